@@ -10,7 +10,7 @@ import torch
 
 from quire.cache.arrays import Bytes, Int32s, Int64s
 from quire.cache.ledger import UNIT
-from quire.kernels.memory import huge_pages
+from quire.kernels.memory import memory_on
 
 
 class Arena:
@@ -26,8 +26,7 @@ class Arena:
     def __init__(self, num_bytes: int, device: str | torch.device = "cpu") -> None:
         self.num_bytes = num_bytes
         self.device = torch.device(device)
-        is_cpu = self.device.type == "cpu"
-        self.data = huge_pages(num_bytes) if is_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self.data = memory_on(self.device, num_bytes)
 
     def rows(self, page_bytes: int) -> torch.Tensor:
         """The arena as overlapping pages, uint8 [units, page_bytes]. Row i is the page with id i, whatever its slab's

@@ -106,12 +106,15 @@ class Planner(ABC):
     tiers: tuple[str, ...]
     capacities: tuple[float, ...]
 
-    def __init__(self, args: argparse.Namespace, options: dict[str, Any], *, on_gpu: bool = False) -> None:
-        from quire.planning.offload_sizes import sizes_from
+    def __init__(self, args: argparse.Namespace, options: dict[str, Any], *, on_gpu: bool | None = None) -> None:
+        """on_gpu: whether a GPU computes; None: as here."""
+        from quire.planning.offload_sizes import has_device, sizes_from
 
         self.config = EngineConfig.from_options(options, args.config)
         self.plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
         self.workload = _workload(args, self.config)
+        if on_gpu is None:
+            on_gpu = has_device(self.config)
         self.shape, self.sizes = sizes_from(args.model, self.config, self.workload, on_gpu=on_gpu)
         self.slack = args.slack
         self.micro_batches = [args.micro_batch] if args.micro_batch else None
@@ -187,7 +190,7 @@ class MeasuredPlanner(Planner):
 
     def __init__(self, args: argparse.Namespace) -> None:
         from quire.offload.profile import read_profile
-        from quire.planning.offload_sizes import conditions_of, has_device, keeps_cache
+        from quire.planning.offload_sizes import conditions_of, keeps_cache
 
         if args.form is not None:
             raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
@@ -196,8 +199,7 @@ class MeasuredPlanner(Planner):
         is_given = "plan.gpu" in options_from(args, ("plan",))
         if is_given and self.profile.device is None:
             raise ConfigError("--plan.gpu has no effect: the profile has the tiers cpu and disk")
-        on_gpu = has_device(EngineConfig.from_options(options, args.config))
-        super().__init__(args, options, on_gpu=on_gpu)
+        super().__init__(args, options)
         self.profile.check(conditions_of(args.model, self.shape, self.config, self.sizes))
         self.only_weights = args.only_weights or keeps_cache(self.config)
         self.tiers = self.profile.tiers

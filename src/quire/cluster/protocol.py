@@ -15,9 +15,9 @@ messages, and keeps the deadlines.
 A try of a request is an attempt. Whatever fails ends the attempt, and the router begins another one with the tokens so
 far as its prompt, as long as there are tries. Every message names its attempt, so nobody mixes two of them.
 
-Messages may be lost, repeated and overtaken. An instance that fails loses its states, and may come back without them.
-States that hold something have a deadline (`has_deadline`). What has ended is remembered for a while, so that late
-messages begin nothing again.
+Messages may be lost and repeated, and those of different pairs of processes overtake each other. An instance that fails
+loses its states, and may come back without them. States that hold something have a deadline (`has_deadline`). What has
+ended is remembered for a while, so that late messages begin nothing again.
 
 Source: DistServe, OSDI 2024, section 4.3 (decoding instances pull; prefill memory is the queue). Ours differs: what
 the receiver has already is not sent, transfers begin before the prompt is computed, and failures are handled.
@@ -108,8 +108,8 @@ def route(state: Routed, event: Begin | Down | Abort | Expired | Message) -> tup
     if isinstance(event, Begin):
         if state.phase is not Route.QUEUED:
             return state, []
-        begun = replace(state, 
-            phase=Route.RUNNING, tries=state.tries - 1, number=state.number + 1, source=event.source,
+        begun = replace(
+            state, phase=Route.RUNNING, tries=state.tries - 1, number=state.number + 1, source=event.source,
             receiver=event.receiver, is_taken=False, early=frozenset(),
         )  # fmt: skip
         return begun, [
@@ -293,10 +293,10 @@ class Intake(Enum):
 class Receiver:
     """An attempt at its receiver.
 
-    source   who has the cache
-    tries    how often it may still ask
-    parts    parts of the cache
-    missing  parts that have not arrived
+    source      who has the cache
+    tries       how often it may still ask
+    parts       parts of the cache
+    missing     parts that have not arrived
     num_tokens  of the answer so far; None: the rest has not arrived
     """
 

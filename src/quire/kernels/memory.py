@@ -56,6 +56,11 @@ def huge_pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def memory_on(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Returns uint8 [num_bytes] on a device; on a CPU `huge_pages`."""
+    return huge_pages(num_bytes) if device.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 def populate_ahead(memory: torch.Tensor, num_bytes: int) -> threading.Thread:
     """Starts a thread that makes the system back the first bytes of `huge_pages` now and not at their first use. It
     changes no contents, and does nothing on systems that cannot.

@@ -23,6 +23,7 @@ from quire.attention.plan import AttentionBackend, AttentionPlan
 from quire.cache.ledger import PAGE_TOKENS
 from quire.offload.attended import DividedPlan, divided, on_host
 from quire.offload.mover import NOTHING, Ticket
+from quire.offload.table import OffloadedTable
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -34,11 +35,9 @@ if TYPE_CHECKING:
     from quire.attention.cpu import CpuAttention
     from quire.attention.plan import AttentionSpec
     from quire.attention.rows import RowSlice
-    from quire.cache.arrays import Bools
     from quire.models.plan import Model
     from quire.offload.attended import PartialPlan
     from quire.offload.hidden import HiddenStates
-    from quire.offload.table import HostPages
 
 
 class Slot(AttentionBackend, Protocol):
@@ -64,14 +63,6 @@ class FarTable(Protocol):
     def own_chunks(self) -> int:
         """Most chunks of a micro-batch."""
 
-    @property
-    def attends(self) -> bool:
-        """Whether rows that decode attend to far chunks where they are."""
-
-    @property
-    def host(self) -> HostPages | None:
-        """The chunks as the CPU's kernels read them there."""
-
     def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Any], Any]:
         """Prepares a step: something for each micro-batch, and for all of them."""
 
@@ -86,9 +77,6 @@ class FarTable(Protocol):
 
     def store(self, layer: int, batch: int, num_batches: int, placed: Any) -> Ticket:
         """Starts to store what a micro-batch has filled in a layer."""
-
-    def is_far(self, chunks: NDArray[np.int32]) -> Bools:
-        """Of sealed chunks: whether they are elsewhere."""
 
     def recalled(self, slice_index: int) -> AbstractContextManager[None]:
         """All layers of a slice's path can be read inside."""
@@ -196,7 +184,7 @@ class BlockAttention:
         self._far: CpuAttention | None = None
         if table is not None:
             attention.encodes_by_layer = True  # a layer is stored before the next one is computed
-        if table is not None and table.attends:
+        if isinstance(table, OffloadedTable) and table.attends:
             assert table.host is not None
             attention.keeps_lse = True
             self._far = on_host(attention.spec, table.host)
@@ -229,11 +217,12 @@ class BlockAttention:
         """A plan whose single rows attend to far chunks on the host. A new one for each step, because chunks come near
         and go far.
         """
-        assert self._table is not None and self._table.host is not None and self._far is not None
+        table = self._table
+        assert isinstance(table, OffloadedTable) and table.host is not None and self._far is not None
         near, far, rows, row = [], [], [], 0
         for piece in slices:
             if piece.num_rows == 1:
-                is_far = self._table.is_far(piece.chunks[: piece.start // PAGE_TOKENS])
+                is_far = table.is_far(piece.chunks[: piece.start // PAGE_TOKENS])
                 if is_far.any():
                     piece, beyond = divided(piece, is_far)
                     far.append(beyond)
@@ -243,7 +232,7 @@ class BlockAttention:
         plan = slot.plan(near)
         if not far:
             return plan
-        return DividedPlan(cast("PartialPlan", plan), self._far.reading(far), rows, self._table.host.memory)
+        return DividedPlan(cast("PartialPlan", plan), self._far.reading(far), rows, table.host.memory)
 
     def _divided(self, slices: Sequence[RowSlice]) -> list[int]:
         """The first slice of each micro-batch. Neighbours share prefixes, so they stay together."""

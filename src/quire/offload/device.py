@@ -23,7 +23,7 @@ import torch
 
 from quire.config import format_bytes
 from quire.errors import ConfigError
-from quire.models.image_folder import ImageError
+from quire.models.image_folder import Entry, ImageError
 from quire.models.images import section_of, written
 from quire.models.quants import Blocks, Unread, block_bytes
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.memory import Memory
-    from quire.models.image_folder import Entry, Image
+    from quire.models.image_folder import Image
     from quire.models.images import Wanted
     from quire.models.layers import Ops
     from quire.models.plan import Model
@@ -92,7 +92,7 @@ class WritingOps(TritonOps):
         product = super().linear(parts, bias, dtype)
         if _layer_of(parts) is None:
             return product
-        for name, tensor in zip(_names(parts, product), product.tensors, strict=True):
+        for name, tensor in _named(_name_of(parts), product):
 
             def fill(target: Tensor, tensor: Tensor = tensor) -> None:
                 target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -118,49 +118,57 @@ class PlacingOps(TritonOps):
         self.copied: dict[int, list[Copied]] = {}
         self._device = device
         self._homes = Homes(split)
-        self._entries: dict[str, Entry] = {}
-        for section in () if image is None else image.sections:
-            self._entries |= {entry.name: entry for entry in section.entries}
+        self._entries: dict[str, list[Entry]] = {}
+        for entry in () if image is None else (entry for section in image.sections for entry in section.entries):
+            self._entries.setdefault(entry.name.rpartition(" ")[0], []).append(entry)
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | PackedLinear:
         """See TritonOps."""
-        layer = _layer_of(parts)
+        layer, name = _layer_of(parts), _name_of(parts)
         if layer is None:
             return super().linear(parts, bias, dtype)
-        product = super().linear([_unread(part, self._device) for part in parts], bias, dtype)
-        tier = self._homes.tier(sum(tensor.nbytes for tensor in product.tensors))
-        if tier != DISK:
+        product, entries = None, self._entries.get(name)
+        if entries is None:  # there is no image, and nothing is on the disk
             product = super().linear(parts, bias, dtype)
+            entries = [Entry(each, 0, tensor.nbytes) for each, tensor in _named(name, product)]
+        tier = self._homes.tier(sum(entry.num_bytes for entry in entries))
+        if tier == DISK:
+            product = super().linear([_unread(part, self._device) for part in parts], bias, dtype)
+        elif product is None:
+            product = super().linear(parts, bias, dtype)
+        assert product is not None
+        sizes = [(each, tensor.nbytes) for each, tensor in _named(name, product)]
+        if sizes != [(entry.name, entry.num_bytes) for entry in entries]:
+            raise ImageError(f"it does not have {name} as this model needs it")
         of_layer = self.copied.setdefault(layer, [])
-        for name, tensor in zip(_names(parts, product), product.tensors, strict=True):
-            entry = self._entries.get(name)
-            if tier == DISK and (entry is None or entry.num_bytes != tensor.nbytes):
-                raise ImageError(f"it does not have {name} as this model needs it")
-            self.places.setdefault(layer, []).append(Place(name, entry.offset if entry else 0, tensor.nbytes))
+        for entry, tensor in zip(entries, product.tensors, strict=True):
+            self.places.setdefault(layer, []).append(Place(entry.name, entry.offset, entry.num_bytes))
             self.tiers.setdefault(layer, []).append(tier)
             if tier == DEVICE:
                 continue
             host = torch.empty_like(tensor, device="meta")
             if tier == HOST:
                 host = pinned(tensor.nbytes, tensor.device, self).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            of_layer.append(Copied(name, host, tensor))
+            of_layer.append(Copied(entry.name, host, tensor))
             tensor.data = tensor.new_empty(0)  # until the stream gives it a place
         return product
 
 
 def _layer_of(parts: Sequence[Weight]) -> int | None:
     """The layer of a product; None if it belongs to none."""
-    first = parts[0]
-    assert isinstance(first, Unread), "a matrix without a name"
-    section = section_of(first.name)
+    section = section_of(_name_of(parts))
     return int(section.removeprefix("layers.")) if section.startswith("layers.") else None
 
 
-def _names(parts: Sequence[Weight], product: TritonLinear | PackedLinear) -> list[str]:
-    """Names of a product's tensors."""
+def _name_of(parts: Sequence[Weight]) -> str:
     first = parts[0]
     assert isinstance(first, Unread), "a matrix without a name"
-    return [f"{first.name} {number}" for number in range(len(product.tensors))]
+    return first.name
+
+
+def _named(name: str, product: TritonLinear | PackedLinear) -> list[tuple[str, Tensor]]:
+    """The tensors of a product, with their names in an image."""
+    return [(f"{name} {number}", tensor) for number, tensor in enumerate(product.tensors)]
 
 
 def _unread(weight: Weight, device: torch.device) -> Weight:

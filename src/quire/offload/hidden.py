@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.kernels.memory import huge_pages
+from quire.kernels.memory import memory_on
 from quire.offload.mover import NOTHING, Mover, Part, Ticket
 from quire.offload.units import NONE, Share
 from quire.stores.direct import BLOCK_BYTES, padded
@@ -152,9 +152,7 @@ class HiddenStates:
         turn = self._turns[use]
         self._turns[use] = 1 - turn
         if len(self._memory[use][turn]) < num_bytes:
-            is_cpu = self._device.type == "cpu"
-            memory = huge_pages(num_bytes) if is_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._memory[use][turn] = memory
+            self._memory[use][turn] = memory_on(self._device, num_bytes)
         return self._memory[use][turn][:num_bytes]
 
 

@@ -263,9 +263,6 @@ class Pager:
     own_chunks  most chunks of a micro-batch
     """
 
-    attends = False
-    host = None
-
     def __init__(self, table: ChunkTable, arena: PagedArena, own_chunks: int) -> None:
         self.table, self.arena = table, arena
         self.own_chunks = own_chunks
@@ -326,10 +323,6 @@ class Pager:
             yield
         finally:
             self.arena.let_go(blocks, blocks[:0], blocks[:0])
-
-    def is_far(self, chunks: Int32s) -> Bools:
-        """No chunk: all are computed with in this memory."""
-        return np.zeros(len(chunks), bool)
 
     def stats(self) -> dict[str, float]:
         """See `LLM.stats`."""
