@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ HOMES = [["d"], ["d", "d"], ["dh", "h", "d"], ["", "d", "hd", "", "dd", "h"], ["
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[list[str]], OnDisk]]:
     found: list[OnDisk] = []
 
     def make(homes: list[str]) -> OnDisk:
@@ -131,8 +131,8 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("homes", HOMES, ids=str)
-def test_what_is_in_a_file_is_there_too(made: type[OnDisk], homes: list[str]) -> None:
-    layers = made(homes)  # type: ignore[call-arg, arg-type]
+def test_what_is_in_a_file_is_there_too(made: Callable[[list[str]], OnDisk], homes: list[str]) -> None:
+    layers = made(homes)
     for _ in range(5):
         layers.stream.begin()
         for index in range(len(homes)):
@@ -144,8 +144,8 @@ def test_what_is_in_a_file_is_there_too(made: type[OnDisk], homes: list[str]) ->
 
 
 @pytest.mark.parametrize("homes", HOMES, ids=str)
-def test_a_pass_over_a_file_may_end_early(made: type[OnDisk], homes: list[str], seed: int) -> None:
-    layers, generator = made(homes), random.Random(seed)  # type: ignore[call-arg, arg-type]
+def test_a_pass_over_a_file_may_end_early(made: Callable[[list[str]], OnDisk], homes: list[str], seed: int) -> None:
+    layers, generator = made(homes), random.Random(seed)
     for _ in range(100):
         layers.stream.begin()
         for index in range(len(homes)):

@@ -19,6 +19,7 @@ from quire.errors import ConfigError, QuireError
 from quire.offload.mover import Mover
 from quire.offload.paged import PagedArena, Pager, blocks_of
 from quire.offload.table import OffloadedTable
+from quire.offload.units import Share
 from quire.stores.direct import BLOCK_BYTES, DirectFile
 from quire.stores.throttle import Throttle
 from tests.effort import combine, tries, whole
@@ -268,7 +269,7 @@ def test_fewer_bytes_are_read_than_of_whole_chunks(model: Path) -> None:
     options = ON_DISK | {"cache.share": False, "cache.memory": least(model, retaining("budget", "dense") | ON_DISK)}
     with running(model, options | {"offload.cache": "4MiB"}) as run:
         assert isinstance(run.table, OffloadedTable)
-        run.table.near = 0.0  # type: ignore[assignment]
+        run.table.near = Share(0.0)
         run.ask(prompts, params)
         whole_chunks = run.table.mover.bytes_read
     with poisoned(budget=0), running(model, options | {"retain.budget": 0.2, "retain.profile_rows": 8}) as run:
