@@ -19,7 +19,6 @@ from quire.cluster.messages import (
     Begin,
     Cancel,
     Compute,
-    Computed,
     Down,
     Expired,
     Failed,
@@ -27,7 +26,6 @@ from quire.cluster.messages import (
     Manifest,
     Part,
     Receive,
-    Rest,
     Sampled,
     Taken,
     Token,
@@ -43,12 +41,13 @@ ROUTE_EVENTS = (
     Expired(), Abort(),
 )  # fmt: skip
 SOURCE_EVENTS = (
-    Compute(AT, 0, "d"), Admitted(PARTS), Ask(AT), Want(AT, PARTS), Computed(1), Sampled(False), Sampled(True), Ack(AT),
-    Cancel(AT), Expired(),
+    Compute(AT, 0, "d"), Admitted(), Ask(AT), Want(AT, PARTS), Sampled(False, PARTS), Sampled(True), Ack(AT),
+    Cancel(AT), Failed(AT, "reason"), Expired(),
 )  # fmt: skip
 RECEIVER_EVENTS = (
-    Receive(AT, "p"), Manifest(AT, PARTS), Admitted(frozenset({0})), Part(AT, 1), Part(AT, 1, is_sound=False),
-    Rest(AT, 1), Gone(AT), Gone(AT, is_over=True), Sampled(False), Sampled(True), Cancel(AT), Expired(),
+    Receive(AT, "p", 0), Receive(AT, "", 0), Manifest(AT, PARTS, 1), Admitted(frozenset({0})), Admitted(PARTS),
+    Part(AT, 1), Part(AT, 1, is_sound=False), Gone(AT), Gone(AT, is_over=True), Sampled(False), Sampled(True),
+    Cancel(AT), Failed(AT, "reason"), Expired(),
 )  # fmt: skip
 
 
@@ -58,19 +57,18 @@ def route_states() -> dict[Any, Any]:
 
 
 def source_states() -> dict[Any, Any]:
-    """A source's states by phase. While it computes, one of two parts is ready and both are wanted."""
+    """A source's states by phase. While it computes, the receiver has asked."""
     found: dict[Any, Any] = {UNKNOWN: None} | {phase: Source(AT, phase, "d") for phase in Supply}
-    ready = frozenset({0})
-    found[Supply.RUNNING] = Source(AT, Supply.RUNNING, "d", 0, PARTS, ready, PARTS - ready, has_wish=True)
-    found[Supply.HELD] = Source(AT, Supply.HELD, "d", 0, PARTS, PARTS, has_wish=True)
+    found[Supply.RUNNING] = Source(AT, Supply.RUNNING, "d", is_asked=True)
+    found[Supply.HELD] = Source(AT, Supply.HELD, "d", parts=PARTS)
     return found
 
 
 def receiver_states() -> dict[Any, Any]:
     """A receiver's states by phase. While it pulls, one part is missing."""
     found: dict[Any, Any] = {UNKNOWN: None} | {phase: Receiver(AT, phase, "p") for phase in Intake}
-    found[Intake.QUEUED] = Receiver(AT, Intake.QUEUED, "p", parts=PARTS)
-    found[Intake.PULLING] = Receiver(AT, Intake.PULLING, "p", 2, PARTS, frozenset({1}))
+    found[Intake.QUEUED] = Receiver(AT, Intake.QUEUED, "p", parts=PARTS, num_tokens=1)
+    found[Intake.PULLING] = Receiver(AT, Intake.PULLING, "p", 2, PARTS, frozenset({1}), 1)
     found[Intake.RUNNING] = Receiver(AT, Intake.RUNNING, "p", num_tokens=1)
     return found
 
@@ -116,6 +114,10 @@ def _who(to: str) -> str:
 def _event(event: Any) -> str:
     kind = type(event).__name__
     flags = [name for name in ("is_last", "is_over") if getattr(event, name, False)]
+    if isinstance(event, Receive) and not event.source:
+        flags.append("no source")
+    if event == Admitted(PARTS):
+        flags.append("has all")
     if isinstance(event, Part) and not event.is_sound:
         flags.append("damaged")
     if isinstance(event, Down):

@@ -29,12 +29,10 @@ from quire.cluster.messages import (
     Admitted,
     Attempt,
     Begin,
-    Computed,
     Down,
     Expired,
     Failed,
     Part,
-    Rest,
     Sampled,
     Sent,
     Token,
@@ -111,6 +109,7 @@ class Explorer:
     room    attempts that each instance has memory for
     parts   of every cache
     has     parts that the receiver has of every second request
+    alone   whether later attempts have no source: their receiver computes the prompt
     most    worlds after which it gives up
     """
 
@@ -124,10 +123,11 @@ class Explorer:
         room: int = 1,
         parts: int = 1,
         has: int = 0,
+        alone: bool = False,
         most: int = 2_000_000,
         code: Any = protocol,
     ) -> None:
-        self.code, self.tokens, self.room, self.most = code, tokens, room, most
+        self.code, self.tokens, self.room, self.most, self.alone = code, tokens, room, most, alone
         self.parts, self.has = frozenset(range(parts)), frozenset(range(has))
         self.items: list[Any] = []
         self._numbers: dict[Any, int] = {}
@@ -191,11 +191,9 @@ class Explorer:
             if state.phase in (Supply.QUEUED, Supply.RUNNING):
                 busy.add(state.attempt.request)
             if state.phase is Supply.QUEUED and used < self.room:
-                yield Event("source", state.attempt, Admitted(self.parts))
+                yield Event("source", state.attempt, Admitted())
             elif state.phase is Supply.RUNNING:
-                left = self.parts - state.ready
-                is_last = state.start + 1 == self.tokens
-                yield Event("source", state.attempt, Computed(min(left)) if left else Sampled(is_last))
+                yield Event("source", state.attempt, Sampled(state.start + 1 == self.tokens, self.parts))
 
     def _at_receiver(self, states: list[Any], busy: set[int]) -> Iterator[Event]:
         used = sum(state.phase in (Intake.PULLING, Intake.RUNNING) for state in states)
@@ -225,7 +223,8 @@ class Explorer:
                 return self._arrive(world._replace(budget=budget._replace(repeats=budget.repeats - 1)), letter)
             return self._arrive(world._replace(letters=rest), letter)
         if kind == "begin":
-            return self._route(world, what, Begin(SOURCE, RECEIVER))
+            is_alone = self.alone and self.items[world.routes[what]].number > 0
+            return self._route(world, what, Begin("" if is_alone else SOURCE, RECEIVER))
         if kind == "abort":
             return self._route(world._replace(budget=budget._replace(aborts=budget.aborts - 1)), what, Abort())
         if kind == "source":
@@ -296,7 +295,7 @@ class Explorer:
         number = self._find(world.sources, attempt)
         before = None if number is None else self.items[number]
         after, sent = self.code.supply(before, sender, event)
-        letters = [Letter(to, SOURCE, message, _has(before, event, message)) for to, message in sent]
+        letters = [Letter(to, SOURCE, message, _has(before, message)) for to, message in sent]
         sources = self._changed(world.sources, number, after)
         return world._replace(sources=sources, letters=self._posted(world.letters, letters))
 
@@ -304,16 +303,14 @@ class Explorer:
         number = self._find(world.receivers, attempt)
         before = None if number is None else self.items[number]
         arrived = world.arrived
-        if is_true and before is not None and before.phase is Intake.PULLING:
-            if isinstance(event, Part) and event.is_sound and event.attempt == attempt:
-                arrived |= {(attempt, event.part)}
-            if isinstance(event, Rest) and event.attempt == attempt:
-                arrived |= {(attempt, "rest")}
+        is_pulling = before is not None and before.phase is Intake.PULLING
+        if is_true and is_pulling and isinstance(event, Part) and event.is_sound:
+            arrived |= {(attempt, event.part)}
         after, sent = self.code.take(before, event)
         if after is not None and after.phase is Intake.RUNNING and (before is None or before.phase != after.phase):
             has = self.has if attempt.request % 2 else frozenset[int]()
-            lacking = {(attempt, each) for each in [*(self.parts - has), "rest"]} - arrived
-            if lacking:
+            lacking = {(attempt, each) for each in self.parts - has} - arrived
+            if after.source and lacking:
                 raise Violation(f"a receiver decodes without {sorted(map(str, lacking))}")
         if after is None or after.phase is Intake.ENDED:
             arrived = frozenset(each for each in arrived if each[0] != attempt)
@@ -410,15 +407,9 @@ def _request_of(item: Any) -> int:
     return int(item.request if isinstance(item, protocol.Routed) else item.attempt.request)
 
 
-def _has(state: Any, event: Any, message: Any) -> bool:
+def _has(state: Any, message: Any) -> bool:
     """Whether a source that sends a message has what is in it."""
-    if not isinstance(message, Part | Rest):
-        return True
-    if state is None or state.phase not in (Supply.RUNNING, Supply.HELD):
-        return False
-    if isinstance(message, Part):
-        return message.part in state.ready or event == Computed(message.part)
-    return state.phase is Supply.HELD or isinstance(event, Sampled)
+    return not isinstance(message, Part) or (state is not None and state.phase is Supply.HELD)
 
 
 def changed(**parts: Any) -> Any:
@@ -437,7 +428,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, usual in (
         ("requests", 2), ("tokens", 2), ("tries", 2), ("room", 1), ("parts", 1), ("has", 0), ("most", 2_000_000),
-        ("crashes", 0), ("losses", 0), ("repeats", 0), ("early", 0), ("aborts", 0),
+        ("crashes", 0), ("losses", 0), ("repeats", 0), ("early", 0), ("aborts", 0), ("alone", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=usual)
     given = vars(parser.parse_args())

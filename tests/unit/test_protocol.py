@@ -18,7 +18,7 @@ from quire.cluster.messages import (
     Attempt,
     Begin,
     Cancel,
-    Computed,
+    Compute,
     Down,
     Expired,
     Failed,
@@ -26,7 +26,6 @@ from quire.cluster.messages import (
     Manifest,
     Part,
     Receive,
-    Rest,
     Sampled,
     Sent,
     Taken,
@@ -62,8 +61,9 @@ def test_without_faults_every_request_is_answered_once(tokens: int) -> None:
     [Budget(1, 0, 0, 0, 0), Budget(0, 1, 1, 0, 0), Budget(0, 0, 0, 1, 0), Budget(0, 1, 0, 0, 1)],
     ids=["a crash", "a loss and a repeat", "an early deadline", "a loss and a client that leaves"],
 )
-def test_one_request_survives(budget: Budget) -> None:
-    explore(budget, requests=1, parts=2, tries=2)
+@pytest.mark.parametrize("alone", [False, True], ids=["again with a source", "again alone"])
+def test_one_request_survives(budget: Budget, alone: bool) -> None:
+    explore(budget, requests=1, parts=2, tries=2, alone=alone)
 
 
 @pytest.mark.parametrize("budget", [Budget(0, 0, 0, 0, 0), Budget(0, 0, 1, 0, 0)], ids=["nothing", "a repeat"])
@@ -86,15 +86,14 @@ def test_larger_worlds(requests: int, budget: Budget) -> None:
 def source_frees_when_all_is_sent(state: Any, sender: str, event: Any) -> Any:
     """Before it knows that anything has arrived."""
     after, sent = protocol.supply(state, sender, event)
-    if any(isinstance(each.message, Rest) for each in sent):
+    if any(isinstance(each.message, Part) for each in sent):
         return Source(after.attempt, Supply.ENDED), sent
     return after, sent
 
 
 def source_serves_what_it_has_freed(state: Any, sender: str, event: Any) -> Any:
     if state is not None and state.phase is Supply.ENDED and isinstance(event, Want):
-        parts = [Sent(sender, Part(event.attempt, part)) for part in sorted(event.parts)]
-        return state, [*parts, Sent(sender, Rest(event.attempt, 1))]
+        return state, [Sent(sender, Part(event.attempt, part)) for part in sorted(event.parts)]
     if state is not None and state.phase is Supply.HELD and isinstance(event, Want):
         after, sent = protocol.supply(state, sender, event)
         return Source(after.attempt, Supply.ENDED), sent
@@ -108,32 +107,34 @@ def source_has_no_lease(state: Any, sender: str, event: Any) -> Any:
 
 
 def source_sends_what_is_not_computed(state: Any, sender: str, event: Any) -> Any:
+    """And says before that it is."""
     after, sent = protocol.supply(state, sender, event)
-    if isinstance(event, Want) and after is not None and after.wanted:
-        early = [Sent(sender, Part(event.attempt, part)) for part in sorted(after.wanted)]
-        return replace(after, wanted=frozenset()), [*sent, *early]
+    if isinstance(event, Ask) and after is not None and after.phase is Supply.RUNNING:
+        return after, [Sent(sender, Manifest(event.attempt, frozenset({0, 1}), 1))]
+    if isinstance(event, Want) and after is not None and after.phase is Supply.RUNNING:
+        return after, [Sent(sender, Part(event.attempt, part)) for part in sorted(event.parts)]
     return after, sent
 
 
-def source_ignores_a_second_wish(state: Any, sender: str, event: Any) -> Any:
-    if isinstance(event, Want) and state is not None and state.has_wish:
-        return state, []
+def source_answers_one_wish(state: Any, sender: str, event: Any) -> Any:
+    if isinstance(event, Want) and state is not None and state.phase is Supply.HELD:
+        if not state.is_asked:
+            return state, []
+        _, sent = protocol.supply(state, sender, event)
+        return replace(state, is_asked=False), sent
     return protocol.supply(state, sender, event)
 
 
-def receiver_starts_without_the_rest(state: Any, event: Any) -> Any:
-    after, sent = protocol.take(state, event)
-    if after is not None and after.phase is Intake.PULLING and not after.missing and after.num_tokens is None:
-        told = [Sent(after.source, Ack(after.attempt)), Sent(ROUTER, Taken(after.attempt))]
-        return replace(after, phase=Intake.RUNNING, num_tokens=1), [*sent, *told]
-    return after, sent
-
-
 def receiver_starts_without_a_part(state: Any, event: Any) -> Any:
-    after, sent = protocol.take(state, event)
-    if isinstance(event, Rest) and after is not None and after.phase is Intake.PULLING:
-        return protocol.take(replace(after, missing=frozenset()), event)
-    return after, sent
+    if isinstance(event, Part) and state is not None and state.phase is Intake.PULLING:
+        return protocol.take(replace(state, missing=frozenset({event.part})), event)
+    return protocol.take(state, event)
+
+
+def receiver_starts_when_it_has_room(state: Any, event: Any) -> Any:
+    if isinstance(event, Admitted) and state.phase is Intake.QUEUED:
+        return protocol.take(state, Admitted(state.parts))
+    return protocol.take(state, event)
 
 
 def receiver_takes_room_before_the_source_has_begun(state: Any, event: Any) -> Any:
@@ -144,9 +145,8 @@ def receiver_takes_room_before_the_source_has_begun(state: Any, event: Any) -> A
         asked = replace(state, phase=Intake.PULLING, missing=frozenset({-1}))
         return asked, [Sent(state.source, Ask(state.attempt))]
     if isinstance(event, Manifest) and state is not None and state.missing == frozenset({-1}):
-        return replace(state, parts=event.parts, missing=event.parts), [
-            Sent(state.source, Want(state.attempt, event.parts))
-        ]
+        pulling = replace(state, parts=event.parts, missing=event.parts, num_tokens=event.num_tokens)
+        return pulling, [Sent(state.source, Want(state.attempt, event.parts))]
     return protocol.take(state, event)
 
 
@@ -157,7 +157,7 @@ def receiver_never_asks_again(state: Any, event: Any) -> Any:
 
 
 def receiver_keeps_what_was_cancelled(state: Any, event: Any) -> Any:
-    if isinstance(event, Cancel) and state is not None and state.phase in (Intake.QUEUED, Intake.PULLING):
+    if isinstance(event, Cancel) and state is not None and state.phase is not Intake.RUNNING:
         return replace(state, tries=0), []
     if isinstance(event, Expired) and not state.tries:
         return state, []
@@ -194,7 +194,7 @@ DEFECTS: list[tuple[dict[str, Any], Budget, int, str]] = [
     ({"supply": source_serves_what_it_has_freed}, LOSS, 1, "decodes without"),
     ({"supply": source_has_no_lease}, BOTH, 1, "never given back"),
     ({"supply": source_sends_what_is_not_computed}, Budget(0, 0, 0, 0, 0), 1, "decodes without"),
-    ({"take": receiver_starts_without_the_rest}, LOSS, 1, "decodes without"),
+    ({"take": receiver_starts_when_it_has_room}, Budget(0, 0, 0, 0, 0), 1, "decodes without"),
     ({"take": receiver_starts_without_a_part}, LOSS, 1, "decodes without"),
     ({"take": receiver_takes_room_before_the_source_has_begun}, Budget(0, 0, 0, 0, 0), 2, "nothing went wrong"),
     ({"take": receiver_never_asks_again}, BOTH, 1, "never given back"),
@@ -242,7 +242,7 @@ def test_a_loss_alone_costs_no_attempt_while_the_cache_is_pulled() -> None:
         code = changed(supply=source_frees_when_all_is_sent)
         Pulling(budget=LOSS, requests=1, parts=2, code=code).explore()
     with pytest.raises(Violation, match="an attempt was lost"):
-        code = changed(supply=source_ignores_a_second_wish)
+        code = changed(supply=source_answers_one_wish)
         Pulling(budget=LOSS, requests=1, parts=2, code=code).explore()
 
 
@@ -265,21 +265,42 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
     assert sent == [Sent("p", Want(FIRST, frozenset({3})))] and after is not None and after.missing == {3}
 
 
-def test_parts_are_sent_while_the_prompt_is_computed() -> None:
-    state = Source(FIRST, Supply.RUNNING, "d", 0, frozenset({0, 1}), frozenset({0}))
-    state, sent = protocol.supply(state, "d", Want(FIRST, frozenset({0, 1})))  # type: ignore[assignment]
-    assert sent == [Sent("d", Part(FIRST, 0))]
-    state, sent = protocol.supply(state, "", Computed(1))  # type: ignore[assignment]
-    assert sent == [Sent("d", Part(FIRST, 1))]
-    state, sent = protocol.supply(state, "", Sampled(False))  # type: ignore[assignment]
-    assert sent == [Sent(ROUTER, Token(FIRST, 0)), Sent("d", Rest(FIRST, 1))] and state.phase is Supply.HELD
+def test_nothing_is_promised_before_retention_has_decided() -> None:
+    state = found(protocol.supply(None, "d", Ask(FIRST)))
+    for event in (Compute(FIRST, 0, "d"), Admitted(), Ask(FIRST)):
+        state, sent = protocol.supply(state, "d", event)
+        assert not sent
+    state, sent = protocol.supply(state, "", Sampled(False, frozenset({0, 1})))
+    assert sent == [Sent(ROUTER, Token(FIRST, 0)), Sent("d", Manifest(FIRST, frozenset({0, 1}), 1))]
+    assert found((state, sent)).phase is Supply.HELD
+
+
+def found(answer: tuple[Any, list[Sent]]) -> Any:
+    assert answer[0] is not None
+    return answer[0]
+
+
+def test_a_receiver_that_has_everything_asks_for_nothing() -> None:
+    state = Receiver(FIRST, Intake.QUEUED, "p", parts=frozenset({0}), num_tokens=1)
+    after, sent = protocol.take(state, Admitted(frozenset({0})))
+    assert found((after, sent)).phase is Intake.RUNNING
+    assert [type(each.message) for each in sent] == [Ack, Taken, Token]
+
+
+def test_an_attempt_without_a_source_is_computed_by_its_receiver() -> None:
+    state, sent = protocol.route(Routed(0, 1, delivered=3), Begin("", "d"))
+    assert sent == [Sent("d", Receive(state.attempt, "", 3))] and state.is_taken
+    receiver = found(protocol.take(None, sent[0].message))
+    assert receiver.phase is Intake.RUNNING
+    assert protocol.take(receiver, Sampled(False))[1] == [Sent(ROUTER, Token(state.attempt, 3))]
+    assert [each.to for each in protocol.route(state, Expired())[1]][:1] == ["d"]
 
 
 def test_what_has_ended_holds_nothing_and_begins_nothing() -> None:
-    for event in (Cancel(FIRST), Ack(FIRST), Expired(), Computed(0), Sampled(True), Admitted(frozenset())):
+    for event in (Cancel(FIRST), Ack(FIRST), Expired(), Sampled(True), Admitted(), Failed(FIRST, "")):
         source, receiver = Source(FIRST, Supply.ENDED), Receiver(FIRST, Intake.ENDED)
         assert protocol.supply(source, "d", event) == (source, [])
-        if not isinstance(event, Computed | Ack):
+        if not isinstance(event, Ack):
             assert protocol.take(receiver, event) == (receiver, [])
     assert protocol.supply(Source(FIRST, Supply.ENDED), "d", Want(FIRST, frozenset()))[1] == [Sent("d", Gone(FIRST))]
 

@@ -27,30 +27,39 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Router to receiver: pull the cache from the source, and decode."""
+    """Router to receiver: pull the cache from the source, and decode. Without a source it computes the prompt itself.
+
+    start  tokens that the client had when the attempt began
+    """
 
     attempt: Attempt
     source: str
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Receiver to source: what is there?"""
+    """Receiver to source: what is there? Renews the source's lease."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Source to receiver: the parts of the cache."""
+    """Source to receiver: the prompt is computed, and retention has decided.
+
+    parts       of the cache
+    num_tokens  of the answer so far
+    """
 
     attempt: Attempt
     parts: frozenset[int]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Receiver to source: send these parts once they are computed, and the rest."""
+    """Receiver to source: send these parts."""
 
     attempt: Attempt
     parts: frozenset[int]
@@ -63,14 +72,6 @@ class Part:
     attempt: Attempt
     part: int
     is_sound: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """Source to receiver: what decoding goes on from beside the parts. num_tokens: of the answer so far."""
-
-    attempt: Attempt
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Cancel:
     attempt: Attempt
 
 
-Message = Compute | Receive | Ask | Manifest | Want | Part | Rest | Gone | Ack | Taken | Token | Failed | Cancel
+Message = Compute | Receive | Ask | Manifest | Want | Part | Gone | Ack | Taken | Token | Failed | Cancel
 
 
 class Sent(NamedTuple):
@@ -162,25 +163,21 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """At an instance: there is room. parts: at a source, those that the cache will have; at a receiver, those that it
-    has already.
-    """
+    """At an instance: there is room. parts: at a receiver, those that it has already, or does not need."""
 
-    parts: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """At a source: a part is computed."""
-
-    part: int
+    parts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """At a source or receiver: the next token. is_last: the answer ends with it."""
+    """At a source or receiver: the next token.
+
+    is_last  the answer ends with it
+    parts    at a source that keeps the cache for its receiver: the parts of it
+    """
 
     is_last: bool
+    parts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

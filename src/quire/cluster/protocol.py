@@ -8,9 +8,12 @@ messages, and keeps the deadlines.
 
     router --Compute--> source       router --Receive--> receiver
                         source <--Ask, Want------------- receiver
-                        source ---Manifest, Part, Rest-> receiver     while the prompt is still computed
+                        source ---Manifest, Part-------> receiver
                         source <--Ack------------------- receiver
     router <--Token---- source       router <--Taken, Token---------- receiver
+
+What the source has computed of a long prompt may travel before there is a manifest. Such chunks are cached chunks like
+any others, and the protocol need not know of them. An attempt without a source is computed by its receiver alone.
 
 A try of a request is an attempt. Whatever fails ends the attempt, and the router begins another one with the tokens so
 far as its prompt, as long as there are tries. Every message names its attempt, so nobody mixes two of them.
@@ -20,7 +23,7 @@ loses its states, and may come back without them. States that hold something hav
 ended is remembered for a while, so that late messages begin nothing again.
 
 Source: DistServe, OSDI 2024, section 4.3 (decoding instances pull; prefill memory is the queue). Ours differs: what
-the receiver has already is not sent, transfers begin before the prompt is computed, and failures are handled.
+the receiver has already is not sent, and failures are handled.
 """
 
 from __future__ import annotations
@@ -39,7 +42,6 @@ from quire.cluster.messages import (
     Begin,
     Cancel,
     Compute,
-    Computed,
     Down,
     Expired,
     Failed,
@@ -48,7 +50,6 @@ from quire.cluster.messages import (
     Message,
     Part,
     Receive,
-    Rest,
     Sampled,
     Sent,
     Taken,
@@ -80,7 +81,7 @@ class Routed:
     tries      attempts that may still begin
     phase      QUEUED: the next attempt waits for Begin
     number     of the last attempt
-    source     of that attempt
+    source     of that attempt; none if the receiver computes the prompt
     receiver   of that attempt
     is_taken   whether the receiver needs the source no more
     delivered  tokens that the client has
@@ -110,12 +111,12 @@ def route(state: Routed, event: Begin | Down | Abort | Expired | Message) -> tup
             return state, []
         begun = replace(
             state, phase=Route.RUNNING, tries=state.tries - 1, number=state.number + 1, source=event.source,
-            receiver=event.receiver, is_taken=False, early=frozenset(),
+            receiver=event.receiver, is_taken=not event.source, early=frozenset(),
         )  # fmt: skip
-        return begun, [
-            Sent(event.source, Compute(begun.attempt, begun.delivered, event.receiver)),
-            Sent(event.receiver, Receive(begun.attempt, event.source)),
-        ]
+        receive = Sent(event.receiver, Receive(begun.attempt, event.source, begun.delivered))
+        if not event.source:
+            return begun, [receive]
+        return begun, [Sent(event.source, Compute(begun.attempt, begun.delivered, event.receiver)), receive]
     if isinstance(event, Abort):
         if state.phase in (Route.ENDED, Route.FAILED):
             return state, []
@@ -162,7 +163,7 @@ def _retried(state: Routed, reason: str) -> tuple[Routed, list[Sent]]:
 def _cancels(state: Routed) -> list[Sent]:
     if state.phase is not Route.RUNNING:
         return []
-    return [Sent(instance, Cancel(state.attempt)) for instance in (state.source, state.receiver)]
+    return [Sent(instance, Cancel(state.attempt)) for instance in (state.source, state.receiver) if instance]
 
 
 # ---- source ----------------------------------------------------------------------------------------------------------
@@ -191,11 +192,8 @@ class Source:
 
     receiver  who may pull
     start     tokens that the client had when the attempt began
-    parts     parts of the cache
-    ready     parts that are computed
-    wanted    parts to be sent once they are computed
+    parts     of the cache, once it is computed
     is_asked  whether the receiver waits for the manifest
-    has_wish  whether the receiver has said what it wants
     is_over   whether the answer has ended here
     """
 
@@ -204,15 +202,12 @@ class Source:
     receiver: str = ""
     start: int = 0
     parts: frozenset[int] = frozenset()
-    ready: frozenset[int] = frozenset()
-    wanted: frozenset[int] = frozenset()
     is_asked: bool = False
-    has_wish: bool = False
     is_over: bool = False
 
 
 def supply(
-    state: Source | None, sender: str, event: Admitted | Computed | Sampled | Expired | Message
+    state: Source | None, sender: str, event: Admitted | Sampled | Expired | Message
 ) -> tuple[Source | None, list[Sent]]:
     """The source's part. state: None if the attempt is not known. sender: of a message."""
     if state is None:
@@ -230,32 +225,27 @@ def supply(
     if phase is Supply.ENDED:
         return state, [Sent(sender, Gone(attempt, state.is_over))] if isinstance(event, Ask | Want) else []
     match event:
-        case Cancel() | Ack():
-            return _let_go(state), []
+        case Cancel() | Ack() | Failed():
+            told = [Sent(ROUTER, event)] if isinstance(event, Failed) else []
+            return _let_go(state), told
         case Compute(_, start, receiver) if phase is Supply.EXPECTED:
             return replace(state, phase=Supply.QUEUED, receiver=receiver, start=start), []
-        case Admitted(parts) if phase is Supply.QUEUED:
-            told = [Sent(state.receiver, Manifest(attempt, parts))] if state.is_asked else []
-            return replace(state, phase=Supply.RUNNING, parts=parts), told
-        case Ask() if phase in (Supply.RUNNING, Supply.HELD):
-            return state, [Sent(sender, Manifest(attempt, state.parts))]
+        case Admitted() if phase is Supply.QUEUED:
+            return replace(state, phase=Supply.RUNNING), []
+        case Ask() if phase is Supply.HELD:
+            return state, [Sent(sender, Manifest(attempt, state.parts, state.start + 1))]
         case Ask():
             return replace(state, is_asked=True), []
-        case Want(_, parts) if phase in (Supply.RUNNING, Supply.HELD):
-            sent = [Sent(sender, Part(attempt, part)) for part in sorted(parts & state.ready)]
-            rest = [Sent(sender, Rest(attempt, state.start + 1))] if phase is Supply.HELD else []
-            return replace(state, wanted=state.wanted | (parts - state.ready), has_wish=True), [*sent, *rest]
-        case Computed(part) if phase is Supply.RUNNING:
-            sent = [Sent(state.receiver, Part(attempt, part))] if part in state.wanted else []
-            return replace(state, ready=state.ready | {part}, wanted=state.wanted - {part}), sent
-        case Sampled(is_last) if phase is Supply.RUNNING:
+        case Want(_, parts) if phase is Supply.HELD:
+            return state, [Sent(sender, Part(attempt, part)) for part in sorted(parts & state.parts)]
+        case Sampled(is_last, parts) if phase is Supply.RUNNING:
             token = Sent(ROUTER, Token(attempt, state.start, is_last))
             if is_last:
                 # A receiver that asks must not report a failure: it may be heard before the token.
-                told = [Sent(state.receiver, Gone(attempt, is_over=True))] if state.is_asked or state.has_wish else []
+                told = [Sent(state.receiver, Gone(attempt, is_over=True))] if state.is_asked else []
                 return replace(_let_go(state), is_over=True), [token, *told]
-            rest = [Sent(state.receiver, Rest(attempt, state.start + 1))] if state.has_wish else []
-            return replace(state, phase=Supply.HELD), [token, *rest]
+            told = [Sent(state.receiver, Manifest(attempt, parts, state.start + 1))] if state.is_asked else []
+            return replace(state, phase=Supply.HELD, parts=parts), [token, *told]
         case Expired() if phase is Supply.EXPECTED:
             return _let_go(state), [Sent(state.receiver, Gone(attempt))]
         case Expired() if phase in (Supply.QUEUED, Supply.HELD):
@@ -275,10 +265,10 @@ class Intake(Enum):
     """What a receiver does for an attempt.
 
     ASKED    waits for the manifest
-    QUEUED   the source has begun; waits for room. Room that waited for a source that waits for room elsewhere could
-             wait for ever
+    QUEUED   waits for room. Not before the source holds all of it: room that waited for a source that waits for room
+             elsewhere could wait for ever
     PULLING  waits for parts
-    RUNNING  decodes
+    RUNNING  decodes, or computes the prompt if there is no source
     ENDED    holds nothing
     """
 
@@ -293,11 +283,11 @@ class Intake(Enum):
 class Receiver:
     """An attempt at its receiver.
 
-    source      who has the cache
+    source      who has the cache; none if there is nothing to pull
     tries       how often it may still ask
     parts       parts of the cache
     missing     parts that have not arrived
-    num_tokens  of the answer so far; None: the rest has not arrived
+    num_tokens  of the answer so far
     """
 
     attempt: Attempt
@@ -306,13 +296,15 @@ class Receiver:
     tries: int = PULL_TRIES
     parts: frozenset[int] = frozenset()
     missing: frozenset[int] = frozenset()
-    num_tokens: int | None = None
+    num_tokens: int = 0
 
 
 def take(state: Receiver | None, event: Admitted | Sampled | Expired | Message) -> tuple[Receiver | None, list[Sent]]:
     """The receiver's part. state: None if the attempt is not known."""
     if state is None:
         match event:
+            case Receive(attempt, "", start):
+                return Receiver(attempt, Intake.RUNNING, num_tokens=start), []
             case Receive(attempt, source):
                 return Receiver(attempt, Intake.ASKED, source, PULL_TRIES - 1), [Sent(source, Ask(attempt))]
             case Cancel(attempt):
@@ -324,29 +316,28 @@ def take(state: Receiver | None, event: Admitted | Sampled | Expired | Message) 
     match event:
         case Cancel():
             return _dropped(state), []
-        case Manifest(_, parts) if phase is Intake.ASKED:
-            return replace(state, phase=Intake.QUEUED, parts=parts, tries=PULL_TRIES), []
+        case Failed():
+            return _dropped(state), [Sent(ROUTER, event), *_released(state)]
+        case Manifest(_, parts, num_tokens) if phase is Intake.ASKED:
+            return replace(state, phase=Intake.QUEUED, parts=parts, tries=PULL_TRIES, num_tokens=num_tokens), []
         case Admitted(has) if phase is Intake.QUEUED:
             missing = state.parts - has
             pulling = replace(state, phase=Intake.PULLING, missing=missing, tries=PULL_TRIES - 1)
-            return pulling, [Sent(state.source, Want(attempt, missing))]
+            return (pulling, [Sent(state.source, Want(attempt, missing))]) if missing else _complete(pulling)
         case Part(_, part, True) if phase is Intake.PULLING:
-            return _complete(replace(state, missing=state.missing - {part}))
-        case Rest(_, num_tokens) if phase is Intake.PULLING:
-            return _complete(replace(state, num_tokens=num_tokens))
+            after = replace(state, missing=state.missing - {part})
+            return (after, []) if after.missing else _complete(after)
         case Gone(_, True) if phase is not Intake.RUNNING:
             return _dropped(state), []
-        case Gone() if phase in (Intake.ASKED, Intake.QUEUED, Intake.PULLING):
+        case Gone() if phase is not Intake.RUNNING:
             return _dropped(state), [Sent(ROUTER, Failed(attempt, "the source has lost the cache"))]
         case Sampled(is_last) if phase is Intake.RUNNING:
-            assert state.num_tokens is not None
             token = Sent(ROUTER, Token(attempt, state.num_tokens, is_last))
             return _dropped(state) if is_last else replace(state, num_tokens=state.num_tokens + 1), [token]
-        case Expired() if phase in (Intake.ASKED, Intake.QUEUED, Intake.PULLING):
+        case Expired() if phase is not Intake.RUNNING:
             if not state.tries:
                 reason = "no room" if phase is Intake.QUEUED else "the source does not answer"
-                failed = Sent(ROUTER, Failed(attempt, reason))
-                return _dropped(state), [failed, Sent(state.source, Cancel(attempt))]
+                return _dropped(state), [Sent(ROUTER, Failed(attempt, reason)), *_released(state)]
             # While it waits for room, asking renews the source's lease.
             again = Want(attempt, state.missing) if phase is Intake.PULLING else Ask(attempt)
             return replace(state, tries=state.tries - 1), [Sent(state.source, again)]
@@ -354,12 +345,14 @@ def take(state: Receiver | None, event: Admitted | Sampled | Expired | Message) 
 
 
 def _complete(state: Receiver) -> tuple[Receiver, list[Sent]]:
-    if state.missing or state.num_tokens is None:
-        return state, []
     attempt = state.attempt
     # The source's own message with this token may be lost.
     told = [Sent(ROUTER, Taken(attempt)), Sent(ROUTER, Token(attempt, state.num_tokens - 1))]
     return replace(state, phase=Intake.RUNNING), [Sent(state.source, Ack(attempt)), *told]
+
+
+def _released(state: Receiver) -> list[Sent]:
+    return [Sent(state.source, Cancel(state.attempt))] if state.source and state.phase is not Intake.RUNNING else []
 
 
 def _dropped(state: Receiver) -> Receiver:
