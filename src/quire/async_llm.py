@@ -6,9 +6,7 @@ import asyncio
 import gc
 import itertools
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
+from quire.engine_thread import EngineThread
 from quire.errors import EngineStoppedError, QueueFullError, QuireError, RequestError
 from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import Loaded, load_engine
@@ -28,9 +27,6 @@ from quire.load import Loaded, load_engine
 log = logging.getLogger("quire")
 
 Answer = TypeVar("Answer")
-
-LOADING_THREAD, ENGINE_THREAD = "quire-loading", "quire-engine"
-"""Names of an engine's thread, while it loads and afterwards."""
 
 GIVE_UP_SECONDS = 5.0
 """Time for which a cancelled start waits for its thread."""
@@ -60,25 +56,27 @@ class AsyncLLM(AsyncPrefixes):
         self._config = EngineConfig.from_options(options or {}, Path(config_file) if config_file is not None else None)
         self._model = model
         self._pins_at_start = pins_at_start
-        self._loaded: Loaded | None = None
-        self._commands: deque[Callable[[], object]] = deque()
-        self._wake = threading.Event()
+        self._engine_thread: EngineThread | None = None
+        self._started: asyncio.Future[None] | None = None
         self._streams: dict[str, asyncio.Queue[RequestOutput | BaseException] | None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
         self._closing = False
         self._accepts = False  # from the end of `start` on, except while `pin` runs
-        self._failure: str | None = None
         self._ids = itertools.count()
         self._unread: dict[str, int] = {}  # request id -> sequences, until the engine's thread has queued them
 
     @property
     def _parts(self) -> Loaded:
-        if self._loaded is None:
+        thread = self._engine_thread
+        if thread is None or thread.loaded is None:
             raise QuireError(
                 "this AsyncLLM is closed" if self._closing else "this AsyncLLM is not started; await start() first"
             )
-        return self._loaded
+        return thread.loaded
+
+    @property
+    def _failure(self) -> str | None:
+        return None if self._engine_thread is None else self._engine_thread.failure
 
     @property
     def is_ready(self) -> bool:
@@ -87,7 +85,8 @@ class AsyncLLM(AsyncPrefixes):
 
     @property
     def _runs(self) -> bool:
-        return self._loaded is not None and not self._closing and self._failure is None
+        thread = self._engine_thread
+        return thread is not None and thread.loaded is not None and not self._closing and thread.failure is None
 
     async def start(self) -> None:
         """Loads the model, starts the engine's thread, and pins the prefixes of cache.pin. Raises ModelError or
@@ -97,20 +96,20 @@ class AsyncLLM(AsyncPrefixes):
         If cancelled, it waits until the thread stops. A calibration stops within a second or two. It does not wait for
         longer work, such as downloading a model, which ends by itself.
         """
-        if self._thread is not None or self._closing:
+        if self._engine_thread is not None or self._closing:
             raise QuireError("this AsyncLLM was started or closed before; make a new one")
         self._loop = asyncio.get_running_loop()
-        started: asyncio.Future[None] = self._loop.create_future()
-        thread = threading.Thread(target=self._main, args=(started,), name=LOADING_THREAD, daemon=True)
-        self._thread = thread
+        self._started = self._loop.create_future()
+        load = partial(load_engine, self._model, self._config, unwanted=lambda: self._closing)
+        self._engine_thread = thread = EngineThread(load, self)
         thread.start()
         try:
-            await started
+            await self._started
         except BaseException:
             self._closing = True
-            self._submit(None)
+            thread.stop()
             deadline = time.monotonic() + GIVE_UP_SECONDS
-            while thread.is_alive() and time.monotonic() < deadline:
+            while thread.is_alive and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             raise
         if self._pins_at_start:
@@ -271,62 +270,39 @@ class AsyncLLM(AsyncPrefixes):
         aborted. A second call does nothing.
         """
         self._closing = True
-        if self._thread is None:
+        thread = self._engine_thread
+        if thread is None:
             return
         deadline = time.monotonic() + drain_seconds
         while self._streams and self._failure is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for request_id in list(self._streams):
             await self.abort(request_id)
-        self._submit(None)
-        if (thread := self._thread) is not None:  # another close() may have been faster
-            await asyncio.to_thread(thread.join)
-        self._thread = None
-        self._commands.clear()
-        self._loaded = None
+        thread.stop()
+        await asyncio.to_thread(thread.join)
         gc.collect()
 
-    def _submit(self, command: Callable[[], object] | None) -> None:
-        self._commands.append(command if command is not None else self._stop)
-        self._wake.set()
+    def _submit(self, command: Callable[[], object]) -> None:
+        assert self._engine_thread is not None
+        self._engine_thread.submit(command)
 
-    def _stop(self) -> None:
-        raise _Stopped
+    # ---- on the engine's thread ------------------------------------------------------------------------------------
 
-    def _main(self, started: asyncio.Future[None]) -> None:
-        """The engine's thread: loads the model, then runs commands and steps until it is told to stop."""
-        assert self._loop is not None
-        try:
-            self._loaded = load_engine(self._model, self._config, unwanted=lambda: self._closing)
-        except BaseException as error:
-            self._on_loop(partial(_fail, started, error))
-            return
-        threading.current_thread().name = ENGINE_THREAD
-        self._on_loop(partial(_settle, started, None))
-        engine = self._loaded.engine
-        try:
-            while True:
-                if not self._commands and not engine.has_work:
-                    assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
-                    self._wake.wait(engine.idle())
-                self._wake.clear()
-                while self._commands:
-                    self._commands.popleft()()
-                outputs = engine.step()
-                if outputs:
-                    self._post([(output.request_id, output) for output in outputs])
-        except _Stopped:
-            engine.moving.close()
-            self._loaded = None
-        except BaseException as error:
-            if isinstance(error, QuireError):
-                log.error("the engine stopped: %s", error)
-            else:
-                log.exception("the engine stopped")
-            self._failure = str(error) or type(error).__name__  # the error's traceback would keep the engine
-            self._on_loop(self._fail_all)
-            if engine.moving.tiers is not None:  # what they were given is whole
-                engine.moving.tiers.close()
+    def has_started(self, error: BaseException | None) -> None:
+        """See Listener."""
+        assert self._started is not None
+        self._on_loop(partial(_fail, self._started, error) if error else partial(_settle, self._started, None))
+
+    def has_stepped(self, outputs: list[RequestOutput]) -> None:
+        """See Listener."""
+        if outputs:
+            self._post([(output.request_id, output) for output in outputs])
+
+    def has_failed(self, reason: str) -> None:
+        """See Listener."""
+        self._on_loop(self._fail_all)
+
+    # ---- on the loop -------------------------------------------------------------------------------------------------
 
     def _fail_all(self) -> None:
         """On the loop: sends the failure to every stream. `prepare` refuses later requests."""
@@ -360,14 +336,3 @@ def _fail(future: asyncio.Future[Answer], error: BaseException) -> None:
     """On the loop: passes an error to a future, unless its waiter was cancelled."""
     if not future.done():
         future.set_exception(error)
-
-
-def is_loading() -> bool:
-    """Whether an engine's thread is loading. If the process exits while such a thread runs native code, the process
-    dies by a signal.
-    """
-    return any(thread.name == LOADING_THREAD for thread in threading.enumerate())
-
-
-class _Stopped(Exception):
-    """Ends the engine's thread."""

@@ -314,7 +314,7 @@ def test_a_start_that_is_closed_or_cancelled_while_it_calibrates_gives_up(
         llm = AsyncLLM(str(even), OPTIONS | {"cache.codec": "nuq2"})
         task = asyncio.create_task(llm.start())
         await asyncio.to_thread(inside.wait, 60)
-        thread = llm._thread
+        thread = llm._engine_thread
         assert thread is not None
         for _ in range(times):
             task.cancel()
@@ -322,7 +322,7 @@ def test_a_start_that_is_closed_or_cancelled_while_it_calibrates_gives_up(
         await llm.close()
         with pytest.raises(QuireError if times == 0 else asyncio.CancelledError):
             await task
-        assert not thread.is_alive() and not llm.is_ready and not list((tmp_path / "kept").glob("*.safetensors"))
+        assert not thread.is_alive and not llm.is_ready and not list((tmp_path / "kept").glob("*.safetensors"))
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -332,13 +332,13 @@ def test_a_start_that_is_cancelled_ends_its_thread(folder: Path) -> None:
         llm = AsyncLLM(str(folder), OPTIONS)
         task = asyncio.create_task(llm.start())
         await asyncio.sleep(0)
-        thread = llm._thread
+        thread = llm._engine_thread
         assert thread is not None
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.to_thread(thread.join, 30)
-        assert not thread.is_alive() and not llm.is_ready
+        await asyncio.to_thread(thread.join)
+        assert not thread.is_alive and not llm.is_ready
         await asyncio.sleep(0)  # what the thread has told the loop
         await llm.close()
 

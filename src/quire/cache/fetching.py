@@ -220,6 +220,10 @@ class Fetching:
         if far and not private and len(path.sums) and far[-1].ends_with_sums(names[-1]):
             parts[far[-1]][len(far[-1].names) :] = path.sums[: far[-1].num_attached]
         parts.update(private)
+        for run, rows in list(parts.items()):
+            if run.is_divisible and (rows < 0).any():
+                parts[run.part(rows >= 0)] = rows[rows >= 0]
+                del parts[run]
         self.counts.wasted += sum(
             int((rows[: len(run.names)] < 0).sum()) for run, rows in parts.items() if run.is_shared
         )

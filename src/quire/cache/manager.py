@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
+from quire.cache.exports import Exports
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS
@@ -41,6 +42,7 @@ class CacheManager(Paths):
     pins        prefixes that stay cached for a time
     fetching    transfers from a store
     swapping    what preempted sequences have in a store
+    exports     what sequences left that another engine goes on with
     capacity    most sealed chunks of one sequence if it is alone
     """
 
@@ -57,6 +59,7 @@ class CacheManager(Paths):
         tree.lifetime = lifetime
         self.fetching = Fetching(self, self.demotion.store)
         self.swapping = Swapping(self.fetching)
+        self.exports = Exports(self)
         self.capacity = self.room.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
@@ -145,7 +148,8 @@ class CacheManager(Paths):
     def stats(self) -> dict[str, int]:
         """See Statistics.bytes."""
         # Another thread may call this during a step. Slightly old numbers are good enough.
-        return self.statistics.bytes([holder.path for holder in list(self.room.live)], self.retention.bytes_freed)
+        paths = [holder.path for holder in list(self.room.live)] + [each.path for each in list(self.exports.held)]
+        return self.statistics.bytes(paths, self.retention.bytes_freed)
 
     def check(self) -> None:
         """Proves the invariant of the manager, the tree, the table and the ledger."""
@@ -161,6 +165,8 @@ class CacheManager(Paths):
             if path.retained is None:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
+        for export in self.exports.held:
+            held += [*export.path.private, *export.path.sums]
         for guest in self.fetching.guests.values():
             held += guest.path.private.tolist()
         self.tree.check()

@@ -5,7 +5,7 @@ grows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,9 +131,15 @@ class Swapped:
 
     path        unchanged but for its chunks
     num_shared  number of leading chunks that were shared: they are found again by their keys
-    run         the other chunks
+    run         the other chunks; None: there are none
     """
 
     path: Path
     num_shared: int
-    run: Run
+    run: Run | None
+
+    @classmethod
+    def of(cls, path: Path, run: Run | None) -> Swapped:
+        """What is left of a path without its chunks."""
+        kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared, chunks=NO_ROWS, sums=NO_ROWS)
+        return cls(kept, path.num_shared, run)

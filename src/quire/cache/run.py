@@ -7,9 +7,10 @@ defines the header. Checksum and MAC are zero here: whoever takes extents out of
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,7 @@ class Run:
     placed        bool [n, L, H]: pages with a page of positions for their slots
     bases         int32 [n], as in the chunk table
     has_sidecar   bool [n]
+    is_divisible  whether any of its chunks can come alone. Otherwise its extents come as they are stored
     """
 
     names: tuple[bytes, ...]
@@ -66,6 +68,25 @@ class Run:
     namespace: Hashable = None
     start: int = 0
     parent: bytes = b""
+    is_divisible: bool = False
+
+    def part(self, wanted: Bools) -> Run:
+        """A run of some of its rows, bool [n]: what a source sends that packs what it is asked for."""
+        chunks = wanted[: len(wanted) - self.num_attached]
+        first = int(np.argmax(chunks))
+        return replace(
+            self,
+            names=tuple(itertools.compress(self.names, chunks)) if self.is_shared else self.names,
+            tokens=self.tokens.reshape(-1, PAGE_TOKENS)[chunks].reshape(-1) if self.is_shared else self.tokens,
+            num_attached=int(wanted[len(chunks) :].sum()),
+            kinds=self.kinds[wanted],
+            masks=self.masks[wanted],
+            placed=self.placed[wanted],
+            bases=self.bases[wanted],
+            has_sidecar=self.has_sidecar[wanted],
+            start=self.start + first,
+            parent=self.names[first - 1] if first else self.parent,
+        )
 
     def ends_with_sums(self, name: bytes) -> bool:
         """Whether the named chunk is the last one and the run has an attachment."""
@@ -104,26 +125,7 @@ class Pages:
     @classmethod
     def of(cls, table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int = 0) -> Pages:
         """The pages of some rows of the table. The last `attached` rows are the attachment."""
-        is_shared = len(origin.tokens) > 0
-        run = Run(
-            origin.names,
-            is_shared,
-            origin.tokens,
-            attached,
-            table.kinds[rows].copy(),
-            table.masks[rows],
-            table.positions[rows] >= 0,
-            table.bases[rows].copy(),
-            table.sidecars[rows] >= 0,
-            origin.namespace,
-            origin.start,
-            origin.parent,
-        )
-        chunks = slice(len(rows) - attached)
-        assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
-            "a shared run is complete"
-        )
-        return cls(table, run, rows)
+        return cls(table, run_of(table, origin, rows, attached=attached), rows)
 
     def pack(self, layers: range) -> Iterator[memoryview]:
         """The extents of some layers, each valid until the next one is taken."""
@@ -147,6 +149,51 @@ class Pages:
         for index, page in enumerate(self._sidecars[self.run.has_sidecar].tolist()):
             start = at.sidecars[layer] + index * at.beside
             extent[start : start + at.beside] = arena.read(page * UNIT + layer * at.beside, at.beside)
+
+
+def run_of(table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int = 0) -> Run:
+    """The run of some rows of a table. The last `attached` rows are the attachment."""
+    is_shared = len(origin.tokens) > 0
+    run = Run(
+        origin.names,
+        is_shared,
+        origin.tokens,
+        attached,
+        table.kinds[rows].copy(),
+        table.masks[rows],
+        table.positions[rows] >= 0,
+        table.bases[rows].copy(),
+        table.sidecars[rows] >= 0,
+        origin.namespace,
+        origin.start,
+        origin.parent,
+    )
+    chunks = slice(len(rows) - attached)
+    assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
+        "a shared run is complete"
+    )
+    return run
+
+
+def complete_run(table: ChunkTable, origin: Origin) -> Run:
+    """The run that complete chunks, sealed in another arena of the same format, are. Any of them may come alone."""
+    n, shape = len(origin.names), table.shape
+    starts = np.arange(origin.start, origin.start + n) == 0
+    return Run(
+        origin.names,
+        True,
+        origin.tokens,
+        0,
+        np.full(n, table.sealed_codec.kernel_id, np.uint8),
+        np.full((n, *shape), ALL_SLOTS, np.uint64),
+        np.zeros((n, *shape), bool),
+        np.full(n, -1, np.int32),
+        starts & (table.sidecar_bytes > 0),
+        origin.namespace,
+        origin.start,
+        origin.parent,
+        is_divisible=True,
+    )
 
 
 class Group:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import numpy as np
 
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
-from quire.cache.path import Path, Swapped
-from quire.cache.run import Origin, demand_of, take_rows
-from quire.cache.segment import NO_ROWS
+from quire.cache.path import Swapped
+from quire.cache.run import Origin, Run, demand_of, take_rows
 from quire.cache.store import put_rows
 
 
@@ -47,8 +45,7 @@ class Swapping:
         run = put_rows(self.store, self.fetching.pages, Origin((handle,)), rows, attached=len(path.sums))
         if self.store.find(handle) is run:
             self.fetching.counts.swapped_out += len(path.private)
-            kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared)
-            holder.swapped = Swapped(kept, path.num_shared, run)
+            holder.swapped = Swapped.of(path, run)
 
     def must_wait(self, holder: Holder) -> bool:
         """Whether shared chunks of a swapped path are in transfer for another sequence. They will be in the arena or,
@@ -68,11 +65,11 @@ class Swapping:
         found = list(self.tree.walk(holder.keys, swapped.num_shared))
         near = sum(count for _, count in found)
         num_far = swapped.num_shared - near
-        is_there = self.store.find(swapped.run.names[0]) is swapped.run
+        is_there = swapped.run is None or self.store.find(swapped.run.names[0]) is swapped.run
         if not is_there or len(self.fetching.far(holder.keys, near, swapped.num_shared)) < num_far:
             self.forget(holder)
             return None
-        demand = demand_of(self.fetching.pages, swapped.run) + self.paths.eviction.evictable_of(found)
+        demand = self._own(swapped.run) + self.paths.eviction.evictable_of(found)
         return demand + self.table.demand(num_far, sidecars=num_far > 0 and near == 0)
 
     def bring_back(self, holder: Holder) -> bool:
@@ -82,7 +79,6 @@ class Swapping:
         swapped, table = holder.swapped, self.fetching.pages
         assert swapped is not None
         path, run, keys, end = swapped.path, swapped.run, holder.keys, swapped.num_shared
-        path.chunks = path.sums = NO_ROWS
         if end:
             self.tree.extend(path, keys, end, False)
         near = path.num_shared
@@ -92,16 +88,21 @@ class Swapping:
             self.forget(holder)
             return False
         has_sidecar = len(far) > 0 and near == 0
-        demand = demand_of(table, run) + table.demand(len(far), sidecars=has_sidecar)
+        demand = self._own(run) + table.demand(len(far), sidecars=has_sidecar)
         self.paths.eviction.evict_for(lambda: demand)
         if far:
             path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
-        rows = take_rows(table, run)
-        num_own = len(rows) - run.num_attached
-        path.sums = rows[num_own:]
-        holder.path, holder.swapped = path, None
-        self.fetching.begin(keys, path, far, (run, rows))
-        path.append(rows[:num_own])
+        holder.path, holder.swapped, own, num_own = path, None, [], 0
+        if path.retained is None:
+            path.num_sealed = near  # what arrives is published
+        if run is not None:
+            rows = take_rows(table, run)
+            num_own = len(rows) - run.num_attached
+            own, path.sums = [(run, rows)], rows[num_own:]
+        if far or own:
+            self.fetching.begin(keys, path, far, *own)
+        for _, rows in own:
+            path.append(rows[:num_own])
         if not self.paths.room.fits(table.nothing):  # slabs with holds cannot be emptied
             self.fetching.cancel(path)
             self.paths.give_back(path)
@@ -112,9 +113,13 @@ class Swapping:
     def forget(self, holder: Holder) -> None:
         """Drops what is kept or fetched for a sequence that waits."""
         self.fetching.dismiss(holder)
-        if holder.swapped is not None:
+        if holder.swapped is not None and holder.swapped.run is not None:
             self.store.drop(holder.swapped.run.names)
-            holder.swapped = None
+        holder.swapped = None
+
+    def _own(self, run: Run | None) -> Demand:
+        """The demand of a path's own chunks."""
+        return self.table.nothing if run is None else demand_of(self.fetching.pages, run)
 
     def _pays(self, holder: Holder, num_bytes: int) -> bool:
         """Whether writing and reading a path takes less time than computing it again. Generated tokens are computed one

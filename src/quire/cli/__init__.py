@@ -103,7 +103,7 @@ def _leave_if_loading(text: str) -> None:
 
     Writes the text to file descriptor 2: sys.stderr may belong to a progress bar, which has hidden the cursor.
     """
-    module = sys.modules.get("quire.async_llm")
+    module = sys.modules.get("quire.engine_thread")
     if module is not None and module.is_loading():
         images = sys.modules.get("quire.models.image_folder")
         if images is not None:

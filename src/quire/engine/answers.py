@@ -4,6 +4,7 @@ or pages.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from quire.engine.outputs import CompletionOutput, FinishReason, Logprob
@@ -47,6 +48,13 @@ class Answer:
             tokenizer.stream(sequence.request.prompt_ids, params.skip_special_tokens) if params.detokenize else None
         )
         self._cumulative: float | None = 0.0 if params.logprobs is not None else None
+
+    def resume(self, token_ids: Iterable[int], cumulative: float) -> None:
+        """Takes tokens that the caller has had. cumulative: the sum of their log-probabilities."""
+        for token_id in token_ids:
+            self.push(token_id, None, at_length=False)
+        if self._cumulative is not None:
+            self._cumulative = cumulative
 
     def push(self, token_id: int, logprobs: dict[int, Logprob] | None, at_length: bool) -> CompletionOutput:
         """The delta of one more token. Its finish_reason is set if the sequence ends with this token."""

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.exports import Export
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.engine.answers import Answer, Names, Tokenizer
+from quire.engine.handover import Continued
 from quire.engine.moving import Moving
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -48,6 +50,7 @@ class Engine:
     tiers          stores of the cache, which end with the engine; None: there are none
     offloaded      counters of what is on the disk instead of in memory; None: nothing is
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
+    exports        by request, what another engine goes on with
     clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
 
@@ -76,6 +79,7 @@ class Engine:
         self.moving = Moving(scheduler.manager, tiers)
         self.clock = clock
         self.names = Names(tokenizer)
+        self.exports: dict[str, Export] = {}
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, Answer] = {}
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
@@ -117,10 +121,12 @@ class Engine:
         params: SamplingParams,
         hints: CacheHints = NO_HINTS,
         guide: Callable[[], Guide] | None = None,
+        continued: Continued | None = None,
     ) -> Request:
         """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now.
 
-        guide  makes a guide for each sequence; None: no guides
+        guide      makes a guide for each sequence; None: no guides
+        continued  of a request of one sequence that another engine began, or will go on with; None: it is all ours
         """
         self.check_request(prompt_ids, params, hints)
         if request_id in self._requests:
@@ -138,6 +144,8 @@ class Engine:
         for index in range(params.n):
             own, made = sequence_seed(seed, index), None if guide is None else guide()
             request.sequences.append(Sequence(request, index, list(prompt_ids), max_tokens, namespace, own, made))
+        if continued is not None:
+            _continue(request, continued)
         self.scheduler.add(request.sequences)
         self._requests[request_id] = request
         if hints.cache_pin == 0:
@@ -147,7 +155,13 @@ class Engine:
             request.num_pinned_tokens = 0
         for sequence in request.sequences:
             self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
+            if continued is not None:
+                self._answers[sequence].resume(continued.token_ids, continued.cumulative)
         return request
+
+    def end_export(self, request_id: str) -> None:
+        """Frees the chunks of a request that another engine goes on with, or that nobody will."""
+        self.scheduler.manager.exports.end(self.exports.pop(request_id))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state and frees its memory. Returns None if it is not running."""
@@ -254,7 +268,7 @@ class Engine:
     def holds_nothing(self) -> bool:
         """Whether there are no requests, no answers and no bytes in use. A leak shows here; `check` then locates it."""
         cache = self.scheduler.manager.stats()
-        return not self._requests and not self._answers and cache["bytes_used"] == 0
+        return not self._requests and not self._answers and (cache["bytes_used"] == 0 or bool(self.exports))
 
     def check(self) -> None:
         """Proves that nothing is leaked: scheduler, manager, table, ledger."""
@@ -328,6 +342,9 @@ class Engine:
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence)
                 del self._answers[sequence]
+            elif sequence.leaves:
+                self.exports[request.request_id] = self.scheduler.export(sequence)
+                del self._answers[sequence]
             if request in deltas:
                 deltas[request].append(delta)
             else:
@@ -355,6 +372,18 @@ class Engine:
             request.num_pinned_tokens,
             request.sequences[0].kept_fraction,
         )
+
+
+def _continue(request: Request, continued: Continued) -> None:
+    """Makes the sequence of a request one that goes on from another engine's tokens, or that another one goes on with.
+    To this engine, what another one has computed was computed before a preemption.
+    """
+    (sequence,) = request.sequences
+    sequence.seed, sequence.leaves, sequence.swapped = continued.seed, continued.leaves, continued.swapped
+    if continued.token_ids:
+        sequence.token_ids += continued.token_ids
+        sequence.high_water = len(sequence.token_ids) - 1
+        sequence.num_preemptions = 1
 
 
 def _count(num_tokens: int) -> str:

@@ -51,6 +51,7 @@ class Sequence:
     is_begun       whether any step included it
     kept_fraction  share of the prompt's tokens that retention keeps, over all heads; None before it decides and without
                    retention
+    leaves         whether another engine goes on with it after its next token
     num_prompt     tokens of the prompt
     keys           the keys of its chunks
     """
@@ -77,6 +78,7 @@ class Sequence:
     slice: Slice | None = None
     is_begun: bool = False
     kept_fraction: float | None = None
+    leaves: bool = False
     num_prompt: int = field(init=False)
     keys: ChunkKeys = field(init=False)
 

@@ -93,8 +93,8 @@ class LocalRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Result:
         """See Runner."""
-        for sequence_id, params, prompt_ids, seed in step.begun:
-            self._rows[sequence_id] = SampleRow(params, prompt_ids, [], seed)
+        for sequence_id, params, prompt_ids, seed, output_ids in step.begun:
+            self._rows[sequence_id] = SampleRow(params, prompt_ids, output_ids, seed)
         for sequence_id in step.ended:
             del self._rows[sequence_id]
         slices = step.slices

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.attention.rows import Profiled
+from quire.cache.exports import Export
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.retention.decisions import Decided
@@ -269,6 +270,15 @@ class Scheduler:
         if sequence.is_begun and sequence.state is not State.FINISHED:
             self._ended.append(sequence.sequence_id)
         sequence.state = State.FINISHED
+
+    def export(self, sequence: Sequence) -> Export:
+        """Ends a running sequence that has just sampled a token, and keeps its chunks for another engine."""
+        self.calendar.leave(sequence)
+        export = self.manager.exports.add(sequence)
+        self._remove(sequence)
+        self._ended.append(sequence.sequence_id)
+        sequence.state = State.FINISHED
+        return export
 
     def preempt(self, sequence: Sequence) -> None:
         """Preempts a running sequence: it loses its pages and waits, before all others, to be computed again. So do the
@@ -566,7 +576,8 @@ class Scheduler:
     def _begin(self, sequence: Sequence) -> Begun:
         sequence.is_begun = True
         request = sequence.request
-        return Begun(sequence.sequence_id, request.params, request.prompt_ids, sequence.seed)
+        output_ids = sequence.token_ids[sequence.num_prompt :]
+        return Begun(sequence.sequence_id, request.params, request.prompt_ids, sequence.seed, output_ids)
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
@@ -726,7 +737,10 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of the batch and frees its pages."""
         self.calendar.leave(sequence)
+        self._remove(sequence)
+        self.manager.release(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
         self._active.pop(sequence, None)
         self.running.remove(sequence)
-        self.manager.release(sequence)
         sequence.slice, self._is_changed = None, True

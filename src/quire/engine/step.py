@@ -71,12 +71,16 @@ def _look_alike(last: Profiled | None, row: Profiled | None) -> bool:
 
 
 class Begun(NamedTuple):
-    """A sequence that is in a step for the first time: all that a runner must remember of it."""
+    """A sequence that is in a step for the first time: all that a runner must remember of it.
+
+    output_ids  tokens that another engine has generated
+    """
 
     sequence_id: int
     params: SamplingParams
     prompt_ids: list[int]
     seed: int
+    output_ids: list[int]
 
 
 @dataclass(slots=True)

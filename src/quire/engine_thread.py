@@ -1,0 +1,121 @@
+"""The thread that owns an engine. Only this thread touches the model and the cache; others send it commands."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.engine.outputs import RequestOutput
+from quire.errors import QuireError
+from quire.load import Loaded
+
+log = logging.getLogger("quire")
+
+LOADING_THREAD, ENGINE_THREAD = "quire-loading", "quire-engine"
+"""Names of an engine's thread, while it loads and afterwards."""
+
+
+class Listener(Protocol):
+    """Whoever an engine's thread tells what happens. It is called on that thread."""
+
+    def has_started(self, error: BaseException | None) -> None:
+        """The engine is loaded, or could not be."""
+        ...
+
+    def has_stepped(self, outputs: list[RequestOutput]) -> None:
+        """After every step, and after commands."""
+        ...
+
+    def has_failed(self, reason: str) -> None:
+        """The engine stopped by itself."""
+        ...
+
+
+class EngineThread:
+    """Loads an engine, then runs commands and steps until it is told to stop.
+
+    loaded   the engine and its context; None before and after
+    failure  why it stopped by itself; None if it did not
+    """
+
+    def __init__(self, load: Callable[[], Loaded], listener: Listener) -> None:
+        self.loaded: Loaded | None = None
+        self.failure: str | None = None
+        self._load = load
+        self._listener = listener
+        self._commands: deque[Callable[[], object]] = deque()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._main, name=LOADING_THREAD, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, command: Callable[[], object]) -> None:
+        """Runs a command between two steps."""
+        self._commands.append(command)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Ends the thread, before the next step."""
+        self.submit(_stop)
+
+    def join(self) -> None:
+        """Waits for the thread's end. Later commands are not run."""
+        self._thread.join()
+        self._commands.clear()
+        self.loaded = None
+
+    def _main(self) -> None:
+        try:
+            self.loaded = self._load()
+        except BaseException as error:
+            self._listener.has_started(error)
+            return
+        threading.current_thread().name = ENGINE_THREAD
+        self._listener.has_started(None)
+        engine = self.loaded.engine
+        try:
+            while True:
+                if not self._commands and not engine.has_work:
+                    assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
+                    self._wake.wait(engine.idle())
+                self._wake.clear()
+                while self._commands:
+                    self._commands.popleft()()
+                self._listener.has_stepped(engine.step())
+        except _Stopped:
+            engine.moving.close()
+            self.loaded = None
+        except BaseException as error:
+            if isinstance(error, QuireError):
+                log.error("the engine stopped: %s", error)
+            else:
+                log.exception("the engine stopped")
+            self.failure = str(error) or type(error).__name__  # the error's traceback would keep the engine
+            self._listener.has_failed(self.failure)
+            if engine.moving.tiers is not None:  # what they were given is whole
+                engine.moving.tiers.close()
+
+
+def is_loading() -> bool:
+    """Whether an engine's thread is loading. If the process exits while such a thread runs native code, the process
+    dies by a signal.
+    """
+    return any(thread.name == LOADING_THREAD for thread in threading.enumerate())
+
+
+class _Stopped(Exception):
+    """Ends the engine's thread."""
+
+
+def _stop() -> None:
+    raise _Stopped
