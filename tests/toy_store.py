@@ -23,6 +23,7 @@ class ToyStore:
     refusing: float = 0.0
     num_put: int = 0
     num_got: int = 0
+    keeps = True
     num_failed: int = 0
     runs: dict[bytes, Run] = field(default_factory=dict)
     extents: dict[Run, list[bytes]] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
 from quire.stores.opening import open_tiers
-from quire.stores.tiers import Tiers
+from quire.stores.tiers import Tier, Tiers
 
 log = logging.getLogger("quire")
 
@@ -56,6 +56,7 @@ def load_engine(
     show_progress: bool | None = None,
     unwanted: Callable[[], bool] = lambda: False,
     tiers: Tiers | None = None,
+    neighbours: Sequence[Tier] = (),
 ) -> Loaded:
     """Loads the model and allocates the cache. Calibrates first if the codec needs a calibration and there is none.
     Checks a codec that has not been checked on this model.
@@ -63,6 +64,7 @@ def load_engine(
     show_progress  progress bars for downloading and calibrating; None: only if stderr is a terminal
     unwanted       polled between phases and during calibration; True cancels loading
     tiers          stores in place of those that the configuration names, for good: nothing is measured
+    neighbours     stores that come after those that the configuration names
     Raises ModelError or ConfigError with one line, and UnwantedError if cancelled.
     """
     if config.cache.pin is not None:
@@ -112,11 +114,13 @@ def load_engine(
         on_disk,
     )
     is_given = tiers is not None
-    if is_given or resolved.tiers.is_on:
+    if is_given or resolved.tiers.is_on or neighbours:
         model_id = digest_of(checkpoint).digest  # cheap names are not enough for what outlives the process
     if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
+    if neighbours:
+        tiers = Tiers([*([] if tiers is None else tiers.tiers), *neighbours])
     try:
         engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
         if tiers is not None and not is_given:

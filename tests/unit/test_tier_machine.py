@@ -84,6 +84,8 @@ def image(content: bytes, layer: int, head: int, num_bytes: int) -> np.ndarray:
 class SteppedStore:
     """Keeps the last runs. Brings an extent when the machine says so, in any order of runs."""
 
+    keeps = True
+
     def __init__(self, cap: int) -> None:
         self.cap = cap
         self.runs: dict[bytes, Run] = {}

@@ -8,7 +8,7 @@ from quire.cache.arrays import Int32s
 from quire.cache.counts import ChunkCounts
 from quire.cache.run import Origin
 from quire.cache.segment import Segment
-from quire.cache.store import Nowhere, Store, put_rows
+from quire.cache.store import Store, put_rows
 from quire.cache.table import ChunkTable
 from quire.cache.tree import Vacated
 
@@ -30,14 +30,14 @@ class Demotion:
     """Offers chunks to a store. Nothing leaves the tree here: eviction of a chunk that the store has costs nothing.
     Chunks for which requests asked a lifetime stay in the arena alone.
 
-    is_on     whether there is a store
+    is_on     whether there is a store that keeps chunks
     num_lost  chunks that were evicted and that the store would not take
     """
 
     def __init__(self, table: ChunkCounts, store: Store) -> None:
         self.table = table
         self.store = store
-        self.is_on = not isinstance(store, Nowhere)
+        self.is_on = store.keeps
         self.num_lost = 0
         self._most = max(1, min(RUN_CHUNKS, RUN_BYTES // max(1, table.chunk_bytes(table.sealed_codec))))
         self._waiting: dict[Segment, None] = {}

@@ -20,7 +20,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.paths import Paths
 from quire.cache.run import Run, run_bytes
-from quire.cache.store import Store, Transfer
+from quire.cache.store import Nowhere, Store, Transfer
 from quire.cache.table import ChunkTable
 
 log = logging.getLogger("quire")
@@ -115,7 +115,7 @@ class Fetching:
 
     def prefetch(self, holder: Holder) -> None:
         """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
-        if not (self.paths.demotion.is_on and self.tree.shares and holder.reads_cache) or holder in self.guests:
+        if isinstance(self.store, Nowhere) or not (self.tree.shares and holder.reads_cache) or holder in self.guests:
             return
         keys, table = holder.keys, self.table
         limit = self.paths.retention.limit(holder) + self.paths.retention.takes_whole(holder)

@@ -127,7 +127,11 @@ class Transfer:
 class Store(Protocol):
     """Keeps runs. It may lose any of them at any time; what it does not find is computed. Only `put` and `get` take
     time, and neither waits for a disk or another machine.
+
+    keeps  whether it ever keeps what is put into it
     """
+
+    keeps: bool
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Which of these chunks it does not have and would take now. A use of the others."""
@@ -162,6 +166,8 @@ def put_rows(store: Store, table: ChunkTable, origin: Origin, rows: Int32s, *, a
 
 class Nowhere:
     """The plainest store: it keeps nothing, so evicted chunks are lost."""
+
+    keeps = False
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Wants nothing."""

@@ -37,6 +37,7 @@ class DiskStore:
     """
 
     name = "disk"
+    keeps = True
     outlives = True
 
     def __init__(

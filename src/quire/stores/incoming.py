@@ -21,6 +21,7 @@ class Incoming:
     """
 
     name = "parcel"
+    keeps = True
     outlives = False
 
     def __init__(self, parcel: Parcel) -> None:

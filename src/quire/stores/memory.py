@@ -41,6 +41,7 @@ class MemoryStore:
     """
 
     name = "memory"
+    keeps = True
     outlives = False
 
     def __init__(

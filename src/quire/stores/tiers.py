@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 class Tier(Store, Protocol):
     """A store with a name.
 
+    keeps     whether it ever keeps what is put into it
     outlives  whether what it keeps is there after a restart; only such a store has pins
     """
 
     name: str
+    keeps: bool
     outlives: bool
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
@@ -60,6 +62,7 @@ class Tiers:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
+        self.keeps = any(tier.keeps for tier in self.tiers)
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """What any of them wants."""

@@ -1,0 +1,219 @@
+"""Other instances as a tier of the cache: what they hold for requests that this one goes on with.
+
+A source names the chunks of a prompt, and later the packed rest of it. Both are found here like chunks on a disk, and
+come by the same transfers. Nothing is put here. The engine's thread asks, and a link's thread brings extents.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.cache.keys import ChunkKeys
+from quire.cache.run import Origin, Run, complete_run
+from quire.cache.store import Transfer
+from quire.cache.table import ChunkTable
+from quire.cluster.messages import Attempt
+from quire.errors import ExtentError, QuireError
+from quire.stores.listing import Stored
+from quire.stores.seal import Seal
+
+
+@dataclass(eq=False)
+class Offer:
+    """What a source has of an attempt.
+
+    keys    of its chunks
+    shared  the run of its shared chunks so far; None: there are none
+    own     the run of the rest, once the prompt is computed; None before, and if there is none
+    """
+
+    attempt: Attempt
+    source: str
+    keys: ChunkKeys
+    shared: Run | None = None
+    own: Run | None = None
+
+
+@dataclass(eq=False)
+class Pull:
+    """A part of a transfer that a source is asked for.
+
+    number  names the pull in the answer
+    parts   of the attempt
+    runs    in the order of their extents: of each layer, first the shared chunks, then the rest
+    """
+
+    number: int
+    attempt: Attempt
+    source: str
+    parts: frozenset[int]
+    transfer: Transfer
+    runs: list[Run]
+    num_bytes: int = field(default=0)
+
+
+class Neighbours:
+    """Finds what sources offer, by the keys of chunks and by handles.
+
+    ask  is told of each pull, on the engine's thread
+    """
+
+    name = "neighbour"
+    keeps = outlives = False
+
+    def __init__(self, seal: Seal) -> None:
+        self.ask: Callable[[Pull], None] = _nobody
+        self.table: ChunkTable | None = None
+        self._seal = seal
+        self._offers: dict[Attempt, Offer] = {}
+        self._found: dict[bytes, Offer] = {}
+        self._pulls: dict[int, Pull] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("num_pulls", "num_read", "bytes_read", "num_damaged", "num_failed"), 0)
+
+    # ---- what sources tell -----------------------------------------------------------------------------------------
+
+    def offer(self, attempt: Attempt, source: str, keys: ChunkKeys, num_shared: int, own: Run | None = None) -> None:
+        """A source has the first `num_shared` chunks of a prompt, and the run of the rest if it is computed."""
+        self.withdraw(attempt)
+        assert self.table is not None, "no engine"
+        names, shared = tuple(keys.first(num_shared)), None
+        if names:
+            shared = complete_run(self.table, Origin(names, keys.tokens(0, num_shared), keys.namespace))
+        found = self._offers[attempt] = Offer(attempt, source, keys, shared, own)
+        for name in (*names, *(own.names if own is not None else ())):
+            self._found[name] = found
+
+    def withdraw(self, attempt: Attempt) -> None:
+        """Forgets an offer. Pulls under way go on."""
+        offer = self._offers.pop(attempt, None)
+        if offer is not None:
+            names = [name for run in (offer.shared, offer.own) if run is not None for name in run.names]
+            for name in names:
+                if self._found.get(name) is offer:
+                    del self._found[name]
+
+    def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
+        """Takes the extents of a pull: of each layer one for each run. Returns whether all were there and sound. On a
+        link's thread.
+        """
+        with self._lock:
+            pull = self._pulls.get(number)
+        if pull is None:
+            return False
+        names = [b"".join(run.names) for run in pull.runs]
+        num_layers = len(pull.transfer.ready)
+        for count, extent in enumerate(extents, 1):
+            index = (count - 1) % len(pull.runs)
+            try:
+                self._seal.verify(names[index], extent)
+            except ExtentError:
+                self._counts["num_damaged"] += 1
+                return False
+            pull.num_bytes += len(extent)
+            self._counts["bytes_read"] += len(extent)
+            pull.transfer.arrive(pull.runs[index], extent)
+            if count == num_layers * len(pull.runs):
+                self._counts["num_read"] += len(pull.runs)
+                return True
+        return False
+
+    def fail(self, number: int, reason: str) -> None:
+        """A source has not what a pull asked for, or does not answer."""
+        with self._lock:
+            pull = self._pulls.pop(number, None)
+        if pull is not None and not pull.transfer.is_over:
+            self._counts["num_failed"] += 1
+            pull.transfer.fail(QuireError(reason), pull.runs[0])
+
+    # ---- a store: see Store ----------------------------------------------------------------------------------------
+
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """Nothing."""
+        return [False] * len(names)
+
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
+        """Keeps nothing."""
+
+    def find(self, name: bytes) -> Run | None:
+        """The run of a source that has this chunk or handle."""
+        offer = self._found.get(name)
+        if offer is None:
+            return None
+        return offer.own if offer.own is not None and name in offer.own.names else offer.shared
+
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Asks the sources."""
+        by_offer: dict[Offer, list[Run]] = {}
+        for run in runs:
+            transfer.sources[run] = self.name
+            offer = self._found.get(run.names[0])
+            if offer is None:
+                transfer.fail(QuireError("the source has withdrawn its offer"), run)
+                return
+            by_offer.setdefault(offer, []).append(run)
+        for offer, found in by_offer.items():
+            found.sort(key=lambda run: not run.is_shared)
+            parts = {part for run in found for part in _parts(offer, run)}
+            number = next(self._numbers)
+            pull = Pull(number, offer.attempt, offer.source, frozenset(parts), transfer, found)
+            with self._lock:
+                self._pulls = {each: old for each, old in self._pulls.items() if not old.transfer.is_over}
+                self._pulls[number] = pull
+            self._counts["num_pulls"] += 1
+            self.ask(pull)
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Forgets the offers that have any of these names."""
+        for offer in {offer for name in names if (offer := self._found.get(name)) is not None}:
+            self.withdraw(offer.attempt)
+
+    # ---- a tier: see Tier ------------------------------------------------------------------------------------------
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """It has no pins."""
+        return False
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """It has no pins."""
+
+    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
+        """Nothing outlives the process."""
+        return []
+
+    def measure(self) -> float | None:
+        """Not measured: the first transfers tell."""
+        return None
+
+    def flush(self, seconds: float) -> bool:
+        """It keeps nothing."""
+        return True
+
+    def close(self) -> None:
+        """Forgets everything."""
+        self._offers.clear()
+        self._found.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since start."""
+        return {"bytes": 0, "cap_bytes": 0, "chunks": 0, "is_on": True, **self._counts}
+
+
+def _parts(offer: Offer, run: Run) -> Iterator[int]:
+    """The parts of an attempt that a run has."""
+    num_shared = 0 if offer.shared is None else len(offer.shared.names)
+    if not run.is_shared:
+        yield num_shared
+        return
+    places = {name: index for index, name in enumerate(offer.keys.first(num_shared))}
+    for name in run.names:
+        yield places[name]
+
+
+def _nobody(pull: Pull) -> None:
+    raise AssertionError("nobody is there to ask")
