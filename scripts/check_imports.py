@@ -28,11 +28,12 @@ LAYERS = (
 # All other modules import them inside a function.
 HEAVY = {
     "accelerate": (),
-    "blake3": ("stores/*",),
+    "blake3": ("cluster/*", "stores/*"),
     "fastapi": ("server/*",),
     "gguf": (),
     "httptools": ("server/*",),
     "matplotlib": (),
+    "msgspec": ("cluster/*",),
     "prometheus_client": ("server/*",),
     "pydantic": ("server/*",),
     "rich": (),

@@ -19,8 +19,8 @@ from quire.errors import ConfigError
 from quire.options import AtLeast, Bytes, Count, Group, OneOf, format_bytes, nearest, parse_bytes
 
 __all__ = [
-    "AttentionConfig", "CacheConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig", "SchedulerConfig",
-    "ServeConfig", "TiersConfig",
+    "AttentionConfig", "CacheConfig", "ClusterConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig",
+    "SchedulerConfig", "ServeConfig", "SloConfig", "TiersConfig",
     "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "reference", "sources",
 ]  # fmt: skip
 
@@ -395,6 +395,74 @@ class ServeConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig(Group):
+    """Several instances behind one server (docs/disaggregation.md). Every instance has the settings of the engine."""
+
+    key: ClassVar[str] = "cluster"
+
+    prefill: Annotated[int, AtLeast(0)] = 0
+    """Number of instances that compute prompts."""
+    decode: Annotated[int, AtLeast(0)] = 0
+    """Number of instances that decode."""
+    mixed: Annotated[int, AtLeast(0)] = 0
+    """Number of instances that do both. 0 with no others: one engine in the server's own process."""
+    routing: Literal["expected", "queue", "affinity"] = "expected"
+    """How an instance for a prompt is chosen. expected: the earliest first token, by queues, cached prefixes and
+    transfers. queue: the shortest queue. affinity: where most of the prompt is cached, whatever the queue."""
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    """How caches travel between instances. shm: shared memory of one machine. auto: shm where that is possible."""
+    timeout: Annotated[float, AtLeast(1)] = 60.0
+    """Seconds without a token after which an attempt at a request is given up."""
+    tries: Count = 4
+    """Number of attempts at a request, on one instance after the other, before the client gets an error."""
+    heartbeat: Annotated[float, AtLeast(0.5)] = 3.0
+    """Seconds without a sign of life after which an instance counts as failed. It is ended and started again."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are instances."""
+        return self.prefill + self.decode + self.mixed > 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefill and not self.decode and not self.mixed:
+            raise ConfigError("cluster.prefill needs instances that decode: set cluster.decode or cluster.mixed")
+        if self.decode and not self.prefill and not self.mixed:
+            raise ConfigError(
+                "cluster.decode needs instances that compute prompts: set cluster.prefill or cluster.mixed"
+            )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ClusterConfig:
+        """See EngineConfig.from_options."""
+        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloConfig(Group):
+    """Latency targets of the server. Its metrics count the requests that meet both."""
+
+    key: ClassVar[str] = "slo"
+
+    ttft: Annotated[float, AtLeast(0)] | None = None
+    """Most seconds to the first token. none: no target."""
+    tpot: Annotated[float, AtLeast(0)] | None = None
+    """Most seconds per token after the first one, on average over a request. none: no target."""
+    attainment: Annotated[float, AtLeast(0)] = 0.9
+    """Share of requests that should meet the targets, at most 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attainment > 1:
+            raise ConfigError(f"slo.attainment is {self.attainment:g}; it is a share, at most 1")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> SloConfig:
+        """See EngineConfig.from_options."""
+        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Every setting of one engine. Immutable: the engine fills automatic values in a new object."""
 
@@ -453,7 +521,7 @@ ENGINE_GROUPS: tuple[type[Group], ...] = (
     SchedulerConfig,
     RuntimeConfig,
 )
-_ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig, PlanConfig)
+_ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig, ClusterConfig, SloConfig, PlanConfig)
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 
 
@@ -475,7 +543,7 @@ def sources(options: Mapping[str, Any], file: Path | None = None, sections: Iter
     return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]
 
 
-def describe(config: EngineConfig | ServeConfig, sources: Mapping[str, str]) -> str:
+def describe(config: EngineConfig | Group, sources: Mapping[str, str]) -> str:
     """The configuration as a TOML file that --config reads back, with the origin of each value as a comment."""
     return _options.describe(_groups(config), sources)
 
@@ -485,7 +553,7 @@ def reference() -> str:
     return _REFERENCE_HEAD + "\n" + _options.reference(_ALL_GROUPS)
 
 
-def _groups(config: EngineConfig | ServeConfig) -> list[Group]:
+def _groups(config: EngineConfig | Group) -> list[Group]:
     return [config] if isinstance(config, Group) else [getattr(config, each.name) for each in fields(config)]
 
 

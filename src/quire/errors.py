@@ -41,6 +41,10 @@ class UnwantedError(QuireError):
     """Loading was cancelled because nobody waits for it any more."""
 
 
+class InstancesFailedError(QuireError):
+    """A request failed on one instance after the other."""
+
+
 class EngineStoppedError(QuireError):
     """The engine has failed, and all its requests with it. What they had streamed before is whole."""
 

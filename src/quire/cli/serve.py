@@ -10,20 +10,24 @@ import argparse
 import json
 import shlex
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.collecting import uncollected
-from quire.config import ServeConfig, options_from
+from quire.config import ClusterConfig, ServeConfig, options_from
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+    from quire.cluster.cluster import Cluster
 
 HELP = "serve a model over HTTP with OpenAI's API"
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    shared.add_engine_arguments(parser, (*shared.ENGINE_SECTIONS, "serve"))
+    shared.add_engine_arguments(parser, (*shared.ENGINE_SECTIONS, "serve", "cluster", "slo"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     listener = Listener(config)
 
     async def main() -> None:
-        # The server pins once for each API key.
-        async with shared.engine(args, pins_at_start=False) as llm:
+        async with _engine(args) as llm:
 
             def ready() -> None:
                 seconds = time.monotonic() - begun
@@ -63,6 +66,17 @@ def run(args: argparse.Namespace) -> int:
     finally:
         listener.close()
     return 0
+
+
+def _engine(args: argparse.Namespace) -> AsyncLLM | Cluster:
+    """The engine of this process, or the cluster that the settings describe."""
+    settings = ClusterConfig.from_options(options_from(args, ("cluster",)), args.config)
+    if not settings.is_on:
+        # The server pins once for each API key.
+        return shared.engine(args, pins_at_start=False)
+    from quire.cluster.cluster import Cluster
+
+    return Cluster(args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings)
 
 
 def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:

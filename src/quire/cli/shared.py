@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.collecting import uncollected
-from quire.config import EngineConfig, ServeConfig, add_flags, describe, format_bytes, options_from, sources
+from quire.config import (
+    ClusterConfig,
+    EngineConfig,
+    ServeConfig,
+    SloConfig,
+    add_flags,
+    describe,
+    format_bytes,
+    options_from,
+    sources,
+)
 from quire.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -59,9 +69,10 @@ def printed_config(args: argparse.Namespace, *, server: bool = False, origins: d
     config = EngineConfig.from_options(options, args.config)
     text = describe(config, sources(options, args.config, ENGINE_SECTIONS) | (origins or {}))
     if server:
-        options = options_from(args, ("serve",))
-        serve = ServeConfig.from_options(options, args.config)
-        text += "\n" + describe(serve, sources(options, args.config, ("serve",)))
+        for section, group in (("serve", ServeConfig), ("cluster", ClusterConfig), ("slo", SloConfig)):
+            options = options_from(args, (section,))
+            settings = group.from_options(options, args.config)
+            text += "\n" + describe(settings, sources(options, args.config, (section,)))
     if args.print_config:
         print(text, end="")
     return bool(args.print_config)

@@ -99,13 +99,13 @@ class Neighbours:
                     del self._found[name]
 
     def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
-        """Takes the extents of a pull: of each layer one for each run. Returns whether all were there and sound. On a
+        """Takes the extents of a pull: of each layer one for each run. False if one of them is damaged or missing. On a
         link's thread.
         """
         with self._lock:
             pull = self._pulls.get(number)
-        if pull is None:
-            return False
+        if pull is None or pull.transfer.is_over:
+            return True  # nobody waits for them
         names = [b"".join(run.names) for run in pull.runs]
         num_layers = len(pull.transfer.ready)
         for count, extent in enumerate(extents, 1):
@@ -150,9 +150,12 @@ class Neighbours:
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
         """Asks the sources."""
         by_offer: dict[Offer, list[Run]] = {}
+        own = next((self._found.get(run.names[0]) for run in runs if not run.is_shared), None)
         for run in runs:
             transfer.sources[run] = self.name
-            offer = self._found.get(run.names[0])
+            # Several sources may have a chunk. Best is the one that holds it for this sequence.
+            is_there = own is not None and own.shared is not None and {*run.names} <= {*own.shared.names}
+            offer = own if is_there else self._found.get(run.names[0])
             if offer is None:
                 transfer.fail(QuireError("the source has withdrawn its offer"), run)
                 return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.engine.answers import Answer, Names, Tokenizer
 from quire.engine.handover import Continued
+from quire.engine.limits import Limits, counted
 from quire.engine.moving import Moving
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -91,25 +93,10 @@ class Engine:
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams, hints: CacheHints = NO_HINTS) -> None:
         """Raises RequestError, naming the value and the limit, if a request can never run."""
-        if not prompt_ids:
-            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
-        vocab_size = self.runner.model.shape.vocab_size
-        low, high = min(prompt_ids), max(prompt_ids)
-        if low < 0 or high >= vocab_size:
-            raise RequestError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}", "prompt"
-            )
-        if len(prompt_ids) >= self.max_context:
-            raise RequestError(
-                f"the prompt has {_count(len(prompt_ids))} and the context holds {self.max_context}"
-                f" ({self.context_limit}), one of which must be generated",
-                "prompt",
-            )
-        params.check_vocabulary(vocab_size)
-        if params.n > self.scheduler.max_queue:
-            raise RequestError(
-                f"n is {params.n} and at most {self.scheduler.max_queue} sequences may wait (scheduler.max_queue)", "n"
-            )
+        limits = Limits(
+            self.runner.model.shape.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue
+        )
+        limits.check(prompt_ids, params)
         if hints.cache_pin:
             self._check_pin(len(prompt_ids), hints.pin_tier)
 
@@ -132,7 +119,7 @@ class Engine:
         if request_id in self._requests:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         manager = self.scheduler.manager
-        namespace = replace(self.namespace, salt=hints.cache_salt) if hints.cache_salt else self.namespace
+        namespace = self.namespace_of(hints)
         request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -158,6 +145,10 @@ class Engine:
             if continued is not None:
                 self._answers[sequence].resume(continued.token_ids, continued.cumulative)
         return request
+
+    def namespace_of(self, hints: CacheHints) -> Namespace:
+        """The namespace of a request's chunks."""
+        return replace(self.namespace, salt=hints.cache_salt) if hints.cache_salt else self.namespace
 
     def end_export(self, request_id: str) -> None:
         """Frees the chunks of a request that another engine goes on with, or that nobody will."""
@@ -215,16 +206,22 @@ class Engine:
         """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
         Nothing of it stays.
         """
-        manager = self.scheduler.manager
         num_tokens = min(MEASURED_TOKENS, self.max_context - 2)
         vocab_size = self.runner.model.shape.vocab_size
+        with self.leaving_nothing():
+            for index in range(2):  # the first one also warms up
+                self.scheduler.manager.fetching.costs.forget_prefill()
+                prompt = [(index + 7919 * each) % vocab_size for each in range(num_tokens)]
+                self.add(f"measure-{index}", None, prompt, SamplingParams(max_tokens=1, detokenize=False))
+                while self.has_work:
+                    self.step()
+
+    @contextmanager
+    def leaving_nothing(self) -> Iterator[None]:
+        """While requests are measured: their chunks go to no store and are dropped, and they count nowhere."""
+        manager = self.scheduler.manager
         was_on, manager.demotion.is_on = manager.demotion.is_on, False
-        for index in range(2):  # the first one also warms up
-            manager.fetching.costs.forget_prefill()
-            prompt = [(index + 7919 * each) % vocab_size for each in range(num_tokens)]
-            self.add(f"measure-{index}", None, prompt, SamplingParams(max_tokens=1, detokenize=False))
-            while self.has_work:
-                self.step()
+        yield
         manager.eviction.evict(manager.tree.num_chunks)
         manager.demotion.is_on = was_on
         manager.statistics.restart()
@@ -282,7 +279,7 @@ class Engine:
             raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
         if num_tokens < PAGE_TOKENS:
             raise RequestError(
-                f"cache_pin: the prompt has {_count(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
+                f"cache_pin: the prompt has {counted(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
         if tier == "disk":
@@ -384,7 +381,3 @@ def _continue(request: Request, continued: Continued) -> None:
         sequence.token_ids += continued.token_ids
         sequence.high_water = len(sequence.token_ids) - 1
         sequence.num_preemptions = 1
-
-
-def _count(num_tokens: int) -> str:
-    return "1 token" if num_tokens == 1 else f"{num_tokens} tokens"

@@ -106,12 +106,15 @@ class Scheduler:
     token_budget  most rows of a step; decode rows come first, prefill slices take the rest in whole chunks
     max_running   most sequences in the batch
     max_queue     most sequences that wait
+    prompt_rows   prompts are grouped, first come, first served, until they have so many rows together; one that has as
+                  many alone runs alone. None: prompts take the rows that a step has left
     """
 
     manager: CacheManager
     token_budget: int
     max_running: int
     max_queue: int
+    prompt_rows: int | None = None
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
@@ -340,6 +343,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._left(num_rows) < min(PAGE_TOKENS, sequence.num_pending):
                 break
+            if self.prompt_rows is not None and self._must_run_later(sequence):
+                break
             if not self._admit(sequence):
                 break
             is_ready = not sequence.awaits_scores and sequence.path.transfer is None
@@ -351,6 +356,17 @@ class Scheduler:
             # A sequence may be preempted after its rows got slots.
             rows = [each for each in rows if each.sequence.state is State.RUNNING]
         return rows
+
+    def _must_run_later(self, sequence: Sequence) -> bool:
+        """Whether a prompt would make the group of prompts that are being computed larger than `prompt_rows`. What is
+        cached of a prompt does not count.
+        """
+        assert self.prompt_rows is not None
+        before = sum(each.num_pending for each in self._active if not self._decodes(each))
+        if not before:
+            return False
+        found = sum(count for _, count in self.manager.tree.walk(sequence.keys)) if sequence.reads_cache else 0
+        return before + max(1, sequence.num_pending - found * PAGE_TOKENS) > self.prompt_rows
 
     def _prefetch(self, sequence: Sequence) -> None:
         """Fetches for a sequence that is not admitted, once."""

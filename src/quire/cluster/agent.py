@@ -1,0 +1,387 @@
+"""An instance's part of the protocol: what arrives goes into its pure functions, and what they answer is done.
+
+One thread takes what links and the engine put into the inbox, and keeps the deadlines.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.cache.run import Pages
+from quire.cluster import desk as at_engine
+from quire.cluster import protocol
+from quire.cluster.bodies import (
+    ComputeJob,
+    Extents,
+    Load,
+    ManifestOf,
+    Missing,
+    Peers,
+    Progress,
+    ReceiveJob,
+    Role,
+    Stop,
+    TokenOf,
+    WantPull,
+)
+from quire.cluster.desk import Desk, Notice
+from quire.cluster.links import Links
+from quire.cluster.messages import (
+    ROUTER,
+    Ack,
+    Admitted,
+    Ask,
+    Attempt,
+    Cancel,
+    Compute,
+    Expired,
+    Failed,
+    Gone,
+    Manifest,
+    Part,
+    Receive,
+    Sampled,
+    Sent,
+    Token,
+    Want,
+)
+from quire.cluster.neighbours import Neighbours, Pull
+from quire.cluster.protocol import Intake, Receiver, Source, Supply
+
+log = logging.getLogger("quire")
+
+LOAD_SECONDS = 0.2
+"""Interval at which an instance says that it is alive."""
+
+STATS_EVERY = 5
+"""Every so many times it also tells the engine's counters."""
+
+REMEMBERED_SECONDS = 120.0
+"""Time for which an ended attempt is remembered, so that a late message begins nothing again."""
+
+PULL_SECONDS = 10.0
+"""Time in which the extents of a pull must arrive."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds after which a state ends by itself.
+
+    expected, queued, held  of a source
+    asked, waiting, pulling of a receiver, for each try
+    """
+
+    expected: float = 20.0
+    queued: float = 60.0
+    held: float = 60.0
+    asked: float = 20.0
+    waiting: float = 20.0
+    pulling: float = 5.0
+
+    @classmethod
+    def within(cls, seconds: float) -> Deadlines:
+        """For requests that are given up after so many seconds without a token."""
+        third = seconds / protocol.PULL_TRIES
+        return cls(third, seconds, seconds, third, third, min(5.0, third))
+
+    def of(self, state: Source | Receiver) -> float:
+        """Seconds from now on."""
+        return {
+            Supply.EXPECTED: self.expected, Supply.QUEUED: self.queued, Supply.HELD: self.held,
+            Intake.ASKED: self.asked, Intake.QUEUED: self.waiting, Intake.PULLING: self.pulling,
+        }[state.phase]  # fmt: skip
+
+
+class Agent:
+    """The attempts of one instance.
+
+    name    of the instance
+    submit  runs a command on the engine's thread
+    """
+
+    def __init__(
+        self,
+        name: str,
+        links: Links,
+        neighbours: Neighbours,
+        submit: Callable[[Callable[[], object]], None],
+        deadlines: Deadlines,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.links = links
+        self.role = "mixed"
+        self._neighbours = neighbours
+        self._submit = submit
+        self._deadlines = deadlines
+        self._clock = clock
+        self._desk: Desk | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sources: dict[Attempt, Source] = {}
+        self._receivers: dict[Attempt, Receiver] = {}
+        self._bodies: dict[Attempt, tuple[Any, Any]] = {}  # of the cache that a source holds: its state and token
+        self._pulls: dict[Attempt, Pull] = {}
+        self._asked: dict[int, Pull] = {}  # beside the protocol
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: dict[tuple[str, Attempt], float] = {}
+        self._numbers = itertools.count()
+        self._num_loads = 0
+        self._load: Load | None = None
+
+    # ---- from other threads ----------------------------------------------------------------------------------------
+
+    def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
+        """See Handler."""
+        if isinstance(message, Extents):
+            is_whole = self._neighbours.arrive(message.pull, extents)
+            if not is_whole:
+                log.warning("attempt %s: the extents of pull %d from %s are damaged or late", *_told(message, sender))
+            self._inbox.put(partial(self._has_come, message.pull))
+        else:
+            self._inbox.put(partial(self._hear, sender, message))
+
+    def lost(self, name: str) -> None:
+        """See Handler. Whoever lost its router ends."""
+        if name == ROUTER:
+            log.error("the router is gone")
+            self.stop()
+
+    def notice(self, notices: list[Notice]) -> None:
+        """From the desk."""
+        self._inbox.put(lambda: [self._note(each) for each in notices])  # type: ignore[func-returns-value, arg-type]
+
+    def stop(self) -> None:
+        """Ends `run`."""
+        self._inbox.put(None)
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def run(self, desk: Desk) -> None:
+        """Until `stop`, or until the router is gone."""
+        self._desk = desk
+        self._say_alive()
+        while True:
+            seconds = max(0.0, self._timers[0][0] - self._clock()) if self._timers else None
+            try:
+                call = self._inbox.get(timeout=seconds)
+                if call is None:
+                    return
+                call()
+            except queue.Empty:
+                pass
+            now = self._clock()
+            while self._timers and self._timers[0][0] <= now:
+                heapq.heappop(self._timers)[2]()
+
+    def _hear(self, sender: str, message: Any) -> None:
+        match message:
+            case ComputeJob(Compute(attempt) as begin, job):
+                self._do("compute", attempt, job, unless=self._sources)
+                self._supply(attempt, sender, begin)
+                if self._sources[attempt].is_asked:
+                    self._do("tell_progress", attempt)
+            case ReceiveJob(Receive(attempt, source) as begin, job):
+                self._do("plan" if source else "run_alone", attempt, job, unless=self._receivers)
+                self._take(attempt, begin)
+            case ManifestOf(Manifest(attempt) as manifest, cache, told):
+                state = self._receivers.get(attempt)
+                self._take(attempt, manifest)
+                if state is not None and state.phase is Intake.ASKED:
+                    self._bodies[attempt] = (cache, told)
+                    self._do("adopt", attempt, sender, cache, told)
+            case Progress(attempt, num_chunks):
+                state = self._receivers.get(attempt)
+                if state is not None and state.phase is Intake.ASKED:
+                    self._do("fetch_ahead", attempt, sender, num_chunks)
+            case WantPull(Want(attempt) as want, pull):
+                self._wanted(attempt, sender, want, pull)
+            case Missing(_, pull):
+                self._asked.pop(pull, None)
+                self._neighbours.fail(pull, "the source has not what was asked for")
+            case Peers(addresses):
+                self._meet(addresses)
+            case Role(role):
+                self.role = role
+            case Stop():
+                self.stop()
+            case Cancel(attempt):
+                self._supply(attempt, sender, message)
+                self._take(attempt, message)
+            case Gone(attempt):
+                self._take(attempt, message)
+            case Ask(attempt) | Ack(attempt):
+                self._supply(attempt, sender, message)
+
+    def _has_come(self, number: int) -> None:
+        self._asked.pop(number, None)
+
+    def _note(self, notice: Notice) -> None:
+        match notice:
+            case Pull():
+                self._ask(notice)
+            case at_engine.HasRoom(attempt, pull):
+                if attempt in self._sources:
+                    self._supply(attempt, "", Admitted())
+                elif (state := self._receivers.get(attempt)) is not None:
+                    if pull is not None:
+                        self._pulls[attempt] = pull
+                    self._take(attempt, Admitted(state.parts - (frozenset() if pull is None else pull.parts)))
+            case at_engine.HasAll(attempt):
+                while (found := self._receivers.get(attempt)) is not None and found.phase is Intake.PULLING:
+                    self._take(attempt, Part(attempt, min(found.missing)))
+            case at_engine.HasToken(attempt, told, is_last, cache, parts):
+                if attempt in self._sources:
+                    self._bodies[attempt] = (cache, told)
+                    self._supply(attempt, "", Sampled(is_last, parts), told)
+                else:
+                    self._take(attempt, Sampled(is_last), told)
+            case at_engine.HasChunks(attempt, num_chunks):
+                if (source := self._sources.get(attempt)) is not None and source.phase is Supply.RUNNING:
+                    self.links.send(source.receiver, Progress(attempt, num_chunks))
+            case at_engine.HasFailed(attempt, reason):
+                failed = Failed(attempt, reason)
+                (self._supply(attempt, "", failed) if attempt in self._sources else self._take(attempt, failed))
+
+    # ---- states ----------------------------------------------------------------------------------------------------
+
+    def _supply(self, attempt: Attempt, sender: str, event: Any, told: Any = None) -> None:
+        before = self._sources.get(attempt)
+        after, sent = protocol.supply(before, sender, event)
+        self._changed("source", self._sources, attempt, before, after)
+        if before is not None and not before.is_asked and after is not None and after.is_asked:
+            self._do("tell_progress", attempt)
+        for each in sent:
+            self._send(each, told)
+
+    def _take(self, attempt: Attempt, event: Any, told: Any = None) -> None:
+        before = self._receivers.get(attempt)
+        after, sent = protocol.take(before, event)
+        self._changed("receiver", self._receivers, attempt, before, after)
+        for each in sent:
+            self._send(each, told)
+
+    def _changed(self, role: str, states: dict[Attempt, Any], attempt: Attempt, before: Any, after: Any) -> None:
+        if after is None:
+            return
+        states[attempt] = after
+        if after.phase in (Supply.ENDED, Intake.ENDED):
+            if before is None or before.phase is not after.phase:
+                self._do("end", attempt)
+                self._at(REMEMBERED_SECONDS, partial(self._forget, states, attempt))
+                self._pulls.pop(attempt, None)
+                self._bodies.pop(attempt, None)
+                self._due.pop((role, attempt), None)
+        elif protocol.has_deadline(after):
+            # Asking again renews a lease.
+            due = self._clock() + self._deadlines.of(after)
+            self._due[role, attempt] = due
+            self._at(self._deadlines.of(after), partial(self._expire, role, attempt, due))
+        else:
+            self._due.pop((role, attempt), None)
+
+    def _expire(self, role: str, attempt: Attempt, due: float) -> None:
+        if self._due.get((role, attempt)) != due:
+            return
+        log.info("attempt %s: the deadline of its %s is over", attempt, role)
+        if role == "source":
+            self._supply(attempt, "", Expired())
+        else:
+            self._take(attempt, Expired())
+
+    def _forget(self, states: dict[Attempt, Any], attempt: Attempt) -> None:
+        states.pop(attempt, None)
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def _send(self, sent: Sent, told: Any = None) -> None:
+        to, message = sent
+        attempt = message.attempt
+        match message:
+            case Manifest():
+                cache, first = self._bodies[attempt]
+                self.links.send(to, ManifestOf(message, cache, first))
+            case Token():
+                self.links.send(to, TokenOf(message, told or self._bodies[attempt][1]))
+            case Want():
+                if (pull := self._pulls.get(attempt)) is not None:
+                    self.links.send(to, WantPull(Want(attempt, pull.parts), pull.number))
+            case Part():
+                pass  # they went as extents: see `_wanted`
+            case _:
+                self.links.send(to, message)
+
+    def _wanted(self, attempt: Attempt, sender: str, want: Want, pull: int) -> None:
+        """Sends what a receiver asks for. While the prompt is computed, that is not a matter of the protocol."""
+        state = self._sources.get(attempt)
+        if state is None or state.phase is not Supply.RUNNING:
+            self._supply(attempt, sender, want)
+        if state is None or state.phase not in (Supply.RUNNING, Supply.HELD):
+            self.links.send(sender, Missing(attempt, pull))
+            return
+
+        def pack() -> None:
+            assert self._desk is not None
+            cargo = self._desk.cargo(attempt, want.parts, self._release)
+            if cargo is None:
+                self.links.send(sender, Missing(attempt, pull))
+            else:
+                self.links.send(sender, Extents(attempt, pull), cargo)
+
+        self._submit(pack)
+
+    def _release(self, pages: list[Pages]) -> None:
+        self._submit(lambda: [each.release() for each in pages])  # type: ignore[func-returns-value]
+
+    def _ask(self, pull: Pull) -> None:
+        """A pull beside the protocol."""
+        self._asked[pull.number] = pull
+        self.links.send(pull.source, WantPull(Want(pull.attempt, pull.parts), pull.number))
+        self._at(PULL_SECONDS, partial(self._give_up, pull.number))
+
+    def _give_up(self, number: int) -> None:
+        if self._asked.pop(number, None) is not None:
+            self._neighbours.fail(number, "the source does not answer")
+
+    def _meet(self, addresses: dict[str, str]) -> None:
+        for name, address in addresses.items():
+            if name != self.name:
+                self.links.learn(name, address)
+
+    # ---- small things ----------------------------------------------------------------------------------------------
+
+    def _do(self, what: str, *given: Any, unless: dict[Attempt, Any] | None = None) -> None:
+        """Has the desk do something, unless the attempt is known."""
+        if unless is not None and given[0] in unless and unless[given[0]].phase is not Supply.EXPECTED:
+            return
+        desk = self._desk
+        assert desk is not None
+        self._submit(lambda: getattr(desk, what)(*given))
+
+    def _at(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self._clock() + seconds, next(self._numbers), call))
+
+    def _say_alive(self) -> None:
+        """The engine's thread may be in a long step: then the load is that of before."""
+        desk, self._num_loads = self._desk, self._num_loads + 1
+        assert desk is not None
+        with_stats = self._num_loads % STATS_EVERY == 1
+        if self._load is not None:
+            self.links.send(ROUTER, self._load)
+
+        def look() -> None:
+            self._load = desk.load(self.name, with_stats=with_stats)
+
+        self._submit(look)
+        self._at(LOAD_SECONDS, self._say_alive)
+
+
+def _told(message: Extents, sender: str) -> tuple[Attempt, int, str]:
+    return message.attempt, message.pull, sender

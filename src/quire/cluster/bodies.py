@@ -1,0 +1,347 @@
+"""What travels beside the protocol's messages: requests, caches' descriptions, outputs, and the state of instances.
+
+The protocol decides by the messages alone. Each class here that has a `message` carries one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.path import Path, Swapped
+from quire.cache.retention.policies import Chain
+from quire.cache.retention.retained import Retained
+from quire.cache.run import Run
+from quire.cluster import wire
+from quire.cluster.messages import Attempt, Compute, Manifest, Receive, Token, Want
+from quire.engine.outputs import CompletionOutput, Logprob
+from quire.engine.params import CacheHints, SamplingParams
+from quire.errors import ExtentError
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request of one sequence.
+
+    name        of the request in logs, the same on every instance
+    params      fields of SamplingParams
+    hints       fields of CacheHints
+    seed        of the sequence
+    token_ids   generated so far: the client has them
+    cumulative  sum of their log-probabilities
+    """
+
+    name: str
+    prompt_ids: list[int]
+    params: dict[str, Any]
+    hints: dict[str, Any]
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    cumulative: float = 0.0
+
+    def sampling(self) -> SamplingParams:
+        """Raises RequestError."""
+        return SamplingParams(**self.params)
+
+    def wishes(self) -> CacheHints:
+        """Raises RequestError."""
+        return CacheHints(**self.hints)
+
+
+@dataclass(frozen=True)
+class First:
+    """What is told of a request with its first token alone."""
+
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    num_cached_tokens: int
+    cached_by_tier: dict[str, int]
+    num_pinned_tokens: int | None
+    kept_fraction: float | None
+
+
+@dataclass(frozen=True)
+class Told:
+    """A token as the client sees it."""
+
+    output: CompletionOutput
+    first: First | None = None
+
+
+@dataclass(frozen=True)
+class ComputeJob:
+    """Router to source."""
+
+    message: Compute
+    job: Job
+
+
+@dataclass(frozen=True)
+class ReceiveJob:
+    """Router to receiver."""
+
+    message: Receive
+    job: Job
+
+
+@dataclass(frozen=True)
+class TokenOf:
+    """Instance to router."""
+
+    message: Token
+    told: Told
+
+
+# ---- caches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A private run, without its bytes. Fields are those of `Run`."""
+
+    handle: bytes
+    num_attached: int
+    kinds: NDArray[np.uint8]
+    masks: NDArray[np.uint64]
+    placed: NDArray[np.bool_]
+    bases: NDArray[np.int32]
+    has_sidecar: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RetainedState:
+    """What retention has left. Fields are those of `Retained` and its `Chain`."""
+
+    threshold: float
+    frequent: float
+    local: float
+    members: tuple[str, ...]
+    policies: NDArray[np.uint8]
+    num_prompt: int
+    holds_last: bool
+    keeps_first: bool
+    positions: NDArray[np.int32]
+    in_place: NDArray[np.bool_]
+    origins: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """The cache of a sequence, without its bytes: what `Swapped` has.
+
+    namespace      digest of model, codec, calibration and all else that pages depend on besides tokens
+    layers, heads  the slice that is described: (first, end) each. All of them, as long as instances have one rank
+    """
+
+    namespace: bytes
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    num_shared: int
+    num_tokens: int
+    num_sealed: int
+    num_stored: int
+    free_until: int
+    num_dropped: int
+    is_decided: bool
+    own: RunState | None
+    retained: RetainedState | None
+
+
+@dataclass(frozen=True)
+class ManifestOf:
+    """Source to receiver. told: the token that the source has sampled."""
+
+    message: Manifest
+    cache: CacheState
+    told: Told
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Source to receiver: the first chunks of a prompt are computed, and may be pulled before the rest."""
+
+    attempt: Attempt
+    num_chunks: int
+
+
+@dataclass(frozen=True)
+class WantPull:
+    """Receiver to source. pull: a number that the answer names."""
+
+    message: Want
+    pull: int
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Source to receiver, before the extents of a pull."""
+
+    attempt: Attempt
+    pull: int
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Source to receiver: it has not what a pull asked for."""
+
+    attempt: Attempt
+    pull: int
+
+
+def state_of(swapped: Swapped, shape: tuple[int, int], namespace: bytes) -> CacheState:
+    """shape: layers and kv heads of the model. namespace: see CacheState."""
+    path, run, retained = swapped.path, swapped.run, swapped.path.retained
+    own = kept = None
+    if run is not None:
+        own = RunState(run.names[0], run.num_attached, run.kinds, run.masks, run.placed, run.bases, run.has_sidecar)
+    if retained is not None:
+        chain = retained.chain
+        kept = RetainedState(
+            chain.threshold, chain.frequent, chain.local, chain.members, retained.policies, retained.num_prompt,
+            retained.holds_last, retained.keeps_first, retained.positions, retained.in_place, retained.origins,
+        )  # fmt: skip
+    return CacheState(
+        namespace, (0, shape[0]), (0, shape[1]), swapped.num_shared, path.num_tokens, path.num_sealed, path.num_stored,
+        path.free_until, path.num_dropped, path.is_decided, own, kept,
+    )  # fmt: skip
+
+
+def swapped_of(state: CacheState, num_tokens: int, shape: tuple[int, int], num_kinds: int, namespace: bytes) -> Swapped:
+    """What `state_of` described. Raises ExtentError for what no engine of this shape and namespace has.
+
+    num_tokens  tokens whose keys and values it must have
+    num_kinds   kernel ids of page formats are below it
+    """
+    _check(state.namespace == namespace, "pages of another model, codec or calibration")
+    _check(state.layers == (0, shape[0]) and state.heads == (0, shape[1]), "a slice of other layers or heads")
+    _check(state.num_tokens == num_tokens, f"the cache of {state.num_tokens} tokens, not of {num_tokens}")
+    chunks = -(-num_tokens // PAGE_TOKENS)
+    _check(0 <= state.num_shared <= num_tokens // PAGE_TOKENS, f"{state.num_shared} shared chunks")
+    counts = (state.num_sealed, state.num_stored, state.num_dropped)
+    _check(all(0 <= count <= chunks for count in counts), f"counts of chunks {counts} of {chunks}")
+    _check(0 <= state.free_until <= (chunks + 1) * PAGE_TOKENS, f"free until {state.free_until}")
+    path = Path(
+        num_tokens=state.num_tokens, num_sealed=state.num_sealed, num_stored=state.num_stored,
+        free_until=state.free_until, num_dropped=state.num_dropped, is_decided=state.is_decided,
+    )  # fmt: skip
+    run = None if state.own is None else _run_of(state.own, shape, num_kinds)
+    if state.retained is not None:
+        path.retained = _retained_of(state.retained, shape)
+    return Swapped(path, state.num_shared, run)
+
+
+def _run_of(state: RunState, shape: tuple[int, int], num_kinds: int) -> Run:
+    n, attached = len(state.kinds), state.num_attached
+    _check(len(state.handle) == 16 and 0 <= attached <= n and n > 0, f"{n} rows, {attached} attached")
+    _check(state.masks.shape == state.placed.shape == (n, *shape), "masks of another shape")
+    _check(state.kinds.ndim == 1 and bool((state.kinds < num_kinds).all()), "a page format that is not known")
+    _check(state.bases.shape == state.has_sidecar.shape == (n,), "rows that are described in part")
+    return Run(
+        (state.handle,), False, np.empty(0, np.int32), attached, state.kinds, state.masks, state.placed, state.bases,
+        state.has_sidecar,
+    )  # fmt: skip
+
+
+def _retained_of(state: RetainedState, shape: tuple[int, int]) -> Retained:
+    rows = len(state.origins)
+    _check(state.policies.shape == shape and state.in_place.shape == (*shape, rows), "retention of another shape")
+    _check(state.positions.shape == (*shape, rows, PAGE_TOKENS), "positions of another shape")
+    _check(bool((state.policies <= len(state.members)).all()), "a policy that is not in the chain")
+    try:
+        chain = Chain(state.threshold, state.frequent, state.local, state.members)
+    except AssertionError as error:
+        raise ExtentError(str(error)) from error
+    found = Retained(chain, state.policies.copy(), state.num_prompt, state.holds_last, state.keeps_first)
+    found.positions, found.in_place = state.positions.copy(), state.in_place.copy()
+    found.origins = state.origins.copy()
+    return found
+
+
+def _check(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise ExtentError(f"a manifest describes {message}")
+
+
+# ---- instances -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Instance to router, once: it has loaded its model.
+
+    address      where others reach it
+    prompt_rows  L_m: the fewest prompt rows that saturate the processor
+    batch        the largest useful batch of decoding sequences
+    max_context  most tokens of a request
+    error        why it could not be loaded; then the rest means nothing
+    """
+
+    instance: str
+    address: str
+    prompt_rows: int
+    batch: int
+    max_context: int
+    context_limit: str
+    seconds_per_row: float
+    seconds_per_step: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Instance to router, a few times a second: it is alive, and what it has to do.
+
+    prompt_rows   of prompts that are still to be computed
+    num_running   sequences in the batch
+    num_waiting   sequences that wait for room or their turn
+    num_held      exports that a receiver has not taken
+    free_bytes    of the cache, with what can be evicted
+    total_bytes   of the cache
+    stats         of the engine, every second time or less
+    """
+
+    instance: str
+    prompt_rows: int
+    num_running: int
+    num_waiting: int
+    num_held: int
+    free_bytes: int
+    total_bytes: int
+    stats: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Router to instance: where the others listen. Who is not named is gone."""
+
+    addresses: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Router to instance: what it does from now on."""
+
+    role: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Router to instance: end."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """To whoever dialled, or was dialled: a message that changes nothing."""
+
+    instance: str
+
+
+wire.register(
+    ComputeJob, ReceiveJob, TokenOf, ManifestOf, Progress, WantPull, Extents, Missing, Ready, Load, Peers, Role, Stop,
+    Hello,
+)  # fmt: skip

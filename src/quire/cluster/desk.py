@@ -1,0 +1,331 @@
+"""The engine's side of attempts: begins, exports, adopts and ends sequences, and notes what happens to them.
+
+All of it runs on the engine's thread. What happens goes to the agent as notices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+from quire.cache.exports import shared_pages
+from quire.cache.run import Pages
+from quire.cluster.bodies import CacheState, First, Job, Load, Told, state_of, swapped_of
+from quire.cluster.cargo import Cargo
+from quire.cluster.messages import Attempt
+from quire.cluster.neighbours import Neighbours, Pull
+from quire.engine.engine import Engine
+from quire.engine.handover import Continued
+from quire.engine.outputs import RequestOutput
+from quire.engine.request import Request, Sequence, State
+from quire.errors import QuireError
+from quire.stores.heads import common_digest
+from quire.stores.seal import Seal
+
+log = logging.getLogger("quire")
+
+
+class Stage(Enum):
+    """What an engine does for an attempt.
+
+    ALONE     computes and decodes
+    SOURCE    computes the prompt and a token
+    PLANNED   will receive; its chunks may be fetched already
+    ADOPTED   waits for room
+    PULLING   waits for its chunks
+    DECODING  decodes what a source computed
+    """
+
+    ALONE = "alone"
+    SOURCE = "source"
+    PLANNED = "planned"
+    ADOPTED = "adopted"
+    PULLING = "pulling"
+    DECODING = "decoding"
+
+
+@dataclass(eq=False)
+class Work:
+    """An attempt at the engine.
+
+    sequence      None while it is planned
+    ahead         stands in for it while chunks are fetched ahead
+    is_admitted   whether the source's sequence has run
+    num_told      shared chunks that the receiver was told of
+    tells         whether the receiver wants to know of chunks
+    has_begun     whether a token was told
+    """
+
+    attempt: Attempt
+    job: Job
+    stage: Stage
+    sequence: Sequence | None = None
+    ahead: Sequence | None = None
+    is_admitted: bool = False
+    num_told: int = 0
+    tells: bool = False
+    has_begun: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+        return f"{self.job.name}#{self.attempt.number}"
+
+
+# Notices: what the agent hears.
+
+
+@dataclass(frozen=True)
+class HasRoom:
+    """A sequence is admitted. pull: what a receiver asks its source for; None: nothing."""
+
+    attempt: Attempt
+    pull: Pull | None = None
+
+
+@dataclass(frozen=True)
+class HasAll:
+    """A receiver's engine has what it needs."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class HasToken:
+    """cache: what an exported sequence leaves, and parts of it."""
+
+    attempt: Attempt
+    told: Told
+    is_last: bool
+    cache: CacheState | None = None
+    parts: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class HasChunks:
+    """The first chunks of a source's prompt are computed."""
+
+    attempt: Attempt
+    num_chunks: int
+
+
+@dataclass(frozen=True)
+class HasFailed:
+    """The engine cannot go on with an attempt."""
+
+    attempt: Attempt
+    reason: str
+
+
+Notice = HasRoom | HasAll | HasToken | HasChunks | HasFailed | Pull
+
+
+class Desk:
+    """An engine's attempts.
+
+    tell  is called after a step with what happened in it
+    """
+
+    def __init__(
+        self, engine: Engine, neighbours: Neighbours, seal: Seal, tell: Callable[[list[Notice]], None]
+    ) -> None:
+        self.engine = engine
+        self.works: dict[Attempt, Work] = {}
+        self._tell = tell
+        self._seal = seal
+        self._neighbours = neighbours
+        self._by_id: dict[str, Work] = {}
+        self._asked: list[Pull] = []
+        self._notices: list[Notice] = []
+        self._shape: tuple[int, int] = engine.scheduler.manager.table.shape
+        self._num_kinds = len(engine.scheduler.manager.table.sizes)
+        self._digest = common_digest(engine.namespace)
+        neighbours.table = cast(Any, engine.scheduler.manager.table)
+        neighbours.ask = self._asked.append
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def compute(self, attempt: Attempt, job: Job) -> None:
+        """The source's part."""
+        self._begin(Work(attempt, job, Stage.SOURCE), Continued(job.seed, tuple(job.token_ids), job.cumulative, True))
+
+    def run_alone(self, attempt: Attempt, job: Job) -> None:
+        """An attempt without a source."""
+        self._begin(Work(attempt, job, Stage.ALONE), Continued(job.seed, tuple(job.token_ids), job.cumulative))
+
+    def plan(self, attempt: Attempt, job: Job) -> None:
+        """A receiver's part, before there is a manifest."""
+        self.works[attempt] = Work(attempt, job, Stage.PLANNED)
+
+    def fetch_ahead(self, attempt: Attempt, source: str, num_chunks: int) -> None:
+        """Fetches chunks that a source has computed, into room that nobody has reserved."""
+        work = self.works.get(attempt)
+        if work is None or work.stage is not Stage.PLANNED:
+            return
+        if work.ahead is None:
+            params, hints = work.job.sampling(), work.job.wishes()
+            request = Request(work.request_id, None, work.job.prompt_ids, params, self.engine.clock(), hints)
+            namespace = self.engine.namespace_of(hints)
+            work.ahead = Sequence(request, 0, [*work.job.prompt_ids, *work.job.token_ids], 1, namespace)
+        self._neighbours.offer(attempt, source, work.ahead.keys, num_chunks)
+        self.engine.scheduler.manager.fetching.prefetch(work.ahead)
+
+    def adopt(self, attempt: Attempt, source: str, state: CacheState, told: Told) -> None:
+        """Queues the sequence that a manifest describes."""
+        work = self.works.get(attempt)
+        if work is None or work.stage is not Stage.PLANNED:
+            return
+        tokens = (*work.job.token_ids, *told.output.token_ids)
+        num_tokens = len(work.job.prompt_ids) + len(tokens) - 1
+        cumulative = told.output.cumulative_logprob or 0.0
+        work.stage = Stage.ADOPTED
+        try:
+            swapped = swapped_of(state, num_tokens, self._shape, self._num_kinds, self._digest)
+        except QuireError as error:
+            self._fail(work, str(error))
+            return
+        sequence = self._begin(work, Continued(work.job.seed, tokens, cumulative, swapped=swapped))
+        if sequence is not None:
+            self._neighbours.offer(attempt, source, sequence.keys, state.num_shared, swapped.run)
+
+    def end(self, attempt: Attempt) -> None:
+        """Ends an attempt in any stage, and frees what it holds. Does nothing for one that has ended."""
+        work = self.works.pop(attempt, None)
+        if work is None:
+            return
+        if work.ahead is not None:
+            self.engine.scheduler.manager.fetching.dismiss(work.ahead)
+        self._neighbours.withdraw(attempt)
+        if self._by_id.pop(work.request_id, None) is None:
+            return
+        if work.request_id in self.engine.exports:
+            self.engine.end_export(work.request_id)
+        else:
+            self.engine.abort(work.request_id)
+
+    def tell_progress(self, attempt: Attempt) -> None:
+        """The receiver is there, and may fetch chunks before the prompt is computed."""
+        work = self.works.get(attempt)
+        if work is not None:
+            work.tells = self.engine.scheduler.manager.tree.shares and not self._retains
+
+    def cargo(self, attempt: Attempt, parts: frozenset[int], release: Callable[[list[Pages]], None]) -> Cargo | None:
+        """The pages of some parts; None if they are not here, or not yet."""
+        work = self.works.get(attempt)
+        manager = self.engine.scheduler.manager
+        if work is None or work.sequence is None:
+            return None
+        export = self.engine.exports.get(work.request_id)
+        if export is not None:
+            if not parts or not parts <= export.parts:
+                return None
+            pages = manager.exports.pages(export, parts)
+        else:
+            path = work.sequence.path
+            if not parts or max(parts) >= path.num_shared or self._retains:
+                return None
+            table = cast(Any, manager.table)
+            pages = [shared_pages(table, work.sequence.keys, path, sorted(parts))]
+        return Cargo(pages, self._shape[0], self._seal, release)
+
+    def load(self, instance: str, *, with_stats: bool) -> Load:
+        """What there is to do."""
+        scheduler, manager = self.engine.scheduler, self.engine.scheduler.manager
+        rows = sum(max(0, each.num_prompt - each.num_computed) for each in scheduler.running)
+        rows += sum(len(each.token_ids) for each in scheduler.waiting if each.swapped is None)
+        cache = manager.stats()
+        free = cache["bytes_free"] + cache["bytes_cached"]
+        return Load(
+            instance, rows, len(scheduler.running), len(scheduler.waiting), len(self.engine.exports), free,
+            cache["bytes_total"], self.engine.stats() if with_stats else None,
+        )  # fmt: skip
+
+    # ---- after a step ----------------------------------------------------------------------------------------------
+
+    def has_stepped(self, outputs: list[RequestOutput]) -> None:
+        """Notes what a step has changed, and tells it."""
+        for work in list(self.works.values()):
+            if work.sequence is not None:
+                self._look_at(work, work.sequence)
+        self._notices += self._asked
+        self._asked.clear()
+        for output in outputs:
+            found = self._by_id.get(output.request_id)
+            if found is not None:
+                self._note(found, output)
+        if self._notices:
+            notices, self._notices = self._notices, []
+            self._tell(notices)
+
+    def _look_at(self, work: Work, sequence: Sequence) -> None:
+        if work.stage is Stage.SOURCE:
+            if not work.is_admitted and sequence.state is not State.WAITING:
+                work.is_admitted = True
+                self._notices.append(HasRoom(work.attempt))
+            if work.tells and sequence.path.num_shared > work.num_told:
+                work.num_told = sequence.path.num_shared
+                self._notices.append(HasChunks(work.attempt, work.num_told))
+        elif work.stage is Stage.ADOPTED and sequence.state is not State.WAITING:
+            work.stage = Stage.PULLING
+            transfer = sequence.path.transfer
+            asked = (each for each in self._asked if each.transfer is transfer and each.attempt == work.attempt)
+            own = next(asked, None)
+            self._notices.append(HasRoom(work.attempt, own))
+            if own is None:
+                work.stage = Stage.DECODING
+            else:
+                self._asked.remove(own)
+        if work.stage is Stage.PULLING and sequence.path.transfer is None:
+            # They have arrived, or the engine computes them.
+            work.stage = Stage.DECODING
+            self._notices.append(HasAll(work.attempt))
+
+    def _note(self, work: Work, output: RequestOutput) -> None:
+        (completion,) = output.outputs
+        export = self.engine.exports.get(work.request_id)
+        first = None
+        if not work.has_begun and work.stage in (Stage.SOURCE, Stage.ALONE):
+            first = First(
+                output.prompt_logprobs, output.num_cached_tokens, output.cached_by_tier, output.num_pinned_tokens,
+                output.kept_fraction,
+            )  # fmt: skip
+        work.has_begun = True
+        told = Told(completion, first)
+        if work.stage is Stage.PULLING:
+            work.stage = Stage.DECODING
+            self._notices.append(HasAll(work.attempt))
+        if export is None:
+            is_last = completion.finish_reason is not None
+            self._notices.append(HasToken(work.attempt, told, is_last))
+            if is_last:
+                self.end(work.attempt)
+            return
+        state = state_of(export.swapped, self._shape, self._digest)
+        self._notices.append(HasToken(work.attempt, told, False, state, export.parts))
+
+    # ---- sequences -------------------------------------------------------------------------------------------------
+
+    @property
+    def _retains(self) -> bool:
+        return self.engine.runner.decide is not None
+
+    def _begin(self, work: Work, continued: Continued) -> Sequence | None:
+        job = work.job
+        try:
+            request = self.engine.add(
+                work.request_id, None, job.prompt_ids, job.sampling(), job.wishes(), continued=continued
+            )
+        except QuireError as error:
+            self._fail(work, str(error))
+            return None
+        self.works[work.attempt] = self._by_id[work.request_id] = work
+        (work.sequence,) = request.sequences
+        return work.sequence
+
+    def _fail(self, work: Work, reason: str) -> None:
+        self.works.pop(work.attempt, None)
+        log.warning("request %s, attempt %d: %s", work.job.name, work.attempt.number, reason)
+        self._notices.append(HasFailed(work.attempt, reason))

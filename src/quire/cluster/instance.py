@@ -1,0 +1,211 @@
+"""An instance: a process with an engine, which the router starts.
+
+    python -m quire.cluster.instance      with an `Order` as JSON on the standard input
+
+It loads the model, measures what it can do, tells the router, and then does its part of every attempt until the router
+ends it or is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.bodies import Ready, Role
+from quire.cluster.desk import Desk
+from quire.cluster.links import LinkError, Links
+from quire.cluster.messages import ROUTER
+from quire.cluster.neighbours import Neighbours
+from quire.config import EngineConfig
+from quire.engine.capacity import measure_capacity
+from quire.engine.outputs import RequestOutput
+from quire.engine_thread import EngineThread
+from quire.load import load_engine
+from quire.stores.seal import Seal
+from quire.version import __version__
+
+log = logging.getLogger("quire")
+
+DIAL_SECONDS = 10.0
+"""How long an instance tries to reach its router."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a router starts an instance with.
+
+    name       of the instance, with the number of its start: a restarted instance has another name
+    router     address of the router
+    secret     of the cluster, hexadecimal
+    model      as on the command line
+    options    settings of the engine, by key
+    transport  of the caches: shm or tcp
+    host       address that the instance listens on
+    cores      that the instance runs on; empty: all
+    timeout    seconds without a token after which the router gives an attempt up
+    log_level  of the process
+    """
+
+    name: str
+    router: str
+    secret: str
+    model: str
+    options: dict[str, Any]
+    config_file: str | None = None
+    role: str = "mixed"
+    transport: str = "shm"
+    host: str = "127.0.0.1"
+    cores: tuple[int, ...] = ()
+    timeout: float = 60.0
+    log_level: int = logging.WARNING
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Order:
+        """What `to_json` wrote."""
+        found = json.loads(text)
+        return cls(**{**found, "cores": tuple(found["cores"])})
+
+
+def about(version: str = __version__) -> bytes:
+    """What all processes of a cluster have in common."""
+    return f"quire {version}".encode()
+
+
+class Instance:
+    """Engine, links and agent of one process."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        secret = bytes.fromhex(order.secret)
+        seal = Seal(secret)
+        self._seal = seal
+        self._neighbours = Neighbours(seal)
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._failed = False
+        self._ready: Ready | None = None
+        self._desk: Desk | None = None
+        self._links = Links(order.name, secret, self, order.transport, about=about())
+        config = EngineConfig.from_options(order.options, Path(order.config_file) if order.config_file else None)
+        load = functools.partial(load_engine, order.model, config, show_progress=False, neighbours=[self._neighbours])
+        self.thread = EngineThread(load, self)
+        self.agent = Agent(
+            order.name, self._links, self._neighbours, self.thread.submit, Deadlines.within(order.timeout)
+        )
+        self.agent.role = order.role
+
+    def run(self) -> int:
+        """Until the router ends it. Returns the exit code."""
+        self._links.learn(ROUTER, self.order.router)
+        try:
+            self._links.connect(ROUTER, DIAL_SECONDS)
+        except LinkError as error:
+            log.error("the router cannot be reached: %s", error)
+            return 1
+        self.thread.start()
+        self._started.wait()
+        if self._error is not None:
+            self._links.send(ROUTER, _failed(self.order.name, self._error))
+            self._links.close()
+            return 1
+        assert self._desk is not None and self._ready is not None
+        self._links.send(ROUTER, self._ready)
+        self.agent.run(self._desk)
+        self._links.close()
+        if self._failed:
+            return 1
+        self.thread.stop()
+        self.thread.join()
+        return 0
+
+    # ---- Listener: on the engine's thread --------------------------------------------------------------------------
+
+    def has_started(self, error: BaseException | None) -> None:
+        """Measures, and says that the instance is ready."""
+        self._error = error
+        if error is None:
+            try:
+                self._begin()
+            except BaseException as failure:
+                self._error = failure
+        self._started.set()
+
+    def _begin(self) -> None:
+        assert self.thread.loaded is not None
+        engine = self.thread.loaded.engine
+        self._desk = Desk(engine, self._neighbours, self._seal, self.agent.notice)
+        found = measure_capacity(engine)
+        if self.order.role == "prefill":
+            engine.scheduler.prompt_rows = found.prompt_rows
+        self._ready = Ready(
+            self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.max_context,
+            engine.context_limit, found.seconds_per_row, found.seconds_per_step,
+        )  # fmt: skip
+
+    def has_stepped(self, outputs: list[RequestOutput]) -> None:
+        """See Listener."""
+        assert self._desk is not None
+        self._desk.has_stepped(outputs)
+
+    def has_failed(self, reason: str) -> None:
+        """An engine that stopped ends its instance. The router starts another one."""
+        self._failed = True
+        self.agent.stop()
+
+    # ---- Handler: on a link's threads ------------------------------------------------------------------------------
+
+    def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
+        """See Handler."""
+        if isinstance(message, Role):
+            self.thread.submit(functools.partial(self._set_role, message.role))
+        self.agent.receive(sender, message, extents)
+
+    def lost(self, name: str) -> None:
+        """See Handler."""
+        self.agent.lost(name)
+        if name == ROUTER and not self._started.is_set():
+            os._exit(1)  # it still loads, and nobody waits for it
+
+    def _set_role(self, role: str) -> None:
+        assert self.thread.loaded is not None and self._ready is not None
+        scheduler = self.thread.loaded.engine.scheduler
+        scheduler.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
+
+
+def _failed(name: str, error: BaseException) -> Ready:
+    text = str(error) or type(error).__name__
+    return Ready(name, "", 0, 0, 0, "", 0.0, 0.0, error=text)
+
+
+def main() -> int:
+    """Runs the instance that the standard input describes."""
+    order = Order.from_json(sys.stdin.readline())
+    logging.basicConfig(
+        level=order.log_level, format=f"%(asctime)s %(levelname)s {order.name}: %(message)s", stream=sys.stderr
+    )
+    if order.cores:
+        os.sched_setaffinity(0, order.cores)
+    instance = Instance(order)
+    # Ctrl-C reaches all processes of a terminal. The router ends its instances when their requests are done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: instance.agent.stop())
+    return instance.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

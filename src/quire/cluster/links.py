@@ -1,0 +1,272 @@
+"""Links between the processes of a cluster: they carry messages, and with some messages extents of the cache.
+
+Each connection has two threads, see `transport.link`. Extents are packed while they are sent, one at a time, and belong
+to the receiver only until it asks for the next one. Knows neither what messages say nor what extents are: an extent has
+a checksum and a MAC of its own, which the handler verifies.
+
+A message that waits is lost with its connection. Nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from quire.cluster.transport import TRANSPORTS, transport_of
+from quire.cluster.transport.channel import MOST_EXTENTS, MOST_META, Party
+from quire.cluster.transport.link import MOST_QUEUED, TRAFFIC, Link, Waiting, finish
+from quire.cluster.transport.stream import LinkError, Listener, Stream
+from quire.cluster.wire import WireError, encode
+from quire.errors import ConfigError
+
+__all__ = ["MOST_QUEUED", "Bulk", "Handler", "LinkError", "Links"]
+
+log = logging.getLogger("quire")
+
+STALL_SECONDS = 10.0
+"""A peer that takes no bytes for this long is lost."""
+HANDSHAKE_SECONDS = 5.0
+"""How long a peer may take to accept a connection and to prove who it is."""
+CLOSE_SECONDS = 10.0
+"""How long `close` waits for threads. Only a bulk that packs or a handler that works for longer is left behind."""
+MOST_STRANGERS = 64
+"""Connections whose peers have not yet proved who they are."""
+
+
+class Bulk(Protocol):
+    """Extents that go with a message, packed while they are sent."""
+
+    @property
+    def num_extents(self) -> int:
+        """How many `pack` yields."""
+
+    def pack(self) -> Iterator[memoryview]:
+        """Each extent is valid until the next one is taken. Called on the sending thread."""
+
+    def done(self) -> None:
+        """Everything is sent, or nothing more will be. Called exactly once, on the sending thread or by `send`."""
+
+
+class Handler(Protocol):
+    """What a process does with messages."""
+
+    def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
+        """A message, on the link's reading thread. Each extent is valid until the next one is taken, and none after
+        this returns. Extents that it does not take are skipped. If the link ends before all have come, they raise
+        LinkError. An error that escapes ends the link.
+        """
+
+    def lost(self, name: str) -> None:
+        """A connection has ended, or one that `send` began could not be made. Once for each, on one of its threads,
+        after its last message. Not for those that `close` ends.
+        """
+
+
+class Links:
+    """The connections of a process. All methods may be called from any thread, also by the handler."""
+
+    def __init__(
+        self,
+        name: str,
+        secret: bytes,
+        handler: Handler,
+        transport: str = "tcp",
+        *,
+        about: bytes = b"",
+        stall_seconds: float = STALL_SECONDS,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+    ) -> None:
+        """Nothing happens before `listen`, `connect` or `send`.
+
+        name       of this process; no two of a cluster have the same one
+        secret     that all processes of the cluster know
+        transport  where `listen` listens: tcp, shm or local. An address says how to dial it
+        about      what both sides must agree on, such as a digest of the model; a peer with another one is refused
+        """
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+        self._transport = TRANSPORTS[transport]
+        self._home = _Home(Party(name, secret, about), handler, handshake_seconds)
+        self._stall_seconds = stall_seconds
+        self._addresses: dict[str, str] = {}
+        self._listener: Listener | None = None
+        self._listening: threading.Thread | None = None
+
+    def listen(self, host: str = "127.0.0.1") -> str:
+        """Lets peers connect. Returns the address that they learn. Raises LinkError if that cannot be.
+
+        host  for tcp; with a port, as in 10.0.0.1:4711, or without one
+        """
+        with self._home.changed:
+            assert self._listener is None and not self._home.is_closed, "it listens already, or is closed"
+            listener = self._listener = self._transport.listen(self._home.party.name, host, self._stall_seconds)
+            self._listening = threading.Thread(
+                target=self._accept, args=(listener,), name="quire-link-listen", daemon=True
+            )
+            self._listening.start()
+        return listener.address
+
+    def learn(self, name: str, address: str) -> None:
+        """Where a peer listens. `send` dials it when it has something for it. Raises LinkError if it is no address."""
+        transport_of(address)
+        with self._home.changed:
+            self._addresses[name] = address
+
+    def forget(self, name: str) -> None:
+        """Ends all connections to a peer, and forgets where it listens."""
+        with self._home.changed:
+            self._addresses.pop(name, None)
+            links = [link for link in self._home.links if link.peer == name]
+        for link in links:
+            link.end("forgotten")
+
+    def connect(self, name: str, seconds: float) -> None:
+        """Connects to a peer unless there is a connection. Raises LinkError with the reason if there is none in time.
+        A dial that takes longer goes on.
+        """
+        if (link := self._link_to(name)) is None:
+            raise LinkError(f"nobody has said where {name!r} listens, or these links are closed")
+        link.wait(seconds)
+
+    def send(self, to: str, message: Any, bulk: Bulk | None = None) -> bool:
+        """Queues a message, and never blocks. False if there is neither a connection nor an address, or too many
+        messages wait; then the bulk is done. Raises WireError if the message cannot travel; then it is done too.
+        """
+        is_queued = False
+        try:
+            waiting = _waiting(message, bulk)
+            while (link := self._link_to(to)) is not None:
+                is_queued = link.put(waiting)
+                if is_queued or not link.is_ended:
+                    break
+        finally:
+            if bulk is not None and not is_queued:
+                finish(bulk)
+        return is_queued
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """By peer: messages and extents, and their bytes, sent and received since the start."""
+        with self._home.changed:
+            found = {peer: dict(counts) for peer, counts in self._home.traffic.items()}
+            for link in self._home.links:
+                if link.is_established and link.peer is not None:
+                    _add(found.setdefault(link.peer, {}), link.traffic)
+        return found
+
+    def close(self) -> None:
+        """Ends all connections, threads and sockets. Messages that wait are dropped, and the handler hears no more."""
+        with self._home.changed:
+            self._home.is_closed = True
+            links = [link for link in self._home.links if threading.current_thread() not in link.threads]
+            for link in self._home.links:
+                link.end("closed here")
+            if self._listener is not None:
+                self._listener.close()
+            until = time.monotonic() + CLOSE_SECONDS
+            self._home.changed.wait_for(lambda: self._home.links.keys().isdisjoint(links), CLOSE_SECONDS)
+        threads = [thread for link in links for thread in link.threads]
+        for thread in [*threads, *([self._listening] if self._listening is not None else [])]:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                log.warning("%s has not ended %g s after its link was closed", thread.name, CLOSE_SECONDS)
+
+    def _link_to(self, name: str) -> Link | None:
+        """The newest connection, one that is being made, or a new one. None if the peer's address is not known."""
+        with self._home.changed:
+            if self._home.is_closed:
+                return None
+            if (link := self._home.newest(name)) is not None:
+                return link
+            if (address := self._addresses.get(name)) is None:
+                return None
+            transport, place = transport_of(address)
+            seconds = self._home.handshake_seconds
+            link = Link(self._home, name, functools.partial(transport.dial, place, self._stall_seconds, seconds))
+            self._home.begin(link)
+            return link
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                stream = listener.accept()
+            except LinkError:
+                return
+            with self._home.changed:
+                is_welcome = not self._home.is_closed and self._home.num_strangers < MOST_STRANGERS
+                if is_welcome:
+                    self._home.begin(Link(self._home, None, functools.partial(_given, stream)))
+            if not is_welcome:
+                log.warning("a connection is refused: %d strangers have not said who they are", MOST_STRANGERS)
+                stream.close()
+
+
+class _Home:
+    """The links of a process. See `link.Home`.
+
+    changed  guards everything else
+    links    whose threads have not ended; those with a connection in the order in which they got it
+    traffic  by peer, of links that are gone
+    """
+
+    def __init__(self, party: Party, handler: Handler, handshake_seconds: float) -> None:
+        self.party, self.handler = party, handler
+        self.handshake_seconds = handshake_seconds
+        self.is_closed = False
+        self.changed = threading.Condition()
+        self.links: dict[Link, None] = {}
+        self.traffic: dict[str, dict[str, int]] = {}
+
+    @property
+    def num_strangers(self) -> int:
+        """Connections whose peers have not proved who they are."""
+        return sum(link.peer is None for link in self.links)
+
+    def begin(self, link: Link) -> None:
+        """Starts a link."""
+        self.links[link] = None
+        link.start()
+
+    def newest(self, peer: str) -> Link | None:
+        """The link that takes messages for a peer."""
+        found = [link for link in self.links if link.peer == peer and not link.is_ended]
+        return next((link for link in reversed(found) if link.is_established), found[-1] if found else None)
+
+    def established(self, link: Link, peer: str) -> None:
+        """See `link.Home`."""
+        with self.changed:
+            if self.is_closed:
+                raise LinkError("closed here")
+            del self.links[link]
+            self.links[link] = None
+            link.peer = peer
+
+    def gone(self, link: Link) -> None:
+        """See `link.Home`."""
+        with self.changed:
+            del self.links[link]
+            if link.is_established and link.peer is not None:
+                _add(self.traffic.setdefault(link.peer, {}), link.traffic)
+            self.changed.notify_all()
+
+
+def _waiting(message: Any, bulk: Bulk | None) -> Waiting:
+    encoded, num_extents = encode(message), 0 if bulk is None else bulk.num_extents
+    if len(encoded) > MOST_META or not 0 <= num_extents <= MOST_EXTENTS:
+        raise WireError(
+            f"a message of {len(encoded)} bytes and {num_extents} extents; {MOST_META} and {MOST_EXTENTS} are possible"
+        )
+    return Waiting(encoded, bulk, num_extents)
+
+
+def _given(stream: Stream) -> Stream:
+    """Opens what was accepted."""
+    return stream
+
+
+def _add(totals: dict[str, int], counts: dict[str, int]) -> None:
+    for name in TRAFFIC:
+        totals[name] = totals.get(name, 0) + counts[name]

@@ -1,0 +1,185 @@
+"""What a router knows of its instances, and how it chooses among them. Knows no connection and no process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from quire.cache.keys import ChunkKeys
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cluster.bodies import Load, Ready
+from quire.cluster.messages import Attempt
+
+MOST_KEYS = 200_000
+"""Keys of chunks that the index remembers, some 30 MB."""
+
+TRANSFER_SECONDS_PER_TOKEN = 25e-6
+"""Until transfers are measured: 40 KB a token at 1.6 GB/s."""
+
+
+class Health(Enum):
+    """Whether an instance gets attempts.
+
+    STARTING  loads its model
+    SERVING   gets attempts
+    DRAINING  finishes those that it has
+    DOWN      failed or ended
+    """
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+ROLES = ("prefill", "decode", "mixed")
+
+
+@dataclass(eq=False)
+class Member:
+    """An instance.
+
+    name        with the number of its start
+    place       without it: a restarted instance takes the place of the one before
+    ready       what it has measured
+    load        what it said last
+    stats       counters of its engine, a little older
+    seen        when, on the router's clock
+    rows        of prompts that it computes, by attempt
+    tokens      of sequences that it decodes or will, by attempt
+    """
+
+    name: str
+    place: str
+    role: str
+    health: Health = Health.STARTING
+    ready: Ready | None = None
+    load: Load | None = None
+    stats: dict[str, Any] | None = None
+    seen: float = 0.0
+    rows: dict[Attempt, int] = field(default_factory=dict)
+    tokens: dict[Attempt, int] = field(default_factory=dict)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it gets attempts."""
+        return self.health is Health.SERVING
+
+    def queue_seconds(self) -> float:
+        """Time to compute the prompts that it has."""
+        return sum(self.rows.values()) * self.seconds_per_row
+
+    @property
+    def seconds_per_row(self) -> float:
+        """Of a prompt."""
+        return 1e-3 if self.ready is None else self.ready.seconds_per_row
+
+    def fullness(self) -> float:
+        """How full it is as a receiver: by sequences or by memory, whichever is more. Full is 1."""
+        batch = max(1, self.ready.batch if self.ready is not None else 1)
+        by_batch = len(self.tokens) / batch
+        if self.load is None or not self.load.total_bytes:
+            return by_batch
+        return max(by_batch, 1 - self.load.free_bytes / self.load.total_bytes)
+
+    def forget(self, attempt: Attempt) -> None:
+        """An attempt has ended."""
+        self.rows.pop(attempt, None)
+        self.tokens.pop(attempt, None)
+
+
+class Index:
+    """Which instance may have which chunks: those that it was given. Approximate, for instances evict. Only choices
+    depend on it.
+    """
+
+    def __init__(self, most: int = MOST_KEYS) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+
+    def add(self, instance: str, keys: Iterable[bytes]) -> None:
+        """An instance is about to have these chunks."""
+        for key in keys:
+            self._known[instance, key] = None
+            self._known.move_to_end((instance, key))
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def matched(self, instance: str, keys: Sequence[bytes]) -> int:
+        """Number of first chunks that an instance may have."""
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if (instance, keys[middle - 1]) in self._known else (low, middle - 1)
+        return low
+
+    def forget(self, instance: str) -> None:
+        """An instance has lost everything."""
+        for each in [known for known in self._known if known[0] == instance]:
+            del self._known[each]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def keys_of(salt: str, token_ids: list[int]) -> list[bytes]:
+    """Keys of a prompt's whole chunks for the index alone: an instance's own depend on its model."""
+    return ChunkKeys(("router", salt), token_ids).first(len(token_ids) // PAGE_TOKENS)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who does an attempt.
+
+    source    None: the receiver computes the prompt
+    num_rows  prompt rows that are expected to be computed
+    """
+
+    source: Member | None
+    receiver: Member
+    num_rows: int
+
+
+def choose(
+    members: Iterable[Member], index: Index, keys: list[bytes], num_tokens: int, routing: str = "expected"
+) -> Choice | None:
+    """The instances of an attempt; None if there are none now.
+
+    keys        of the prompt's whole chunks
+    num_tokens  to compute if nothing is cached
+    routing     see ClusterConfig
+    """
+    serving = [each for each in members if each.serves]
+    if not serving:
+        return None
+    computing = [each for each in serving if each.role == "prefill"] or [
+        each for each in serving if each.role == "mixed"
+    ]
+    decoding = [each for each in serving if each.role == "decode"] or [each for each in serving if each.role == "mixed"]
+
+    def rows_of(member: Member) -> int:
+        return max(1, num_tokens - PAGE_TOKENS * index.matched(member.name, keys))
+
+    def first_token(member: Member) -> tuple[float, ...]:
+        rows = rows_of(member)
+        if routing == "queue":
+            return (sum(member.rows.values()), len(member.tokens))
+        if routing == "affinity":
+            return (rows, sum(member.rows.values()))
+        return (member.queue_seconds() + rows * member.seconds_per_row, member.fullness())
+
+    if not computing or not decoding:
+        alone = min(serving, key=first_token)  # half of the roles are down
+        return Choice(None, alone, rows_of(alone))
+    source = min(computing, key=first_token)
+    if source in decoding:
+        return Choice(None, source, rows_of(source))
+
+    def to_decode(member: Member) -> tuple[float, ...]:
+        lacking = num_tokens - PAGE_TOKENS * index.matched(member.name, keys)
+        return (member.fullness() >= 1, member.fullness() + lacking * TRANSFER_SECONDS_PER_TOKEN)
+
+    return Choice(source, min(decoding, key=to_decode), rows_of(source))

@@ -1,0 +1,257 @@
+"""Streams between processes of a machine: a Unix socket for frames, shared memory for extents.
+
+Each direction has a segment of anonymous memory from its first extent on. The sender copies extents into it, one after
+the other and around again, and the receiver reads them where they lie. An extent that does not fit before the end of
+the segment begins at its start. So both sides know the place of each extent from the lengths alone.
+
+    SEGMENT  frame; number: bytes of the segment; then one byte with two descriptors: the segment, and its eventfd
+    RING     frame; number: bytes of an extent that lies in the segment
+
+The receiver adds what an extent took to the eventfd once it needs the extent no more. An eventfd and not a frame: the
+thread that reads must never wait until it may write, or two processes that send a lot to each other stop.
+
+The socket's address is abstract and the segment has no name, so nothing is left of a killed process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import select
+import socket
+
+import numpy as np
+
+from quire.cache.arrays import Bytes
+from quire.cluster.transport.channel import Channel, Frame, Inline
+from quire.cluster.transport.sockets import SocketListener, SocketStream
+from quire.cluster.transport.stream import LinkError
+
+SHM_BYTES = 64 << 20
+"""Of a segment. Extents of more than half of it travel through the socket."""
+_MOST_SHM = 1 << 30
+"""Of a peer's segment."""
+_ALIGNED = 64
+_SOCKET_BYTES = 1 << 20
+"""Of the socket's buffers: for messages, and extents that are too large for the segment."""
+
+SEGMENT, RING = 16, 17
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class ShmStream(SocketStream):
+    """A Unix socket that can pass descriptors."""
+
+    def carrier(self, channel: Channel) -> Ring:
+        """See Stream."""
+        return Ring(channel, self)
+
+    def write_descriptors(self, *numbers: int) -> None:
+        """Sends a byte with descriptors."""
+        try:
+            socket.send_fds(self._socket, [b"\0"], numbers)
+        except OSError as error:
+            raise LinkError(f"the connection has ended: {error}") from None
+
+    def read_descriptors(self, count: int) -> list[int]:
+        """Reads a byte that must come with some descriptors, which belong to the caller then."""
+        try:
+            byte, numbers, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise LinkError(f"the connection has ended: {error}") from None
+        if len(byte) != 1 or len(numbers) != count:
+            for number in numbers:
+                os.close(number)
+            raise LinkError(f"{count} descriptors were due, and {len(numbers)} came")
+        return list(numbers)
+
+    def wait_for(self, number: int) -> None:
+        """Waits until a descriptor can be read. Raises LinkError if the stream ends or the peer stalls before."""
+        poll = select.poll()
+        poll.register(number, select.POLLIN)
+        poll.register(self._socket, 0)
+        found = dict(poll.poll(self.seconds() * 1000))
+        if self._socket.fileno() in found:
+            raise LinkError("the connection has ended")
+        if not found:
+            raise LinkError("the peer takes no extents")
+
+
+class _Outgoing:
+    """The sender's end of a segment.
+
+    credit  the eventfd to which the receiver adds the bytes it has freed
+    """
+
+    def __init__(self, num_bytes: int, channel: Channel, stream: ShmStream) -> None:
+        """Makes a segment and passes it on."""
+        self.num_bytes = num_bytes
+        self.credit = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stream = stream
+        self._position = self._taken = 0
+        number = os.memfd_create("quire-extents", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(number, num_bytes)
+            fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
+            self._memory: Bytes = np.frombuffer(mmap.mmap(number, num_bytes), np.uint8)
+            channel.send(SEGMENT, num_bytes)
+            stream.write_descriptors(number, self.credit)
+        except BaseException:
+            os.close(self.credit)
+            raise
+        finally:
+            os.close(number)
+
+    def put(self, extent: memoryview) -> None:
+        """Copies an extent into the segment once there is room."""
+        offset, taken = _place(self._position, len(extent), self.num_bytes)
+        while self._taken + taken > self.num_bytes:
+            self._stream.wait_for(self.credit)
+            freed = os.eventfd_read(self.credit)
+            if freed > self._taken:
+                raise LinkError(f"the peer has freed {freed} bytes of extents, and had {self._taken}")
+            self._taken -= freed
+        if len(extent):
+            # Not an assignment to a memoryview, which would keep the interpreter's lock.
+            np.copyto(self._memory[offset : offset + len(extent)], np.frombuffer(extent, np.uint8))
+        self._position += taken
+        self._taken += taken
+
+
+class _Incoming:
+    """The receiver's end of a segment, which it can only read."""
+
+    def __init__(self, number: int, credit: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.credit = credit
+        self._position = self._owed = 0
+        if os.fstat(number).st_size != num_bytes or fcntl.fcntl(number, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise LinkError("the peer's segment has another size than it says, or could shrink")
+        self._memory = memoryview(mmap.mmap(number, num_bytes, prot=mmap.PROT_READ))
+
+    def take(self, length: int) -> memoryview:
+        """The next extent."""
+        offset, self._owed = _place(self._position, length, self.num_bytes)
+        self._position += self._owed
+        return self._memory[offset : offset + length]
+
+    def free(self) -> None:
+        """Lets the sender overwrite the last extent."""
+        if self._owed:
+            try:
+                os.eventfd_write(self.credit, self._owed)
+            except OSError as error:
+                raise LinkError(f"the peer's eventfd takes nothing: {error}") from None
+            self._owed = 0
+
+
+class Ring:
+    """Extents that travel through shared memory, or through the socket if they are too large. See Carrier."""
+
+    def __init__(self, channel: Channel, stream: ShmStream) -> None:
+        self._channel, self._stream, self._inline = channel, stream, Inline(channel)
+        self._outgoing: _Outgoing | None = None
+        self._incoming: _Incoming | None = None
+
+    def send(self, extent: memoryview) -> None:
+        """See Carrier."""
+        if self._outgoing is None:
+            try:
+                self._outgoing = _Outgoing(SHM_BYTES, self._channel, self._stream)
+            except OSError as error:
+                raise LinkError(f"there is no shared memory for extents: {error}") from None
+        if len(extent) > self._outgoing.num_bytes // 2:
+            self._inline.send(extent)
+        else:
+            self._outgoing.put(extent)
+            self._channel.send(RING, len(extent))
+
+    def receive(self, frame: Frame) -> memoryview:
+        """See Carrier."""
+        frame = self._after_segment(frame)
+        if frame.kind != RING:
+            return self._inline.receive(frame)
+        if self._incoming is None or frame.number > self._incoming.num_bytes // 2:
+            raise LinkError(f"an extent of {frame.number} bytes cannot lie in the peer's segment")
+        return self._incoming.take(frame.number)
+
+    def skip(self, frame: Frame) -> int:
+        """See Carrier."""
+        frame = self._after_segment(frame)
+        if frame.kind != RING:
+            return self._inline.skip(frame)
+        length = len(self.receive(frame))
+        self.free()
+        return length
+
+    def free(self) -> None:
+        """See Carrier."""
+        if self._incoming is not None:
+            self._incoming.free()
+
+    def close(self) -> None:
+        """See Carrier. The segments go when nobody has a view of them any more."""
+        for end in (self._incoming, self._outgoing):
+            if end is not None:
+                os.close(end.credit)
+        self._incoming = self._outgoing = None
+
+    def _after_segment(self, frame: Frame) -> Frame:
+        """The frame, or the next one if it brings the segment."""
+        if frame.kind != SEGMENT:
+            return frame
+        number, credit = self._stream.read_descriptors(2)
+        try:
+            if self._incoming is not None or not 0 < frame.number <= _MOST_SHM or frame.number % (2 * _ALIGNED):
+                raise LinkError(f"a second segment, or one of {frame.number} bytes")
+            self._incoming = _Incoming(number, credit, frame.number)
+        except (OSError, LinkError) as error:
+            os.close(credit)
+            raise LinkError(f"the peer's segment cannot be used: {error}") from None
+        finally:
+            os.close(number)
+        return self._channel.receive()
+
+
+class ShmTransport:
+    """See Transport."""
+
+    def listen(self, name: str, host: str, stall_seconds: float) -> SocketListener:
+        """See Transport. Processes that are not in the same network namespace do not see the address; `host` does not
+        matter. Who may connect is decided by the secret.
+        """
+        place = f"quire-{os.getpid()}-{secrets.token_hex(8)}"
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(f"\0{place}")
+        return SocketListener(bound, f"shm://{place}", lambda accepted: _stream(accepted, stall_seconds))
+
+    def dial(self, place: str, stall_seconds: float, seconds: float) -> ShmStream:
+        """See Transport."""
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            made.settimeout(seconds)
+            made.connect(f"\0{place}")
+            return _stream(made, stall_seconds)
+        except OSError as error:
+            made.close()
+            raise LinkError(f"nothing answers at shm://{place}: {error}") from None
+
+
+def _stream(connected: socket.socket, stall_seconds: float) -> ShmStream:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        with contextlib.suppress(OSError):
+            connected.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+    return ShmStream(connected, stall_seconds)
+
+
+def _place(position: int, length: int, num_bytes: int) -> tuple[int, int]:
+    """Where the next extent lies in a segment, and how many bytes it takes, those that are left at the end included.
+
+    position  bytes that all extents before have taken
+    """
+    length, offset = -(-length // _ALIGNED) * _ALIGNED, position % num_bytes
+    return (offset, length) if offset + length <= num_bytes else (0, num_bytes - offset + length)

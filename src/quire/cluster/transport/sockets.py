@@ -1,0 +1,112 @@
+"""Streams and listeners over sockets, of whatever family."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Callable
+
+from quire.cluster.transport.channel import Channel, Inline
+from quire.cluster.transport.stream import Carrier, LinkError, Patience
+
+_BACKLOG = 128
+_PAUSE = 0.1
+"""Seconds after which a listener tries again that could not accept."""
+
+
+class SocketStream(Patience):
+    """A connected socket. Its timeouts are those of single calls, so a peer that is slow has not stalled."""
+
+    def __init__(self, connected: socket.socket, stall_seconds: float) -> None:
+        super().__init__(stall_seconds)
+        self._socket = connected
+        connected.settimeout(stall_seconds)
+
+    def limit(self, until: float | None) -> None:
+        """See Stream."""
+        super().limit(until)
+        self._socket.settimeout(self.seconds())
+
+    def read(self, into: memoryview, *, is_idle: bool = False) -> None:
+        """See Stream."""
+        done = 0
+        while done < len(into):
+            if self._until is not None:
+                self._socket.settimeout(self.seconds())
+            try:
+                count = self._socket.recv_into(into[done:])
+            except TimeoutError:
+                if is_idle and not done and self._until is None:
+                    continue
+                raise LinkError("the peer stopped in the middle of a frame") from None
+            except OSError as error:
+                raise LinkError(f"the connection has ended: {error}") from None
+            if not count:
+                raise LinkError("the peer has closed the connection")
+            done += count
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        """See Stream. The parts are not copied."""
+        left = [memoryview(part) for part in parts if len(part)]
+        while left:
+            if self._until is not None:
+                self._socket.settimeout(self.seconds())
+            try:
+                count = self._socket.sendmsg(left, (), socket.MSG_NOSIGNAL)
+            except TimeoutError:
+                raise LinkError("the peer takes no bytes") from None
+            except OSError as error:
+                raise LinkError(f"the connection has ended: {error}") from None
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def shut(self) -> None:
+        """See Stream."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See Stream."""
+        self._socket.close()
+
+    def carrier(self, channel: Channel) -> Carrier:
+        """See Stream."""
+        return Inline(channel)
+
+
+class SocketListener:
+    """A listening socket.
+
+    stream  makes a stream of an accepted socket
+    """
+
+    def __init__(self, bound: socket.socket, address: str, stream: Callable[[socket.socket], SocketStream]) -> None:
+        self.address = address
+        self._socket, self._stream = bound, stream
+        bound.listen(_BACKLOG)
+
+    def accept(self) -> SocketStream:
+        """See Listener."""
+        while True:
+            try:
+                accepted, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EBADF):
+                    self._socket.close()
+                    raise LinkError("the listener is closed") from None
+                # What remains is about one connection, or passes when others end: there is no descriptor or memory.
+                time.sleep(_PAUSE)
+                continue
+            try:
+                return self._stream(accepted)
+            except OSError:
+                accepted.close()
+
+    def close(self) -> None:
+        """See Listener. `accept` closes the socket, so that its number cannot belong to another one meanwhile."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)

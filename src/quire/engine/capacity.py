@@ -1,0 +1,112 @@
+"""What an engine can do, measured on it: how many rows saturate the processor, and how many sequences a batch may have.
+
+Source: DistServe (OSDI 2024), section 3.1: L_m, the shortest prompt that saturates the processor, groups prompts;
+batching decoding sequences pays until computing bounds it. Differs from it: both are measured when an instance starts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.engine.engine import Engine
+from quire.engine.params import SamplingParams
+
+LEAST_ROWS = 16
+SATURATED = 0.9
+"""Rows saturate a processor that computes this share of the most rows a second."""
+
+GAIN = 1.1
+"""A batch of twice the size is useful if it decodes this many times as many tokens a second."""
+
+LONGEST_SECONDS = 0.5
+"""Longer prompts are not timed."""
+
+NUM_STEPS = 6
+"""Decode steps that are timed for each batch size."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What was measured.
+
+    prompt_rows       L_m
+    batch             the largest useful batch
+    seconds_per_row   of a prompt of L_m rows
+    seconds_per_step  of the largest useful batch
+    """
+
+    prompt_rows: int
+    batch: int
+    seconds_per_row: float
+    seconds_per_step: float
+
+
+def measure_capacity(engine: Engine) -> Capacity:
+    """Times prompts and decode steps. Nothing of them stays. The engine has no requests."""
+    with engine.leaving_nothing():
+        rows, seconds_per_row = _saturating_rows(engine)
+        batch, seconds_per_step = _useful_batch(engine)
+    return Capacity(rows, batch, seconds_per_row, seconds_per_step)
+
+
+def _saturating_rows(engine: Engine) -> tuple[int, float]:
+    most = min(engine.scheduler.token_budget, engine.max_context - 2)
+    speeds: dict[int, float] = {}
+    rows = min(LEAST_ROWS, most)
+    while True:
+        seconds = min(_prefill(engine, rows, trial) for trial in range(2))
+        speeds[rows] = rows / seconds
+        if rows == most or seconds > LONGEST_SECONDS:
+            break
+        rows = min(2 * rows, most)
+    fastest = max(speeds.values())
+    found = next(rows for rows, speed in speeds.items() if speed >= SATURATED * fastest)
+    return found, 1 / speeds[found]
+
+
+def _prefill(engine: Engine, rows: int, trial: int) -> float:
+    begun = time.perf_counter()
+    engine.add(
+        "measured", None, _prompt(engine, rows, 2 * rows + trial), SamplingParams(max_tokens=1, detokenize=False)
+    )
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - begun
+
+
+def _useful_batch(engine: Engine) -> tuple[int, float]:
+    most = min(engine.scheduler.max_running, engine.scheduler.max_queue)
+    batch, best, seconds = 1, 0.0, 0.0
+    size = 1
+    while size <= most:
+        found = _decode(engine, size)
+        if found is None or size / found < GAIN * best:
+            break
+        batch, best, seconds = size, size / found, found
+        size *= 2
+    return batch, seconds
+
+
+def _decode(engine: Engine, batch: int) -> float | None:
+    """Seconds of a step; None if the batch does not fit."""
+    params = SamplingParams(max_tokens=NUM_STEPS + 2, temperature=0.0, ignore_eos=True, detokenize=False)
+    rows = max(1, min(LEAST_ROWS, engine.max_context - NUM_STEPS - 3))
+    for index in range(batch):
+        engine.add(f"measured-{index}", None, _prompt(engine, rows, index), params)
+    scheduler, times = engine.scheduler, list[float]()
+    while engine.has_work:
+        is_whole = len(scheduler.running) == batch and not scheduler.waiting
+        is_decoding = is_whole and all(each.num_pending == 1 for each in scheduler.running)
+        begun = time.perf_counter()
+        engine.step()
+        if is_decoding and len(scheduler.running) == batch:
+            times.append(time.perf_counter() - begun)
+    return sorted(times)[len(times) // 2] if times else None
+
+
+def _prompt(engine: Engine, rows: int, number: int) -> list[int]:
+    """Differs from others within its first chunk, so that nothing is found in the cache."""
+    vocab_size = engine.runner.model.shape.vocab_size
+    return [(number * PAGE_TOKENS + 7919 * each + number) % vocab_size for each in range(rows)]
