@@ -18,6 +18,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,15 +28,20 @@ from quire.cluster.messages import (
     ROUTER,
     Abort,
     Admitted,
+    Ask,
     Attempt,
     Begin,
+    Cancel,
+    Compute,
     Down,
     Expired,
     Failed,
     Part,
+    Receive,
     Sampled,
     Sent,
     Token,
+    Want,
 )
 from quire.cluster.protocol import Intake, Route, Supply
 
@@ -131,6 +137,7 @@ class Explorer:
         self.parts, self.has = frozenset(range(parts)), frozenset(range(has))
         self.items: list[Any] = []
         self._numbers: dict[Any, int] = {}
+        self._twins: dict[int, int] = {}
         routes = tuple(self.number(protocol.Routed(request, tries)) for request in range(requests))
         self.first = World(routes, ((0, False),) * requests, (), (), ((),) * len(CHANNELS), frozenset(), budget)
         self.num_ends = self.num_events = self.num_worlds = 0
@@ -325,6 +332,59 @@ class Explorer:
         kept = [number for number in numbers if number != before]
         return tuple(sorted(kept if after is None else [*kept, self.number(after)]))
 
+    # ---- fewer worlds ----------------------------------------------------------------------------------------------
+
+    def plain(self, world: World) -> World:
+        """A world that stands for this one: without letters that change nothing whenever they arrive, and, of two
+        requests that are alike, in the order that comes first.
+        """
+        letters = tuple(tuple(each for each in queue if not self._is_vain(world, each)) for queue in world.letters)
+        if letters != world.letters:
+            world = world._replace(letters=letters)
+        if len(world.routes) != 2 or self.has:
+            return world
+        other = self._mirrored(world)
+        return min(world, other, key=lambda each: each[:5])
+
+    def _is_vain(self, world: World, number: int) -> bool:
+        """Whether a letter changes nothing, now and later: it is about an attempt that has ended where it arrives, and
+        that nothing under way can begin again.
+        """
+        letter = self.items[number]
+        message = letter.message
+        if letter.to.startswith(ROUTER):
+            state = self.items[world.routes[_request_of(letter)]]
+            is_over = state.phase in (Route.ENDED, Route.FAILED)
+            return is_over or (not isinstance(message, Down) and message.attempt.number < state.number)
+        if isinstance(message, Cancel | Compute | Receive | Ask | Want):
+            return False  # these are answered, or remembered after a crash
+        states, begins = (world.sources, Compute) if letter.to == SOURCE else (world.receivers, Receive)
+        found = self._find(states, message.attempt)
+        if found is not None and self.items[found].phase not in (Supply.ENDED, Intake.ENDED):
+            return False
+        under_way = (self.items[each].message for queue in world.letters for each in queue)
+        return not any(isinstance(each, begins) and each.attempt == message.attempt for each in under_way)
+
+    def _mirrored(self, world: World) -> World:
+        """The world with the two requests exchanged."""
+        arrived = frozenset((_mirror(attempt), part) for attempt, part in world.arrived)
+        return World(
+            tuple(self._twin(each) for each in world.routes[::-1]),
+            world.clients[::-1],
+            tuple(sorted(self._twin(each) for each in world.sources)),
+            tuple(sorted(self._twin(each) for each in world.receivers)),
+            tuple(tuple(self._twin(each) for each in queue) for queue in world.letters),
+            arrived,
+            world.budget,
+        )
+
+    def _twin(self, number: int) -> int:
+        """The number of an item of the other request."""
+        found = self._twins.get(number)
+        if found is None:
+            found = self._twins[number] = self.number(_mirror(self.items[number]))
+        return found
+
     def _posted(self, letters: tuple[tuple[int, ...], ...], more: list[Letter]) -> tuple[tuple[int, ...], ...]:
         for letter in more:
             channel = NUMBER[letter.sender, letter.to.split()[0]]
@@ -349,7 +409,7 @@ class Explorer:
                 continue
             self.num_events += 1
             try:
-                following = self.after(world, event)
+                following = self.plain(self.after(world, event))
                 if following in open_worlds and following != world:
                     raise Violation("a way leads in a circle")
                 if following in done or following == world:
@@ -398,6 +458,19 @@ class Explorer:
             letter = self.items[world.letters[channel][place]]
             return f"{event.kind} {letter.message} from {letter.sender} to {letter.to}"
         return f"{event.kind} {event.what} {event.more}"
+
+
+def _mirror(item: Any) -> Any:
+    """An item of the other one of two requests."""
+    if isinstance(item, Attempt):
+        return Attempt(1 - item.request, item.number)
+    if isinstance(item, protocol.Routed):
+        return replace(item, request=1 - item.request)
+    if isinstance(item, Letter):
+        to = f"{ROUTER} {1 - int(item.to.split()[1])}" if " " in item.to else item.to
+        message = item.message if isinstance(item.message, Down) else _mirror(item.message)
+        return item._replace(to=to, message=message)
+    return replace(item, attempt=_mirror(item.attempt))
 
 
 def _request_of(item: Any) -> int:
