@@ -1,0 +1,101 @@
+"""How a router chooses instances, and what it remembers of their caches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.cluster.bodies import Load, Ready
+from quire.cluster.members import Choice, Health, Index, Member, choose, keys_of
+from quire.cluster.messages import Attempt
+
+SECONDS_PER_ROW = 1e-3
+
+
+def member(place: str, role: str, *, rows: int = 0, sequences: int = 0, free: float = 1.0, batch: int = 8) -> Member:
+    """An instance with prompts of so many rows to compute, and so many sequences to decode."""
+    found = Member(f"{place}.1", place, role, Health.SERVING)
+    found.ready = Ready(found.name, "", 512, batch, 4096, "", SECONDS_PER_ROW, 0.01)
+    found.load = Load(found.name, 0, 0, 0, 0, int(free * 1000), 1000)
+    if rows:
+        found.rows[Attempt(1000, 1)] = rows
+    found.tokens = {Attempt(number, 1): 10 for number in range(sequences)}
+    return found
+
+
+def chosen(choice: Choice | None) -> tuple[str | None, str]:
+    assert choice is not None
+    return None if choice.source is None else choice.source.place, choice.receiver.place
+
+
+PROMPT = list(range(640))
+KEYS = keys_of("", PROMPT)
+
+
+def test_a_prompt_goes_where_its_first_token_comes_earliest() -> None:
+    """Queue work and what is not cached count together: neither the shortest queue nor the best hit wins always."""
+    cold, warm = member("prefill-0", "prefill"), member("prefill-1", "prefill", rows=400)
+    decode, index = member("decode-0", "decode"), Index()
+    index.add(warm.name, KEYS[:5])
+    members = [cold, warm, decode]
+    assert chosen(choose(members, index, KEYS, 640)) == ("prefill-0", "decode-0"), "400 + 320 rows against 640"
+    warm.rows = {Attempt(1000, 1): 300}
+    found = choose(members, index, KEYS, 640)
+    assert chosen(found) == ("prefill-1", "decode-0") and found is not None and found.num_rows == 320
+    assert chosen(choose(members, index, KEYS, 640, "queue")) == ("prefill-0", "decode-0")
+    warm.rows = {Attempt(1000, 1): 40_000}
+    assert chosen(choose(members, index, KEYS, 640, "affinity")) == ("prefill-1", "decode-0"), "a hot spot"
+
+
+def test_a_receiver_with_room_and_little_to_do_decodes() -> None:
+    prefill = member("prefill-0", "prefill")
+    busy, full = member("decode-0", "decode", sequences=6), member("decode-1", "decode", free=0.1)
+    idle = member("decode-2", "decode", sequences=2)
+    assert chosen(choose([prefill, busy, full, idle], Index(), KEYS, 640)) == ("prefill-0", "decode-2")
+    assert chosen(choose([prefill, busy, full], Index(), KEYS, 640)) == ("prefill-0", "decode-0")
+
+
+def test_a_receiver_that_has_the_prefix_is_preferred_among_equals() -> None:
+    prefill, first, second = member("prefill-0", "prefill"), member("decode-0", "decode"), member("decode-1", "decode")
+    index = Index()
+    index.add(second.name, KEYS)
+    assert chosen(choose([prefill, first, second], index, KEYS, 640)) == ("prefill-0", "decode-1")
+
+
+def test_mixed_instances_do_both_parts_and_stand_in_for_others() -> None:
+    mixed, other = member("mixed-0", "mixed", rows=100), member("mixed-1", "mixed")
+    assert chosen(choose([mixed, other], Index(), KEYS, 640)) == (None, "mixed-1")
+    prefill, decode = member("prefill-0", "prefill"), member("decode-0", "decode")
+    assert chosen(choose([mixed, decode], Index(), KEYS, 640)) == ("mixed-0", "decode-0")
+    assert chosen(choose([prefill, mixed], Index(), KEYS, 640)) == ("prefill-0", "mixed-0")
+    assert chosen(choose([prefill], Index(), KEYS, 640)) == (None, "prefill-0"), "nobody else is left"
+    assert chosen(choose([decode], Index(), KEYS, 640)) == (None, "decode-0")
+
+
+@pytest.mark.parametrize("health", [Health.STARTING, Health.DRAINING, Health.DOWN])
+def test_only_serving_instances_get_attempts(health: Health) -> None:
+    prefill, decode = member("prefill-0", "prefill"), member("decode-0", "decode")
+    prefill.health = health
+    assert chosen(choose([prefill, decode], Index(), KEYS, 640)) == (None, "decode-0")
+    decode.health = health
+    assert choose([prefill, decode], Index(), KEYS, 640) is None
+
+
+def test_the_index_is_bounded_and_forgets_who_failed() -> None:
+    index = Index(most=20)
+    index.add("a", KEYS)
+    index.add("b", KEYS[:4])
+    assert index.matched("a", KEYS) == 10 and index.matched("b", KEYS) == 4
+    other = keys_of("", [7 + each for each in PROMPT])
+    index.add("a", other)
+    assert len(index) == 20 and index.matched("a", other) == 10 and index.matched("a", KEYS) < 10
+    index.forget("a")
+    assert index.matched("a", other) == 0 and index.matched("b", KEYS) == 4
+
+
+def test_salts_and_beginnings_separate_prompts() -> None:
+    assert keys_of("", PROMPT)[0] != keys_of("x", PROMPT)[0]
+    assert keys_of("", PROMPT[:200]) == KEYS[:3]
+    rng = random.Random(0)
+    assert keys_of("", [rng.randrange(9) for _ in PROMPT])[0] != KEYS[0]
