@@ -61,8 +61,9 @@ class Handler(Protocol):
         """
 
     def lost(self, name: str) -> None:
-        """A connection has ended, or one that `send` began could not be made. Once for each, on one of its threads,
-        after its last message. Not for those that `close` ends.
+        """A connection has ended, or one that `send` began could not be made. Called once for each, on one of its
+        threads, after its last message. There may be another connection to the peer. Not called for those that `close`
+        ends.
         """
 
 
@@ -128,8 +129,11 @@ class Links:
         """Connects to a peer unless there is a connection. Raises LinkError with the reason if there is none in time.
         A dial that takes longer goes on.
         """
-        if (link := self._link_to(name)) is None:
-            raise LinkError(f"nobody has said where {name!r} listens, or these links are closed")
+        with self._home.changed:
+            if (link := self._home.newest(name)) is None:
+                if (link := self._new_link(name)) is None:
+                    raise LinkError(f"nobody has said where {name!r} listens, or these links are closed")
+                self._home.begin(link)
         link.wait(seconds)
 
     def send(self, to: str, message: Any, bulk: Bulk | None = None) -> bool:
@@ -139,10 +143,14 @@ class Links:
         is_queued = False
         try:
             waiting = _waiting(message, bulk)
-            while (link := self._link_to(to)) is not None:
-                is_queued = link.put(waiting)
-                if is_queued or not link.is_ended:
-                    break
+            with self._home.changed:
+                link = self._home.newest(to)
+                is_queued = link is not None and link.put(waiting)
+                if (link is None or link.is_ended) and (link := self._new_link(to)) is not None:
+                    # Before it begins: a dial may fail at once.
+                    link.put(waiting)
+                    self._home.begin(link)
+                    is_queued = True
         finally:
             if bulk is not None and not is_queued:
                 finish(bulk)
@@ -174,20 +182,13 @@ class Links:
             if thread.is_alive():
                 log.warning("%s has not ended %g s after its link was closed", thread.name, CLOSE_SECONDS)
 
-    def _link_to(self, name: str) -> Link | None:
-        """The newest connection, one that is being made, or a new one. None if the peer's address is not known."""
-        with self._home.changed:
-            if self._home.is_closed:
-                return None
-            if (link := self._home.newest(name)) is not None:
-                return link
-            if (address := self._addresses.get(name)) is None:
-                return None
-            transport, place = transport_of(address)
-            seconds = self._home.handshake_seconds
-            link = Link(self._home, name, functools.partial(transport.dial, place, self._stall_seconds, seconds))
-            self._home.begin(link)
-            return link
+    def _new_link(self, name: str) -> Link | None:
+        """A link that will dial. None if the peer's address is not known."""
+        if self._home.is_closed or (address := self._addresses.get(name)) is None:
+            return None
+        transport, place = transport_of(address)
+        dial = functools.partial(transport.dial, place, self._stall_seconds, self._home.handshake_seconds)
+        return Link(self._home, name, dial)
 
     def _accept(self, listener: Listener) -> None:
         while True:
@@ -195,12 +196,13 @@ class Links:
                 stream = listener.accept()
             except LinkError:
                 return
-            with self._home.changed:
-                is_welcome = not self._home.is_closed and self._home.num_strangers < MOST_STRANGERS
-                if is_welcome:
+            try:
+                with self._home.changed:
+                    if self._home.is_closed or self._home.num_strangers >= MOST_STRANGERS:
+                        raise LinkError(f"{self._home.num_strangers} strangers have not said who they are")
                     self._home.begin(Link(self._home, None, functools.partial(_given, stream)))
-            if not is_welcome:
-                log.warning("a connection is refused: %d strangers have not said who they are", MOST_STRANGERS)
+            except (LinkError, RuntimeError) as error:
+                log.warning("a connection is refused: %s", str(error))
                 stream.close()
 
 
@@ -226,9 +228,9 @@ class _Home:
         return sum(link.peer is None for link in self.links)
 
     def begin(self, link: Link) -> None:
-        """Starts a link."""
-        self.links[link] = None
+        """Starts a link. Raises RuntimeError if there can be no more threads."""
         link.start()
+        self.links[link] = None
 
     def newest(self, peer: str) -> Link | None:
         """The link that takes messages for a peer."""

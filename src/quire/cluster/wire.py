@@ -82,9 +82,9 @@ def _array_of(wanted: Any, value: Any) -> Any:
     dtype, shape, data = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
     if dtype not in DTYPES:
         raise ValueError(f"an array of {dtype[:20]!r}")
-    of = get_args(arguments[1])[0] if len(arguments) == 2 else Any
-    if of is not Any and not issubclass(np.dtype(dtype).type, of):
-        raise ValueError(f"an array of {dtype}, and it must be one of {of.__name__}")
+    scalars = get_args(arguments[1]) if len(arguments) == 2 else ()
+    if scalars and scalars[0] is not Any and not issubclass(np.dtype(dtype).type, scalars[0]):
+        raise ValueError(f"an array of {dtype}, and it must be one of {scalars[0].__name__}")
     if min(shape, default=0) < 0 or math.prod(shape) * np.dtype(dtype).itemsize != len(data):
         raise ValueError(f"an array of shape {shape[:8]} has {len(data)} bytes of {dtype}")
     if dtype == "|b1" and data.strip(b"\0\1"):

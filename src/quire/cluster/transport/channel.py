@@ -162,11 +162,11 @@ def authenticate(stream: Stream, party: Party, seconds: float, *, expected: str 
     if expected is not None:
         stream.write(own)
     peer, theirs = _hello(stream)
-    if peer == party.name:
-        raise LinkError(f"the peer calls itself {peer!r} too; every process needs a name of its own")
     if expected is None:
         stream.write(own)
-    elif peer != expected:
+    if peer == party.name:
+        raise LinkError(f"the peer calls itself {peer!r} too; every process needs a name of its own")
+    if expected is not None and peer != expected:
         raise LinkError(f"{peer!r} answers at the address of {expected!r}")
     both = own + theirs if expected is not None else theirs + own
 

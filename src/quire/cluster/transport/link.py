@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -95,17 +96,16 @@ class Link:
             if not self.is_established:
                 raise LinkError(f"no link to {self.peer!r} within {seconds:g} s")
 
-    def end(self, reason: str) -> bool:
-        """Ends the link; its threads do the rest. Whether it had not ended before. Never blocks."""
+    def end(self, reason: str) -> None:
+        """Ends the link; its threads do the rest. Never blocks."""
         with self._changed:
             if self.is_ended:
-                return False
+                return
             self.is_ended, self._reason = True, reason
             # Under the lock: when the stream is closed its descriptor may belong to another one.
             if self._stream is not None:
                 self._stream.shut()
             self._changed.notify_all()
-            return True
 
     # ---- threads -----------------------------------------------------------------------------------------------------
 
@@ -113,18 +113,13 @@ class Link:
         run = self._run_sending if role == "send" else self._run_reading
         thread = threading.Thread(target=run, name=f"quire-link-{self.peer or 'stranger'}-{role}", daemon=True)
         with self._changed:
+            thread.start()
+            self.threads.append(thread)
             self._num_running += 1
-        self.threads.append(thread)
-        thread.start()
 
     def _run_sending(self) -> None:
         self._until_the_end(self._send_all)
-        num_dropped = 0
-        while self._waiting:
-            num_dropped += 1
-            if (bulk := self._waiting.popleft().bulk) is not None:
-                finish(bulk)
-        if num_dropped and not self.is_established:
+        if self._drop_waiting() and not self.is_established:
             self._tell_lost()
         self._leave()
 
@@ -138,13 +133,23 @@ class Link:
         try:
             work()
         except QuireError as error:
-            if self.end(str(error)):
-                log.warning("link to %s: %s", self.peer or "a stranger", error)
+            if not self.is_ended:
+                log.warning("link to %s: %s", self.peer or "a stranger", str(error))
+            self.end(str(error))
         except Exception as error:
             log.exception("link to %s", self.peer)
             self.end(f"{type(error).__name__}: {error}")
         finally:
             self.end("its thread has ended")
+
+    def _drop_waiting(self) -> int:
+        """Drops the messages that wait. Returns how many there were."""
+        num_dropped = 0
+        while self._waiting:
+            num_dropped += 1
+            if (bulk := self._waiting.popleft().bulk) is not None:
+                finish(bulk)
+        return num_dropped
 
     def _tell_lost(self) -> None:
         assert self.peer is not None, "a stranger is lost"
@@ -152,7 +157,7 @@ class Link:
             try:
                 self._home.handler.lost(self.peer)
             except Exception:
-                log.exception("link to %s: nobody took the news that it is lost", self.peer)
+                log.exception("link to %s: the handler failed when it was lost", self.peer)
 
     def _leave(self) -> None:
         with self._changed:
@@ -163,6 +168,7 @@ class Link:
                 self._carrier.close()
             if self._stream is not None:
                 self._stream.close()
+        self._drop_waiting()  # some are left if there was no thread to send them
         self._home.gone(self)
 
     def _establish(self) -> None:
@@ -234,8 +240,11 @@ class Link:
             self.traffic["messages_received"] += 1
             self.traffic["message_bytes_received"] += len(frame.meta)
             extents = Incoming(self._channel, self._carrier, frame.number, self.traffic)
-            self._home.handler.receive(self.peer, decode(frame.meta), extents)
-            extents.finish()
+            try:
+                self._home.handler.receive(self.peer, decode(frame.meta), extents)
+            finally:
+                extents.free()
+            extents.skip()
 
 
 class Incoming(Iterator[memoryview]):
@@ -244,19 +253,29 @@ class Incoming(Iterator[memoryview]):
     def __init__(self, channel: Channel, carrier: Carrier, num_extents: int, traffic: dict[str, int]) -> None:
         self._channel, self._carrier, self._traffic = channel, carrier, traffic
         self._left = num_extents
+        self._extent: memoryview | None = None
 
     def __next__(self) -> memoryview:
         """The next extent. The one before is not valid any more. Raises LinkError if the link ends before."""
-        self._carrier.free()
+        self.free()
         if not self._left:
             raise StopIteration
-        extent = self._carrier.receive(self._next())
+        self._extent = extent = self._carrier.receive(self._next())
         self._count(len(extent))
         return extent
 
-    def finish(self) -> None:
-        """Skips what nobody has taken."""
-        self._carrier.free()
+    def free(self) -> None:
+        """Ends the last extent, also for whoever still has it: reading it is an error then, unless arrays of it are
+        left.
+        """
+        if self._extent is not None:
+            with contextlib.suppress(BufferError):
+                self._extent.release()
+            self._extent = None
+            self._carrier.free()
+
+    def skip(self) -> None:
+        """Passes over what nobody has taken."""
         while self._left:
             self._count(self._carrier.skip(self._next()))
 

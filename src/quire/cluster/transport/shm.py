@@ -25,7 +25,6 @@ import socket
 
 import numpy as np
 
-from quire.cache.arrays import Bytes
 from quire.cluster.transport.channel import Channel, Frame, Inline
 from quire.cluster.transport.sockets import SocketListener, SocketStream
 from quire.cluster.transport.stream import LinkError
@@ -97,7 +96,7 @@ class _Outgoing:
         try:
             os.ftruncate(number, num_bytes)
             fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
-            self._memory: Bytes = np.frombuffer(mmap.mmap(number, num_bytes), np.uint8)
+            self._map = mmap.mmap(number, num_bytes)
             channel.send(SEGMENT, num_bytes)
             stream.write_descriptors(number, self.credit)
         except BaseException:
@@ -116,10 +115,16 @@ class _Outgoing:
                 raise LinkError(f"the peer has freed {freed} bytes of extents, and had {self._taken}")
             self._taken -= freed
         if len(extent):
-            # Not an assignment to a memoryview, which would keep the interpreter's lock.
-            np.copyto(self._memory[offset : offset + len(extent)], np.frombuffer(extent, np.uint8))
+            # Not an assignment to the map, which would keep the interpreter's lock.
+            room = np.frombuffer(self._map, np.uint8, len(extent), offset)
+            np.copyto(room, np.frombuffer(extent, np.uint8))
         self._position += taken
         self._taken += taken
+
+    def close(self) -> None:
+        """Frees the segment."""
+        os.close(self.credit)
+        _unmap(self._map)
 
 
 class _Incoming:
@@ -131,13 +136,14 @@ class _Incoming:
         self._position = self._owed = 0
         if os.fstat(number).st_size != num_bytes or fcntl.fcntl(number, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise LinkError("the peer's segment has another size than it says, or could shrink")
-        self._memory = memoryview(mmap.mmap(number, num_bytes, prot=mmap.PROT_READ))
+        self._map = mmap.mmap(number, num_bytes, prot=mmap.PROT_READ)
 
     def take(self, length: int) -> memoryview:
         """The next extent."""
         offset, self._owed = _place(self._position, length, self.num_bytes)
         self._position += self._owed
-        return self._memory[offset : offset + length]
+        with memoryview(self._map) as whole:
+            return whole[offset : offset + length]
 
     def free(self) -> None:
         """Lets the sender overwrite the last extent."""
@@ -147,6 +153,11 @@ class _Incoming:
             except OSError as error:
                 raise LinkError(f"the peer's eventfd takes nothing: {error}") from None
             self._owed = 0
+
+    def close(self) -> None:
+        """Frees the segment."""
+        os.close(self.credit)
+        _unmap(self._map)
 
 
 class Ring:
@@ -194,10 +205,10 @@ class Ring:
             self._incoming.free()
 
     def close(self) -> None:
-        """See Carrier. The segments go when nobody has a view of them any more."""
+        """See Carrier."""
         for end in (self._incoming, self._outgoing):
             if end is not None:
-                os.close(end.credit)
+                end.close()
         self._incoming = self._outgoing = None
 
     def _after_segment(self, frame: Frame) -> Frame:
@@ -246,6 +257,12 @@ def _stream(connected: socket.socket, stall_seconds: float) -> ShmStream:
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
     return ShmStream(connected, stall_seconds)
+
+
+def _unmap(mapped: mmap.mmap) -> None:
+    """Ends a mapping, or leaves that to whoever still has a view of it."""
+    with contextlib.suppress(BufferError):
+        mapped.close()
 
 
 def _place(position: int, length: int, num_bytes: int) -> tuple[int, int]:
