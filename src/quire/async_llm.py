@@ -88,6 +88,11 @@ class AsyncLLM(AsyncPrefixes):
         thread = self._engine_thread
         return thread is not None and thread.loaded is not None and not self._closing and thread.failure is None
 
+    @property
+    def operations(self) -> None:
+        """For the server: an engine has no instances to operate."""
+        return None
+
     async def start(self) -> None:
         """Loads the model, starts the engine's thread, and pins the prefixes of cache.pin. Raises ModelError or
         ConfigError if loading fails or the prefixes cannot be pinned, and QuireError if it was started or closed

@@ -417,6 +417,22 @@ class ClusterConfig(Group):
     """Number of attempts at a request, on one instance after the other, before the client gets an error."""
     heartbeat: Annotated[float, AtLeast(0.5)] = 3.0
     """Seconds without a sign of life after which an instance counts as failed. It is ended and started again."""
+    address: str | None = None
+    """Ray cluster on whose machines the instances run: HOST:PORT of its head, or auto for the one that this machine
+    belongs to. none: they are processes of this machine."""
+    placement: Literal["pack", "spread", "pairs"] = "pack"
+    """Which machines of a Ray cluster the instances get. pack: as few as possible. spread: as many as possible. pairs:
+    an instance that computes prompts and one that decodes always share a machine, and caches move within it."""
+    cores: Count | None = None
+    """Cores of each instance on a Ray cluster. auto: `runtime.threads`, or else as many as all instances can have."""
+    prefill_labels: str | None = None
+    """Labels of the Ray nodes that may compute prompts, as KEY=VALUE or KEY=VALUE,KEY=VALUE. none: any node."""
+    decode_labels: str | None = None
+    """The same for instances that decode."""
+    mixed_labels: str | None = None
+    """The same for instances that do both."""
+    place_seconds: Annotated[float, AtLeast(1)] = 60.0
+    """Time in which Ray must find room for all instances. A cluster that adds machines by itself may need more."""
 
     @property
     def is_on(self) -> bool:
@@ -431,6 +447,29 @@ class ClusterConfig(Group):
             raise ConfigError(
                 "cluster.decode needs instances that compute prompts: set cluster.prefill or cluster.mixed"
             )
+        for role in ("prefill", "decode", "mixed"):
+            self.labels(role)
+        if self.address is None:
+            return
+        host, _, port = self.address.rpartition(":")
+        if self.address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(f"cluster.address is {self.address!r}; it must be none, auto or HOST:PORT")
+        if not self.is_on:
+            raise ConfigError(
+                "cluster.address is for instances: set cluster.mixed, or cluster.prefill and cluster.decode"
+            )
+        if self.transport == "shm":
+            raise ConfigError("cluster.transport shm is for one machine; with cluster.address it must be auto or tcp")
+
+    def labels(self, role: str) -> dict[str, str]:
+        """Labels of the nodes for instances of a role. Raises ConfigError."""
+        text, found = getattr(self, f"{role}_labels"), {}
+        for part in text.split(",") if text else ():
+            key, _, value = (word.strip() for word in part.partition("="))
+            if not key or not value:
+                raise ConfigError(f"cluster.{role}_labels is {text!r}; it must be KEY=VALUE or KEY=VALUE,KEY=VALUE")
+            found[key] = value
+        return found
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ClusterConfig:
@@ -574,10 +613,10 @@ A setting can be given in three places. The first in this list wins:
 3. the default
 
 Quire rejects an unknown key and names the nearest valid one. `--print-config` prints every value and its origin, as a
-file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Three environment variables are
-used as well: `QUIRE_LOG=debug` sets the log level. `QUIRE_API_KEY` is the key that `quire inspect --tree` sends.
-`XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds `quire/` with models, calibrations, layer images and
-compiled kernels.
+file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
+used as well: `QUIRE_LOG=debug` sets the log level. `QUIRE_API_KEY` is the key that `quire inspect --tree` and `quire
+cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds `quire/` with models, calibrations,
+layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster exports spans to (docs/server.md).
 """
 
 

@@ -68,9 +68,9 @@ class EngineThread:
         """Ends the thread, before the next step."""
         self.submit(_stop)
 
-    def join(self) -> None:
-        """Waits for the thread's end. Later commands are not run."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        """Waits for the thread's end, for `seconds` at most. Later commands are not run."""
+        self._thread.join(seconds)
         self._commands.clear()
         self.loaded = None
 

@@ -7,7 +7,7 @@ import re
 
 from hypothesis import strategies as st
 
-from quire.server import prefix_schema, schema
+from quire.server import cluster_schema, prefix_schema, schema
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application
 
@@ -27,7 +27,9 @@ def endpoints():
     for path, methods in application(FakeEngine()).openapi()["paths"].items():
         if "requestBody" in methods.get("post", {}):
             name = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-            found[path] = next(getattr(each, name) for each in (schema, prefix_schema) if hasattr(each, name))
+            found[path] = next(
+                getattr(each, name) for each in (schema, prefix_schema, cluster_schema) if hasattr(each, name)
+            )
     return found
 
 

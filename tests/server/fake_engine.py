@@ -108,11 +108,13 @@ class FakeEngine:
     moved         what its stats say of tiers
     pinned_salts  what it was asked to pin for
     kept_fraction  what it says of every prompt
+    operations    of the instances behind it
     """
 
     model_name = "fake"
     sampling_defaults = NO_DEFAULTS
     context_limit = "model.max_context"
+    operations: Any = None
 
     def __init__(
         self, step_seconds: float = 0.0, fail_at: int | None = None, queue_limit: int = 1000, max_context: int = 2048

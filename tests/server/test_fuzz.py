@@ -104,9 +104,8 @@ def bodies(model):
     required = {name: likely[name] for name in likely if name in REQUIRED}
     optional = {name: each for name, each in likely.items() if name not in REQUIRED}
     sane = st.fixed_dictionaries(required, optional=optional)
-    spoiled = st.tuples(sane, st.dictionaries(st.sampled_from(sorted(fields)) | TEXT, JSON, max_size=2)).map(
-        lambda both: both[0] | both[1]
-    )
+    names = TEXT | st.sampled_from(sorted(fields)) if fields else TEXT
+    spoiled = st.tuples(sane, st.dictionaries(names, JSON, max_size=2)).map(lambda both: both[0] | both[1])
     return sane | spoiled
 
 

@@ -62,8 +62,8 @@ class Pair:
     def cargo(self, pull: Pull) -> Cargo:
         engine = self.source
         export = engine.exports[f"r{pull.attempt.request}"]
-        pages = engine.scheduler.manager.exports.pages(export, pull.parts)
-        return Cargo(pages, SHAPE.num_layers, SEAL, lambda pages: [each.release() for each in pages])  # type: ignore[func-returns-value]
+        pages = [export.pages(group) for group in pull.groups]
+        return Cargo(pages, SHAPE.num_layers, SEAL, lambda pages: None)
 
     def deliver(self) -> None:
         for pull in self.pulls:
@@ -194,6 +194,26 @@ def test_a_second_request_with_the_prefix_pulls_only_its_suffix(seed: int) -> No
     pair.check()
 
 
+def test_a_transfer_may_take_chunks_that_several_offers_have(seed: int) -> None:
+    """Two requests with one prefix are handed over at once: a chunk is found in the one offer or in the other."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(256) for _ in range(200)]
+    prompts = [[*shared, *(rng.randrange(256) for _ in range(100))] for _ in range(2)]
+    pair, params = Pair(), replace(GREEDY, max_tokens=5)
+    alone = answers(make_engine(SHAPE), prompts, params, [1, 1])
+    for number, prompt in enumerate(prompts):
+        pair.begin(number, prompt, params, 1)
+    first = drain(pair.source)
+    for number, prompt in enumerate(prompts):
+        pair.go_on(number, prompt, params, 1, tokens_of(first, number))
+    rest = drain(pair.receiver)
+    for number in range(2):
+        pair.let_go(number)
+    assert [tokens_of(first, number) + tokens_of(rest, number) for number in range(2)] == alone
+    assert pair.receiver.stats()["replayed_tokens"] == 0, "the cache came whole"
+    pair.check()
+
+
 def test_damaged_extents_are_not_taken(seed: int) -> None:
     rng = random.Random(seed)
     (prompt,) = prompts_of(rng, [200])
@@ -248,7 +268,7 @@ def test_an_answer_goes_on_from_tokens_alone(retention: str, seed: int) -> None:
         for stop in (1, 40, 79):
             engine = make_engine(SHAPE, **RETENTION[retention])
             head = alone.token_ids[:stop]
-            so_far = float(np.sum([list(each.values())[0].logprob for each in (alone.logprobs or [])[:stop]]))
+            so_far = float(np.sum([next(iter(each.values())).logprob for each in (alone.logprobs or [])[:stop]]))
             engine.add("more", None, prompt, params, continued=Continued(7, tuple(head), so_far))
             rest = drain(engine)["more"].outputs[0]
             assert head + rest.token_ids == alone.token_ids and alone.text.endswith(rest.text)

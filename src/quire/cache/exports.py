@@ -8,34 +8,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.arrays import Int32s
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.path import Path, Swapped
 from quire.cache.paths import Paths
-from quire.cache.run import Origin, Pages, run_of
+from quire.cache.run import Origin, Pages
 from quire.cache.table import ChunkTable
 
 
 @dataclass(frozen=True, eq=False)
 class Export:
-    """A sequence that left.
+    """A sequence that left. Nothing of it changes, so any thread may pack its pages until it is ended.
 
     Its parts are its shared chunks, by index, and then, if it has any, its own chunks together.
 
     keys     of its chunks
     path     its chunks, locked as when it ran
     swapped  what the other engine needs beside their bytes
+    shared   the pages of its shared chunks, under a hold; None: it has none
+    own      the pages of its own chunks, under a hold; None: it has none
     """
 
     keys: ChunkKeys
     path: Path
     swapped: Swapped
+    shared: Pages | None
+    own: Pages | None
 
     @property
     def parts(self) -> frozenset[int]:
         """All parts."""
-        return frozenset(range(self.swapped.num_shared + (self.swapped.run is not None)))
+        return frozenset(range(self.swapped.num_shared + (self.own is not None)))
+
+    def pages(self, group: Collection[int]) -> Pages:
+        """The pages of some parts that go together: shared chunks, or the sequence's own. Raises ValueError for
+        others.
+        """
+        num_shared = self.swapped.num_shared
+        if self.own is not None and set(group) == {num_shared}:
+            return self.own
+        if self.shared is None or not group or not set(group) <= set(range(num_shared)):
+            raise ValueError(f"parts {sorted(group)} of {len(self.parts)} do not go together")
+        return self.shared.part(np.isin(np.arange(num_shared), list(group)))
 
 
 class Exports:
@@ -52,30 +66,24 @@ class Exports:
         """Takes the chunks of a sequence whose tokens are all computed. To the manager, it ends."""
         path, paths = holder.path, self.paths
         assert path.transfer is None and path.filled < 0, "the sequence is in the middle of a step"
-        rows = _own(path)
-        run = None
+        rows, shared, own = np.concatenate((path.private, path.sums)), None, None
+        if path.num_shared:
+            shared = shared_pages(self._table, holder.keys, path, list(range(path.num_shared)))
         if len(rows):
-            run = run_of(self._table, Origin((os.urandom(16),)), rows, attached=len(path.sums))
-        export = Export(holder.keys, path, Swapped.of(path, run))
+            own = Pages.of(self._table, Origin((os.urandom(16),)), rows, attached=len(path.sums))
+        export = Export(holder.keys, path, Swapped.of(path, None if own is None else own.run), shared, own)
         paths.retention.leave(holder)
         paths.room.forget(holder)
         holder.path = Path()
         self.held.add(export)
         return export
 
-    def pages(self, export: Export, parts: Collection[int]) -> list[Pages]:
-        """The pages of some parts, under holds: first those of shared chunks, in order, then the sequence's own."""
-        path, keys, run, found = export.path, export.keys, export.swapped.run, list[Pages]()
-        chunks = sorted(part for part in parts if part < path.num_shared)
-        if chunks:
-            found.append(shared_pages(self._table, keys, path, chunks))
-        if run is not None and path.num_shared in parts:
-            found.append(Pages(self._table, run, _own(path)))
-        return found
-
     def end(self, export: Export) -> None:
         """Frees what a sequence left. Its shared chunks stay cached."""
         self.held.remove(export)
+        for pages in (export.shared, export.own):
+            if pages is not None:
+                pages.release()
         self.paths.give_back(export.path)
 
     @property
@@ -91,8 +99,3 @@ def shared_pages(table: ChunkTable, keys: ChunkKeys, path: Path, chunks: list[in
     parent = names[chunks[0] - 1] if chunks[0] else b""
     origin = Origin(tuple(names[chunk] for chunk in chunks), tokens, keys.namespace, chunks[0], parent)
     return Pages.of(table, origin, path.chunks[chunks])
-
-
-def _own(path: Path) -> Int32s:
-    """The rows that no tree has."""
-    return np.concatenate((path.private, path.sums))

@@ -115,6 +115,11 @@ class PageCounts:
             self._slab_shares = math.lcm(self._slab_shares, self.slab_bytes // page_bytes)
         return self.page_sizes.index(page_bytes)
 
+    @property
+    def has_holds(self) -> bool:
+        """Whether a page is under a hold."""
+        return any(pages.num_held for pages in self._classes)
+
     def out(self, page_bytes: int) -> int:
         """Number of pages of a size that are taken and not given back."""
         return self._classes[self.size_class(page_bytes)].num_out

@@ -7,6 +7,7 @@ defines the header. Checksum and MAC are zero here: whoever takes extents out of
 
 from __future__ import annotations
 
+import copy
 import itertools
 import struct
 from collections.abc import Hashable, Iterator
@@ -126,6 +127,14 @@ class Pages:
     def of(cls, table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int = 0) -> Pages:
         """The pages of some rows of the table. The last `attached` rows are the attachment."""
         return cls(table, run_of(table, origin, rows, attached=attached), rows)
+
+    def part(self, wanted: Bools) -> Pages:
+        """The pages of some rows, bool [n], which are valid as long as these are held."""
+        found = copy.copy(self)
+        found.run = self.run.part(wanted)
+        found._ids, found._positions = self._ids[wanted], self._positions[wanted]
+        found._sidecars, found._held = self._sidecars[wanted], self._held[:0]
+        return found
 
     def pack(self, layers: range) -> Iterator[memoryview]:
         """The extents of some layers, each valid until the next one is taken."""

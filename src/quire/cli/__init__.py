@@ -24,7 +24,9 @@ from quire.habits import flag_answer
 from quire.interrupt import install, leave, remove
 from quire.version import __version__
 
-COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "plan", "bench", "eval", "pull", "cache")
+COMMANDS = (
+    "serve", "chat", "generate", "inspect", "calibrate", "profile", "plan", "bench", "eval", "pull", "cache", "cluster",
+)  # fmt: skip
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that cannot be written. Any other unexpected OSError is a defect of ours."""

@@ -133,10 +133,10 @@ def _show_server(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{flag} asks a running server: it takes no MODEL, no engine settings, no lengths and no --digest"
         )
-    from quire.cli import tiers, tree
+    from quire.cli import remote, tiers, tree
 
     url = args.tree if args.tree is not None else args.tiers or shared.DEFAULT_URL
-    answer = tree.fetch(url, tree.read_key(args.api_key_file), flag)
+    answer = tree.fetch(url, remote.read_key(args.api_key_file), flag)
     if flag == "--tiers":
         tiers.print_tiers(answer, as_json=args.json)
     elif args.json:

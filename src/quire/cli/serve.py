@@ -13,9 +13,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.cli import shared
+from quire.cli import cluster, shared
 from quire.collecting import uncollected
-from quire.config import ClusterConfig, ServeConfig, options_from
+from quire.config import ClusterConfig, ServeConfig, SloConfig, options_from
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if shared.printed_config(args, server=True):
         return 0
     config = ServeConfig.from_options(options_from(args, ("serve",)), args.config)
+    slo = SloConfig.from_options(options_from(args, ("slo",)), args.config)
     try:
         with uncollected():
             from quire.server.run import Listener, serve
@@ -51,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
             def ready() -> None:
                 seconds = time.monotonic() - begun
+                if llm.operations is not None:
+                    for each in llm.operations.state()["instances"]:
+                        print(cluster.ready_line(each))
                 print(f"ready after {seconds:.1f} s: {llm.model_name} at {listener.url}/v1")
                 if config.sampling_defaults == "model" and llm.sampling_defaults.values:
                     print(f"default sampling parameters, from the model: {llm.sampling_defaults}")
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
                 is_chat = llm.tokenizer.has_chat_template
                 print(f"try it:\n{example(listener.url, llm.model_name, is_chat, has_keys)}", flush=True)
 
-            print(await serve(llm, listener, ready), flush=True)
+            print(await serve(llm, listener, ready, slo=slo), flush=True)
 
     try:
         with shared.runner() as loop:

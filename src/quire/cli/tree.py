@@ -1,121 +1,29 @@
 """`quire inspect --tree`: asks a running server for the prefixes in its cache and prints them as a tree.
 
-Knows HTTP and the format of GET /debug/cache; loads no model.
+Knows the format of GET /debug/cache; loads no model.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit, urlunsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from quire.cli.shared import DEFAULT_URL, KEY_VARIABLE
+from quire.cli.remote import ask, plain
 from quire.config import format_bytes
-from quire.errors import ConfigError, QuireError
+from quire.errors import QuireError
 
-TIMEOUT_SECONDS = 35.0
-"""More than the 30 s for which the server waits for its engine."""
-MAX_ANSWER_BYTES = 256 * 2**20
 COLUMNS = ("prefix", "key", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
 PIPED_WIDTH = 160
 SHOWN_KEY = 8
 KEYS_WIDTH = 100
 MIN_TEXT_WIDTH = 12
 
-_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
-
-
-def read_key(file: Path | None) -> str | None:
-    """The first key of the file, or the key in the environment, or None. Raises ConfigError, without showing the key,
-    if a header cannot carry it.
-    """
-    if file is not None:
-        from quire.server.auth import ApiKeys
-
-        return ApiKeys.from_file(file).keys[0].decode()
-    key = os.environ.get(KEY_VARIABLE, "").strip()
-    if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"{KEY_VARIABLE} has spaces or characters that an HTTP header cannot carry")
-    return key or None
-
 
 def fetch(url: str, key: str | None, flag: str = "--tree") -> dict[str, Any]:
     """The answer of a server's /debug/cache. Raises ConfigError for an invalid URL, and QuireError if no server
     answers, if it refuses, or if it is not Quire. flag: the one that had the URL.
     """
-    shown, target = _target(f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url, flag)
-    request = Request(target, headers={"Accept": "application/json"})
-    if key is not None:
-        request.add_header("Authorization", f"Bearer {key}")
-    # No redirects: they would send the key to another server. No proxies for addresses of this machine.
-    local = urlsplit(target).hostname in ("127.0.0.1", "::1", "localhost")
-    opener = build_opener(_Staying, *([ProxyHandler({})] if local else []))
-    try:
-        with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
-            body = answer.read(MAX_ANSWER_BYTES + 1)
-        found = json.loads(body) if len(body) <= MAX_ANSWER_BYTES else None
-    except HTTPError as error:
-        with error:
-            raise QuireError(_refusal(shown, error, key)) from error
-    except URLError as error:
-        reason = getattr(error.reason, "strerror", None) or error.reason
-        raise QuireError(f"no server answers at {shown} ({_plain(str(reason))[:200]})") from error
-    except TimeoutError as error:
-        raise QuireError(f"{shown} does not answer within {TIMEOUT_SECONDS:.0f} s") from error
-    except Exception as error:  # http.client and json raise many types for invalid HTTP or JSON
-        raise _not_quire(shown) from error
-    if not (isinstance(found, dict) and isinstance(found.get("prefixes"), list)):
-        raise _not_quire(shown)
-    return found
-
-
-class _Staying(HTTPRedirectHandler):
-    """Treats a redirect as an error."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Follows no redirect."""
-
-
-def _target(url: str, flag: str) -> tuple[str, str]:
-    """The server's address for messages, and the URL of /debug/cache. Ignores `/v1` or `/debug/cache` at the
-    end of `url`.
-    """
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        known = False
-    if not known or not (url.isascii() and url.isprintable()) or " " in url or "@" in parts.netloc:
-        raise ConfigError(f"{flag}: {_plain(url)[:200]!r} is not a server address such as {DEFAULT_URL}")
-    base = parts.path.rstrip("/").removesuffix("/debug/cache").removesuffix("/v1")
-    shown = urlunsplit((parts.scheme, parts.netloc, base, "", ""))
-    return shown, f"{shown}/debug/cache"
-
-
-def _refusal(shown: str, error: HTTPError, key: str | None) -> str:
-    try:
-        said = json.loads(error.read(2**16))["error"]["message"]
-    except Exception:
-        return str(_not_quire(shown))
-    if error.code == 401:
-        return f"{shown} " + (
-            "does not accept this API key"
-            if key is not None
-            else f"needs an API key: give --api-key-file FILE, or set {KEY_VARIABLE} in the environment"
-        )
-    if error.code == 404:
-        return f"{shown} has no /debug/cache: an older Quire, or another server"
-    return f"{shown} refuses ({error.code}): {_plain(str(said))[:300]}"
-
-
-def _not_quire(shown: str) -> QuireError:
-    return QuireError(f"the server at {shown} is not Quire")
+    return ask(url, "/debug/cache", key, flag, "prefixes")
 
 
 def print_tree(answer: dict[str, Any]) -> None:
@@ -181,7 +89,7 @@ def _rows(prefixes: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
 def _cells(prefix: dict[str, Any]) -> tuple[str, ...]:
     start, tokens, pinned = prefix["start"], prefix["tokens"], prefix["pinned_seconds"]
     return (
-        "(several keys share: no text)" if prefix["text"] is None else _plain(prefix["text"]),
+        "(several keys share: no text)" if prefix["text"] is None else plain(prefix["text"]),
         prefix["id"][:SHOWN_KEY],
         f"{start:,}-{start + tokens:,}",
         f"{prefix['sharers']:,}",
@@ -230,8 +138,3 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{int(seconds // length):,} {unit}"
     return f"{int(seconds):,} s"
-
-
-def _plain(text: str) -> str:
-    """The text on one line, without terminal control characters."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -32,6 +32,7 @@ from quire.cluster.bodies import (
     TokenOf,
     WantPull,
 )
+from quire.cluster.cargo import Cargo, Shipment
 from quire.cluster.desk import Desk, Notice
 from quire.cluster.links import Links
 from quire.cluster.messages import (
@@ -66,6 +67,9 @@ STATS_EVERY = 5
 
 REMEMBERED_SECONDS = 120.0
 """Time for which an ended attempt is remembered, so that a late message begins nothing again."""
+
+STEP_SECONDS = 60.0
+"""Least time after which an engine that is in one step counts as failed. The first steps may compile kernels."""
 
 PULL_SECONDS = 10.0
 """Time in which the extents of a pull must arrive."""
@@ -128,13 +132,17 @@ class Agent:
         self._sources: dict[Attempt, Source] = {}
         self._receivers: dict[Attempt, Receiver] = {}
         self._bodies: dict[Attempt, tuple[Any, Any]] = {}  # of the cache that a source holds: its state and token
+        self._shipments: dict[Attempt, Shipment] = {}
+        self._names: dict[Attempt, str] = {}  # in logs
         self._pulls: dict[Attempt, Pull] = {}
         self._asked: dict[int, Pull] = {}  # beside the protocol
+        self._peers: set[str] = set()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._due: dict[tuple[str, Attempt], float] = {}
         self._numbers = itertools.count()
         self._num_loads = 0
         self._load: Load | None = None
+        self._asked_at: float | None = None  # when the engine was asked for it; None: it has answered
 
     # ---- from other threads ----------------------------------------------------------------------------------------
 
@@ -143,8 +151,11 @@ class Agent:
         if isinstance(message, Extents):
             is_whole = self._neighbours.arrive(message.pull, extents)
             if not is_whole:
-                log.warning("attempt %s: the extents of pull %d from %s are damaged or late", *_told(message, sender))
-            self._inbox.put(partial(self._has_come, message.pull))
+                log.warning(
+                    "%s: the extents of pull %d from %s are damaged or late",
+                    self._named(message.attempt), message.pull, sender,
+                )  # fmt: skip
+            self._inbox.put(partial(self._has_come, message.attempt, message.pull, is_whole))
         else:
             self._inbox.put(partial(self._hear, sender, message))
 
@@ -153,6 +164,8 @@ class Agent:
         if name == ROUTER:
             log.error("the router is gone")
             self.stop()
+        else:
+            self._inbox.put(partial(self._has_lost, name))
 
     def notice(self, notices: list[Notice]) -> None:
         """From the desk."""
@@ -184,11 +197,13 @@ class Agent:
     def _hear(self, sender: str, message: Any) -> None:
         match message:
             case ComputeJob(Compute(attempt) as begin, job):
+                self._names[attempt] = job.described(attempt.number)
                 self._do("compute", attempt, job, unless=self._sources)
                 self._supply(attempt, sender, begin)
                 if self._sources[attempt].is_asked:
                     self._do("tell_progress", attempt)
             case ReceiveJob(Receive(attempt, source) as begin, job):
+                self._names[attempt] = job.described(attempt.number)
                 self._do("plan" if source else "run_alone", attempt, job, unless=self._receivers)
                 self._take(attempt, begin)
             case ManifestOf(Manifest(attempt) as manifest, cache, told):
@@ -201,8 +216,8 @@ class Agent:
                 state = self._receivers.get(attempt)
                 if state is not None and state.phase is Intake.ASKED:
                     self._do("fetch_ahead", attempt, sender, num_chunks)
-            case WantPull(Want(attempt) as want, pull):
-                self._wanted(attempt, sender, want, pull)
+            case WantPull(Want(attempt) as want, pull, groups):
+                self._wanted(attempt, sender, want, pull, groups)
             case Missing(_, pull):
                 self._asked.pop(pull, None)
                 self._neighbours.fail(pull, "the source has not what was asked for")
@@ -220,8 +235,25 @@ class Agent:
             case Ask(attempt) | Ack(attempt):
                 self._supply(attempt, sender, message)
 
-    def _has_come(self, number: int) -> None:
-        self._asked.pop(number, None)
+    def _has_come(self, attempt: Attempt, number: int, is_whole: bool) -> None:
+        """The extents of a pull. Damaged ones are asked for again, where the protocol counts how often."""
+        if is_whole:
+            self._asked.pop(number, None)
+        elif number in self._asked:
+            self._give_up(number, "what the source has sent is damaged")
+        elif self._is_pulling(attempt) and self._pulls[attempt].number == number:
+            self._take(attempt, Expired())
+
+    def _is_pulling(self, attempt: Attempt) -> bool:
+        state = self._receivers.get(attempt)
+        return state is not None and state.phase is Intake.PULLING
+
+    def _has_lost(self, peer: str) -> None:
+        """The answers to pulls may be lost with the connection. Those of the protocol have a deadline, or their router
+        ends them.
+        """
+        for pull in [each for each in self._asked.values() if each.source == peer]:
+            self._give_up(pull.number, "the connection to the source has ended")
 
     def _note(self, notice: Notice) -> None:
         match notice:
@@ -231,15 +263,17 @@ class Agent:
                 if attempt in self._sources:
                     self._supply(attempt, "", Admitted())
                 elif (state := self._receivers.get(attempt)) is not None:
-                    if pull is not None:
+                    if pull is not None and state.phase is Intake.QUEUED:
                         self._pulls[attempt] = pull
                     self._take(attempt, Admitted(state.parts - (frozenset() if pull is None else pull.parts)))
             case at_engine.HasAll(attempt):
                 while (found := self._receivers.get(attempt)) is not None and found.phase is Intake.PULLING:
                     self._take(attempt, Part(attempt, min(found.missing)))
-            case at_engine.HasToken(attempt, told, is_last, cache, parts):
-                if attempt in self._sources:
-                    self._bodies[attempt] = (cache, told)
+            case at_engine.HasToken(attempt, told, is_last, cache):
+                if (source := self._sources.get(attempt)) is not None:
+                    if cache is not None and source.phase is Supply.RUNNING:
+                        self._bodies[attempt], self._shipments[attempt] = (cache.state, told), cache.shipment
+                    parts = frozenset[int]() if cache is None else cache.parts
                     self._supply(attempt, "", Sampled(is_last, parts), told)
                 else:
                     self._take(attempt, Sampled(is_last), told)
@@ -278,6 +312,7 @@ class Agent:
                 self._at(REMEMBERED_SECONDS, partial(self._forget, states, attempt))
                 self._pulls.pop(attempt, None)
                 self._bodies.pop(attempt, None)
+                self._shipments.pop(attempt, None)
                 self._due.pop((role, attempt), None)
         elif protocol.has_deadline(after):
             # Asking again renews a lease.
@@ -290,7 +325,7 @@ class Agent:
     def _expire(self, role: str, attempt: Attempt, due: float) -> None:
         if self._due.get((role, attempt)) != due:
             return
-        log.info("attempt %s: the deadline of its %s is over", attempt, role)
+        log.info("%s: the deadline of its %s is over", self._named(attempt), role)
         if role == "source":
             self._supply(attempt, "", Expired())
         else:
@@ -298,6 +333,10 @@ class Agent:
 
     def _forget(self, states: dict[Attempt, Any], attempt: Attempt) -> None:
         states.pop(attempt, None)
+        self._names.pop(attempt, None)
+
+    def _named(self, attempt: Attempt) -> str:
+        return self._names.get(attempt, f"request number {attempt.request}, attempt {attempt.number}")
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -312,30 +351,32 @@ class Agent:
                 self.links.send(to, TokenOf(message, told or self._bodies[attempt][1]))
             case Want():
                 if (pull := self._pulls.get(attempt)) is not None:
-                    self.links.send(to, WantPull(Want(attempt, pull.parts), pull.number))
+                    self.links.send(to, WantPull(Want(attempt, pull.parts), pull.number, pull.groups))
             case Part():
                 pass  # they went as extents: see `_wanted`
             case _:
                 self.links.send(to, message)
 
-    def _wanted(self, attempt: Attempt, sender: str, want: Want, pull: int) -> None:
+    def _wanted(self, attempt: Attempt, sender: str, want: Want, pull: int, groups: list[list[int]]) -> None:
         """Sends what a receiver asks for. While the prompt is computed, that is not a matter of the protocol."""
         state = self._sources.get(attempt)
         if state is None or state.phase is not Supply.RUNNING:
             self._supply(attempt, sender, want)
-        if state is None or state.phase not in (Supply.RUNNING, Supply.HELD):
-            self.links.send(sender, Missing(attempt, pull))
+            shipment = self._shipments.get(attempt)
+            self._send_cargo(attempt, sender, pull, None if shipment is None else shipment.cargo(groups))
             return
 
         def pack() -> None:
             assert self._desk is not None
-            cargo = self._desk.cargo(attempt, want.parts, self._release)
-            if cargo is None:
-                self.links.send(sender, Missing(attempt, pull))
-            else:
-                self.links.send(sender, Extents(attempt, pull), cargo)
+            self._send_cargo(attempt, sender, pull, self._desk.cargo(attempt, groups, self._release))
 
         self._submit(pack)
+
+    def _send_cargo(self, attempt: Attempt, to: str, pull: int, cargo: Cargo | None) -> None:
+        if cargo is None:
+            self.links.send(to, Missing(attempt, pull))
+        else:
+            self.links.send(to, Extents(attempt, pull), cargo)
 
     def _release(self, pages: list[Pages]) -> None:
         self._submit(lambda: [each.release() for each in pages])  # type: ignore[func-returns-value]
@@ -343,17 +384,20 @@ class Agent:
     def _ask(self, pull: Pull) -> None:
         """A pull beside the protocol."""
         self._asked[pull.number] = pull
-        self.links.send(pull.source, WantPull(Want(pull.attempt, pull.parts), pull.number))
-        self._at(PULL_SECONDS, partial(self._give_up, pull.number))
+        self.links.send(pull.source, WantPull(Want(pull.attempt, pull.parts), pull.number, pull.groups))
+        self._at(PULL_SECONDS, partial(self._give_up, pull.number, "the source does not answer"))
 
-    def _give_up(self, number: int) -> None:
+    def _give_up(self, number: int, reason: str) -> None:
         if self._asked.pop(number, None) is not None:
-            self._neighbours.fail(number, "the source does not answer")
+            self._neighbours.fail(number, reason)
 
     def _meet(self, addresses: dict[str, str]) -> None:
-        for name, address in addresses.items():
-            if name != self.name:
-                self.links.learn(name, address)
+        others = {name: address for name, address in addresses.items() if name != self.name}
+        for name in self._peers - others.keys():
+            self.links.forget(name)
+        for name, address in others.items():
+            self.links.learn(name, address)
+        self._peers = set(others)
 
     # ---- small things ----------------------------------------------------------------------------------------------
 
@@ -369,19 +413,21 @@ class Agent:
         heapq.heappush(self._timers, (self._clock() + seconds, next(self._numbers), call))
 
     def _say_alive(self) -> None:
-        """The engine's thread may be in a long step: then the load is that of before."""
-        desk, self._num_loads = self._desk, self._num_loads + 1
-        assert desk is not None
-        with_stats = self._num_loads % STATS_EVERY == 1
+        """The engine's thread may be in a long step: then the load is that of before. An engine that stands still for
+        longer than a request may wait ends its instance.
+        """
         if self._load is not None:
             self.links.send(ROUTER, self._load)
-
-        def look() -> None:
-            self._load = desk.load(self.name, with_stats=with_stats)
-
-        self._submit(look)
+        if self._asked_at is None:
+            self._num_loads += 1
+            self._asked_at = self._clock()
+            self._submit(partial(self._look, self._num_loads % STATS_EVERY == 1))
+        elif self._clock() - self._asked_at > (most := max(STEP_SECONDS, self._deadlines.queued)):
+            log.error("the engine has not ended a step for %.0f s", most)
+            self.stop()
         self._at(LOAD_SECONDS, self._say_alive)
 
-
-def _told(message: Extents, sender: str) -> tuple[Attempt, int, str]:
-    return message.attempt, message.pull, sender
+    def _look(self, with_stats: bool) -> None:
+        """On the engine's thread."""
+        assert self._desk is not None
+        self._load, self._asked_at = self._desk.load(self.name, with_stats=with_stats), None

@@ -35,6 +35,7 @@ class Job:
     seed        of the sequence
     token_ids   generated so far: the client has them
     cumulative  sum of their log-probabilities
+    trace       id of the request's trace, 32 hexadecimal digits
     """
 
     name: str
@@ -44,6 +45,12 @@ class Job:
     seed: int
     token_ids: list[int] = field(default_factory=list)
     cumulative: float = 0.0
+    trace: str = ""
+
+    def described(self, number: int) -> str:
+        """An attempt at it in logs. The name of a request may have its trace already."""
+        trace = "" if self.trace in self.name else f" of trace {self.trace}"
+        return f"request {self.name}{trace}, attempt {number}"
 
     def sampling(self) -> SamplingParams:
         """Raises RequestError."""
@@ -56,13 +63,14 @@ class Job:
 
 @dataclass(frozen=True)
 class First:
-    """What is told of a request with its first token alone."""
+    """What is told of a request with its first token alone. seconds: from its admission to that token."""
 
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     num_cached_tokens: int
     cached_by_tier: dict[str, int]
     num_pinned_tokens: int | None
     kept_fraction: float | None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,12 @@ class CacheState:
     own: RunState | None
     retained: RetainedState | None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays: the rest are a few numbers."""
+        values = [value for part in (self.own, self.retained) if part is not None for value in vars(part).values()]
+        return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+
 
 @dataclass(frozen=True)
 class ManifestOf:
@@ -171,10 +185,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class WantPull:
-    """Receiver to source. pull: a number that the answer names."""
+    """Receiver to source.
+
+    pull    a number that the answer names
+    groups  the parts, in the groups that are packed together
+    """
 
     message: Want
     pull: int
+    groups: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -279,6 +298,7 @@ class Ready:
     batch        the largest useful batch of decoding sequences
     max_context  most tokens of a request
     error        why it could not be loaded; then the rest means nothing
+    cache_bytes  size of the cache
     """
 
     instance: str
@@ -290,6 +310,7 @@ class Ready:
     seconds_per_row: float
     seconds_per_step: float
     error: str = ""
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -336,7 +357,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Hello:
-    """To whoever dialled, or was dialled: a message that changes nothing."""
+    """Instance to router, while it loads: it is alive."""
 
     instance: str
 

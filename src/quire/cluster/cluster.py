@@ -21,8 +21,10 @@ from quire.cluster.instance import Order, about
 from quire.cluster.links import Links
 from quire.cluster.members import ROLES, Health, Member
 from quire.cluster.messages import ROUTER
-from quire.cluster.processes import Processes, places_of, share_cores, share_memory
+from quire.cluster.on_ray import OnRay
+from quire.cluster.processes import END_SECONDS, Processes, places_of, share_cores, share_memory
 from quire.cluster.router import TICK_SECONDS, Router, Ticket
+from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig
 from quire.engine.build import resolve
 from quire.engine.known import KnownPrefix
@@ -45,6 +47,11 @@ log = logging.getLogger("quire")
 START_SECONDS = 1800.0
 """Most time in which instances load: a first start may calibrate, pack weights and compile kernels."""
 
+LOADING_SECONDS = 60.0
+"""Seconds without a sign of life after which an instance that loads counts as failed. Loading may keep the interpreter
+busy for long.
+"""
+
 LEAST_PAUSE, MOST_PAUSE = 0.5, 30.0
 """Seconds before an instance that failed is started again; twice as many after each further failure."""
 
@@ -54,6 +61,7 @@ class Cluster:
 
     model, options, config_file  as for `LLM`: every instance has them
     settings                     numbers of instances, and how they work together
+    processes, transport         where instances run, and how caches travel, in place of the settings': for tests
     `async with Cluster(...) as cluster` starts and ends the instances.
     """
 
@@ -63,6 +71,9 @@ class Cluster:
         options: Mapping[str, Any] | None = None,
         config_file: str | Path | None = None,
         settings: ClusterConfig | None = None,
+        *,
+        processes: Processes | None = None,
+        transport: str = "",
     ) -> None:
         self.settings = settings or ClusterConfig(mixed=1)
         self._options, self._model = dict(options or {}), model
@@ -82,7 +93,7 @@ class Cluster:
         self.max_context, self.context_limit = self._sizes.max_context, "model.max_context"
         self._secret = os.urandom(32)
         self._ids, self._starts = itertools.count(), itertools.count(1)
-        self._processes = Processes()
+        self._processes = processes or (OnRay(self.settings) if self.settings.address else Processes())
         self._closing = False
         self._pauses: dict[str, float] = {}
         self._roles: dict[str, str] = {}
@@ -90,11 +101,14 @@ class Cluster:
         self._beside: list[asyncio.Task[None]] = []
         self._all_ready = asyncio.Event()
         self._start_error: QuireError | None = None
-        transport = "shm" if self.settings.transport == "auto" else self.settings.transport
+        wanted = self.settings.transport
+        transport = transport or (self._processes.transport if wanted == "auto" else wanted)
         self._transport = transport
+        self._tracer = tracer()
         self.router = Router(
-            self._send, timeout=self.settings.timeout, tries=self.settings.tries, routing=self.settings.routing
-        )
+            self._send, timeout=self.settings.timeout, tries=self.settings.tries, routing=self.settings.routing,
+            tracer=self._tracer,
+        )  # fmt: skip
         self._links = Links(ROUTER, self._secret, self, transport, about=about())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seed = int.from_bytes(os.urandom(6), "little")
@@ -104,12 +118,14 @@ class Cluster:
     async def start(self) -> None:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         self._loop = asyncio.get_running_loop()
-        self._address = self._links.listen()
         counts = [(role, getattr(self.settings, role)) for role in ROLES]
         places = places_of(counts)
-        for (place, role), cores in zip(places, share_cores(len(places)), strict=True):
+        shares = share_cores(len(places)) if self._processes.is_local else [()] * len(places)
+        for (place, role), cores in zip(places, shares, strict=True):
             self._roles[place], self._cores[place] = role, cores
         try:
+            host = await self._processes.open(self._roles, self.config, self._sizes.weight_bytes)
+            self._address = self._links.listen(host)
             for place in self._roles:
                 self._launch(place)
             self._beside.append(asyncio.create_task(self._watch()))
@@ -139,10 +155,15 @@ class Cluster:
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
-        for name in self.router.members:
-            self._links.send(name, Stop())
+        self.router.close(EngineStoppedError("the cluster is closed"))
+        for member in self.router.members.values():
+            if member.health is Health.STARTING:
+                self._processes.kill(member.name)  # it hears nothing while it loads
+            self._links.send(member.name, Stop())
         await self._processes.wait()
         await asyncio.to_thread(self._links.close)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     @property
     def is_ready(self) -> bool:
@@ -188,13 +209,16 @@ class Cluster:
         seed = self._seed if params.seed is None else params.seed
         items: asyncio.Queue[tuple[int, Told | Exception | None]] = asyncio.Queue()
         tickets: list[Ticket] = []
+        trace = trace_of(request_id)
         for index in range(params.n):
             name = request_id if params.n == 1 else f"{request_id}/{index}"
             own = dataclasses.replace(
                 params, n=1, seed=None, prompt_logprobs=params.prompt_logprobs if index == 0 else None
             )
-            job = Job(name, ids, asdict(own), _hints(hints), sequence_seed(seed, index) % (1 << 64))
-            tickets.append(self.router.begin(job, partial(_put, items, index)))
+            job = Job(
+                name, ids, asdict(own), _hints(hints), sequence_seed(seed, index) % (1 << 64), trace=trace.trace_id
+            )
+            tickets.append(self.router.begin(job, partial(_put, items, index), trace))
         first, left = None, params.n
         try:
             while left:
@@ -216,22 +240,31 @@ class Cluster:
 
     def stats(self) -> dict[str, Any]:
         """Counters of all instances together, and under `cluster` those of the router and the state of each."""
-        members = list(self.router.members.values())
-        found = [each.stats for each in members if each.stats is not None]
+        found = [each.stats for each in self.router.members.values() if each.stats is not None]
         total = _added([_NOTHING, *found])
-        stages = list(self.router.stages)
         return {
             **total,
             "running": self.router.num_running,
             "waiting": self.router.num_waiting,
-            "cluster": {
-                "instances": [self._described(each) for each in members],
-                "counts": dict(self.router.counts),
-                "stages": {
-                    name: _quantiles([getattr(each, name) for each in stages])
-                    for name in ("prefill", "transfer", "decode")
-                },
-            },
+            "cluster": {**self.state(), "histograms": self.router.times.histograms()},
+        }
+
+    @property
+    def operations(self) -> Self:
+        """See Engine of the server: it does them itself."""
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """The instances, a place without one included, counters of the router, and quantiles of stages in seconds."""
+        members = {each.place: each for each in self.router.members.values()}
+        places = {**self._roles, **{each.place: each.role for each in members.values()}}
+        return {
+            "instances": [
+                self._described(members.get(place) or Member("", place, role, Health.DOWN))
+                for place, role in places.items()
+            ],
+            "counts": dict(self.router.counts),
+            "stages": self.router.times.quantiles(),
         }
 
     def _described(self, member: Member) -> dict[str, Any]:
@@ -243,40 +276,73 @@ class Cluster:
             "health": member.health.value,
             "pid": self._processes.pid(member.name),
             "attempts": self.router.num_attempts(member.name),
+            "cores": list(self._cores[member.place]),
             "prompt_rows": None if ready is None else ready.prompt_rows,
+            "seconds_per_row": None if ready is None else ready.seconds_per_row,
             "batch": None if ready is None else ready.batch,
+            "seconds_per_step": None if ready is None else ready.seconds_per_step,
+            "cache_bytes": None if ready is None else ready.cache_bytes,
             "load": None if load is None else asdict(dataclasses.replace(load, stats=None)),
         }
 
     async def drain(self, place: str, *, restart: bool = True) -> None:
-        """Lets an instance finish what it has, and ends it. restart: another one takes its place."""
+        """Lets an instance finish what it has, and ends it. restart: another one takes its place.
+
+        Raises RequestError if no other one would be left, EngineStoppedError if the cluster is closed meanwhile, and
+        ModelError if the other one does not start; it is then tried again.
+        """
         member = self._member_at(place)
+        if not restart:
+            if not any(each.serves for each in self.router.members.values() if each is not member):
+                raise RequestError(f"{place} is the only instance that serves; it can be restarted", "restart")
+            self._roles.pop(place, None)
         member.health = Health.DRAINING
+        log.info("instance %s: finishes %d attempts", member.name, self.router.num_attempts(member.name))
         while self.router.num_attempts(member.name) and self.router.members.get(member.name) is member:
             await asyncio.sleep(0.02)
-        if self.router.members.get(member.name) is not member:
-            return  # it failed meanwhile
+        if self.router.members.get(member.name) is not member:  # it failed meanwhile, and is started again
+            await self._serving(place)
+            return
         self._links.send(member.name, Stop())
-        if not restart:
-            del self._roles[place]
         self.router.down(member.name)
         self._tell_peers()
+        assert self._loop is not None
+        self._loop.call_later(END_SECONDS, self._processes.kill, member.name)
+        if self._closing:
+            raise EngineStoppedError("the cluster is closed")
         if restart:
-            self._launch(place)
-            while not any(each.place == place and each.serves for each in self.router.members.values()):
-                await asyncio.sleep(0.02)
+            await self._serving(place, self._launch(place))
+
+    async def _serving(self, place: str, name: str = "") -> None:
+        """Waits until an instance serves at a place. Raises EngineStoppedError or ModelError: see `drain`.
+
+        name  of an instance that was started there; without one it may be any
+        """
+        while place in self._roles:
+            members = self.router.members
+            if any(each.place == place and each.serves for each in members.values()):
+                return
+            if self._closing:
+                raise EngineStoppedError("the cluster is closed")
+            if name and name not in members:
+                raise ModelError(f"instance {name} did not start; see the log")
+            await asyncio.sleep(0.02)
 
     async def restart(self) -> None:
         """Restarts one instance after the other, without a failed request."""
         for place in list(self._roles):
-            await self.drain(place)
+            if place in self._roles:
+                await self.drain(place)
 
     def set_role(self, place: str, role: str) -> None:
         """Changes what an instance does. Attempts that it has go on."""
         if role not in ROLES:
             raise RequestError(f"{role!r} is no role; there are {', '.join(ROLES)}", "role")
         member = self._member_at(place)
-        member.role = self._roles[place] = role
+        member.role = role
+        if place in self._roles:
+            self._roles[place] = role
+        log.info("instance %s: its role is %s", member.name, role)
         self._links.send(member.name, Role(role))
 
     def _member_at(self, place: str) -> Member:
@@ -311,12 +377,13 @@ class Cluster:
 
     # ---- instances -------------------------------------------------------------------------------------------------
 
-    def _launch(self, place: str) -> None:
+    def _launch(self, place: str) -> str:
+        """Starts an instance; returns its name."""
         name, cores = f"{place}.{next(self._starts)}", self._cores[place]
         options = dict(self._options)
         if cores and self.config.runtime.threads is None:
             options["runtime.threads"] = len(cores)
-        if self.config.cache.memory == "auto":
+        if self.config.cache.memory == "auto" and self._processes.is_local:
             sizes = self._sizes
             options["cache.memory"] = share_memory(len(self._roles), sizes.weight_bytes, sizes.cache_bytes)
         order = Order(
@@ -324,19 +391,46 @@ class Cluster:
             None if self._file is None else str(self._file), self._roles[place], self._transport, "127.0.0.1", cores,
             self.settings.timeout, log.getEffectiveLevel(),
         )  # fmt: skip
-        self.router.members[name] = Member(name, place, self._roles[place], seen=time.monotonic())
-        self._processes.start(order)
+        group = self._processes.group(place)
+        member = Member(name, place, self._roles[place], seen=time.monotonic(), group=group)
+        self.router.members[name] = member
+        try:
+            self._processes.start(order)
+        except OSError as error:
+            self._fail(member, f"it could not be started: {error}")
+        return name
 
     async def _watch(self) -> None:
         """Finds instances that failed, and starts others in their places."""
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            now, ended = time.monotonic(), self._processes.ended()
-            for member in list(self.router.members.values()):
-                silent = now - member.seen > self.settings.heartbeat and member.health is not Health.STARTING
-                if member.name in ended or silent:
-                    self._fail(member, "it ended" if member.name in ended else "it gave no sign of life")
-            self.router.tick()
+            now = time.monotonic()
+            late, looked = now - looked - TICK_SECONDS, now
+            try:
+                self._look(now, late)
+            except Exception:  # nobody else would find what fails from now on
+                log.exception("watching the instances")
+
+    def _look(self, now: float, late: float) -> None:
+        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
+        yet.
+        """
+        ended = self._processes.ended()
+        for member in list(self.router.members.values()):
+            if late > TICK_SECONDS:
+                member.seen += late
+            if member.name in ended:
+                self._fail(member, "it ended")
+            elif now - member.seen > self._patience(member):
+                self._fail(member, "it gave no sign of life")
+        self.router.tick()
+
+    def _patience(self, member: Member) -> float:
+        """Most seconds between two signs of life."""
+        if member.health is not Health.STARTING:
+            return self.settings.heartbeat
+        return max(LOADING_SECONDS, self.settings.heartbeat) if member.is_loading else START_SECONDS
 
     def _fail(self, member: Member, reason: str) -> None:
         if self._closing or member.name not in self.router.members:
@@ -375,12 +469,15 @@ class Cluster:
             return
         member.ready, member.health, member.seen = ready, Health.SERVING, time.monotonic()
         self._pauses.pop(member.place, None)
+        self._links.send(member.name, Role(member.role))  # it may be another one than when the instance was started
         self.max_context, self.context_limit = min(
             (each.ready.max_context, each.ready.context_limit)
             for each in self.router.members.values()
             if each.ready is not None
         )
-        log.info(
+        # The first ones are printed together when the server is ready.
+        log.log(
+            logging.INFO if self._all_ready.is_set() else logging.DEBUG,
             "instance %s is ready: %d prompt rows saturate it (%.2f ms each), and %d sequences decode at once"
             " (%.1f ms a step)",
             ready.instance, ready.prompt_rows, 1e3 * ready.seconds_per_row, ready.batch, 1e3 * ready.seconds_per_step,
@@ -415,8 +512,9 @@ class Cluster:
                 self._is_ready(message)
             case Load():
                 self.router.hear_load(message)
-            case Hello():
-                pass
+            case Hello(name):
+                if (member := self.router.members.get(name)) is not None:
+                    member.seen, member.is_loading = time.monotonic(), True
             case _:
                 self.router.hear(message)
 
@@ -461,13 +559,6 @@ def _added(found: list[dict[str, Any]]) -> dict[str, Any]:
             else:
                 total[key] = value if total.get(key) is None else total[key]
     return total
-
-
-def _quantiles(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    ordered = sorted(seconds)
-    return {f"p{share}": ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)}
 
 
 def _hints(hints: CacheHints) -> dict[str, Any]:

@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 from quire.cache.exports import shared_pages
 from quire.cache.run import Pages
 from quire.cluster.bodies import CacheState, First, Job, Load, Told, state_of, swapped_of
-from quire.cluster.cargo import Cargo
+from quire.cluster.cargo import Cargo, Shipment
 from quire.cluster.messages import Attempt
 from quire.cluster.neighbours import Neighbours, Pull
 from quire.engine.engine import Engine
@@ -53,10 +54,11 @@ class Work:
 
     sequence      None while it is planned
     ahead         stands in for it while chunks are fetched ahead
-    is_admitted   whether the source's sequence has run
+    admitted      when its sequence was admitted, on the engine's clock; None before, and at a receiver
     num_told      shared chunks that the receiver was told of
     tells         whether the receiver wants to know of chunks
     has_begun     whether a token was told
+    shipment      of a source, what its sequence has left; None before
     """
 
     attempt: Attempt
@@ -64,7 +66,8 @@ class Work:
     stage: Stage
     sequence: Sequence | None = None
     ahead: Sequence | None = None
-    is_admitted: bool = False
+    shipment: Shipment | None = None
+    admitted: float | None = None
     num_told: int = 0
     tells: bool = False
     has_begun: bool = False
@@ -72,7 +75,12 @@ class Work:
     @property
     def request_id(self) -> str:
         """The engine's name for it."""
-        return f"{self.job.name}#{self.attempt.number}"
+        return f"{self.job.name}#{self.attempt.request}.{self.attempt.number}"
+
+    @property
+    def described(self) -> str:
+        """The attempt in logs."""
+        return self.job.described(self.attempt.number)
 
 
 # Notices: what the agent hears.
@@ -93,15 +101,23 @@ class HasAll:
     attempt: Attempt
 
 
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """What an exported sequence leaves: how it is described, its parts, and their bytes."""
+
+    state: CacheState
+    parts: frozenset[int]
+    shipment: Shipment
+
+
 @dataclass(frozen=True)
 class HasToken:
-    """cache: what an exported sequence leaves, and parts of it."""
+    """cache: what an exported sequence leaves."""
 
     attempt: Attempt
     told: Told
     is_last: bool
-    cache: CacheState | None = None
-    parts: frozenset[int] = frozenset()
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True)
@@ -126,15 +142,21 @@ Notice = HasRoom | HasAll | HasToken | HasChunks | HasFailed | Pull
 class Desk:
     """An engine's attempts.
 
-    tell  is called after a step with what happened in it
+    tell    is called after a step with what happened in it
+    submit  runs a command on the engine's thread
     """
 
     def __init__(
-        self, engine: Engine, neighbours: Neighbours, seal: Seal, tell: Callable[[list[Notice]], None]
+        self,
+        engine: Engine,
+        neighbours: Neighbours,
+        seal: Seal,
+        tell: Callable[[list[Notice]], None],
+        submit: Callable[[Callable[[], object]], None],
     ) -> None:
         self.engine = engine
         self.works: dict[Attempt, Work] = {}
-        self._tell = tell
+        self._tell, self._submit = tell, submit
         self._seal = seal
         self._neighbours = neighbours
         self._by_id: dict[str, Work] = {}
@@ -190,19 +212,21 @@ class Desk:
         sequence = self._begin(work, Continued(work.job.seed, tokens, cumulative, swapped=swapped))
         if sequence is not None:
             self._neighbours.offer(attempt, source, sequence.keys, state.num_shared, swapped.run)
+            self._neighbours.note_state(state.num_bytes)
 
     def end(self, attempt: Attempt) -> None:
         """Ends an attempt in any stage, and frees what it holds. Does nothing for one that has ended."""
         work = self.works.pop(attempt, None)
         if work is None:
             return
+        log.debug("%s: ended while %s", work.described, work.stage.value)
         if work.ahead is not None:
             self.engine.scheduler.manager.fetching.dismiss(work.ahead)
         self._neighbours.withdraw(attempt)
         if self._by_id.pop(work.request_id, None) is None:
             return
-        if work.request_id in self.engine.exports:
-            self.engine.end_export(work.request_id)
+        if work.shipment is not None:
+            work.shipment.close()
         else:
             self.engine.abort(work.request_id)
 
@@ -212,23 +236,19 @@ class Desk:
         if work is not None:
             work.tells = self.engine.scheduler.manager.tree.shares and not self._retains
 
-    def cargo(self, attempt: Attempt, parts: frozenset[int], release: Callable[[list[Pages]], None]) -> Cargo | None:
-        """The pages of some parts; None if they are not here, or not yet."""
+    def cargo(
+        self, attempt: Attempt, groups: list[list[int]], release: Callable[[list[Pages]], None]
+    ) -> Cargo | None:
+        """Chunks of a prompt that is still computed; None if they are not here, or not yet."""
         work = self.works.get(attempt)
         manager = self.engine.scheduler.manager
         if work is None or work.sequence is None:
             return None
-        export = self.engine.exports.get(work.request_id)
-        if export is not None:
-            if not parts or not parts <= export.parts:
-                return None
-            pages = manager.exports.pages(export, parts)
-        else:
-            path = work.sequence.path
-            if not parts or max(parts) >= path.num_shared or self._retains:
-                return None
-            table = cast(Any, manager.table)
-            pages = [shared_pages(table, work.sequence.keys, path, sorted(parts))]
+        path = work.sequence.path
+        table, chunks = cast(Any, manager.table), range(path.num_shared)
+        if not groups or self._retains or not all(group and set(group) <= set(chunks) for group in groups):
+            return None
+        pages = [shared_pages(table, work.sequence.keys, path, sorted(group)) for group in groups]
         return Cargo(pages, self._shape[0], self._seal, release)
 
     def load(self, instance: str, *, with_stats: bool) -> Load:
@@ -261,10 +281,12 @@ class Desk:
             self._tell(notices)
 
     def _look_at(self, work: Work, sequence: Sequence) -> None:
-        if work.stage is Stage.SOURCE:
-            if not work.is_admitted and sequence.state is not State.WAITING:
-                work.is_admitted = True
+        is_new = work.stage in (Stage.SOURCE, Stage.ALONE) and work.admitted is None
+        if is_new and sequence.state is not State.WAITING:
+            work.admitted = self.engine.scheduler.manager.tree.now  # the step's begin
+            if work.stage is Stage.SOURCE:
                 self._notices.append(HasRoom(work.attempt))
+        if work.stage is Stage.SOURCE:
             if work.tells and sequence.path.num_shared > work.num_told:
                 work.num_told = sequence.path.num_shared
                 self._notices.append(HasChunks(work.attempt, work.num_told))
@@ -290,7 +312,7 @@ class Desk:
         if not work.has_begun and work.stage in (Stage.SOURCE, Stage.ALONE):
             first = First(
                 output.prompt_logprobs, output.num_cached_tokens, output.cached_by_tier, output.num_pinned_tokens,
-                output.kept_fraction,
+                output.kept_fraction, 0.0 if work.admitted is None else max(0.0, self.engine.clock() - work.admitted),
             )  # fmt: skip
         work.has_begun = True
         told = Told(completion, first)
@@ -303,8 +325,10 @@ class Desk:
             if is_last:
                 self.end(work.attempt)
             return
+        let_go = partial(self._submit, partial(self.engine.end_export, work.request_id))
+        work.shipment = Shipment(export, self._shape[0], self._seal, let_go)
         state = state_of(export.swapped, self._shape, self._digest)
-        self._notices.append(HasToken(work.attempt, told, False, state, export.parts))
+        self._notices.append(HasToken(work.attempt, told, False, Cache(state, export.parts, work.shipment)))
 
     # ---- sequences -------------------------------------------------------------------------------------------------
 
@@ -323,9 +347,10 @@ class Desk:
             return None
         self.works[work.attempt] = self._by_id[work.request_id] = work
         (work.sequence,) = request.sequences
+        log.debug("%s: %s, %d tokens", work.described, work.stage.value, len(work.sequence.token_ids))
         return work.sequence
 
     def _fail(self, work: Work, reason: str) -> None:
-        self.works.pop(work.attempt, None)
-        log.warning("request %s, attempt %d: %s", work.job.name, work.attempt.number, reason)
+        self.end(work.attempt)
+        log.warning("%s: %s", work.described, reason)
         self._notices.append(HasFailed(work.attempt, reason))

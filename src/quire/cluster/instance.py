@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.agent import Agent, Deadlines
-from quire.cluster.bodies import Ready, Role
+from quire.cluster.bodies import Hello, Ready, Role
 from quire.cluster.desk import Desk
-from quire.cluster.links import LinkError, Links
+from quire.cluster.faults import Faults
+from quire.cluster.links import LinkError
 from quire.cluster.messages import ROUTER
 from quire.cluster.neighbours import Neighbours
 from quire.config import EngineConfig
@@ -39,6 +40,12 @@ log = logging.getLogger("quire")
 
 DIAL_SECONDS = 10.0
 """How long an instance tries to reach its router."""
+
+HELLO_SECONDS = 1.0
+"""Interval at which an instance that loads says that it is alive."""
+
+END_SECONDS = 10.0
+"""How long an instance that ends waits for its engine's step."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,13 @@ class Instance:
         seal = Seal(secret)
         self._seal = seal
         self._neighbours = Neighbours(seal)
-        self._started = threading.Event()
+        self._started, self._is_alone = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._failed = False
         self._ready: Ready | None = None
         self._desk: Desk | None = None
-        self._links = Links(order.name, secret, self, order.transport, about=about())
+        self._faults = Faults.switched_on()
+        self._links = self._faults.links(order.name, secret, self, order.transport, about=about())
         config = EngineConfig.from_options(order.options, Path(order.config_file) if order.config_file else None)
         load = functools.partial(load_engine, order.model, config, show_progress=False, neighbours=[self._neighbours])
         self.thread = EngineThread(load, self)
@@ -118,9 +126,11 @@ class Instance:
             log.error("the router cannot be reached: %s", error)
             return 1
         self.thread.start()
-        self._started.wait()
+        while not self._started.wait(HELLO_SECONDS):
+            self._links.send(ROUTER, Hello(self.order.name))
         if self._error is not None:
             self._links.send(ROUTER, _failed(self.order.name, self._error))
+            self._is_alone.wait(DIAL_SECONDS)  # the router ends the connection once it has read why
             self._links.close()
             return 1
         assert self._desk is not None and self._ready is not None
@@ -130,8 +140,8 @@ class Instance:
         if self._failed:
             return 1
         self.thread.stop()
-        self.thread.join()
-        return 0
+        self.thread.join(END_SECONDS)
+        return 1 if self.thread.is_alive else 0
 
     # ---- Listener: on the engine's thread --------------------------------------------------------------------------
 
@@ -148,13 +158,14 @@ class Instance:
     def _begin(self) -> None:
         assert self.thread.loaded is not None
         engine = self.thread.loaded.engine
-        self._desk = Desk(engine, self._neighbours, self._seal, self.agent.notice)
+        self._desk = self._faults.desk()(engine, self._neighbours, self._seal, self.agent.notice, self.thread.submit)
         found = measure_capacity(engine)
         if self.order.role == "prefill":
             engine.scheduler.prompt_rows = found.prompt_rows
         self._ready = Ready(
             self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.max_context,
             engine.context_limit, found.seconds_per_row, found.seconds_per_step,
+            cache_bytes=engine.scheduler.manager.stats()["bytes_total"],
         )  # fmt: skip
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
@@ -178,8 +189,10 @@ class Instance:
     def lost(self, name: str) -> None:
         """See Handler."""
         self.agent.lost(name)
-        if name == ROUTER and not self._started.is_set():
-            os._exit(1)  # it still loads, and nobody waits for it
+        if name == ROUTER:
+            self._is_alone.set()
+            if not self._started.is_set():
+                os._exit(1)  # it still loads, and nobody waits for it
 
     def _set_role(self, role: str) -> None:
         assert self.thread.loaded is not None and self._ready is not None

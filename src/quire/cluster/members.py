@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -48,8 +48,10 @@ class Member:
     load        what it said last
     stats       counters of its engine, a little older
     seen        when, on the router's clock
+    is_loading  whether it has said that it loads
     rows        of prompts that it computes, by attempt
     tokens      of sequences that it decodes or will, by attempt
+    group       of instances on one machine, among which caches should stay
     """
 
     name: str
@@ -60,8 +62,10 @@ class Member:
     load: Load | None = None
     stats: dict[str, Any] | None = None
     seen: float = 0.0
+    is_loading: bool = False
     rows: dict[Attempt, int] = field(default_factory=dict)
     tokens: dict[Attempt, int] = field(default_factory=dict)
+    group: str = ""
 
     @property
     def serves(self) -> bool:
@@ -100,9 +104,9 @@ class Index:
         self._most = most
         self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
-    def add(self, instance: str, keys: Iterable[bytes]) -> None:
-        """An instance is about to have these chunks."""
-        for key in keys:
+    def add(self, instance: str, keys: Sequence[bytes]) -> None:
+        """An instance is about to have these chunks. The end of a prompt is forgotten before its beginning."""
+        for key in reversed(keys):
             self._known[instance, key] = None
             self._known.move_to_end((instance, key))
         while len(self._known) > self._most:
@@ -144,13 +148,22 @@ class Choice:
 
 
 def choose(
-    members: Iterable[Member], index: Index, keys: list[bytes], num_tokens: int, routing: str = "expected"
+    members: Iterable[Member],
+    index: Index,
+    keys: list[bytes],
+    num_tokens: int,
+    routing: str = "expected",
+    *,
+    avoided: Collection[str] = (),
+    alone: bool = False,
 ) -> Choice | None:
     """The instances of an attempt; None if there are none now.
 
     keys        of the prompt's whole chunks
     num_tokens  to compute if nothing is cached
     routing     see ClusterConfig
+    avoided     names of instances that come last, whatever they promise
+    alone       whether one instance must do all of it
     """
     serving = [each for each in members if each.serves]
     if not serving:
@@ -164,22 +177,24 @@ def choose(
         return max(1, num_tokens - PAGE_TOKENS * index.matched(member.name, keys))
 
     def first_token(member: Member) -> tuple[float, ...]:
-        rows = rows_of(member)
+        rows, comes_last = rows_of(member), member.name in avoided
         if routing == "queue":
-            return (sum(member.rows.values()), len(member.tokens))
+            return (comes_last, sum(member.rows.values()), len(member.tokens))
         if routing == "affinity":
-            return (rows, sum(member.rows.values()))
-        return (member.queue_seconds() + rows * member.seconds_per_row, member.fullness())
+            return (comes_last, rows, sum(member.rows.values()))
+        return (comes_last, member.queue_seconds() + rows * member.seconds_per_row, member.fullness())
 
-    if not computing or not decoding:
-        alone = min(serving, key=first_token)  # half of the roles are down
-        return Choice(None, alone, rows_of(alone))
+    if alone or not computing or not decoding:
+        chosen = min(serving, key=first_token)  # half of the roles may be down
+        return Choice(None, chosen, rows_of(chosen))
     source = min(computing, key=first_token)
     if source in decoding:
         return Choice(None, source, rows_of(source))
 
     def to_decode(member: Member) -> tuple[float, ...]:
         lacking = num_tokens - PAGE_TOKENS * index.matched(member.name, keys)
-        return (member.fullness() >= 1, member.fullness() + lacking * TRANSFER_SECONDS_PER_TOKEN)
+        full = member.fullness()
+        return (member.name in avoided, full >= 1, full + lacking * TRANSFER_SECONDS_PER_TOKEN)
 
-    return Choice(source, min(decoding, key=to_decode), rows_of(source))
+    near = [each for each in decoding if each.group == source.group]
+    return Choice(source, min(near or decoding, key=to_decode), rows_of(source))

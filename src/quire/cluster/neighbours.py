@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cache.keys import ChunkKeys
-from quire.cache.run import Origin, Run, complete_run
+from quire.cache.run import Origin, Run, complete_run, run_bytes
 from quire.cache.store import Transfer
 from quire.cache.table import ChunkTable
 from quire.cluster.messages import Attempt
@@ -43,17 +43,22 @@ class Pull:
     """A part of a transfer that a source is asked for.
 
     number  names the pull in the answer
-    parts   of the attempt
-    runs    in the order of their extents: of each layer, first the shared chunks, then the rest
+    groups  parts of the attempt, those of each run together
+    runs    in the order of their extents, of each layer one for each run
     """
 
     number: int
     attempt: Attempt
     source: str
-    parts: frozenset[int]
+    groups: list[list[int]]
     transfer: Transfer
     runs: list[Run]
     num_bytes: int = field(default=0)
+
+    @property
+    def parts(self) -> frozenset[int]:
+        """All parts."""
+        return frozenset(itertools.chain(*self.groups))
 
 
 class Neighbours:
@@ -74,7 +79,11 @@ class Neighbours:
         self._pulls: dict[int, Pull] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("num_pulls", "num_read", "bytes_read", "num_damaged", "num_failed"), 0)
+        self._counts = dict.fromkeys(
+            ("num_pulls", "num_read", "bytes_read", "bytes_pages", "bytes_sums", "bytes_state", "num_damaged",
+             "num_failed"),
+            0,
+        )  # fmt: skip
 
     # ---- what sources tell -----------------------------------------------------------------------------------------
 
@@ -88,6 +97,10 @@ class Neighbours:
         found = self._offers[attempt] = Offer(attempt, source, keys, shared, own)
         for name in (*names, *(own.names if own is not None else ())):
             self._found[name] = found
+
+    def note_state(self, num_bytes: int) -> None:
+        """Counts the bytes with which a manifest describes a cache."""
+        self._counts["bytes_state"] += num_bytes
 
     def withdraw(self, attempt: Attempt) -> None:
         """Forgets an offer. Pulls under way go on."""
@@ -120,6 +133,8 @@ class Neighbours:
             pull.transfer.arrive(pull.runs[index], extent)
             if count == num_layers * len(pull.runs):
                 self._counts["num_read"] += len(pull.runs)
+                for run in pull.runs:
+                    self._note_pages(run)
                 return True
         return False
 
@@ -130,6 +145,16 @@ class Neighbours:
         if pull is not None and not pull.transfer.is_over:
             self._counts["num_failed"] += 1
             pull.transfer.fail(QuireError(reason), pull.runs[0])
+
+    def _note_pages(self, run: Run) -> None:
+        """Counts pages, with their positions, and column sums, which are in the rows at the end. The rest of the bytes
+        that are read are headers, masks and exact first tokens.
+        """
+        assert self.table is not None
+        num_bytes, first = run_bytes(self.table, run), len(run.kinds) - run.num_attached
+        sums = int(self.table.sizes[run.kinds[first:]][run.masks[first:] != 0].sum())
+        self._counts["bytes_sums"] += sums
+        self._counts["bytes_pages"] += num_bytes - sums
 
     # ---- a store: see Store ----------------------------------------------------------------------------------------
 
@@ -161,10 +186,8 @@ class Neighbours:
                 return
             by_offer.setdefault(offer, []).append(run)
         for offer, found in by_offer.items():
-            found.sort(key=lambda run: not run.is_shared)
-            parts = {part for run in found for part in _parts(offer, run)}
-            number = next(self._numbers)
-            pull = Pull(number, offer.attempt, offer.source, frozenset(parts), transfer, found)
+            groups, number = [list(_parts(offer, run)) for run in found], next(self._numbers)
+            pull = Pull(number, offer.attempt, offer.source, groups, transfer, found)
             with self._lock:
                 self._pulls = {each: old for each, old in self._pulls.items() if not old.transfer.is_over}
                 self._pulls[number] = pull
@@ -203,7 +226,7 @@ class Neighbours:
         self._found.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since start."""
+        """Counts since start. bytes_read: of extents, bytes_pages and bytes_sums among them. bytes_state is beside it."""
         return {"bytes": 0, "cap_bytes": 0, "chunks": 0, "is_on": True, **self._counts}
 
 

@@ -8,9 +8,10 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.cluster.instance import Order
+from quire.config import EngineConfig
 
 log = logging.getLogger("quire")
 
@@ -19,28 +20,47 @@ END_SECONDS = 10.0
 
 
 class Processes:
-    """The instances that this process has started, by name."""
+    """The instances that this process has started, by name.
+
+    transport  how caches travel between them, unless a setting says otherwise
+    is_local   whether they share the cores and the memory of this machine
+    """
+
+    transport = "shm"
+    is_local = True
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._killed: list[subprocess.Popen[bytes]] = []
+
+    async def open(self, roles: Mapping[str, str], config: EngineConfig, weight_bytes: int) -> str:
+        """Gets ready for instances. Returns the host at which they reach this process. Raises ConfigError.
+
+        roles  by place
+        """
+        return "127.0.0.1"
+
+    def group(self, place: str) -> str:
+        """Whatever instances have in common that must share a machine with this one."""
+        return ""
 
     def start(self, order: Order) -> None:
-        """Starts an instance. It gets its order, with the secret, over a pipe."""
+        """Starts an instance. It gets its order, with the secret, over a pipe. Raises OSError if that cannot be."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, len(order.cores)))} if order.cores else None
         process = subprocess.Popen(
             [sys.executable, "-m", "quire.cluster.instance"], stdin=subprocess.PIPE, env=environment
         )
+        self._running[order.name] = process
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(order.to_json().encode() + b"\n")
-        self._running[order.name] = process
 
     def kill(self, name: str) -> None:
-        """Ends an instance at once, also a stopped one."""
+        """Ends an instance at once, also a stopped one. The system may take a while to free its memory."""
         process = self._running.pop(name, None)
         if process is not None:
             process.kill()
-            process.wait()
+            self._killed.append(process)
 
     def pid(self, name: str) -> int | None:
         """The process id of an instance."""
@@ -48,7 +68,8 @@ class Processes:
         return None if process is None else process.pid
 
     def ended(self) -> list[str]:
-        """The instances that ended since they were started, and no longer count."""
+        """The instances that ended by themselves."""
+        self._killed = [process for process in self._killed if process.poll() is None]
         return [name for name, process in self._running.items() if process.poll() is not None]
 
     async def wait(self, seconds: float = END_SECONDS) -> None:
@@ -59,6 +80,9 @@ class Processes:
             await asyncio.sleep(0.02)
         for name in list(self._running):
             self.kill(name)
+        end = loop.time() + seconds
+        while any(process.poll() is None for process in self._killed) and loop.time() < end:
+            await asyncio.sleep(0.02)
 
 
 def share_cores(count: int) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +32,8 @@ from quire.cluster.messages import (
     Token,
 )
 from quire.cluster.protocol import Route, Routed
+from quire.cluster.stages import Stages, StageTimes
+from quire.cluster.tracing import Span, Trace, Tracer
 from quire.errors import InstancesFailedError
 
 log = logging.getLogger("quire")
@@ -40,23 +42,17 @@ TICK_SECONDS = 0.1
 """Interval at which deadlines are looked at."""
 
 
-@dataclass(frozen=True)
-class Stages:
-    """Seconds of a request: to its first token, then until its receiver has the cache, and then to its end."""
-
-    prefill: float
-    transfer: float
-    decode: float
-
-
 @dataclass(eq=False)
 class Ticket:
     """A request of one sequence at the router.
 
     told       tokens by position, until the client gets them
+    avoided    instances of the last attempt, if it failed
     token_ids  that the client has; `cumulative` is the sum of their log-probabilities
     answer     is told what the client gets: tokens, then None after the last one, or an error
     deadline   when the attempt is given up
+    begun      when it arrived; `admitted` is when an instance, `computed_by`, began with its prompt; `first` when its
+               first token came; `taken` when the receiver had its cache. On the router's clock
     """
 
     state: Routed
@@ -65,8 +61,12 @@ class Ticket:
     answer: Callable[[Told | Exception | None], None]
     told: dict[int, Told] = field(default_factory=dict)
     choice: Choice | None = None
+    avoided: tuple[str, ...] = ()
     deadline: float = 0.0
+    trace: Trace | None = None
     begun: float = 0.0
+    admitted: float = 0.0
+    computed_by: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative: float = 0.0
     first: float | None = None
@@ -84,6 +84,7 @@ class Router:
 
     send     sends a message to an instance
     members  by name
+    tracer   exports the spans of requests; None: they are not exported
     """
 
     def __init__(
@@ -94,14 +95,16 @@ class Router:
         tries: int,
         routing: str = "expected",
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
         self.index = Index()
         self.counts: Counter[str] = Counter()
-        self.stages: deque[Stages] = deque(maxlen=10_000)
+        self.times = StageTimes()
         self._send = send
         self._timeout, self._tries, self._routing = timeout, tries, routing
         self._clock = clock
+        self._tracer = tracer
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
 
@@ -117,11 +120,11 @@ class Router:
         """Requests with tokens that have not ended."""
         return len(self._tickets) - self.num_waiting
 
-    def begin(self, job: Job, answer: Callable[[Told | Exception | None], None]) -> Ticket:
-        """Takes a request. answer: gets each token, then None, or an error."""
+    def begin(self, job: Job, answer: Callable[[Told | Exception | None], None], trace: Trace | None = None) -> Ticket:
+        """Takes a request. answer: gets each token, then None, or an error. trace: to export its spans with."""
         number, now = next(self._numbers), self._clock()
         keys = keys_of(job.wishes().cache_salt, job.prompt_ids)
-        ticket = Ticket(Routed(number, self._tries), job, keys, answer)
+        ticket = Ticket(Routed(number, self._tries), job, keys, answer, trace=trace)
         ticket.begun, ticket.deadline = now, now + self._timeout
         self._tickets[number] = ticket
         self._try(ticket)
@@ -137,11 +140,14 @@ class Router:
         ticket = self._tickets.get(event.attempt.request)
         if ticket is None:
             return
-        if isinstance(message, TokenOf) and event.attempt == ticket.state.attempt:
-            ticket.told.setdefault(message.message.position, message.told)
+        is_current = event.attempt == ticket.state.attempt and ticket.state.phase is Route.RUNNING
+        if isinstance(message, TokenOf) and is_current:
             ticket.deadline = self._clock() + self._timeout
-        if isinstance(event, Taken) and event.attempt == ticket.state.attempt:
+            if event.position >= ticket.state.delivered:
+                ticket.told.setdefault(event.position, message.told)
+        if isinstance(event, Taken) and is_current and ticket.taken is None:
             ticket.taken = self._clock()
+            log.info("%s: %s has the cache of %s", _described(ticket), ticket.state.receiver, ticket.state.source)
         self._route(ticket, event)
 
     def tick(self) -> None:
@@ -178,16 +184,25 @@ class Router:
         del self.members[name]
 
     def num_attempts(self, name: str) -> int:
-        """Attempts that an instance has a part in."""
-        member = self.members.get(name)
-        return 0 if member is None else len({*member.rows, *member.tokens})
+        """Attempts that an instance has a part in. A source has one until its receiver has the cache."""
+        running = (each.state for each in self._tickets.values() if each.state.phase is Route.RUNNING)
+        return sum(name == each.receiver or (name == each.source and not each.is_taken) for each in running)
+
+    def close(self, error: Exception) -> None:
+        """Ends all requests with an error."""
+        for ticket in list(self._tickets.values()):
+            self._end(ticket, error)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _try(self, ticket: Ticket) -> None:
         job = ticket.job
         num_tokens = len(job.prompt_ids) + len(ticket.token_ids)
-        choice = choose(self.members.values(), self.index, ticket.keys, num_tokens, self._routing)
+        # The last attempt after others needs nothing but one instance.
+        choice = choose(
+            self.members.values(), self.index, ticket.keys, num_tokens, self._routing, avoided=ticket.avoided,
+            alone=ticket.state.number > 0 and ticket.state.tries == 1,
+        )  # fmt: skip
         if choice is None:
             return
         ticket.choice, ticket.taken = choice, None
@@ -200,9 +215,9 @@ class Router:
         choice.receiver.tokens[attempt] = num_tokens
         for member in (computing, choice.receiver):
             self.index.add(member.name, ticket.keys)
-        log.debug(
-            "request %s, attempt %d: %s computes %d rows, %s decodes",
-            job.name, attempt.number, computing.name, choice.num_rows, choice.receiver.name,
+        log.info(
+            "%s: %s computes %d rows, %s decodes",
+            _described(ticket), computing.name, choice.num_rows, choice.receiver.name,
         )  # fmt: skip
 
     def _route(self, ticket: Ticket, event: Any) -> None:
@@ -218,6 +233,8 @@ class Router:
                 ticket.reason = message.reason
         if ticket.state.phase is Route.QUEUED and before.phase is Route.RUNNING:
             ticket.reason = "no answer in time" if isinstance(event, Expired) else reason
+            # If one of two has ended, the other one has done nothing wrong, and may have the prompt in its cache.
+            ticket.avoided = () if isinstance(event, Down) else (before.source, before.receiver)
             self._again(ticket, before)
         if ticket.is_over:
             failed = ticket.state.phase is Route.FAILED and not isinstance(event, Abort)
@@ -241,6 +258,9 @@ class Router:
         ticket.cumulative = told.output.cumulative_logprob or 0.0
         if ticket.first is None:
             ticket.first = self._clock()
+            seconds = 0.0 if told.first is None else told.first.seconds
+            ticket.admitted = max(ticket.begun, ticket.first - seconds)
+            ticket.computed_by = ticket.state.source or ticket.state.receiver
         if ticket.choice is not None:
             computing = ticket.choice.source or ticket.choice.receiver
             computing.rows.pop(ticket.state.attempt, None)
@@ -249,8 +269,9 @@ class Router:
     def _again(self, ticket: Ticket, before: Routed) -> None:
         """An attempt has failed, and another one may begin."""
         log.warning(
-            "request %s, attempt %d: %s; %d tokens were told, %d attempts are left",
-            ticket.job.name, before.number, ticket.reason, before.delivered, ticket.state.tries,
+            "%s on %s: %s; %d tokens were told, %d attempts are left",
+            ticket.job.described(before.number), _instances(before), ticket.reason, before.delivered,
+            ticket.state.tries,
         )  # fmt: skip
         self.counts["again"] += 1
         self.counts["again_streamed"] += before.delivered > 0
@@ -271,12 +292,48 @@ class Router:
         self.counts["failed" if error else "ended"] += 1
         ticket.state = replace(ticket.state, phase=Route.FAILED if error else ticket.state.phase)
         ticket.answer(error)
-        if ticket.first is not None and error is None:
-            now, taken = self._clock(), ticket.taken or ticket.first
-            self.stages.append(Stages(ticket.first - ticket.begun, max(0.0, taken - ticket.first), now - taken))
+        self._note_end(ticket, error)
 
     def _release(self, ticket: Ticket, state: Routed) -> None:
         if ticket.choice is not None:
             for member in (ticket.choice.source, ticket.choice.receiver):
                 if member is not None:
                     member.forget(state.attempt)
+
+    def _note_end(self, ticket: Ticket, error: Exception | None) -> None:
+        """Logs the end of a request, and keeps the times of its stages."""
+        now, spans = self._clock(), list[Span]()
+        is_answered = error is None and ticket.state.phase is Route.ENDED
+        if ticket.first is not None:
+            first, receiver = ticket.first, ticket.state.receiver
+            taken = max(first, ticket.taken or first)
+            spans = [
+                Span("queue", ticket.begun, ticket.admitted, ticket.computed_by),
+                Span("prefill", ticket.admitted, first, ticket.computed_by),
+                Span("transfer", first, taken, receiver),
+                Span("decode", taken, now, receiver),
+            ]
+        if is_answered:
+            self.times.add(Stages(*(each.ended - each.begun for each in spans)))
+        told = ", ".join(f"{each.name} {each.ended - each.begun:.3f} s" for each in spans) or "no token"
+        how = str(error) if error else "ended" if is_answered else "aborted"
+        log.log(
+            logging.WARNING if error else logging.INFO, "%s on %s: %s after %d tokens (%s)",
+            _described(ticket), _instances(ticket.state), how, len(ticket.token_ids), told,
+        )  # fmt: skip
+        if self._tracer is not None and ticket.trace is not None:
+            facts: dict[str, str | int] = {
+                "quire.request": ticket.job.name, "quire.attempts": ticket.state.number,
+                "quire.prompt_tokens": len(ticket.job.prompt_ids), "quire.tokens": len(ticket.token_ids),
+            }  # fmt: skip
+            whole = Span("request", ticket.begun, now, "")
+            self._tracer.record(ticket.trace, whole, spans, facts, "" if is_answered else how)
+
+
+def _described(ticket: Ticket) -> str:
+    return ticket.job.described(ticket.state.number)
+
+
+def _instances(state: Routed) -> str:
+    """Those of the last attempt."""
+    return " and ".join(each for each in (state.source, state.receiver) if each) or "no instance"

@@ -107,7 +107,7 @@ class Scheduler:
     max_running   most sequences in the batch
     max_queue     most sequences that wait
     prompt_rows   prompts are grouped, first come, first served, until they have so many rows together; one that has as
-                  many alone runs alone. None: prompts take the rows that a step has left
+                  many left runs alone. None: prompts take the rows that a step has left
     """
 
     manager: CacheManager

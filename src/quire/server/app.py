@@ -16,9 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.cluster.tracing import CURRENT, read_traceparent
 from quire.server import shapes
 from quire.server.auth import ApiKeys, Names
 from quire.server.chat import create_chat
+from quire.server.cluster import Operator
+from quire.server.cluster_schema import DrainRequest, RestartRequest, RoleRequest
 from quire.server.completions import create_completion
 from quire.server.debug import LIMIT, show_cache
 from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
@@ -32,7 +35,7 @@ from quire.server.tokens import detokenize, tokenize
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.config import ServeConfig
+    from quire.config import ServeConfig, SloConfig
     from quire.server.protocol import Engine
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
@@ -41,7 +44,7 @@ HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 class Gate:
     """Middleware around every request: checks Host, API key and shutdown; counts requests and statuses; answers errors.
 
-    Stores the tenant of the key in the state of the request.
+    Stores the tenant of the key in the state of the request, and the client's trace in the context.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -64,6 +67,7 @@ class Gate:
             await send(message)
 
         self.service.entered()
+        trace = CURRENT.set(read_traceparent(Headers(scope=scope).get("traceparent")))
         try:
             self._check(scope)
             await self.app(scope, receive, watch)
@@ -74,6 +78,7 @@ class Gate:
             if status == 499:
                 await answer(scope, receive, watch)
         finally:
+            CURRENT.reset(trace)
             self.service.left()
             route = getattr(scope.get("route"), "path", "other")
             self.service.metrics.responses.labels(route, str(status)).inc()
@@ -93,14 +98,18 @@ class Gate:
         scope.setdefault("state", {})["tenant"] = tenant
 
 
-def create_app(llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = None) -> FastAPI:
+def create_app(
+    llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = None, slo: SloConfig | None = None
+) -> FastAPI:
     """The application that serves `llm`. Its `state.service` counts the current requests and can refuse new ones.
 
     keys  the accepted API keys; None reads serve.api_key_file
+    slo   latency targets, which the metrics are about
     Call this function, and run the application, in the event loop of `llm`. Raises ConfigError if the keys cannot be
     read.
     """
-    service = Service(llm, serve_config, ApiKeys.from_file(serve_config.api_key_file) if keys is None else keys)
+    keys = ApiKeys.from_file(serve_config.api_key_file) if keys is None else keys
+    service = Service(llm, serve_config, keys, slo)
     # No documentation pages: they would load scripts from other sites. /openapi.json is enough for tools.
     app = FastAPI(title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
@@ -110,6 +119,7 @@ def create_app(llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = No
     _add_api(app, service)
     _add_prefixes(app, service)
     _add_operations(app, service)
+    _add_cluster(app, Operator(service))
     _document(app, service)
     return app
 
@@ -244,6 +254,31 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def debug_cache(request: Request) -> Response:
         """The caller's prefixes in the cache, and their use."""
         return await show_cache(service, request)
+
+
+def _add_cluster(app: FastAPI, operator: Operator) -> None:
+    """The routes of a cluster's operators."""
+    changes = (400, 401, 403, 404, 413, 500, 503)
+
+    @app.get("/v1/cluster", **operation(shapes.Cluster, 401, 403, 404, 503))
+    async def show_cluster() -> Response:
+        """The instances behind the server, and how long requests are in each stage."""
+        return await operator.show()
+
+    @app.post("/v1/cluster/drain", **operation(shapes.Cluster, *changes, body=DrainRequest))
+    async def drain_instance(request: Request) -> Response:
+        """Let an instance finish what it has and end, and start another one in its place."""
+        return await operator.drain(request)
+
+    @app.post("/v1/cluster/restart", **operation(shapes.Cluster, *changes, body=RestartRequest))
+    async def restart_cluster(request: Request) -> Response:
+        """Drain and restart one instance after the other."""
+        return await operator.restart(request)
+
+    @app.post("/v1/cluster/role", **operation(shapes.Cluster, *changes, body=RoleRequest))
+    async def change_role(request: Request) -> Response:
+        """Change what an instance does. Requests that it has go on."""
+        return await operator.role(request)
 
 
 def _document(app: FastAPI, service: Service) -> None:

@@ -16,7 +16,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.errors import CacheFullError, QueueFullError, QuireError, RequestError
+from quire.errors import (
+    CacheFullError,
+    EngineStoppedError,
+    InstancesFailedError,
+    QueueFullError,
+    QuireError,
+    RequestError,
+)
 from quire.server.shapes import Error
 
 log = logging.getLogger("quire.server")
@@ -109,7 +116,9 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
         case CacheFullError():
             return ApiError(503, str(error), code="cache_full", headers={"Retry-After": "1"})
-        case QuireError() if type(error) is QuireError:
+        case InstancesFailedError():
+            return ApiError(503, str(error), code="instances_failed", headers={"Retry-After": "1"})
+        case QuireError() if type(error) in (QuireError, EngineStoppedError):
             return ApiError(503, "the engine is not running", code="not_ready")
         case ValidationError():
             return _invalid(error)

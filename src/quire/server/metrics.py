@@ -14,6 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.config import SloConfig
+from quire.server.cluster_metrics import cluster_metrics
+from quire.server.slo import Slo
 from quire.server.tier_metrics import offload_metrics, tier_metrics
 
 if TYPE_CHECKING:
@@ -46,8 +49,9 @@ def hit_rate(cached: int, computed: int) -> float:
 class Metrics:
     """The metrics of one server, in their own registry, so that one process can run two servers."""
 
-    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, stats: Callable[[], dict[str, Any]], slo: SloConfig | None = None) -> None:
         self.registry = CollectorRegistry()
+        self.slo = Slo(slo or SloConfig(), self.registry)
         self.registry.register(_EngineCollector(stats))
         self.first_token = Histogram(
             "quire_time_to_first_token_seconds",
@@ -135,6 +139,7 @@ class RequestTimer:
         self.num_tokens = 0
         self.num_items = 0
         self.first: float | None = None
+        self.last = 0.0
         self.kept: float | None = None
 
     def saw(self, item: RequestOutput) -> None:
@@ -145,8 +150,9 @@ class RequestTimer:
             if output.finish_reason is not None:
                 self.unfinished -= 1
                 self.metrics.finished.labels(output.finish_reason).inc()
-        if self.first is None and self.num_tokens:
-            self.first = time.monotonic()
+        if self.num_tokens:
+            self.last = time.monotonic()
+            self.first = self.first or self.last
         if item.kept_fraction is not None:
             self.kept = item.kept_fraction
 
@@ -172,6 +178,15 @@ class RequestTimer:
                 metrics.per_token.observe((now - self.first) / steps)
         if self.unfinished <= 0:
             metrics.whole.observe(now - self.arrived)
+            self._meet(now)
+        elif reason == "error":
+            metrics.slo.saw(None, None)
+
+    def _meet(self, now: float) -> None:
+        """Counts an answered request by the latency targets that it meets."""
+        first = self.first or now
+        steps = self.num_tokens / self.num_choices - 1
+        self.metrics.slo.saw(first - self.arrived, (self.last - first) / steps if steps > 0 else None)
 
 
 class _EngineCollector(Collector):
@@ -227,3 +242,4 @@ class _EngineCollector(Collector):
         )
         yield from tier_metrics(stats)
         yield from offload_metrics(stats)
+        yield from cluster_metrics(stats)

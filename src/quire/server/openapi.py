@@ -8,16 +8,28 @@ from typing import Any, Literal
 from pydantic import BaseModel, TypeAdapter
 
 from quire.server import shapes
+from quire.server.cluster_schema import DrainRequest, RestartRequest, RoleRequest
 from quire.server.errors import TYPES
 from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/"
-_REQUESTS = (ChatRequest, CompletionRequest, DetokenizeRequest, DropRequest, PrefixRequest, TokenizeRequest)
+_REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DrainRequest,
+    DropRequest,
+    PrefixRequest,
+    RestartRequest,
+    RoleRequest,
+    TokenizeRequest,
+)
 ANSWERS = (
     shapes.Cache,
     shapes.ChatCompletion,
     shapes.ChatCompletionChunk,
+    shapes.Cluster,
     shapes.Completion,
     shapes.CompletionChunk,
     shapes.DroppedPrefix,

@@ -44,6 +44,23 @@ class Tokenizer(Protocol):
         """The messages rendered by the model's chat template, special tokens included."""
 
 
+class Operations(Protocol):
+    """What an operator sees and does of the instances behind an engine. An instance is named by its place."""
+
+    def state(self) -> dict[str, Any]:
+        """The instances, counters, and quantiles of stages."""
+        ...
+
+    async def drain(self, place: str, *, restart: bool = True) -> None:
+        """Lets an instance finish what it has, and ends it. restart: another one takes its place."""
+
+    async def restart(self) -> None:
+        """Drains and restarts one instance after the other."""
+
+    def set_role(self, place: str, role: str) -> None:
+        """Changes what an instance does. Requests that it has go on."""
+
+
 class Engine(Protocol):
     """An engine that runs in an event loop.
 
@@ -85,6 +102,10 @@ class Engine(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether the engine accepts requests: it has started, and has not been closed or failed."""
+
+    @property
+    def operations(self) -> Operations | None:
+        """For operators; None if there are no instances."""
 
     def prepare(self, prompt: Any, params: SamplingParams) -> object:
         """Raises RequestError for a request that can never run, and QueueFullError if the queue is full."""

@@ -28,7 +28,7 @@ from quire.server.edge import Edge, Limits
 from quire.server.service import Service, shutting_down
 
 if TYPE_CHECKING:
-    from quire.config import ServeConfig
+    from quire.config import ServeConfig, SloConfig
     from quire.server.protocol import Engine
 
 BACKLOG = 2048
@@ -89,16 +89,21 @@ class Served:
 
 
 async def serve(
-    llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None, limits: Limits | None = None
+    llm: Engine,
+    listener: Listener,
+    ready: Callable[[], None] = lambda: None,
+    limits: Limits | None = None,
+    slo: SloConfig | None = None,
 ) -> Served:
     """Serves `llm` until a signal. `llm` is already started; this function closes it.
 
     ready   called when the prefixes of cache.pin are computed for every tenant and the server listens
     limits  limits of connections; by default from the settings and the system
+    slo     latency targets, which the metrics are about
     Raises ConfigError if the cache.pin file is invalid or its prefixes do not fit, and if the port was taken meanwhile.
     """
     config = listener.config
-    app = create_app(llm, config, listener.keys)
+    app = create_app(llm, config, listener.keys, slo)
     service: Service = app.state.service
     edge = Edge(limits or connection_limits(config), service.metrics.refused)
     server = _Server(

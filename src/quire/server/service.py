@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
-from quire.errors import QueueFullError, RequestError
+from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
 from quire.server.answers import FEW_SCORES, Unsent
 from quire.server.auth import ApiKeys
@@ -33,7 +33,7 @@ from quire.server.texts import Texts
 from quire.server.wire import DONE, event, merge
 
 if TYPE_CHECKING:
-    from quire.config import ServeConfig
+    from quire.config import ServeConfig, SloConfig
     from quire.server.protocol import Engine
 
 T = TypeVar("T")
@@ -158,14 +158,14 @@ class Service:
     listing       held by the one request that reads the indexes of a disk
     """
 
-    def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys) -> None:
+    def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None) -> None:
         self.engine = engine
         self.config = config
         self.keys = keys
         self.tenants = Tenants(() if config.tenants_share else keys.tenants)
         self.found: dict[str, Found] = {}
         self.sampling = engine.sampling_defaults if config.sampling_defaults == "model" else NO_DEFAULTS
-        self.metrics = Metrics(engine.stats)
+        self.metrics = Metrics(engine.stats, slo)
         self.bodies = Bodies(config.max_request_bytes)
         self.created = int(time.time())
         self.draining = False
@@ -328,6 +328,12 @@ class Service:
             # A request refused with 400 or 429 before it began is counted only by its HTTP status.
             reason = "error" if timer.begun else None
             raise
+        except EngineStoppedError:
+            if not self.draining:
+                reason = "error"
+                raise
+            self.num_cut_off += 1
+            raise shutting_down() from None
         except Exception:
             reason = "error"
             raise

@@ -297,6 +297,45 @@ class Prefix(TypedDict):
     pinned_seconds: Seconds | Literal["forever"] | None
 
 
+class InstanceLoad(TypedDict):
+    """What an instance had to do when it said so last, some tenths of a second ago."""
+
+    running: Count
+    waiting: Count
+    held: Count
+    queued_rows: Count
+    free_bytes: Count
+    total_bytes: Count
+
+
+class Instance(TypedDict):
+    """An instance of a cluster. What it has measured is null until it is ready, and its name is empty while none runs
+    at its place.
+    """
+
+    place: str
+    name: str
+    role: Literal["prefill", "decode", "mixed"]
+    health: Literal["starting", "serving", "draining", "down"]
+    pid: Count | None
+    cores: list[Count]
+    attempts: Count
+    saturating_rows: Count | None
+    seconds_per_row: Seconds | None
+    batch: Count | None
+    seconds_per_step: Seconds | None
+    cache_bytes: Count | None
+    load: InstanceLoad | None
+
+
+class Cluster(TypedDict):
+    """The instances behind a server, counters of its router, and quantiles of seconds by stage."""
+
+    instances: list[Instance]
+    counts: dict[str, Count]
+    stages: dict[str, dict[str, Seconds]]
+
+
 class WarmPrefix(TypedDict):
     """A prompt whose whole chunks are cached now."""
 

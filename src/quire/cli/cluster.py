@@ -1,0 +1,164 @@
+"""Show the instances of a running server's cluster, drain or restart them, or change their roles.
+
+quire cluster status                    lists instances: what they can do and have to do, and the times of requests
+quire cluster drain INSTANCE            lets an instance finish its requests and starts another one in its place;
+                                        with --remove none
+quire cluster restart                   does that with one instance after the other
+quire cluster role INSTANCE ROLE        changes what an instance does: prefill, decode or mixed
+
+No request fails by any of these. INSTANCE is a place, such as prefill-0. The command ends when all of it is done. If it
+is interrupted, the server goes on. See docs/server.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from quire.arguments import Arguments
+from quire.cli import shared
+from quire.config import format_bytes
+from quire.errors import ConfigError, QuireError
+
+HELP = "show, drain and restart the instances of a running server"
+
+ACTIONS = ("status", "drain", "restart", "role")
+COLUMNS = (
+    "instance", "role", "health", "pid", "L_m", "batch", "running", "waiting", "held", "cache free", "of", "attempts",
+)  # fmt: skip
+
+PATIENCE_SECONDS = 4 * 3600.0
+"""Time in which a drain or restart must end: long answers are finished before."""
+
+
+def add_arguments(parser: Arguments) -> None:
+    """The arguments of the command."""
+    parser.add_argument("action", choices=ACTIONS, metavar="|".join(ACTIONS), help="what to do")
+    parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="with drain and role: the instance's place")
+    parser.add_argument("role", nargs="?", metavar="ROLE", help="with role: prefill, decode or mixed")
+    parser.add_argument(
+        "--url", default=shared.DEFAULT_URL, metavar="URL", help=f"of the server (default: {shared.DEFAULT_URL})"
+    )
+    parser.add_argument("--remove", action="store_true", help="with drain: no other instance takes its place")
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"send the first key of this file (default: the environment variable {shared.KEY_VARIABLE})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the server's answer, the state of all instances")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it."""
+    body = _body(args)
+    from quire.cli import remote
+
+    path = "/v1/cluster" if body is None else f"/v1/cluster/{args.action}"
+    seconds = remote.TIMEOUT_SECONDS if args.action in ("status", "role") else PATIENCE_SECONDS
+    key = remote.read_key(args.api_key_file)
+    found = remote.ask(args.url, path, key, "--url", "instances", body, seconds)
+    try:
+        if args.json:
+            print(json.dumps(found, indent=2))
+        elif args.action == "status":
+            print_status(found)
+        else:
+            print(_done(args, found))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise QuireError("the server's answer has an unknown format; is it another version of Quire?") from error
+    return 0
+
+
+def _body(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What is posted; None to ask. Raises ConfigError for arguments that do not go together."""
+    action, words = args.action, [each for each in (args.instance, args.role) if each is not None]
+    needed = {"drain": "one INSTANCE", "role": "an INSTANCE and a ROLE"}.get(action, "no INSTANCE")
+    if len(words) != {"drain": 1, "role": 2}.get(action, 0):
+        raise ConfigError(f"quire cluster {action} takes {needed}, but got {' '.join(words) or 'none'}")
+    if args.remove and action != "drain":
+        raise ConfigError("--remove is for quire cluster drain")
+    match action:
+        case "drain":
+            return {"instance": args.instance, "restart": not args.remove}
+        case "role":
+            return {"instance": args.instance, "role": args.role}
+    return {} if action == "restart" else None
+
+
+def _done(args: argparse.Namespace, found: dict[str, Any]) -> str:
+    names = {each["place"]: each["name"] for each in found["instances"]}
+    match args.action:
+        case "drain" if args.remove:
+            return f"{args.instance} has ended"
+        case "drain":
+            return f"{args.instance} is {names[args.instance]} now"
+        case "role":
+            return f"the role of {args.instance} is {args.role}"
+    return f"restarted: {', '.join(filter(None, names.values()))}"
+
+
+def print_status(found: dict[str, Any]) -> None:
+    """Prints instances, times of stages, and counters, as GET /v1/cluster told them. Raises KeyError, TypeError,
+    ValueError or AttributeError if it has another form.
+    """
+    shared.print_table(COLUMNS, [_row(each) for each in found["instances"]], left=("role", "health"))
+    stages = {name: seconds for name, seconds in found["stages"].items() if seconds}
+    if stages:
+        shares = list(next(iter(stages.values())))
+        print()
+        rows = [(name, *(_seconds(seconds[share]) for share in shares)) for name, seconds in stages.items()]
+        shared.print_table(("stage", *shares), rows)
+    if found["counts"]:
+        print("\n" + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found["counts"].items()))
+
+
+def _row(instance: dict[str, Any]) -> tuple[str, ...]:
+    load = instance["load"] or {}
+
+    def number(value: int | None) -> str:
+        return "-" if value is None else f"{value:,}"
+
+    def size(value: int | None) -> str:
+        return "-" if value is None else format_bytes(value)
+
+    return (
+        instance["place"],
+        instance["role"],
+        instance["health"],
+        "-" if instance["pid"] is None else str(instance["pid"]),
+        number(instance["saturating_rows"]),
+        number(instance["batch"]),
+        number(load.get("running")),
+        number(load.get("waiting")),
+        number(load.get("held")),
+        size(load.get("free_bytes")),
+        size(load.get("total_bytes")),
+        number(instance["attempts"]),
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def ready_line(instance: dict[str, Any]) -> str:
+    """One line about an instance that is ready, from the cluster's own state."""
+    return (
+        f"{instance['place']}: {instance['role']}, L_m {instance['prompt_rows']:,} rows at"
+        f" {1e3 * instance['seconds_per_row']:.3g} ms each, decodes up to {instance['batch']:,} at"
+        f" {1e3 * instance['seconds_per_step']:.3g} ms a step, {_cores(instance['cores'])},"
+        f" cache of {format_bytes(instance['cache_bytes'])}"
+    )
+
+
+def _cores(cores: list[int]) -> str:
+    """Numbers of cores, runs of them as ranges."""
+    if not cores:
+        return "all cores"
+    runs = [[core for _, core in run] for _, run in groupby(enumerate(sorted(cores)), lambda each: each[1] - each[0])]
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"core {text}" if len(cores) == 1 else f"cores {text}"

@@ -1,0 +1,145 @@
+"""/v1/cluster: operators see the instances behind a server, drain and restart them, and change their roles.
+
+A drain or restart goes on if its client leaves. There is one at a time; others wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import EngineStoppedError, ModelError
+from quire.server import shapes
+from quire.server.auth import is_loopback
+from quire.server.cluster_schema import DrainRequest, RestartRequest, RoleRequest
+from quire.server.errors import ApiError, json_response
+from quire.server.protocol import Operations
+from quire.server.service import Service
+from quire.server.wire import unless_disconnected
+
+log = logging.getLogger("quire.server")
+
+
+class Operator:
+    """The endpoints of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Future[None]] = set()
+
+    async def show(self) -> Response:
+        """The instances and the stages."""
+        return self._answer(self._operations())
+
+    async def drain(self, request: Request) -> Response:
+        """Lets an instance finish what it has and ends it, and starts another one in its place."""
+        async with self._service.bodies.read(request, DrainRequest) as body:
+            operations = self._named(body.instance)
+            restart = body.restart is not False
+        await self._finish(request, lambda: operations.drain(body.instance, restart=restart))
+        return self._answer(operations)
+
+    async def restart(self, request: Request) -> Response:
+        """Drains and restarts one instance after the other."""
+        async with self._service.bodies.read(request, RestartRequest):
+            operations = self._changeable()
+        await self._finish(request, operations.restart)
+        return self._answer(operations)
+
+    async def role(self, request: Request) -> Response:
+        """Changes what an instance does from now on."""
+        async with self._service.bodies.read(request, RoleRequest) as body:
+            operations = self._named(body.instance)
+        operations.set_role(body.instance, body.role)
+        return self._answer(operations)
+
+    def _operations(self) -> Operations:
+        found = self._service.engine.operations
+        if found is None:
+            message = "this server has one engine and no cluster; see cluster.prefill, cluster.decode, cluster.mixed"
+            raise ApiError(404, message, code="no_cluster")
+        return found
+
+    def _changeable(self) -> Operations:
+        """Raises ApiError 404 without a cluster, and 403 on a public server without keys: anybody could stop it."""
+        found, config = self._operations(), self._service.config
+        if not self._service.keys.keys and (config.allow_public or not is_loopback(config.host)):
+            message = "this server is public (serve.allow_public) and has no API keys; set serve.api_key_file"
+            raise ApiError(403, message, code="operators_only")
+        return found
+
+    def _named(self, place: str) -> Operations:
+        """Raises ApiError 404 for an instance that is not there, too."""
+        found = self._changeable()
+        places = [each["place"] for each in found.state()["instances"]]
+        if place not in places:
+            message = f"there is no instance '{place}'; there are {', '.join(places)}"
+            raise ApiError(404, message, param="instance", code="instance_not_found")
+        return found
+
+    async def _finish(self, request: Request, work: Callable[[], Awaitable[None]]) -> None:
+        """Waits for an operation, which goes on if the client leaves. Raises ApiError 503 if it fails."""
+
+        async def in_turn() -> None:
+            async with self._turn:
+                await work()
+
+        async def patiently(task: asyncio.Future[None]) -> None:
+            await asyncio.shield(task)
+
+        task = asyncio.ensure_future(in_turn())
+        self._running.add(task)
+        task.add_done_callback(self._has_ended)
+        try:
+            await unless_disconnected(request.receive, patiently(task))
+        except ModelError as error:
+            raise ApiError(503, str(error), code="instance_failed") from error
+
+    def _has_ended(self, task: asyncio.Future[None]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, EngineStoppedError):
+            log.error("an operation on instances failed: %s", error)
+
+    def _answer(self, operations: Operations) -> Response:
+        state = operations.state()
+        found: shapes.Cluster = {
+            "instances": [_instance(each) for each in state["instances"]],
+            "counts": state["counts"],
+            "stages": state["stages"],
+        }
+        return json_response(found)
+
+
+def _instance(found: dict[str, Any]) -> shapes.Instance:
+    load = found["load"]
+    return {
+        "place": found["place"],
+        "name": found["name"],
+        "role": found["role"],
+        "health": found["health"],
+        "pid": found["pid"],
+        "cores": found["cores"],
+        "attempts": found["attempts"],
+        "saturating_rows": found["prompt_rows"],
+        "seconds_per_row": found["seconds_per_row"],
+        "batch": found["batch"],
+        "seconds_per_step": found["seconds_per_step"],
+        "cache_bytes": found["cache_bytes"],
+        "load": None
+        if load is None
+        else {
+            "running": load["num_running"],
+            "waiting": load["num_waiting"],
+            "held": load["num_held"],
+            "queued_rows": load["prompt_rows"],
+            "free_bytes": load["free_bytes"],
+            "total_bytes": load["total_bytes"],
+        },
+    }

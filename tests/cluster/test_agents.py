@@ -1,0 +1,566 @@
+"""What agents, desks, routers and clusters do when messages are late, lost or damaged, and when something ends earlier
+than expected. There are no processes, and time passes when a test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.cluster import cluster as clusters
+from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.bodies import (
+    CacheState,
+    ComputeJob,
+    Extents,
+    Job,
+    Load,
+    ManifestOf,
+    Peers,
+    Ready,
+    ReceiveJob,
+    TokenOf,
+    Told,
+    WantPull,
+)
+from quire.cluster.cluster import Cluster
+from quire.cluster.desk import Cache, Desk, HasFailed, HasRoom, HasToken
+from quire.cluster.instance import Order
+from quire.cluster.members import Health, Member
+from quire.cluster.messages import Attempt, Cancel, Compute, Failed, Manifest, Receive, Taken, Token, Want
+from quire.cluster.neighbours import Neighbours, Pull
+from quire.cluster.processes import Processes
+from quire.cluster.router import Router, Ticket
+from quire.config import ClusterConfig
+from quire.engine.outputs import CompletionOutput
+from quire.engine.params import SamplingParams
+from quire.errors import EngineStoppedError
+from quire.stores.seal import Seal
+
+from ..engines import make_engine
+from ..stores import put_store
+from ..tiny_models import save_tiny, tiny_shape
+
+ATTEMPT = Attempt(1, 1)
+JOB = Job("r", list(range(3, 203)), {"max_tokens": 4, "ignore_eos": True}, {}, 7)
+STATE: Any = None
+CACHE = Cache(STATE, frozenset({0}), STATE)
+SEAL = Seal(bytes(32))
+
+
+def told(*token_ids: int) -> Told:
+    return Told(CompletionOutput(0, "", list(token_ids), 0.0, None, None, None))
+
+
+class Wire:
+    """Links that note what they carry."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.known: dict[str, str] = {}
+
+    def send(self, to: str, message: Any, bulk: Any = None) -> bool:
+        if not isinstance(message, Load):
+            self.sent.append((to, message))
+        return True
+
+    def learn(self, name: str, address: str) -> None:
+        self.known[name] = address
+
+    def forget(self, name: str) -> None:
+        del self.known[name]
+
+
+class Pulls:
+    """Neighbours whose extents are whole or not, as `is_whole` says."""
+
+    def __init__(self) -> None:
+        self.is_whole = True
+        self.failed: list[int] = []
+
+    def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
+        return self.is_whole
+
+    def fail(self, number: int, reason: str) -> None:
+        self.failed.append(number)
+
+
+class Idle(SimpleNamespace):
+    """Does nothing, whatever it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **more: None
+
+
+def agent_of(wire: Wire, pulls: Pulls, clock: Any = lambda: 0.0) -> Agent:
+    return Agent("me", wire, pulls, lambda command: command(), Deadlines(), clock)  # type: ignore[arg-type]
+
+
+def run(agent: Agent) -> Agent:
+    """Lets an agent take all that it was told, look at its timers, and stop."""
+    agent.notice([])
+    agent.stop()
+    agent.run(Idle())  # type: ignore[arg-type]
+    return agent
+
+
+def pull_of(number: int, source: str = "source") -> Pull:
+    return Pull(number, ATTEMPT, source, [[0]], STATE, [])
+
+
+def pulling(agent: Agent, pull: Pull) -> None:
+    """Makes it a receiver that waits for a pull."""
+    agent.receive("router", ReceiveJob(Receive(ATTEMPT, "source", 0), JOB), iter(()))
+    agent.receive("source", ManifestOf(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
+    agent.notice([HasRoom(ATTEMPT, pull)])
+
+
+# ---- agents ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_arrives_after_the_end_is_not_kept() -> None:
+    """An engine may have sampled, or admitted, before it heard that the attempt is over."""
+    agent = agent_of(Wire(), Pulls())
+    agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
+    agent.receive("router", Cancel(ATTEMPT), iter(()))
+    agent.notice([HasRoom(ATTEMPT), HasToken(ATTEMPT, told(5), False, CACHE)])
+    other = Attempt(2, 1)
+    agent.receive("router", ReceiveJob(Receive(other, "source", 0), JOB), iter(()))
+    agent.receive("router", Cancel(other), iter(()))
+    agent.notice([HasRoom(other, pull_of(3))])
+    run(agent)
+    assert not agent._bodies and not agent._pulls and not agent._due
+
+
+def test_nothing_is_left_of_an_attempt_after_a_while() -> None:
+    now = [0.0]
+    agent = agent_of(Wire(), Pulls(), lambda: now[0])
+    for number in range(20):
+        attempt = Attempt(number, 1)
+        agent.receive("router", ComputeJob(Compute(attempt, 0, "receiver"), JOB), iter(()))
+        agent.notice([HasRoom(attempt), HasToken(attempt, told(5), False, CACHE)])
+        agent.receive("router", Cancel(attempt), iter(()))
+    run(agent)
+    now[0] = 1000.0
+    run(agent)
+    for each in (
+        agent._sources,
+        agent._receivers,
+        agent._bodies,
+        agent._pulls,
+        agent._due,
+        agent._names,
+        agent._shipments,
+    ):
+        assert not each
+    assert len(agent._timers) < 10
+
+
+def test_damaged_extents_are_asked_for_again_at_once() -> None:
+    wire, pulls = Wire(), Pulls()
+    agent = agent_of(wire, pulls)
+    pulling(agent, pull_of(3))
+    pulls.is_whole = False
+    agent.receive("source", Extents(ATTEMPT, 3), iter(()))
+    run(agent)
+    want = ("source", WantPull(Want(ATTEMPT, frozenset({0})), 3, [[0]]))
+    assert [each for each in wire.sent if isinstance(each[1], WantPull)] == [want] * 2
+
+
+def test_a_source_that_sends_nothing_but_damage_is_given_up() -> None:
+    wire, pulls = Wire(), Pulls()
+    agent = agent_of(wire, pulls)
+    pulling(agent, pull_of(3))
+    pulls.is_whole = False
+    for _ in range(5):
+        agent.receive("source", Extents(ATTEMPT, 3), iter(()))
+    run(agent)
+    assert ("router", Failed(ATTEMPT, "the source does not answer")) in wire.sent
+
+
+@pytest.mark.parametrize("how", ["damaged", "lost", "late"])
+def test_a_pull_beside_the_protocol_ends(how: str) -> None:
+    """Its transfer holds room, and nobody else counts its tries."""
+    now, pulls = [0.0], Pulls()
+    agent = agent_of(Wire(), pulls, lambda: now[0])
+    agent.notice([pull_of(4), pull_of(5, "another")])
+    if how == "damaged":
+        pulls.is_whole = False
+        agent.receive("source", Extents(ATTEMPT, 4), iter(()))
+    elif how == "lost":
+        agent.lost("source")
+    run(agent)
+    if how == "late":
+        now[0] = 60.0
+        run(agent)
+    assert pulls.failed == ([4, 5] if how == "late" else [4])
+
+
+def test_who_is_gone_is_forgotten() -> None:
+    wire = Wire()
+    agent = agent_of(wire, Pulls())
+    agent.receive("router", Peers({"me": "a", "old.1": "b", "other.2": "c"}), iter(()))
+    agent.receive("router", Peers({"me": "a", "other.2": "c", "old.3": "d"}), iter(()))
+    run(agent)
+    assert wire.known == {"other.2": "c", "old.3": "d"}
+
+
+def test_an_attempt_that_was_ended_before_it_came_does_not_begin() -> None:
+    begun: list[Any] = []
+    agent = agent_of(Wire(), Pulls())
+    agent.receive("router", Cancel(ATTEMPT), iter(()))
+    agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
+    agent.receive("router", ReceiveJob(Receive(ATTEMPT, "source", 0), JOB), iter(()))
+    agent.stop()
+    desk = Idle(compute=lambda *given: begun.append(given), plan=lambda *given: begun.append(given))
+    agent.run(desk)  # type: ignore[arg-type]
+    assert not begun
+
+
+def test_an_engine_that_stands_still_ends_its_instance() -> None:
+    """Its agent would go on to say that it is alive, and its short queue would attract requests."""
+    now, wire = [0.0], Wire()
+    stuck: list[Any] = []
+    agent = Agent("me", wire, Pulls(), stuck.append, Deadlines.within(5.0), lambda: now[0])  # type: ignore[arg-type]
+    thread = threading.Thread(target=agent.run, args=(Idle(),), daemon=True)
+    thread.start()
+    for _ in range(80):
+        now[0] += 1.0
+        agent.notice([])
+        thread.join(0.002)
+    thread.join(5.0)
+    assert not thread.is_alive() and len(stuck) == 1
+
+
+# ---- desks -----------------------------------------------------------------------------------------------------------
+
+
+def desk_of() -> tuple[Desk, Neighbours, list[Any]]:
+    neighbours, notices = Neighbours(SEAL), list[Any]()
+    engine = put_store(make_engine(tiny_shape(head_dim=16), chunks=32), neighbours)
+    return Desk(engine, neighbours, SEAL, notices.extend, lambda call: call()), neighbours, notices
+
+
+def test_an_attempt_that_cannot_be_adopted_leaves_nothing() -> None:
+    """What was fetched ahead for it goes, too."""
+    desk, neighbours, notices = desk_of()
+    desk.plan(ATTEMPT, JOB)
+    desk.fetch_ahead(ATTEMPT, "source", 3)
+    assert desk.engine.scheduler.manager.fetching.guests and neighbours._offers
+    wrong = CacheState(b"another", (0, 2), (0, 2), 3, 200, 3, 4, 256, 0, False, None, None)
+    desk.adopt(ATTEMPT, "source", wrong, told(5))
+    desk.has_stepped(desk.engine.step())
+    (failed,) = [each for each in notices if isinstance(each, HasFailed)]
+    assert "pages of another model" in failed.reason
+    assert not desk.works and not desk._by_id
+    assert not desk.engine.scheduler.manager.fetching.guests and not neighbours._offers and not neighbours._found
+    desk.engine.check()
+    assert desk.engine.stats()["cache"]["bytes_used"] == 0
+
+
+def test_chunks_that_are_fetched_ahead_are_no_leak() -> None:
+    desk, _, _ = desk_of()
+    desk.plan(ATTEMPT, JOB)
+    desk.fetch_ahead(ATTEMPT, "source", 3)
+    assert not desk.engine.has_work and desk.engine.holds_nothing
+    desk.end(ATTEMPT)
+    assert desk.engine.stats()["cache"]["bytes_used"] == 0
+
+
+def test_chunks_that_are_sent_after_their_attempt_has_ended_are_no_leak() -> None:
+    """A client may go while its cache is copied: an engine without requests then waits for the link."""
+    desk, _, _ = desk_of()
+    desk.compute(ATTEMPT, JOB)
+    while not desk.engine.exports:
+        desk.has_stepped(desk.engine.step())
+    shipment = desk.works[ATTEMPT].shipment
+    assert shipment is not None
+    cargo = shipment.cargo([[0, 1, 2], [3]])
+    assert cargo is not None
+    desk.end(ATTEMPT)
+    assert not desk.engine.has_work and desk.engine.holds_nothing and desk.engine.exports
+    assert shipment.cargo([[0]]) is None, "it has ended"
+    assert sum(len(extent) for extent in cargo.pack()) > 0
+    cargo.done()
+    assert not desk.engine.exports
+    desk.engine.check()
+    assert desk.engine.stats()["cache"]["bytes_used"] == 0
+
+
+def test_two_requests_may_have_one_name() -> None:
+    desk, _, notices = desk_of()
+    desk.run_alone(ATTEMPT, JOB)
+    desk.run_alone(Attempt(2, 1), JOB)
+    while desk.engine.has_work:
+        desk.has_stepped(desk.engine.step())
+    tokens = [each for each in notices if isinstance(each, HasToken)]
+    assert len(tokens) == 8 and sum(each.is_last for each in tokens) == 2
+
+
+# ---- the router ------------------------------------------------------------------------------------------------------
+
+
+def router_of(tries: int = 3) -> tuple[Router, list[tuple[str, Any]], list[float]]:
+    sent, now = list[tuple[str, Any]](), [0.0]
+    router = Router(lambda to, message: sent.append((to, message)), timeout=10, tries=tries, clock=lambda: now[0])
+    for name, role in (("p.1", "prefill"), ("d.2", "decode")):
+        ready = Ready(name, "", 64, 8, 512, "", 1e-3, 1e-3)
+        router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
+    return router, sent, now
+
+
+def begun(router: Router) -> tuple[Ticket, list[Any]]:
+    answers: list[Any] = []
+    return router.begin(JOB, answers.append), answers
+
+
+def test_tokens_of_an_attempt_that_has_failed_are_not_those_of_the_next_one() -> None:
+    async def scenario() -> None:
+        router, _, _ = router_of()
+        ticket, answers = begun(router)
+        router.hear(TokenOf(Token(Attempt(1, 1), 0), told(5)))
+        router.hear(Failed(Attempt(1, 1), "no room"))
+        router.hear(TokenOf(Token(Attempt(1, 1), 1), told(66)))  # late, or of an instance that is mistaken
+        await asyncio.sleep(0)
+        assert ticket.state.number == 2
+        router.hear(TokenOf(Token(Attempt(1, 2), 1), told(6)))
+        assert [each.output.token_ids for each in answers] == [[5], [6]]
+        assert not ticket.told
+
+    asyncio.run(scenario())
+
+
+def test_a_token_that_came_already_is_not_kept() -> None:
+    router, _, _ = router_of()
+    ticket, answers = begun(router)
+    for _ in range(2):
+        router.hear(TokenOf(Token(ATTEMPT, 0), told(5)))
+    router.hear(Taken(ATTEMPT))
+    assert len(answers) == 1 and not ticket.told
+
+
+def test_an_instance_has_a_part_in_an_attempt_until_its_cache_is_taken() -> None:
+    """So that a drained source does not end before its receivers have what it holds."""
+    router, _, _ = router_of()
+    begun(router)
+    assert router.num_attempts("p.1") == router.num_attempts("d.2") == 1
+    router.hear(TokenOf(Token(ATTEMPT, 0), told(5)))
+    assert router.num_attempts("p.1") == 1
+    router.hear(Taken(ATTEMPT))
+    assert router.num_attempts("p.1") == 0 and router.num_attempts("d.2") == 1
+
+
+def test_members_forget_attempts_that_have_ended() -> None:
+    async def scenario() -> None:
+        router, _, _ = router_of(tries=4)
+        tickets = [begun(router)[0] for _ in range(6)]
+        router.hear(Failed(tickets[0].state.attempt, "no room"))
+        router.hear(TokenOf(Token(tickets[1].state.attempt, 0, True), told(5)))
+        await asyncio.sleep(0)
+        for ticket in tickets:
+            router.abort(ticket)
+        for member in router.members.values():
+            assert not member.rows and not member.tokens
+        assert not router._tickets
+
+    asyncio.run(scenario())
+
+
+def test_instances_with_which_an_attempt_failed_come_last() -> None:
+    """A connection between two instances may be broken while both say that they are alive."""
+
+    async def scenario() -> None:
+        router, _, _ = router_of(tries=3)
+        for name, role in (("p.3", "prefill"), ("d.4", "decode")):
+            ready = Ready(name, "", 64, 8, 512, "", 1e-3, 1e-3)
+            router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
+        ticket, _ = begun(router)
+        tried = [(ticket.state.source, ticket.state.receiver)]
+        for number in (1, 2):
+            router.hear(Failed(Attempt(1, number), "the source does not answer"))
+            await asyncio.sleep(0)
+            tried.append((ticket.state.source, ticket.state.receiver))
+        assert {*tried[:2]} == {("p.1", "d.2"), ("p.3", "d.4")}
+        assert tried[2][0] == "" and tried[2][1] not in tried[1], "the last attempt needs one instance"
+
+    asyncio.run(scenario())
+
+
+def test_a_source_whose_receiver_has_ended_computes_again() -> None:
+    """It has the prompt in its cache."""
+
+    async def scenario() -> None:
+        router, _, _ = router_of()
+        for name, role in (("p.3", "prefill"), ("d.4", "decode")):
+            ready = Ready(name, "", 64, 8, 512, "", 1e-3, 1e-3)
+            router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
+        ticket, _ = begun(router)
+        source, receiver = ticket.state.source, ticket.state.receiver
+        router.down(receiver)
+        await asyncio.sleep(0)
+        assert ticket.state.number == 2 and ticket.state.source == source and ticket.state.receiver != receiver
+
+    asyncio.run(scenario())
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------------------
+
+
+class Nobody(Processes):
+    """Starts nothing. The first `refused` starts fail."""
+
+    def __init__(self, refused: int = 0) -> None:
+        super().__init__()
+        self.started: list[Order] = []
+        self.killed: list[str] = []
+        self.gone: list[str] = []
+        self._refused = refused
+
+    def start(self, order: Order) -> None:
+        self.started.append(order)
+        if len(self.started) <= self._refused:
+            raise OSError("no more processes")
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+    def ended(self) -> list[str]:
+        return self.gone
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "LEAST_PAUSE", 0.01)
+
+
+def idle_cluster(model: Path, processes: Processes, **settings: Any) -> Cluster:
+    options = {"model.dtype": "float32", "runtime.device": "cpu", "cache.memory": "4MiB"}
+    config = ClusterConfig(**({"mixed": 1} | settings))
+    return Cluster(str(model), options, settings=config, processes=processes)
+
+
+async def started(cluster: Cluster) -> asyncio.Task[None]:
+    """Begins to start a cluster, and says for its instances that they are ready."""
+    task = asyncio.create_task(cluster.start())
+    while not cluster.router.members:
+        await asyncio.sleep(0)
+    for name in cluster.router.members:
+        ready(cluster, name)
+    await task
+    return task
+
+
+def ready(cluster: Cluster, name: str) -> None:
+    cluster._hear(name, Ready(name, "shm://nowhere", 64, 8, 512, "", 1e-3, 1e-3))
+
+
+def alive(cluster: Cluster, name: str) -> None:
+    cluster._hear(name, Load(name, 0, 0, 0, 0, 1, 1))
+
+
+def test_an_instance_that_cannot_be_started_again_is_tried_again(model: Path, short: None) -> None:
+    async def scenario() -> None:
+        processes = Nobody()
+        cluster = idle_cluster(model, processes)
+        await started(cluster)
+        processes._refused = 3
+        processes.gone = ["mixed-0.1"]
+        async with asyncio.timeout(5):
+            while len(processes.started) < 4:
+                await asyncio.sleep(0.01)
+        assert [each.name for each in processes.started] == [f"mixed-0.{number}" for number in (1, 2, 3, 4)]
+        processes.gone = []
+        await cluster.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_was_stopped_does_not_end_its_instances(model: Path) -> None:
+    """What they said meanwhile is still on its way."""
+
+    async def scenario() -> None:
+        processes = Nobody()
+        cluster = idle_cluster(model, processes, heartbeat=0.5)
+        await started(cluster)
+        alive(cluster, "mixed-0.1")
+        loop = asyncio.get_running_loop()
+        clock = clusters.time.monotonic
+        skipped = [0.0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clusters, "time", SimpleNamespace(monotonic=lambda: clock() + skipped[0]))
+            await asyncio.sleep(0.15)
+            skipped[0] = 20.0
+            await asyncio.sleep(0.25)
+            assert not processes.killed and "mixed-0.1" in cluster.router.members
+            end = loop.time() + 5
+            while not processes.killed and loop.time() < end:
+                await asyncio.sleep(0.05)
+        assert processes.killed[:1] == ["mixed-0.1"], "it gives no sign of life, and the router hears"
+        await cluster.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_that_stops_while_it_loads_is_started_again(
+    model: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        processes = Nobody()
+        cluster = idle_cluster(model, processes, heartbeat=0.5)
+        await started(cluster)
+        processes.gone = ["mixed-0.1"]
+        async with asyncio.timeout(5):
+            while len(processes.started) < 2:
+                await asyncio.sleep(0.01)
+            processes.gone = []
+            cluster._hear("mixed-0.2", clusters.Hello("mixed-0.2"))
+            while "mixed-0.2" not in processes.killed:
+                await asyncio.sleep(0.01)
+        await cluster.close()
+
+    monkeypatch.setattr(clusters, "LOADING_SECONDS", 0.5)
+    asyncio.run(scenario())
+
+
+def test_clients_do_not_wait_for_a_cluster_that_is_closed(model: Path) -> None:
+    async def scenario() -> None:
+        cluster = idle_cluster(model, Nobody())
+        await started(cluster)
+
+        async def client() -> None:
+            async for _ in cluster.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4)):
+                pass
+
+        waiting = asyncio.create_task(client())
+        await asyncio.sleep(0.01)
+        await cluster.close()
+        with pytest.raises(EngineStoppedError):
+            await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_was_ended_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anybody wait while the system frees its memory."""
+
+    async def scenario() -> None:
+        processes = Processes()
+        processes.start(Order("a.1", "", "", "", {}))
+        pid = processes.pid("a.1")
+        processes.kill("a.1")
+        assert processes.ended() == [] and processes.pid("a.1") is None
+        await processes.wait(5.0)
+        assert not Path(f"/proc/{pid}").exists(), "a zombie"
+
+    asyncio.run(scenario())

@@ -1,0 +1,213 @@
+"""What travels between instances: what the manifests say, no byte more, and nothing twice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cluster import wire
+from quire.cluster.bodies import CacheState, ManifestOf, Told, WantPull, state_of, swapped_of
+from quire.cluster.messages import Attempt, Manifest
+from quire.cluster.transport import TRANSPORTS
+from quire.cluster.transport.local import LocalStream, LocalTransport
+from quire.engine.engine import Engine
+from quire.engine.handover import Continued
+from quire.engine.outputs import CompletionOutput
+from quire.errors import ExtentError
+
+from ..benchmark_scripts import benchmark
+from ..clusters import Running, Threads
+from ..codecs import options_of
+from ..effort import combine
+from ..engines import GREEDY, drain, make_engine
+from ..tiny_models import save_tiny, tiny_shape
+from .test_tokens import CODECS, RETENTION, engine_options, prompt_of
+
+cluster_bytes = benchmark("cluster_bytes")
+
+pytestmark = pytest.mark.usefixtures("toy_codec")
+
+HEADER_BYTES, FRAME_BYTES, HANDSHAKE_BYTES = 80, 40, 400
+"""Of an extent (docs/page-format.md); of a frame around a message or an extent; at most, of a connection."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16)
+
+
+class Counted(LocalTransport):
+    """Counts the bytes that are written to connections between instances, those of both directions."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_streams = 0
+
+    def dial(self, place: str, stall_seconds: float, seconds: float) -> LocalStream:
+        """See Transport."""
+        stream = super().dial(place, stall_seconds, seconds)
+        if place != "router":
+            self.num_streams += 1
+            for pipe in (stream._incoming, stream._outgoing):
+                pipe.write = self._counted(pipe.write)  # type: ignore[method-assign]
+        return stream
+
+    def _counted(self, write: Callable[[memoryview, float], None]) -> Callable[[memoryview, float], None]:
+        def counted(piece: memoryview, seconds: float) -> None:
+            self.num_bytes += len(piece)
+            write(piece, seconds)
+
+        return counted
+
+
+def expected_bytes(engine: Engine, cache: CacheState | None, parts: frozenset[int], num_shared: int) -> int:
+    """Bytes of the extents of some parts, from the page format's document and a manifest alone.
+
+    cache  None: parts are shared chunks
+    """
+    table: Any = engine.scheduler.manager.table
+    num_layers, num_heads = table.shape
+    beside = 0 if table.sinks is None else table.sinks.layer_bytes
+    total = 0
+    if chunks := [part for part in parts if part < num_shared]:
+        total += num_layers * (HEADER_BYTES + len(chunks) * (6 + 9 * num_heads))
+        total += len(chunks) * int(table.sizes[table.sealed_codec.kernel_id].sum())
+        total += num_layers * beside * (0 in chunks)
+    if num_shared in parts:
+        assert cache is not None and cache.own is not None
+        own = cache.own
+        total += num_layers * (HEADER_BYTES + len(own.kinds) * (6 + 9 * num_heads))
+        total += int(table.sizes[own.kinds][own.masks != 0].sum()) + 4 * PAGE_TOKENS * int(own.placed.sum())
+        total += num_layers * beside * int(own.has_sidecar.sum())
+    return total
+
+
+@combine(1, codec=CODECS, retention=list(RETENTION))
+def test_bytes_on_the_wire_are_those_of_the_manifests(
+    model: Path, codec: str, retention: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, transport = random.Random(seed), Counted()
+    monkeypatch.setitem(TRANSPORTS, "local", transport)
+    options = engine_options(model, codec, **RETENTION[retention])
+    prompts = [prompt_of(rng, length) for length in (1, 64, 100, 300)]
+    prompts.append([*prompts[-1][:256], *prompt_of(rng, 70)])
+    with Running(model, options, Threads(), "local") as cluster:
+        source, receiver = cluster.instance("prefill"), cluster.instance("decode")
+        for prompt in prompts:
+            cluster.generate([prompt], replace(GREEDY, max_tokens=4))
+        cluster.settle()
+        manifests = {each.message.attempt: each for _, each in source.sent if isinstance(each, ManifestOf)}
+        asked = [each for _, each in receiver.sent if isinstance(each, WantPull)]
+        right = 0
+        for want in asked:
+            cache = manifests[want.message.attempt].cache
+            right += expected_bytes(receiver.engine, cache, want.message.parts, cache.num_shared)
+        twice = Counter((want.message.attempt, part) for want in asked for part in want.message.parts)
+        assert set(twice.values()) == {1}, "something is asked for twice"
+        by_attempt: dict[Attempt, set[int]] = {}
+        for attempt, part in twice:
+            by_attempt.setdefault(attempt, set()).add(part)
+        for attempt, manifest in manifests.items():
+            parts, pulled = manifest.message.parts, by_attempt.get(attempt, set())
+            assert pulled <= parts and (not parts or max(parts) in pulled), "the rest always travels"
+        told = receiver.ask(Engine.stats)["tiers"]["neighbour"]
+        assert told["bytes_read"] == right
+        assert told["bytes_read"] >= told["bytes_pages"] + told["bytes_sums"] > 0
+        owns = [each.cache.own for each in manifests.values() if each.cache.own is not None]
+        attached = [(own.masks != 0)[len(own.kinds) - own.num_attached :] for own in owns]
+        assert told["bytes_sums"] == 4 * PAGE_TOKENS * sum(int(each.sum()) for each in attached)
+        assert (told["bytes_sums"] > 0) >= (retention == "budget") and told["bytes_state"] > 0
+        source_traffic, traffic = (each._links.stats() for each in (source, receiver))
+        there, back = source_traffic[receiver.order.name], traffic[source.order.name]
+    assert there["extent_bytes_sent"] == back["extent_bytes_received"] == right
+    num_frames = sum(each[name] for each in (there, back) for name in ("messages_sent", "extents_sent"))
+    framed = right + there["message_bytes_sent"] + back["message_bytes_sent"] + FRAME_BYTES * num_frames
+    assert framed <= transport.num_bytes <= framed + HANDSHAKE_BYTES * transport.num_streams
+
+
+def test_a_second_request_with_the_prefix_sends_only_its_suffix(model: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    shared = prompt_of(rng, 320)
+    with Running(model, engine_options(model), Threads(), "local") as cluster:
+        pulled = []
+        for length in (0, 70, 64):
+            sent = cluster.instance("decode").sent
+            before = len(sent)
+            cluster.generate([[*shared, *prompt_of(rng, length)]], GREEDY)
+            cluster.settle()
+            parts = [each.message.parts for _, each in sent[before:] if isinstance(each, WantPull)]
+            pulled.append({part for each in parts for part in each})
+    assert pulled == [{0, 1, 2, 3, 4}, {5, 6}, {5}]
+
+
+@pytest.mark.parametrize("retention", [name for name in RETENTION if name != "all"])
+@pytest.mark.parametrize("codec", ["dense", "nuq3"])
+def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int) -> None:
+    """Policies, positions, sums, the local window and the counts of its path, as bytes: every field of them."""
+    rng, shape = random.Random(seed), tiny_shape(head_dim=16)
+    engine = make_engine(shape, **options_of(codec), **RETENTION[retention])
+    engine.add("x", None, prompt_of(rng, 300), GREEDY, continued=Continued(1, leaves=True))
+    drain(engine)
+    swapped = engine.exports["x"].swapped
+    table: Any = engine.scheduler.manager.table
+    state = wire.decode(wire.encode(_as_manifest(state_of(swapped, table.shape, b"digest")))).cache
+    found = swapped_of(state, 300, table.shape, len(table.sizes), b"digest")
+    mine, right = found.path.retained, swapped.path.retained
+    assert mine is not None and right is not None and right.positions.shape[2] > 0
+    assert vars(mine).keys() == vars(right).keys()
+    for name, value in vars(right).items():
+        np.testing.assert_equal(vars(mine)[name], value, name)
+    assert found.run is not None and swapped.run is not None
+    for field in fields(found.run):
+        if field.name != "namespace":
+            np.testing.assert_equal(getattr(found.run, field.name), getattr(swapped.run, field.name), field.name)
+    for field in fields(found.path):
+        # The other engine reserves room itself, and the request says the rest.
+        if field.name not in ("retained", "num_reserved", "priority", "lifetime"):
+            np.testing.assert_equal(getattr(found.path, field.name), getattr(swapped.path, field.name), field.name)
+    with pytest.raises(ExtentError, match="another model, codec or calibration"):
+        swapped_of(state, 300, table.shape, len(table.sizes), b"another")
+    engine.end_export("x")
+
+
+def _as_manifest(cache: CacheState) -> ManifestOf:
+    return ManifestOf(Manifest(Attempt(1, 1), frozenset({0}), 1), cache, Told(CompletionOutput(0, "", [1])))
+
+
+@pytest.mark.parametrize("prefix", ["half", "nothing"])
+def test_the_benchmark_counts_and_judges(prefix: str) -> None:
+    counts = {"bytes_read": 1100, "bytes_pages": 900, "bytes_sums": 100, "bytes_state": 7, "num_pulls": 1}
+    second = {name: count // 2 if prefix == "half" else count for name, count in counts.items()}
+    rows = [cluster_bytes.Row(setting, counts, second) for setting in cluster_bytes.SETTINGS]
+    faults = cluster_bytes.faults_of(rows, 4096)
+    assert [fault.partition(":")[0] for fault in faults if "of dense" in fault] == ["nuq3", "nuq3, budget 0.5"]
+    assert any("second prompt" in fault for fault in faults) == (prefix == "nothing")
+    assert cluster_bytes.table_of(rows).splitlines()[2].split()[1:5] == ["1,000", "900", "100", "7"]
+
+
+@pytest.mark.parametrize(("retention", "most"), [("all", 0.25), ("budget", 0.15)])
+def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(
+    retention: str, most: float, seed: int
+) -> None:
+    """As benchmarks/cluster_bytes.py, with fewer tokens."""
+    prompt = prompt_of(random.Random(seed), 1024)
+    sent = []
+    with cluster_bytes.tiny_model(1200) as (folder, more):
+        for codec in ("dense", "nuq3"):
+            options = {**more, "cache.codec": codec, "cache.memory": "16MiB", "runtime.threads": 1}
+            if codec == "dense":
+                del options["cache.calibration"]
+            else:
+                options |= RETENTION[retention]
+            with Running(folder, options, Threads(), "local") as cluster:
+                cluster.generate([prompt], replace(GREEDY, max_tokens=2))
+                told = cluster.ask("decode", Engine.stats)["tiers"]["neighbour"]
+            sent.append(told["bytes_read"] - told["bytes_sums"])
+    assert 0 < sent[1] <= most * sent[0], sent

@@ -1,0 +1,112 @@
+"""Operators change a cluster that serves: nothing fails, and every answer has the tokens of before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.engine.params import SamplingParams
+from quire.errors import EngineStoppedError, ModelError, RequestError
+from tests.clusters import Running, Threads
+from tests.tiny_models import save_tiny
+
+OPTIONS = {"cache.memory": "8MiB", "runtime.device": "cpu", "runtime.threads": 1, "model.dtype": "float32"}
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
+PROMPTS = [[each] * (70 + 30 * each) for each in range(1, 5)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("operated"))
+
+
+@pytest.fixture
+def running(model: Path) -> Iterator[Running]:
+    with Running(model, OPTIONS, Threads(), "local") as found:
+        yield found
+
+
+def answers(running: Running) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in running.generate(PROMPTS, PARAMS)]
+
+
+def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(running: Running) -> None:
+    cluster, expected = running.cluster, answers(running)
+    names = {each["place"]: each["name"] for each in cluster.state()["instances"]}
+    told: list[list[int]] = []
+
+    async def operate() -> None:
+        await cluster.restart()
+        cluster.set_role("prefill-0", "mixed")
+        cluster.set_role("decode-0", "prefill")
+        await asyncio.sleep(0.05)
+        cluster.set_role("decode-0", "decode")
+        cluster.set_role("prefill-0", "prefill")
+
+    async def ask(until: asyncio.Future[None]) -> None:
+        while not until.done():
+            found = await asyncio.gather(*(running._one(prompt, PARAMS) for prompt in PROMPTS))
+            told.extend([token for item in items for token in item.outputs[0].token_ids] for items in found)
+
+    async def scenario() -> None:
+        operating = asyncio.ensure_future(operate())
+        await ask(operating)
+        await operating
+
+    running.call(scenario())
+    assert len(told) >= len(PROMPTS) and all(each in expected for each in told)
+    assert cluster.router.counts["failed"] == 0 and cluster.router.counts["down"] == 2
+    state = cluster.state()["instances"]
+    assert [each["role"] for each in state] == ["prefill", "decode"]
+    assert not {each["name"] for each in state} & {*names.values()}, "both are new"
+
+
+def test_an_instance_may_leave_and_the_last_one_may_not(running: Running) -> None:
+    cluster, expected = running.cluster, answers(running)
+    with pytest.raises(RequestError, match="there is no instance 'mixed-7' that runs"):
+        cluster.set_role("mixed-7", "mixed")
+    with pytest.raises(RequestError, match="'king' is no role"):
+        cluster.set_role("decode-0", "king")
+    running.call(cluster.drain("decode-0", restart=False))
+    assert [each["place"] for each in cluster.state()["instances"]] == ["prefill-0"]
+    assert answers(running) == expected, "a prefill instance that is alone decodes, too"
+    with pytest.raises(RequestError, match="prefill-0 is the only instance that serves"):
+        running.call(cluster.drain("prefill-0", restart=False))
+    assert answers(running) == expected
+
+
+def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: Running) -> None:
+    cluster = running.cluster
+    names = [each["name"] for each in cluster.state()["instances"]]
+    cluster._options |= {"cache.share": False, "tiers.disk": "/nowhere:64MiB"}
+    with pytest.raises(ModelError, match="instance prefill-0.3 did not start"):
+        running.call(cluster.restart())
+    prefill, decode = cluster.state()["instances"]
+    assert prefill["health"] in ("down", "starting") and (decode["name"], decode["health"]) == (names[1], "serving")
+
+
+def test_a_cluster_that_closes_ends_its_requests_with_an_error(running: Running) -> None:
+    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    async def scenario() -> None:
+        asked = asyncio.ensure_future(running._one([1] * 70, long))
+        while not running.cluster.router.num_running:
+            await asyncio.sleep(0.001)
+        await running.cluster.close()
+        with pytest.raises(EngineStoppedError, match="the cluster is closed"):
+            await asked
+
+    running.call(scenario())
+
+
+def test_times_and_sizes_are_told_of_what_ran(running: Running) -> None:
+    answers(running)
+    state = running.cluster.state()
+    assert state["counts"]["ended"] == len(PROMPTS)
+    for stage in ("queue", "prefill", "transfer", "decode"):
+        assert state["stages"][stage]["p50"] > 0, stage
+    for each in state["instances"]:
+        assert 0 < each["cache_bytes"] <= 8 << 20 and each["prompt_rows"] > 0 and each["batch"] > 0

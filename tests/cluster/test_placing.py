@@ -1,0 +1,151 @@
+"""Which instances share a machine, what each needs there, and the settings for a Ray cluster. No Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster.cluster import Cluster
+from quire.cluster.instance import Order
+from quire.cluster.members import Health, Index, Member, choose
+from quire.cluster.on_ray import OnRay, _cache_bytes, _plain
+from quire.cluster.placing import Needs, groups_of, most_cores
+from quire.cluster.processes import places_of
+from quire.config import ClusterConfig, EngineConfig
+from quire.errors import ConfigError
+
+from ..tiny_models import save_tiny
+
+
+def roles(prefill: int, decode: int, mixed: int = 0) -> dict[str, str]:
+    return dict(places_of([("prefill", prefill), ("decode", decode), ("mixed", mixed)]))
+
+
+def test_without_ray_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="cluster.address needs Ray.*pip install 'quire\\[cluster\\]'"):
+        Cluster(str(model), {"cache.memory": "8MiB"}, settings=ClusterConfig(mixed=1, address="auto"))
+
+
+@pytest.mark.parametrize("address", ["", "head", "head:", ":6379", "head:0", "head:65536", "head:port"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="must be none, auto or HOST:PORT"):
+        ClusterConfig(mixed=1, address=address)
+
+
+@pytest.mark.parametrize("address", ["auto", "head:6379", "10.0.0.1:6379", "[::1]:6379"])
+def test_addresses_of_a_head_are_accepted(address: str) -> None:
+    assert ClusterConfig(mixed=1, address=address).address == address
+
+
+def test_an_address_is_for_instances() -> None:
+    with pytest.raises(ConfigError, match="cluster.address is for instances"):
+        ClusterConfig(address="auto")
+
+
+def test_caches_do_not_travel_between_machines_in_shared_memory() -> None:
+    with pytest.raises(ConfigError, match="must be auto or tcp"):
+        ClusterConfig(mixed=1, address="auto", transport="shm")
+
+
+def test_labels_are_read_from_text() -> None:
+    config = ClusterConfig(mixed=1, prefill_labels="zone=a, ray.io/accelerator-type=H100")
+    assert config.labels("prefill") == {"zone": "a", "ray.io/accelerator-type": "H100"}
+    assert config.labels("decode") == {}
+
+
+@pytest.mark.parametrize("text", ["zone", "zone=", "=a", "zone=a,,"])
+def test_what_is_no_label_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="cluster.mixed_labels is .* KEY=VALUE"):
+        ClusterConfig(mixed=1, mixed_labels=text)
+
+
+def test_a_pair_computes_prompts_and_decodes() -> None:
+    assert groups_of(roles(2, 2), "pairs") == [["prefill-0", "decode-0"], ["prefill-1", "decode-1"]]
+
+
+def test_the_rest_of_a_role_is_dealt_out_to_the_pairs() -> None:
+    assert groups_of(roles(3, 2, 1), "pairs") == [
+        ["prefill-0", "prefill-2", "decode-0"],
+        ["prefill-1", "decode-1"],
+        ["mixed-0"],
+    ]
+    assert groups_of(roles(0, 1, 1), "pairs") == [["decode-0"], ["mixed-0"]]
+
+
+def test_without_pairs_all_are_placed_together() -> None:
+    for placement in ("pack", "spread"):
+        assert groups_of(roles(1, 2), placement) == [["prefill-0", "decode-0", "decode-1"]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cpus", "cores"),
+    [
+        ([1, 1], [4], 2),
+        ([1, 1, 1], [8, 8], 4),
+        ([2, 2], [8, 8], 4),
+        ([2], [3, 3], 1),
+        ([1], [16, 64], 64),
+        ([1, 1, 1], [2], 1),
+        ([1], [], 1),
+        ([3, 1], [6, 0, 4], 2),
+    ],
+)
+def test_every_instance_gets_as_many_cores_as_all_can_have(sizes: list[int], cpus: list[int], cores: int) -> None:
+    assert most_cores(sizes, cpus) == cores
+
+
+def test_a_bundle_has_only_what_is_needed() -> None:
+    assert Needs(2, 0, 0, {}).bundle() == {"CPU": 2.0}
+    assert Needs(2, 1, 512, {}).bundle() == {"CPU": 2.0, "GPU": 1.0, "memory": 512.0}
+
+
+def test_an_error_says_what_instances_need() -> None:
+    needs = Needs(1, 2, 3 << 30, {"decode": {"zone": "b"}})
+    assert needs.described(["prefill", "decode"]) == (
+        "each needs 1 core, 2 GPUs, 3.00 GiB of memory; decode needs nodes with zone=b"
+    )
+
+
+def test_a_receiver_of_the_same_group_is_preferred() -> None:
+    members = [
+        Member(f"{role}-{index}", f"{role}-{index}", role, Health.SERVING, group=str(index))
+        for role in ("decode", "prefill")
+        for index in (0, 1)
+    ]
+    for busy, chosen in ((2, "1"), (3, "0")):
+        for member in members:
+            member.rows.clear()
+        members[busy].rows = {(1, 1): 500}  # type: ignore[dict-item]
+        choice = choose(members, Index(), [], 100)
+        assert choice is not None and choice.source is not None
+        assert (choice.source.group, choice.receiver.group) == (chosen, chosen)
+    members[1].health = Health.DOWN
+    members[2].rows = {(1, 1): 500}  # type: ignore[dict-item]
+    choice = choose(members, Index(), [], 100)
+    assert choice is not None and choice.receiver.name == "decode-0", "another machine is better than none"
+
+
+def test_all_settings_travel_to_another_machine(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[cache]\nmemory = "8MiB"\ncodec = "g4"\n[retain]\nthreshold = 0.95\n')
+    config = EngineConfig.from_options({"model.max_context": 256, "runtime.device": "cpu"}, file)
+    sent = json.loads(json.dumps({key: _plain(value) for key, value in config.to_options().items()}))
+    assert EngineConfig.from_options(sent) == config
+
+
+def test_a_cache_gets_its_share_of_a_node(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"runtime.device": "cpu", "model.dtype": "float32", "cache.memory": "auto"}
+    order = Order("mixed-0.1", "", "", str(save_tiny(tmp_path)), options)
+    alone = _cache_bytes(order, 1 << 50)
+    assert alone // 2 - 1_000_000 < _cache_bytes(order, alone // 2) < alone // 2, "the weights take some of it"
+    assert _cache_bytes(order, 0) == alone // 4, "too little is not nothing"
+
+
+def test_ray_does_not_share_the_cores_of_this_machine() -> None:
+    assert not OnRay.is_local and OnRay.transport == "tcp"

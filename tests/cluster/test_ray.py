@@ -1,0 +1,537 @@
+"""Instances on Ray: one head whose processes the tests start and stop, and a test cluster of several nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.cluster.instance import Order
+from quire.cluster.on_ray import OnRay, check_head, find_token
+from quire.cluster.processes import places_of
+from quire.config import ClusterConfig, EngineConfig
+from quire.errors import ConfigError, ModelError
+
+from ..clusters import Running
+from ..effort import full_only
+from ..rays import (
+    MARK,
+    SMALL,
+    TOKEN,
+    Head,
+    command_of,
+    ended,
+    environment,
+    free_port,
+    marked,
+    parent_of,
+    shared_memory,
+    short_folder,
+    until,
+)
+from ..tiny_models import save_tiny
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -c constraints.txt 'ray[default]'"
+    ),
+]
+OPTIONS: dict[str, Any] = {
+    "model.dtype": "float32", "runtime.device": "cpu", "cache.memory": "8MiB", "scheduler.max_running": 8,
+    "scheduler.token_budget": 256,
+}  # fmt: skip
+PROMPTS = [{"prompt_token_ids": [(7 * index + length) % 200 + 3 for index in range(length)]} for length in (5, 64, 200)]
+PARAMS = [SamplingParams(max_tokens=12, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
+LONG = SamplingParams(max_tokens=250, temperature=0.8, seed=3, ignore_eos=True)
+whole = full_only("it starts Ray")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"), head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, list[list[int]]]:
+    """What one engine answers: to the prompts, and to a long request."""
+    llm = LLM(str(model), OPTIONS)
+    return {
+        "prompts": [tokens(each) for each in llm.generate(PROMPTS, PARAMS)],
+        "long": [tokens(each) for each in llm.generate([PROMPTS[1]], LONG)],
+    }
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    before = shared_memory()
+    started = Head(cores=6)
+    try:
+        with environment(started.environment):
+            yield started
+    finally:
+        started.stop()
+    assert shared_memory() <= before
+
+
+@pytest.fixture(scope="module")
+def running(head: Head, model: Path) -> Iterator[Running]:
+    """An instance that computes prompts and one that decodes."""
+    with on_ray(head.address, model, prefill=1, decode=1, cores=2) as started:
+        yield started
+
+
+class OnRayWith(OnRay):
+    """Instances with further options."""
+
+    def __init__(self, settings: ClusterConfig, options: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self._further = options
+
+    def start(self, order: Order) -> None:
+        super().start(dataclasses.replace(order, options={**order.options, **self._further}))
+
+
+def on_ray(address: str, model: Path, further: Mapping[str, Any] | None = None, **settings: Any) -> Running:
+    config = ClusterConfig(address=address, **settings)
+    return Running(model, OPTIONS, OnRayWith(config, further or {}), "tcp", address=address, **settings)
+
+
+def tokens(answer: RequestOutput) -> list[int]:
+    return list(answer.outputs[0].token_ids)
+
+
+def instance(running: Running, place: str) -> dict[str, Any]:
+    """What the cluster tells of an instance."""
+    return next(each for each in running.cluster.state()["instances"] if each["place"] == place)
+
+
+def serves_anew(running: Running, place: str, before: dict[str, Any]) -> bool:
+    now = instance(running, place)
+    return now["health"] == "serving" and now["name"] != before["name"] and now["pid"] is not None
+
+
+async def kill_while(running: Running, place: str, number: int) -> list[int]:
+    """The tokens of a long request whose instance gets a signal after some of them."""
+    found: list[int] = []
+    async for delta in running.cluster.generate(PROMPTS[1], LONG):
+        found += delta.outputs[0].token_ids
+        if number and len(found) >= 20:
+            os.kill(instance(running, place)["pid"], number)
+            number = 0
+    return found
+
+
+# ---- without a cluster -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def answering(token: str | None) -> Iterator[str]:
+    """A server that answers like a head: to those with the token, or without one to everybody."""
+    import grpc
+
+    def check(request: bytes, context: Any) -> bytes:
+        headers = dict(context.invocation_metadata())
+        if token is not None and headers.get("authorization") != f"Bearer {token}":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b""
+
+    handler = grpc.method_handlers_generic_handler(
+        "ray.rpc.NodeInfoGcsService", {"CheckAlive": grpc.unary_unary_rpc_method_handler(check)}
+    )
+    server = grpc.server(ThreadPoolExecutor(2), handlers=[handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def test_a_head_with_our_token_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "ours")
+    with answering("ours") as address:
+        check_head(address)
+
+
+def test_a_head_that_serves_everybody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "ours")
+    with answering(None) as address, pytest.raises(ConfigError, match="whatever anyone sends.*RAY_AUTH_MODE=token"):
+        check_head(address)
+
+
+def test_a_head_with_another_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "ours")
+    with answering("theirs") as address, pytest.raises(ConfigError, match="has another token"):
+        check_head(address)
+
+
+def test_a_head_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "ours")
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="no head of a Ray cluster answers at 127.0.0.1:"):
+        check_head(f"127.0.0.1:{free_port()}")
+    assert time.monotonic() - begun < 2
+
+
+def test_without_a_token_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no token .* RAY_AUTH_TOKEN_PATH"):
+        check_head("127.0.0.1:1")
+
+
+def test_a_token_is_found_where_ray_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_token() == ""
+    for found, place in (("home", tmp_path / ".ray" / "auth_token"), ("file", tmp_path / "token")):
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(f"{found}\n")
+        if found == "file":
+            monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(place))
+        assert find_token() == found
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "variable")
+    assert find_token() == "variable"
+
+
+def test_a_ray_without_tokens_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match="set RAY_AUTH_MODE=token"):
+        on_ray("127.0.0.1:1", model, mixed=1)
+
+
+# ---- one head --------------------------------------------------------------------------------------------------------
+
+
+@whole
+def test_a_head_takes_our_token_alone(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_head(head.address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 40)
+    with pytest.raises(ConfigError, match="has another token"):
+        check_head(head.address)
+
+
+@whole
+def test_instances_are_actors_with_processes_of_their_own(running: Running, head: Head) -> None:
+    found = [instance(running, place) for place in ("prefill-0", "decode-0")]
+    assert sorted(each["pid"] for each in found) == sorted(head.actors())
+    for each in found:
+        assert "raylet" in command_of(parent_of(each["pid"]))
+        assert each["health"] == "serving"
+
+
+@whole
+def test_instances_take_their_cores_and_memory_of_the_cluster(running: Running) -> None:
+    import ray
+
+    has, free = ray.cluster_resources(), ray.available_resources()
+    assert has["CPU"] - free["CPU"] == 4
+    assert has["memory"] - free["memory"] > 2 * (8 << 20)
+
+
+@whole
+def test_prefill_and_decode_answer_like_one_engine(running: Running, expected: dict[str, list[list[int]]]) -> None:
+    before = running.cluster.state()["counts"]
+    assert [tokens(each) for each in running.generate(PROMPTS, PARAMS)] == expected["prompts"]
+    assert running.cluster.state()["counts"] != before
+
+
+@whole
+def test_caches_travel_over_tcp_from_node_to_node(running: Running) -> None:
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    ready = [member.ready for member in running.cluster.router.members.values()]
+    assert all(each is not None and each.address.startswith(f"tcp://{host}:") for each in ready)
+
+
+@whole
+def test_the_secret_is_in_no_command_line_and_no_log(running: Running, head: Head) -> None:
+    secret = running.cluster._secret.hex()
+    assert not any(secret in command_of(pid) for pid in marked(head.mark))
+    for file in head.folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            assert secret.encode() not in file.read_bytes(), file
+
+
+@whole
+def test_a_role_can_be_changed(running: Running, expected: dict[str, list[list[int]]]) -> None:
+    running.cluster.set_role("prefill-0", "mixed")
+    running.cluster.set_role("decode-0", "mixed")
+    try:
+        assert [tokens(each) for each in running.generate(PROMPTS, PARAMS)] == expected["prompts"]
+    finally:
+        running.cluster.set_role("prefill-0", "prefill")
+        running.cluster.set_role("decode-0", "decode")
+
+
+@whole
+def test_a_drained_instance_is_replaced_by_another_process(running: Running, head: Head) -> None:
+    before = instance(running, "prefill-0")
+    running.call(running.cluster.drain("prefill-0"))
+    until(lambda: serves_anew(running, "prefill-0", before), "another one serves")
+    until(lambda: before["pid"] not in head.actors(), "the drained one has ended")
+    assert len(head.actors()) == 2
+
+
+@whole
+def test_a_killed_actor_is_replaced_and_its_streams_go_on(
+    running: Running, head: Head, expected: dict[str, list[list[int]]]
+) -> None:
+    before = instance(running, "decode-0")
+    found = running.call(kill_while(running, "decode-0", signal.SIGKILL))
+    assert [found] == expected["long"]
+    until(lambda: serves_anew(running, "decode-0", before), "another one serves")
+    assert before["pid"] not in head.actors() and len(head.actors()) == 2
+
+
+@whole
+def test_a_frozen_actor_is_ended_and_replaced(
+    running: Running, head: Head, expected: dict[str, list[list[int]]]
+) -> None:
+    before = instance(running, "decode-0")
+    found = running.call(kill_while(running, "decode-0", signal.SIGSTOP))
+    assert [found] == expected["long"]
+    until(lambda: serves_anew(running, "decode-0", before), "another one serves", 30)
+    until(lambda: before["pid"] not in head.actors(), "the frozen one has ended")
+
+
+@whole
+def test_mixed_instances_answer_like_one_engine(head: Head, model: Path, expected: dict[str, list[list[int]]]) -> None:
+    with on_ray(head.address, model, mixed=2, cores=1, placement="spread") as cluster:
+        assert [tokens(each) for each in cluster.generate(PROMPTS, PARAMS)] == expected["prompts"]
+
+
+@whole
+def test_the_end_leaves_no_process_and_no_shared_memory(
+    head: Head, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", head.address)
+    memory, before = shared_memory(), head.actors()
+    with on_ray("auto", model, mixed=1, cores=1) as cluster:
+        cluster.generate(PROMPTS[:1], PARAMS[0])
+        assert len(head.actors()) == len(before) + 1
+    until(lambda: head.actors() == before, "the instance has ended")
+    assert shared_memory() <= memory
+
+
+@whole
+def test_a_model_that_does_not_load_is_an_error_and_leaves_nothing(head: Head, model: Path) -> None:
+    before = head.actors()
+    with pytest.raises((ConfigError, ModelError), match="model.tokenizer|no-tokenizer"):
+        on_ray(head.address, model, {"model.tokenizer": "/no-tokenizer"}, mixed=1, cores=1)
+    until(lambda: head.actors() == before, "the instance has ended")
+
+
+@whole
+def test_a_killed_server_leaves_no_actor(head: Head, model: Path, tmp_path: Path) -> None:
+    before = head.actors()
+    with server(head, model, tmp_path) as (process, port):
+        assert ask(port, model)["usage"]["completion_tokens"] == 4
+        assert len(head.actors()) == len(before) + 2
+        process.kill()
+        process.wait()
+        until(lambda: head.actors() == before, "the instances have ended")
+
+
+@whole
+def test_the_server_and_its_instances_end_with_ray(model: Path, tmp_path: Path) -> None:
+    memory = shared_memory()
+    own = Head(cores=2)
+    try:
+        with server(own, model, tmp_path) as (process, port):
+            ask(port, model)
+            own.stop()
+            process.wait(30)
+    finally:
+        own.stop()
+    assert not marked(own.mark) and shared_memory() <= memory
+
+
+@contextlib.contextmanager
+def server(head: Head, model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server with two instances on Ray."""
+    port, output = free_port(), folder / "server.txt"
+    flags = {**OPTIONS, "cluster.prefill": 1, "cluster.decode": 1, "cluster.cores": 1, "cluster.address": head.address}
+    command = [sys.executable, "-m", "quire", "serve", str(model), f"--port={port}"]
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [*command, *(f"--{key}={value}" for key, value in flags.items())],
+            env={**os.environ, **head.environment, MARK: head.mark}, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        until(lambda: "ready after" in output.read_text() or process.poll() is not None, "the server is ready", 60)
+        assert process.poll() is None, output.read_text()
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(port: int, model: Path) -> dict[str, Any]:
+    body = json.dumps({"prompt": [5, 6, 7, 8], "max_tokens": 4, "model": str(model), "ignore_eos": True}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+# ---- several nodes ---------------------------------------------------------------------------------------------------
+
+
+class Nodes:
+    """Ray's test cluster: a head without cores, one node in zone a, and two in zone b, with two cores each."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)},
+        )
+        self.zones: dict[str, str] = {}
+        self.nodes: dict[str, Any] = {}
+        for zone in "abb":
+            node = self.cluster.add_node(num_cpus=2, labels={"zone": zone})
+            self.zones[node.node_id], self.nodes[node.node_id] = zone, node
+        self.address: str = self.cluster.address
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    mark = f"{MARK}-{os.getpid()}"
+    folder = short_folder()
+    memory = shared_memory()
+    with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, **SMALL}):
+        # It would tell the whole machine that this is the cluster to use.
+        with environment({MARK: mark}), mock.patch("ray._private.utils.write_ray_address"):
+            started = Nodes(Path(folder.name))
+        try:
+            yield started
+        finally:
+            started.cluster.shutdown()
+            ended(mark)
+            folder.cleanup()
+            assert shared_memory() <= memory
+
+
+def places(nodes: Nodes, prefill: int, decode: int, **settings: Any) -> dict[str, str]:
+    """The nodes that Ray finds for instances, without starting any."""
+    from ray.util.placement_group import placement_group_table
+
+    roles = dict(places_of([("prefill", prefill), ("decode", decode)]))
+    config = EngineConfig.from_options(OPTIONS)
+    processes = OnRay(ClusterConfig(address=nodes.address, prefill=prefill, decode=decode, **settings))
+
+    async def find() -> dict[str, str]:
+        try:
+            await processes.open(roles, config, 1000)
+            found = {}
+            for place, (group, index) in processes._bundles.items():
+                found[place] = placement_group_table(group)["bundles_to_node_id"][index]
+            return found
+        finally:
+            await processes.wait()
+
+    return asyncio.run(find())
+
+
+@whole
+def test_pairs_share_a_node(nodes: Nodes) -> None:
+    found = places(nodes, 3, 3, placement="pairs", cores=1)
+    for index in range(3):
+        assert found[f"prefill-{index}"] == found[f"decode-{index}"]
+    assert len(set(found.values())) == 3
+
+
+@whole
+def test_pairs_that_fit_on_no_node_are_refused_in_time(nodes: Nodes) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="no room for prefill-0 and decode-0 after 1 s, on one node: each needs 2"):
+        places(nodes, 1, 1, placement="pairs", cores=2, place_seconds=1)
+    assert time.monotonic() - begun < 10
+
+
+@whole
+def test_instances_without_pairs_may_be_apart(nodes: Nodes) -> None:
+    found = places(nodes, 1, 1, placement="pack", cores=2)
+    assert found["prefill-0"] != found["decode-0"], "both do not fit on a node"
+
+
+@whole
+def test_packed_instances_share_a_node_and_spread_ones_do_not(nodes: Nodes) -> None:
+    assert len(set(places(nodes, 1, 1, placement="pack", cores=1).values())) == 1
+    assert len(set(places(nodes, 1, 2, placement="spread", cores=1).values())) == 3
+
+
+@whole
+def test_labels_choose_nodes(nodes: Nodes) -> None:
+    found = places(nodes, 1, 2, cores=1, prefill_labels="zone=a", decode_labels="zone=b")
+    assert {place: nodes.zones[node] for place, node in found.items()} == {
+        "prefill-0": "a", "decode-0": "b", "decode-1": "b"
+    }  # fmt: skip
+
+
+@whole
+def test_labels_that_no_node_has_are_refused_in_time(nodes: Nodes) -> None:
+    with pytest.raises(ConfigError, match="decode needs nodes with zone=c.*2 cores.*zone=a"):
+        places(nodes, 1, 1, cores=1, decode_labels="zone=c", place_seconds=1)
+
+
+@whole
+def test_all_cores_are_given_out(nodes: Nodes) -> None:
+    assert len(set(places(nodes, 1, 2).values())) == 3, "three nodes with two cores each"
+    assert len(set(places(nodes, 3, 3).values())) == 3, "one core for each"
+
+
+@whole
+def test_more_instances_than_cores_are_refused_in_time(nodes: Nodes) -> None:
+    with pytest.raises(ConfigError, match="no room for prefill-0 and .* Add nodes"):
+        places(nodes, 4, 3, place_seconds=1)
+
+
+@whole
+def test_a_killed_node_is_replaced_by_another_one_and_streams_go_on(
+    nodes: Nodes, model: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    labels = {"prefill_labels": "zone=a", "decode_labels": "zone=b"}
+    with on_ray(nodes.address, model, prefill=1, decode=1, cores=2, **labels) as cluster:
+        ray_side: Any = cluster.processes
+        before = instance(cluster, "decode-0")
+        lost = ray_side.node(before["name"])
+        assert nodes.zones[lost] == "b" and nodes.zones[ray_side.node(instance(cluster, "prefill-0")["name"])] == "a"
+
+        async def lose_node() -> list[int]:
+            found: list[int] = []
+            async for delta in cluster.cluster.generate(PROMPTS[1], LONG):
+                found += delta.outputs[0].token_ids
+                if len(found) == 20:
+                    os.kill(parent_of(before["pid"]), signal.SIGKILL)
+            return found
+
+        assert [cluster.call(lose_node())] == expected["long"]
+        until(lambda: serves_anew(cluster, "decode-0", before), "another node has it", 60)
+        moved = ray_side.node(instance(cluster, "decode-0")["name"])
+        assert moved != lost and nodes.zones[moved] == "b"
+        until(lambda: not command_of(before["pid"]), "the actor of the lost node has ended")
+        assert [tokens(each) for each in cluster.generate(PROMPTS, PARAMS)] == expected["prompts"]
