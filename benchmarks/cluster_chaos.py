@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
 import math
 import operator
@@ -271,13 +270,18 @@ def explained(llm: LLM, asked: Asked, expected: list[int]) -> str:
     return f"{said}: {got} ({odds[0]:.6f}) for {right} ({odds[1]:.6f}); alone one engine has {tokens[place]}"
 
 
-async def under_fire(args: argparse.Namespace, model: str, options: dict[str, Any]) -> tuple[Chaos, str, float]:
-    """Runs the load, and waits until the instances are idle. Returns what they still hold, and the load's seconds."""
+def cluster_of(args: argparse.Namespace, model: str, options: dict[str, Any]) -> Cluster:
+    """The cluster, not started."""
     settings = ClusterConfig(
         prefill=args.prefill, decode=args.decode, mixed=args.mixed, transport=args.transport, tries=args.tries,
         timeout=args.timeout, heartbeat=args.heartbeat,
     )  # fmt: skip
-    async with Cluster(model, options, settings=settings) as cluster:
+    return Cluster(model, options, settings=settings)
+
+
+async def under_fire(args: argparse.Namespace, cluster: Cluster) -> tuple[Chaos, str, float]:
+    """Runs the load, and waits until the instances are idle. Returns what they still hold, and the load's seconds."""
+    async with cluster:
         longest = min(cluster.max_context, args.context)
         chaos = Chaos(cluster, requests_of(args, cluster.shape.vocab_size - 2, longest), args)
         begun = time.monotonic()
@@ -356,10 +360,9 @@ def main() -> int:
             model = str(save_tiny(Path(folder), head_dim=16, max_position_embeddings=args.context))
             options["model.dtype"] = "float32"
         os.environ["QUIRE_FAULTS"] = args.faults
+        cluster = cluster_of(args, model, options)  # the process that renders chats stays as long as this one
         before = resources()
-        chaos, left, seconds = asyncio.run(under_fire(args, model, options))
-        del chaos.cluster  # its tokenizer has a process of its own
-        gc.collect()
+        chaos, left, seconds = asyncio.run(under_fire(args, cluster))
         after = resources()
         llm = LLM(model, options)
         prompts = [{"prompt_token_ids": each.prompt} for each in chaos.requests]

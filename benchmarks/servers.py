@@ -64,9 +64,11 @@ def quire_server(log: Path, *words: object) -> Iterator[Server]:
     process = _start(command, log, {"PYTHONPATH": path}, subprocess.PIPE)
     assert process.stdout is not None
     try:
-        found, _, _ = select.select([process.stdout], [], [], START_SECONDS)
-        line = process.stdout.readline() if found else ""
-        if not line.startswith("ready"):
+        line = "start"
+        while line and not line.startswith("ready"):  # a line for each instance comes first
+            found, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+            line = process.stdout.readline() if found else ""
+        if not line:
             raise ServerError(f"the server did not become ready, see {log}")
         yield Server(process, int(line.split()[-1].removesuffix("/v1").rpartition(":")[2]))
     finally:

@@ -1,7 +1,7 @@
 """Whole clusters for tests: the router and the instances of `quire serve`, in threads of this process or in processes.
 
-In threads, too, an instance has an engine, links and an agent of its own, and what it sends is copied. Its arena is full
-of poison at first, and where it has given pages back, so that nobody can read what is not theirs.
+In threads, too, an instance has an engine, links and an agent of its own, and what it sends is copied. Its arena is
+full of poison at first, and where it has given pages back, so that nobody can read what is not theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from unittest import mock
 
 from quire import LLM
 from quire.cluster.cluster import Cluster
@@ -21,6 +22,7 @@ from quire.cluster.instance import Instance, Order
 from quire.cluster.messages import ROUTER
 from quire.cluster.processes import END_SECONDS, Processes
 from quire.config import ClusterConfig
+from quire.engine.capacity import Capacity
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -35,6 +37,14 @@ SECONDS = 100.0
 
 ByRole = Mapping[str, Mapping[str, Any]]
 """Further options of the instances of a role."""
+
+
+_patching = threading.Lock()
+
+
+def _capacity(engine: Engine) -> Capacity:
+    """Stands for a measurement that takes most of a start."""
+    return Capacity(64, engine.scheduler.max_running, 1e-4, 1e-3)
 
 
 class Poisoned(Instance):
@@ -75,7 +85,8 @@ class Poisoned(Instance):
                 poison_free(table)
 
             engine.end_export = end_export  # type: ignore[method-assign]
-        super().has_started(error)
+        with _patching, mock.patch("quire.cluster.instance.measure_capacity", _capacity):
+            super().has_started(error)
 
     def lost(self, name: str) -> None:
         """See Handler. While it loads, a process would exit."""

@@ -6,7 +6,9 @@ environment, so that a test finds those that are left.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 import signal
@@ -15,8 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from quire import RequestOutput, SamplingParams
+from quire.cluster.instance import Order
+from quire.cluster.on_ray import OnRay
+from quire.cluster.processes import places_of
+from quire.config import ClusterConfig, EngineConfig
+
+from .clusters import Running
 
 START_SECONDS, STOP_SECONDS = 60.0, 30.0
 MARK = "QUIRE_TEST_RAY"
@@ -24,7 +35,7 @@ TOKEN = secrets.token_hex(20)
 """Of all of them: a process reads its token once."""
 SMALL = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0",
-    "RAY_prestart_worker_first_driver": "0",
+    "RAY_prestart_worker_first_driver": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }  # fmt: skip
 
 
@@ -51,7 +62,8 @@ class Head:
                     f"--temp-dir={folder}", f"--num-cpus={cores}", "--object-store-memory=80000000",
                     f"--ray-client-server-port={free_port()}", "--dashboard-agent-listen-port=0",
                 ],
-                env={**os.environ, **self.environment, MARK: self.mark}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **self.environment, MARK: self.mark}, start_new_session=True,
+                stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
         until(
             lambda: "blocks" in (text := output.read_text()) or "block forever" in text or self._has_ended(output),
@@ -121,7 +133,7 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
-def until(is_so: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def until(is_so: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Waits until something is so."""
     end = time.monotonic() + seconds
     while not is_so():
@@ -150,3 +162,65 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+# ---- clusters of instances -------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, Any] = {
+    "model.dtype": "float32", "runtime.device": "cpu", "cache.memory": "8MiB", "scheduler.max_running": 8,
+    "scheduler.token_budget": 256,
+}  # fmt: skip
+PROMPTS = [{"prompt_token_ids": [(7 * index + length) % 200 + 3 for index in range(length)]} for length in (5, 64, 200)]
+PARAMS = [SamplingParams(max_tokens=12, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
+LONG = SamplingParams(max_tokens=250, temperature=0.8, seed=3, ignore_eos=True)
+
+
+class OnRayWith(OnRay):
+    """Instances with further options."""
+
+    def __init__(self, settings: ClusterConfig, options: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self._further = options
+
+    def start(self, order: Order) -> None:
+        super().start(dataclasses.replace(order, options={**order.options, **self._further}))
+
+
+def on_ray(address: str, model: Path, further: Mapping[str, Any] | None = None, **settings: Any) -> Running:
+    config = ClusterConfig(address=address, **settings)
+    return Running(model, OPTIONS, OnRayWith(config, further or {}), "tcp", address=address, **settings)
+
+
+def tokens(answer: RequestOutput) -> list[int]:
+    return list(answer.outputs[0].token_ids)
+
+
+def instance(running: Running, place: str) -> dict[str, Any]:
+    """What the cluster tells of an instance."""
+    return next(each for each in running.cluster.state()["instances"] if each["place"] == place)
+
+
+def serves_anew(running: Running, place: str, before: dict[str, Any]) -> bool:
+    now = instance(running, place)
+    return now["health"] == "serving" and now["name"] != before["name"] and now["pid"] is not None
+
+
+def places(address: str, prefill: int, decode: int, **settings: Any) -> dict[str, str]:
+    """The nodes that Ray finds for instances, without starting any."""
+    from ray.util.placement_group import placement_group_table
+
+    roles = dict(places_of([("prefill", prefill), ("decode", decode)]))
+    config = EngineConfig.from_options(OPTIONS)
+    processes = OnRay(ClusterConfig(address=address, prefill=prefill, decode=decode, **settings))
+
+    async def find() -> dict[str, str]:
+        try:
+            await processes.open(roles, config, 1000)
+            found = {}
+            for place, (group, index) in processes._bundles.items():
+                found[place] = placement_group_table(group)["bundles_to_node_id"][index]
+            return found
+        finally:
+            await processes.wait()
+
+    return asyncio.run(find())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -20,7 +21,7 @@ from quire.cluster.transport import TRANSPORTS
 from quire.cluster.transport.local import LocalStream, LocalTransport
 from quire.engine.engine import Engine
 from quire.engine.handover import Continued
-from quire.engine.outputs import CompletionOutput
+from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import ExtentError
 
 from ..benchmark_scripts import benchmark
@@ -29,7 +30,7 @@ from ..codecs import options_of
 from ..effort import combine
 from ..engines import GREEDY, drain, make_engine
 from ..tiny_models import save_tiny, tiny_shape
-from .test_tokens import CODECS, RETENTION, engine_options, prompt_of
+from .test_tokens import CODECS, RETENTION, alone, engine_options, prompt_of
 
 cluster_bytes = benchmark("cluster_bytes")
 
@@ -193,9 +194,7 @@ def test_the_benchmark_counts_and_judges(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(("retention", "most"), [("all", 0.25), ("budget", 0.15)])
-def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(
-    retention: str, most: float, seed: int
-) -> None:
+def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(retention: str, most: float, seed: int) -> None:
     """As benchmarks/cluster_bytes.py, with fewer tokens."""
     prompt = prompt_of(random.Random(seed), 1024)
     sent = []
@@ -211,3 +210,23 @@ def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(
                 told = cluster.ask("decode", Engine.stats)["tiers"]["neighbour"]
             sent.append(told["bytes_read"] - told["bytes_sums"])
     assert 0 < sent[1] <= most * sent[0], sent
+
+
+def test_an_idle_receiver_fetches_chunks_while_the_prompt_is_computed(model: Path, seed: int) -> None:
+    options = {**engine_options(model), "scheduler.token_budget": 72}
+    with Running(model, options, Threads(), "local") as cluster:
+        source, prompt = cluster.instance("prefill").engine, prompt_of(random.Random(seed), 450)
+        step = source.step
+
+        def slow_step() -> list[RequestOutput]:
+            time.sleep(0.1 if source.has_work else 0.0)
+            return step()
+
+        source.step = slow_step  # type: ignore[method-assign]
+        (found,) = cluster.generate([prompt], GREEDY)
+        cluster.settle()
+        told = cluster.ask("decode", Engine.stats)
+        assert cluster.cluster.router.counts["again"] == 0
+    (right,) = alone(model, tuple(options.items())).generate([prompt], GREEDY)
+    assert found.outputs[0].token_ids == right.outputs[0].token_ids
+    assert told["moves"]["prefetched"] > 3, "nearly nothing came before the prompt was computed"

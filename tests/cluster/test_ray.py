@@ -1,10 +1,8 @@
-"""Instances on Ray: one head whose processes the tests start and stop, and a test cluster of several nodes."""
+"""Instances on Ray: through one head, whose processes the tests start and stop."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -13,36 +11,38 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from quire import LLM, RequestOutput, SamplingParams
-from quire.cluster.instance import Order
-from quire.cluster.on_ray import OnRay, check_head, find_token
-from quire.cluster.processes import places_of
-from quire.config import ClusterConfig, EngineConfig
+from quire import LLM
+from quire.cluster.on_ray import check_head, find_token
 from quire.errors import ConfigError, ModelError
 
 from ..clusters import Running
 from ..effort import full_only
 from ..rays import (
+    LONG,
     MARK,
-    SMALL,
+    OPTIONS,
+    PARAMS,
+    PROMPTS,
     TOKEN,
     Head,
     command_of,
-    ended,
     environment,
     free_port,
+    instance,
     marked,
+    on_ray,
     parent_of,
+    places,
+    serves_anew,
     shared_memory,
-    short_folder,
+    tokens,
     until,
 )
 from ..tiny_models import save_tiny
@@ -53,13 +53,6 @@ pytestmark = [
         importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -c constraints.txt 'ray[default]'"
     ),
 ]
-OPTIONS: dict[str, Any] = {
-    "model.dtype": "float32", "runtime.device": "cpu", "cache.memory": "8MiB", "scheduler.max_running": 8,
-    "scheduler.token_budget": 256,
-}  # fmt: skip
-PROMPTS = [{"prompt_token_ids": [(7 * index + length) % 200 + 3 for index in range(length)]} for length in (5, 64, 200)]
-PARAMS = [SamplingParams(max_tokens=12, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
-LONG = SamplingParams(max_tokens=250, temperature=0.8, seed=3, ignore_eos=True)
 whole = full_only("it starts Ray")
 
 
@@ -97,34 +90,10 @@ def running(head: Head, model: Path) -> Iterator[Running]:
         yield started
 
 
-class OnRayWith(OnRay):
-    """Instances with further options."""
-
-    def __init__(self, settings: ClusterConfig, options: Mapping[str, Any]) -> None:
-        super().__init__(settings)
-        self._further = options
-
-    def start(self, order: Order) -> None:
-        super().start(dataclasses.replace(order, options={**order.options, **self._further}))
-
-
-def on_ray(address: str, model: Path, further: Mapping[str, Any] | None = None, **settings: Any) -> Running:
-    config = ClusterConfig(address=address, **settings)
-    return Running(model, OPTIONS, OnRayWith(config, further or {}), "tcp", address=address, **settings)
-
-
-def tokens(answer: RequestOutput) -> list[int]:
-    return list(answer.outputs[0].token_ids)
-
-
-def instance(running: Running, place: str) -> dict[str, Any]:
-    """What the cluster tells of an instance."""
-    return next(each for each in running.cluster.state()["instances"] if each["place"] == place)
-
-
-def serves_anew(running: Running, place: str, before: dict[str, Any]) -> bool:
-    now = instance(running, place)
-    return now["health"] == "serving" and now["name"] != before["name"] and now["pid"] is not None
+def settled(head: Head) -> list[int]:
+    """The actors, once those of earlier tests have ended: at most two are left."""
+    until(lambda: len(head.actors()) in (0, 2), "earlier actors have ended")
+    return head.actors()
 
 
 async def kill_while(running: Running, place: str, number: int) -> list[int]:
@@ -216,6 +185,15 @@ def test_a_ray_without_tokens_is_refused(monkeypatch: pytest.MonkeyPatch, model:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ConfigError, match="set RAY_AUTH_MODE=token"):
         on_ray("127.0.0.1:1", model, mixed=1)
+
+
+def test_a_wrong_address_ends_the_start_at_once(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError, match="no head of a Ray cluster answers at .*Connection refused"):
+        on_ray(address, model, mixed=1)
 
 
 # ---- one head --------------------------------------------------------------------------------------------------------
@@ -325,7 +303,7 @@ def test_the_end_leaves_no_process_and_no_shared_memory(
     head: Head, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", head.address)
-    memory, before = shared_memory(), head.actors()
+    memory, before = shared_memory(), settled(head)
     with on_ray("auto", model, mixed=1, cores=1) as cluster:
         cluster.generate(PROMPTS[:1], PARAMS[0])
         assert len(head.actors()) == len(before) + 1
@@ -335,7 +313,7 @@ def test_the_end_leaves_no_process_and_no_shared_memory(
 
 @whole
 def test_a_model_that_does_not_load_is_an_error_and_leaves_nothing(head: Head, model: Path) -> None:
-    before = head.actors()
+    before = settled(head)
     with pytest.raises((ConfigError, ModelError), match="model.tokenizer|no-tokenizer"):
         on_ray(head.address, model, {"model.tokenizer": "/no-tokenizer"}, mixed=1, cores=1)
     until(lambda: head.actors() == before, "the instance has ended")
@@ -343,19 +321,20 @@ def test_a_model_that_does_not_load_is_an_error_and_leaves_nothing(head: Head, m
 
 @whole
 def test_a_killed_server_leaves_no_actor(head: Head, model: Path, tmp_path: Path) -> None:
-    before = head.actors()
+    before = settled(head)
     with server(head, model, tmp_path) as (process, port):
         assert ask(port, model)["usage"]["completion_tokens"] == 4
         assert len(head.actors()) == len(before) + 2
         process.kill()
         process.wait()
         until(lambda: head.actors() == before, "the instances have ended")
+    assert places(head.address, 1, 1, cores=1, place_seconds=10), "their cores are free again"
 
 
 @whole
 def test_the_server_and_its_instances_end_with_ray(model: Path, tmp_path: Path) -> None:
     memory = shared_memory()
-    own = Head(cores=2)
+    own = Head(cores=2, RAY_gcs_rpc_server_reconnect_timeout_s="3")
     try:
         with server(own, model, tmp_path) as (process, port):
             ask(port, model)
@@ -394,144 +373,3 @@ def ask(port: int, model: Path) -> dict[str, Any]:
     with urllib.request.urlopen(request, timeout=30) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
-
-
-# ---- several nodes ---------------------------------------------------------------------------------------------------
-
-
-class Nodes:
-    """Ray's test cluster: a head without cores, one node in zone a, and two in zone b, with two cores each."""
-
-    def __init__(self, folder: Path) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder)},
-        )
-        self.zones: dict[str, str] = {}
-        self.nodes: dict[str, Any] = {}
-        for zone in "abb":
-            node = self.cluster.add_node(num_cpus=2, labels={"zone": zone})
-            self.zones[node.node_id], self.nodes[node.node_id] = zone, node
-        self.address: str = self.cluster.address
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    mark = f"{MARK}-{os.getpid()}"
-    folder = short_folder()
-    memory = shared_memory()
-    with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, **SMALL}):
-        # It would tell the whole machine that this is the cluster to use.
-        with environment({MARK: mark}), mock.patch("ray._private.utils.write_ray_address"):
-            started = Nodes(Path(folder.name))
-        try:
-            yield started
-        finally:
-            started.cluster.shutdown()
-            ended(mark)
-            folder.cleanup()
-            assert shared_memory() <= memory
-
-
-def places(nodes: Nodes, prefill: int, decode: int, **settings: Any) -> dict[str, str]:
-    """The nodes that Ray finds for instances, without starting any."""
-    from ray.util.placement_group import placement_group_table
-
-    roles = dict(places_of([("prefill", prefill), ("decode", decode)]))
-    config = EngineConfig.from_options(OPTIONS)
-    processes = OnRay(ClusterConfig(address=nodes.address, prefill=prefill, decode=decode, **settings))
-
-    async def find() -> dict[str, str]:
-        try:
-            await processes.open(roles, config, 1000)
-            found = {}
-            for place, (group, index) in processes._bundles.items():
-                found[place] = placement_group_table(group)["bundles_to_node_id"][index]
-            return found
-        finally:
-            await processes.wait()
-
-    return asyncio.run(find())
-
-
-@whole
-def test_pairs_share_a_node(nodes: Nodes) -> None:
-    found = places(nodes, 3, 3, placement="pairs", cores=1)
-    for index in range(3):
-        assert found[f"prefill-{index}"] == found[f"decode-{index}"]
-    assert len(set(found.values())) == 3
-
-
-@whole
-def test_pairs_that_fit_on_no_node_are_refused_in_time(nodes: Nodes) -> None:
-    begun = time.monotonic()
-    with pytest.raises(ConfigError, match="no room for prefill-0 and decode-0 after 1 s, on one node: each needs 2"):
-        places(nodes, 1, 1, placement="pairs", cores=2, place_seconds=1)
-    assert time.monotonic() - begun < 10
-
-
-@whole
-def test_instances_without_pairs_may_be_apart(nodes: Nodes) -> None:
-    found = places(nodes, 1, 1, placement="pack", cores=2)
-    assert found["prefill-0"] != found["decode-0"], "both do not fit on a node"
-
-
-@whole
-def test_packed_instances_share_a_node_and_spread_ones_do_not(nodes: Nodes) -> None:
-    assert len(set(places(nodes, 1, 1, placement="pack", cores=1).values())) == 1
-    assert len(set(places(nodes, 1, 2, placement="spread", cores=1).values())) == 3
-
-
-@whole
-def test_labels_choose_nodes(nodes: Nodes) -> None:
-    found = places(nodes, 1, 2, cores=1, prefill_labels="zone=a", decode_labels="zone=b")
-    assert {place: nodes.zones[node] for place, node in found.items()} == {
-        "prefill-0": "a", "decode-0": "b", "decode-1": "b"
-    }  # fmt: skip
-
-
-@whole
-def test_labels_that_no_node_has_are_refused_in_time(nodes: Nodes) -> None:
-    with pytest.raises(ConfigError, match="decode needs nodes with zone=c.*2 cores.*zone=a"):
-        places(nodes, 1, 1, cores=1, decode_labels="zone=c", place_seconds=1)
-
-
-@whole
-def test_all_cores_are_given_out(nodes: Nodes) -> None:
-    assert len(set(places(nodes, 1, 2).values())) == 3, "three nodes with two cores each"
-    assert len(set(places(nodes, 3, 3).values())) == 3, "one core for each"
-
-
-@whole
-def test_more_instances_than_cores_are_refused_in_time(nodes: Nodes) -> None:
-    with pytest.raises(ConfigError, match="no room for prefill-0 and .* Add nodes"):
-        places(nodes, 4, 3, place_seconds=1)
-
-
-@whole
-def test_a_killed_node_is_replaced_by_another_one_and_streams_go_on(
-    nodes: Nodes, model: Path, expected: dict[str, list[list[int]]]
-) -> None:
-    labels = {"prefill_labels": "zone=a", "decode_labels": "zone=b"}
-    with on_ray(nodes.address, model, prefill=1, decode=1, cores=2, **labels) as cluster:
-        ray_side: Any = cluster.processes
-        before = instance(cluster, "decode-0")
-        lost = ray_side.node(before["name"])
-        assert nodes.zones[lost] == "b" and nodes.zones[ray_side.node(instance(cluster, "prefill-0")["name"])] == "a"
-
-        async def lose_node() -> list[int]:
-            found: list[int] = []
-            async for delta in cluster.cluster.generate(PROMPTS[1], LONG):
-                found += delta.outputs[0].token_ids
-                if len(found) == 20:
-                    os.kill(parent_of(before["pid"]), signal.SIGKILL)
-            return found
-
-        assert [cluster.call(lose_node())] == expected["long"]
-        until(lambda: serves_anew(cluster, "decode-0", before), "another node has it", 60)
-        moved = ray_side.node(instance(cluster, "decode-0")["name"])
-        assert moved != lost and nodes.zones[moved] == "b"
-        until(lambda: not command_of(before["pid"]), "the actor of the lost node has ended")
-        assert [tokens(each) for each in cluster.generate(PROMPTS, PARAMS)] == expected["prompts"]

@@ -226,7 +226,7 @@ class Neighbours:
         self._found.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since start. bytes_read: of extents, bytes_pages and bytes_sums among them. bytes_state is beside it."""
+        """Counts since start. bytes_read: of extents, bytes_pages and bytes_sums among them. bytes_state is beside."""
         return {"bytes": 0, "cap_bytes": 0, "chunks": 0, "is_on": True, **self._counts}
 
 

@@ -103,7 +103,7 @@ class OnRay(Processes):
         """Raises ConfigError without Ray."""
         super().__init__()
         assert settings.address is not None, "no address"
-        if importlib.util.find_spec("ray") is None:
+        if any(importlib.util.find_spec(name) is None for name in ("ray", "grpc")):
             raise ConfigError("cluster.address needs Ray, which is not installed: pip install 'quire[cluster]'")
         self._settings, self._address = settings, settings.address
         self._thread = ThreadPoolExecutor(1, "quire-ray")
@@ -176,32 +176,34 @@ class OnRay(Processes):
 
     def _connected(self) -> Any:
         """Ray, connected. Raises ConfigError."""
-        has_ray = "ray" in sys.modules
-        if not has_ray:
-            # Ray reads it when it is imported, and its own default depends on whether there is a token.
+        if "ray" not in sys.modules:
+            # Ray reads them when it is imported. Its own default depends on whether there is a token, and a call after
+            # a connection has ended would start a Ray of its own.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
             raise ConfigError(
                 "Ray runs what anyone sends it, so Quire uses it with tokens only: set RAY_AUTH_MODE=token"
             )
         import ray
+        from ray._private.services import canonicalize_bootstrap_address_or_die
 
-        if ray.is_initialized():
-            check_head(ray.get_runtime_context().gcs_address)
-            return ray
-        address = self._address
-        if address == "auto":
-            from ray._private.services import canonicalize_bootstrap_address_or_die
-
+        if self._address == "auto" and ray.is_initialized():
+            address = ray.get_runtime_context().gcs_address
+        else:
             try:
-                address = canonicalize_bootstrap_address_or_die("auto")
+                address = canonicalize_bootstrap_address_or_die(self._address)
             except Exception as error:
                 raise ConfigError(
-                    f"no Ray cluster runs on this machine: {error} Start one with `ray start`, see"
-                    " docs/disaggregation.md, or set cluster.address"
+                    f"no Ray cluster is found for cluster.address {self._address}: {error} Start one with `ray start`,"
+                    " see docs/disaggregation.md"
                 ) from error
         # Ray itself takes 20 seconds to find out, or ends the process.
         check_head(address)
+        if ray.is_initialized():
+            if (other := ray.get_runtime_context().gcs_address) != address:
+                raise ConfigError(f"this process has joined the Ray cluster at {other}, and cannot use {address}")
+            return ray
         try:
             ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
         except Exception as error:

@@ -263,8 +263,8 @@ class Engine:
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether there are no requests, no answers and no bytes in use, but for exports and chunks that are fetched ahead
-        or copied. A leak shows here; `check` then locates it.
+        """Whether there are no requests, no answers and no bytes in use, but for exports and chunks that are fetched
+        ahead or copied. A leak shows here; `check` then locates it.
         """
         manager = self.scheduler.manager
         is_lent = bool(self.exports or manager.fetching.guests or manager.table.ledger.has_holds)
