@@ -36,7 +36,7 @@ RETENTION: dict[str, dict[str, Any]] = {
     "threshold": {"retain.threshold": 0.5, "retain.profile_rows": 32},
     "budget": {"retain.budget": 0.5, "retain.profile_rows": 32},
 }
-CODECS = whole(sorted({"dense", *EVERY}, key=lambda name: name not in ("dense", "nuq3", TOY.name)), 3)
+CODECS = whole(sorted({"dense", *EVERY}, key=lambda name: (name not in ("dense", "nuq3", TOY.name), name)), 3)
 SHARING: dict[str, tuple[str, ...] | None] = {
     "arena": (),
     "nothing": None,

@@ -35,7 +35,7 @@ RETENTION: dict[str, dict[str, Any]] = {
     "threshold": {"retain.threshold": 0.9, "retain.profile_rows": 32},
     "budget": {"retain.budget": 0.5, "retain.profile_rows": 32},
 }
-CODECS = whole(sorted({"dense", *EVERY}, key=lambda name: name not in ("dense", "nuq3", TOY.name)), 3)
+CODECS = whole(sorted({"dense", *EVERY}, key=lambda name: (name not in ("dense", "nuq3", TOY.name), name)), 3)
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
 
