@@ -243,9 +243,9 @@ def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(model: Path, lonely
         async def scenario() -> list[int]:
             client = Client(running.cluster, prompts[0], params[0])
             await client.until(lambda client: len(client.token_ids) > 5)
-            with blocked(running, "prefill"), blocked(running, "decode"):
-                with pytest.raises(InstancesFailedError, match="the request failed after 2 attempts"):
-                    await asyncio.wait_for(client.task, 20)
+            failed = pytest.raises(InstancesFailedError, match="the request failed after 2 attempts")
+            with blocked(running, "prefill"), blocked(running, "decode"), failed:
+                await asyncio.wait_for(client.task, 20)
             return client.token_ids
 
         found = running.call(scenario())

@@ -236,9 +236,7 @@ class Desk:
         if work is not None:
             work.tells = self.engine.scheduler.manager.tree.shares and not self._retains
 
-    def cargo(
-        self, attempt: Attempt, groups: list[list[int]], release: Callable[[list[Pages]], None]
-    ) -> Cargo | None:
+    def cargo(self, attempt: Attempt, groups: list[list[int]], release: Callable[[list[Pages]], None]) -> Cargo | None:
         """Chunks of a prompt that is still computed; None if they are not here, or not yet."""
         work = self.works.get(attempt)
         manager = self.engine.scheduler.manager
