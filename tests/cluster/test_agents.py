@@ -184,6 +184,25 @@ def test_a_source_that_sends_nothing_but_damage_is_given_up() -> None:
     assert ("router", Failed(ATTEMPT, "the source does not answer")) in wire.sent
 
 
+def test_a_pull_whose_source_still_sends_is_not_asked_for_again() -> None:
+    """It would be sent twice, which makes those behind it later still."""
+    now, wire, pulls = [0.0], Wire(), Pulls()
+    agent = agent_of(wire, pulls, lambda: now[0])
+
+    def wants() -> int:
+        return sum(isinstance(message, WantPull) for _, message in wire.sent)
+
+    pulling(agent, pull_of(100))
+    run(agent)
+    for second in range(1, 40):
+        now[0] = float(second)
+        if second % 4 == 0 and second < 20:
+            agent.receive("source", Extents(Attempt(9, 1), second), iter(()))  # of others that asked before
+        run(agent)
+        assert second >= 25 or wants() == 1
+    assert wants() == 3 and ("router", Failed(ATTEMPT, "the source does not answer")) in wire.sent
+
+
 @pytest.mark.parametrize("how", ["damaged", "lost", "late"])
 def test_a_pull_beside_the_protocol_ends(how: str) -> None:
     """Its transfer holds room, and nobody else counts its tries."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire.cache.path import Swapped
+from quire.cluster.bodies import state_of, swapped_of
 from quire.cluster.cargo import Cargo
 from quire.cluster.messages import Attempt
 from quire.cluster.neighbours import Neighbours, Pull
@@ -274,6 +275,25 @@ def test_an_answer_goes_on_from_tokens_alone(retention: str, seed: int) -> None:
             assert head + rest.token_ids == alone.token_ids and alone.text.endswith(rest.text)
             assert rest.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-4)
             assert engine.holds_nothing
+
+
+@pytest.mark.parametrize("length", [127, 128, 129])
+def test_an_answer_that_was_begun_elsewhere_is_handed_over_at_the_end_of_a_chunk(length: int, seed: int) -> None:
+    """The source has not taken the next chunk, which its manifest could not describe."""
+    rng = random.Random(seed)
+    pair, params = Pair(), replace(GREEDY, max_tokens=60)
+    prompt = [rng.randrange(256) for _ in range(100)]
+    (alone,) = answers(make_engine(SHAPE), [prompt], params, [1])
+    head = alone[: length - 100]
+    pair.begin(0, prompt, params, 1, head)
+    first = drain(pair.source)
+    table: Any = pair.source.scheduler.manager.table
+    state = state_of(pair.source.exports["r0"].swapped, table.shape, b"digest")
+    swapped_of(state, length, table.shape, len(table.sizes), b"digest")
+    pair.go_on(0, prompt, params, 1, head + tokens_of(first, 0))
+    assert head + tokens_of(first, 0) + tokens_of(drain(pair.receiver), 0) == alone
+    pair.let_go(0)
+    pair.check()
 
 
 def test_an_answer_of_one_token_is_never_handed_over() -> None:

@@ -136,6 +136,8 @@ class Agent:
         self._names: dict[Attempt, str] = {}  # in logs
         self._pulls: dict[Attempt, Pull] = {}
         self._asked: dict[int, Pull] = {}  # beside the protocol
+        self._came: dict[str, int] = {}  # by source: the last pull that came
+        self._progress: dict[Attempt, tuple[int, int]] = {}  # of pulls, when their deadline was set
         self._peers: set[str] = set()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._due: dict[tuple[str, Attempt], float] = {}
@@ -155,7 +157,7 @@ class Agent:
                     "%s: the extents of pull %d from %s are damaged or late",
                     self._named(message.attempt), message.pull, sender,
                 )  # fmt: skip
-            self._inbox.put(partial(self._has_come, message.attempt, message.pull, is_whole))
+            self._inbox.put(partial(self._has_come, sender, message.attempt, message.pull, is_whole))
         else:
             self._inbox.put(partial(self._hear, sender, message))
 
@@ -235,10 +237,11 @@ class Agent:
             case Ask(attempt) | Ack(attempt):
                 self._supply(attempt, sender, message)
 
-    def _has_come(self, attempt: Attempt, number: int, is_whole: bool) -> None:
+    def _has_come(self, source: str, attempt: Attempt, number: int, is_whole: bool) -> None:
         """The extents of a pull. Damaged ones are asked for again, where the protocol counts how often."""
         if is_whole:
             self._asked.pop(number, None)
+            self._came[source] = number
         elif number in self._asked:
             self._give_up(number, "what the source has sent is damaged")
         elif self._is_pulling(attempt) and self._pulls[attempt].number == number:
@@ -264,7 +267,7 @@ class Agent:
                     self._supply(attempt, "", Admitted())
                 elif (state := self._receivers.get(attempt)) is not None:
                     if pull is not None and state.phase is Intake.QUEUED:
-                        self._pulls[attempt] = pull
+                        self._pulls[attempt], self._progress[attempt] = pull, self._progress_of(pull)
                     self._take(attempt, Admitted(state.parts - (frozenset() if pull is None else pull.parts)))
             case at_engine.HasAll(attempt):
                 while (found := self._receivers.get(attempt)) is not None and found.phase is Intake.PULLING:
@@ -311,19 +314,40 @@ class Agent:
                 self._do("end", attempt)
                 self._at(REMEMBERED_SECONDS, partial(self._forget, states, attempt))
                 self._pulls.pop(attempt, None)
+                self._progress.pop(attempt, None)
                 self._bodies.pop(attempt, None)
                 self._shipments.pop(attempt, None)
                 self._due.pop((role, attempt), None)
         elif protocol.has_deadline(after):
-            # Asking again renews a lease.
-            due = self._clock() + self._deadlines.of(after)
-            self._due[role, attempt] = due
-            self._at(self._deadlines.of(after), partial(self._expire, role, attempt, due))
+            self._wait(role, attempt, after)  # asking again renews a lease
         else:
             self._due.pop((role, attempt), None)
 
+    def _wait(self, role: str, attempt: Attempt, state: Any) -> None:
+        """Sets the deadline of a state."""
+        due = self._clock() + self._deadlines.of(state)
+        self._due[role, attempt] = due
+        self._at(self._deadlines.of(state), partial(self._expire, role, attempt, due))
+
+    def _is_in_line(self, attempt: Attempt) -> bool:
+        """Whether a pull is late because its source still sends. To ask again would only have it sent twice. A source
+        answers in order: if a later pull has come, this one is lost.
+        """
+        if not self._is_pulling(attempt):
+            return False
+        before, now = self._progress[attempt], self._progress_of(self._pulls[attempt])
+        self._progress[attempt] = now
+        return now != before
+
+    def _progress_of(self, pull: Pull) -> tuple[int, int]:
+        """What has come of a pull, and which pull before it came last from the same source."""
+        return pull.num_bytes, min(self._came.get(pull.source, 0), pull.number)
+
     def _expire(self, role: str, attempt: Attempt, due: float) -> None:
         if self._due.get((role, attempt)) != due:
+            return
+        if role == "receiver" and self._is_in_line(attempt):
+            self._wait(role, attempt, self._receivers[attempt])
             return
         log.info("%s: the deadline of its %s is over", self._named(attempt), role)
         if role == "source":
@@ -395,6 +419,7 @@ class Agent:
         others = {name: address for name, address in addresses.items() if name != self.name}
         for name in self._peers - others.keys():
             self.links.forget(name)
+            self._came.pop(name, None)
         for name, address in others.items():
             self.links.learn(name, address)
         self._peers = set(others)

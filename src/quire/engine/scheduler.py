@@ -643,14 +643,14 @@ class Scheduler:
 
     def _rest(self, sequence: Sequence) -> None:
         """Moves an active sequence to the calendar if its next step only adds a token. If the next row begins a chunk,
-        takes that chunk now. A packed path waits: its budget counts only chunks with tokens. So does a sequence with
-        its first token: its bytes are those of its prompt.
+        takes that chunk now. A packed path waits: its budget counts only chunks with tokens. So do a sequence with its
+        first token, whose bytes are those of its prompt, and one that another engine goes on with.
         """
         path = sequence.path
         if not sequence.adds_a_token or sequence.guide is not None:
             return
         if path.free_until <= path.num_tokens:
-            waits = path.retained is not None or sequence.num_generated == 1
+            waits = path.retained is not None or sequence.num_generated == 1 or sequence.leaves
             if waits or not self.manager.extend(sequence, path.num_tokens + 1):
                 return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
