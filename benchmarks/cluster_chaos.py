@@ -311,9 +311,8 @@ def report(args: argparse.Namespace, chaos: Chaos, left: str, seconds: float, ex
     for name in before:
         more = sorted((Counter(after[name]) - Counter(before[name])).elements())
         print(f"{name}: {len(before[name])} before, {len(after[name])} after {', '.join(more)}".rstrip())
-    for each in chaos.requests:
-        if each.error:
-            print(f"  {each.error}")
+    for error, count in Counter(each.error for each in chaos.requests if each.error).most_common(10):
+        print(f"{count} requests: {error}")
     is_back = all(len(after[name]) <= len(before[name]) for name in before)
     has_faults = tally.kills == args.kills and tally.stops == args.stops and share >= args.least_streamed
     if not has_faults:

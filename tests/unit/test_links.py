@@ -20,7 +20,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -35,7 +35,7 @@ from quire.cluster.transport.stream import LinkError, Stream
 from quire.errors import ConfigError
 
 from .. import links_child
-from ..effort import tries
+from ..effort import examples, tries
 
 TRANSPORTS = ("local", "tcp", "shm")
 SECRET = links_child.SECRET
@@ -896,7 +896,7 @@ def test_a_peer_that_frees_more_than_it_had_is_lost(
 
 
 @given(st.lists(st.integers(0, 512), min_size=1, max_size=60), st.sampled_from([1024, 2048]))
-@settings(max_examples=tries(40), deadline=None)
+@examples(40, deadline=None)
 def test_extents_of_a_ring_lie_in_it_and_never_over_each_other(lengths: list[int], num_bytes: int) -> None:
     """Each place is taken together with whatever it passes over; at most a whole ring is taken at once."""
     position, live = 0, []
@@ -1012,7 +1012,7 @@ ATTEMPTS = st.builds(Attempt, st.integers(0, 2**63 - 1), st.integers(0, 2**31))
 
 
 @given(st.sampled_from(get_args(messages.Message)).flatmap(lambda kind: st.builds(kind, attempt=ATTEMPTS)))
-@settings(max_examples=tries(60), deadline=None)
+@examples(60, deadline=None)
 def test_every_message_of_the_protocol_survives(message: Any) -> None:
     numbers_fit = all(
         not isinstance(value, int) or -(2**63) <= value < 2**64
@@ -1087,7 +1087,7 @@ def test_fields_are_checked(name: str, value: Any, reason: str) -> None:
 
 
 @given(st.binary(max_size=60), st.integers(0, 2**32 - 1))
-@settings(max_examples=tries(150), deadline=None)
+@examples(150, deadline=None)
 def test_bytes_that_are_no_message_raise_one_error(noise: bytes, seed: int) -> None:
     """Noise, noise in the place of the fields, and messages with a few bytes replaced or cut off."""
     rng = random.Random(seed)
