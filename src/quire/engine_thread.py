@@ -18,6 +18,12 @@ LOADING_THREAD, ENGINE_THREAD = "quire-loading", "quire-engine"
 """Names of an engine's thread, while it loads and afterwards."""
 
 
+ROOM_SECONDS = 0.05
+"""Longest time that an engine whose exports hold all room waits for a command, which may end one, before it looks
+whether anything else has made room.
+"""
+
+
 class Listener(Protocol):
     """Whoever an engine's thread tells what happens. It is called on that thread."""
 
@@ -88,6 +94,8 @@ class EngineThread:
                 if not self._commands and not engine.has_work:
                     assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
                     self._wake.wait(engine.idle())
+                elif not self._commands and engine.lacks_room:
+                    self._wake.wait(ROOM_SECONDS)
                 self._wake.clear()
                 while self._commands:
                     self._commands.popleft()()

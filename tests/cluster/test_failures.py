@@ -25,6 +25,7 @@ from quire.cluster.cluster import Cluster
 from quire.cluster.faults import VARIABLE
 from quire.cluster.members import Member
 from quire.cluster.router import Ticket
+from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import InstancesFailedError, QueueFullError, RequestError
@@ -267,6 +268,18 @@ def blocked(running: Running, role: str) -> Iterator[None]:
         gate.set()
 
 
+def counted_steps(engine: Engine) -> list[None]:
+    """Grows with each step from now on."""
+    found, step = list[None](), engine.step
+
+    def counted() -> list[RequestOutput]:
+        found.append(None)
+        return step()
+
+    engine.step = counted  # type: ignore[method-assign]
+    return found
+
+
 def test_a_receiver_that_stands_still_fills_its_source_and_nothing_is_lost(model: Path, lonely: LLM, seed: int) -> None:
     """The source's memory is the queue: it begins no more prompts than it can hold."""
     rng = random.Random(seed)
@@ -287,6 +300,9 @@ def test_a_receiver_that_stands_still_fills_its_source_and_nothing_is_lost(model
                         held, changed = now, time.monotonic()
                     await asyncio.sleep(0.02)
                 assert 0 < held < len(prompts)
+                steps = await asyncio.to_thread(running.instance("prefill").ask, counted_steps)
+                await asyncio.sleep(0.5)
+                assert len(steps) < 100, "it takes the processor from others while it waits"
                 assert sum(len(each.token_ids) for each in clients) == held
             async with asyncio.timeout(SECONDS):
                 await asyncio.gather(*(each.task for each in clients))

@@ -32,7 +32,7 @@ def served(monkeypatch, capsys):
             assert not pins_at_start, "the server pins once for each key"
             yield engine
 
-        async def serve(llm, listener, ready):
+        async def serve(llm, listener, ready, **more):
             before.append(capsys.readouterr().out)
             ready()
 

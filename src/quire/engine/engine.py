@@ -53,6 +53,7 @@ class Engine:
     offloaded      counters of what is on the disk instead of in memory; None: nothing is
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
     exports        by request, what another engine goes on with
+    lacks_room     whether the last step did nothing, because exports hold the room that requests wait for
     clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
 
@@ -82,6 +83,7 @@ class Engine:
         self.clock = clock
         self.names = Names(tokenizer)
         self.exports: dict[str, Export] = {}
+        self.lacks_room = False
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, Answer] = {}
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
@@ -166,6 +168,7 @@ class Engine:
         """Runs one step. Returns one output for each request that has new deltas."""
         self.scheduler.manager.tick(self.clock())
         step = self.scheduler.next_step()
+        self.lacks_room = step is None and self.has_work
         if step is None:
             return []
         if isinstance(step, Wait):
