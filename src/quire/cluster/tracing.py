@@ -86,7 +86,7 @@ class Tracer:
             trace_id = 0
 
             def generate_trace_id(self) -> int:
-                return self.trace_id or super().generate_trace_id()
+                return self.trace_id or int(super().generate_trace_id())
 
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "quire"}
         self._ids = Ids()
