@@ -412,7 +412,8 @@ class ClusterConfig(Group):
     transport: Literal["auto", "shm", "tcp"] = "auto"
     """How caches travel between instances. shm: shared memory of one machine. auto: shm where that is possible."""
     timeout: Annotated[float, AtLeast(1)] = 60.0
-    """Seconds without a token after which an attempt at a request is given up."""
+    """Seconds after which an attempt at a request is given up if no token comes and no instance says that it works on
+    it, or that it waits in a queue that moves."""
     tries: Count = 4
     """Number of attempts at a request, on one instance after the other, before the client gets an error."""
     heartbeat: Annotated[float, AtLeast(0.5)] = 3.0

@@ -19,6 +19,7 @@ from quire.cluster.bodies import (
     CacheState,
     ComputeJob,
     Extents,
+    Goes,
     Job,
     Load,
     ManifestOf,
@@ -33,9 +34,10 @@ from quire.cluster.cluster import Cluster
 from quire.cluster.desk import Cache, Desk, HasFailed, HasRoom, HasToken
 from quire.cluster.instance import Order
 from quire.cluster.members import Health, Member
-from quire.cluster.messages import Attempt, Cancel, Compute, Failed, Manifest, Receive, Taken, Token, Want
+from quire.cluster.messages import Ask, Attempt, Cancel, Compute, Failed, Manifest, Receive, Taken, Token, Want
 from quire.cluster.neighbours import Neighbours, Pull
 from quire.cluster.processes import Processes
+from quire.cluster.protocol import Route
 from quire.cluster.router import Router, Ticket
 from quire.config import ClusterConfig
 from quire.engine.outputs import CompletionOutput
@@ -221,6 +223,67 @@ def test_a_pull_beside_the_protocol_ends(how: str) -> None:
     assert pulls.failed == ([4, 5] if how == "late" else [4])
 
 
+class Reporting(Idle):
+    """An engine that says which attempts it is at."""
+
+    at_work: tuple[Attempt, ...] = ()
+
+    def load(self, instance: str, *, with_stats: bool) -> Load:
+        return Load(instance, 0, 0, 0, 0, 1, 1, self.at_work)
+
+
+def passes(agent: Agent, now: list[float], seconds: float) -> None:
+    """Has time pass, in small steps, once the agent runs."""
+
+    def step() -> None:
+        now[0] += 0.25
+
+    for _ in range(int(seconds / 0.25)):
+        agent._inbox.put(step)
+
+
+@pytest.mark.parametrize("phase", ["queued", "asked", "held", "waiting"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_waiting_for_a_turn_ends_only_if_nothing_goes_on(phase: str, goes_on: bool) -> None:
+    """Queues may be longer than the deadlines of the states, at the source and at the receiver."""
+    now, wire, desk = [0.0], Wire(), Reporting()
+    agent = agent_of(wire, Pulls(), lambda: now[0])
+    if phase in ("queued", "held"):
+        agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "other"), JOB), iter(()))
+        if phase == "held":
+            agent.notice([HasRoom(ATTEMPT), HasToken(ATTEMPT, told(5), False, CACHE)])
+    else:
+        agent.receive("router", ReceiveJob(Receive(ATTEMPT, "other", 0), JOB), iter(()))
+        if phase == "waiting":
+            agent.receive("other", ManifestOf(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
+    desk.at_work = (ATTEMPT,) if goes_on and phase in ("queued", "waiting") else ()
+    for _ in range(40):
+        if goes_on and phase in ("asked", "held"):
+            agent.receive("other", Goes((ATTEMPT,)), iter(()))
+        passes(agent, now, 5)
+    agent.stop()
+    agent.run(desk)  # type: ignore[arg-type]
+    state = agent._sources.get(ATTEMPT) or agent._receivers.get(ATTEMPT)
+    assert (state is not None and state.phase.value != "ended") is goes_on
+    goes = [to for to, message in wire.sent if message == Goes((ATTEMPT,))]
+    assert bool(goes) is (goes_on and phase == "waiting"), "a receiver that waits for room holds its source's pages"
+
+
+def test_a_source_tells_who_waits_for_it_that_it_goes_on() -> None:
+    now, wire, desk = [0.0], Wire(), Reporting()
+    agent = agent_of(wire, Pulls(), lambda: now[0])
+    asked, other = ATTEMPT, Attempt(2, 1)
+    for attempt in (asked, other):
+        agent.receive("router", ComputeJob(Compute(attempt, 0, "receiver"), JOB), iter(()))
+    agent.receive("receiver", Ask(asked), iter(()))
+    desk.at_work = (asked, other)
+    passes(agent, now, 5)
+    agent.stop()
+    agent.run(desk)  # type: ignore[arg-type]
+    assert {message for _, message in wire.sent} == {Goes((asked,))}
+    assert {to for to, _ in wire.sent} == {"receiver"}
+
+
 def test_who_is_gone_is_forgotten() -> None:
     wire = Wire()
     agent = agent_of(wire, Pulls())
@@ -373,6 +436,17 @@ def test_an_instance_has_a_part_in_an_attempt_until_its_cache_is_taken() -> None
     assert router.num_attempts("p.1") == 1
     router.hear(Taken(ATTEMPT))
     assert router.num_attempts("p.1") == 0 and router.num_attempts("d.2") == 1
+
+
+def test_an_attempt_that_waits_for_its_turn_is_not_given_up() -> None:
+    router, _, now = router_of(tries=1)
+    tickets = [begun(router)[0] for _ in range(2)]
+    waits = tickets[0].state.attempt
+    for second in range(100):
+        now[0] = float(second)
+        router.hear_load(Load("p.1", 0, 0, 0, 0, 1, 1, (waits, Attempt(1, 7), Attempt(99, 1))))
+        router.tick()
+    assert tickets[0].state.phase is Route.RUNNING and tickets[1].state.phase is Route.FAILED
 
 
 def test_members_forget_attempts_that_have_ended() -> None:

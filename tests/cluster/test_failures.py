@@ -319,6 +319,26 @@ def test_a_receiver_without_room_takes_one_after_the_other(model: Path, lonely: 
         assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_queue_may_be_longer_than_the_timeout(model: Path, lonely: LLM, role: str, seed: int) -> None:
+    """Seconds in a queue that moves are not seconds without an answer: who is given up only waits again."""
+    rng = random.Random(seed)
+    prompts = [prompt_of(rng, 300) for _ in range(24)]
+    params = [replace(PARAMS, max_tokens=60 if role == "decode" else 2, seed=index) for index in range(24)]
+    with threads(model, timeout=1.0, tries=1) as running:
+        engine, step = running.instance(role).engine, running.instance(role).engine.step
+        engine.scheduler.max_running = 2
+
+        def slow() -> list[RequestOutput]:
+            time.sleep(0.1 if role == "prefill" else 0.004)
+            return step()
+
+        engine.step = slow  # type: ignore[method-assign]
+        begun = time.monotonic()
+        assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
+        assert time.monotonic() - begun > 2.5, "the queue is too short to prove anything"
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 17])
 def test_answers_have_as_many_tokens_as_were_asked_for(model: Path, lonely: LLM, max_tokens: int, seed: int) -> None:
     rng = random.Random(seed)

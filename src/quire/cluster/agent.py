@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from quire.cluster import protocol
 from quire.cluster.bodies import (
     ComputeJob,
     Extents,
+    Goes,
     Load,
     ManifestOf,
     Missing,
@@ -104,6 +105,13 @@ class Deadlines:
         }[state.phase]  # fmt: skip
 
 
+@dataclass(eq=False)
+class Deadline:
+    """When a state ends by itself: `moment`, which may move on."""
+
+    moment: float
+
+
 class Agent:
     """The attempts of one instance.
 
@@ -140,7 +148,7 @@ class Agent:
         self._progress: dict[Attempt, tuple[int, int]] = {}  # of pulls, when their deadline was set
         self._peers: set[str] = set()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._due: dict[tuple[str, Attempt], float] = {}
+        self._due: dict[tuple[str, Attempt], Deadline] = {}
         self._numbers = itertools.count()
         self._num_loads = 0
         self._load: Load | None = None
@@ -218,6 +226,10 @@ class Agent:
                 state = self._receivers.get(attempt)
                 if state is not None and state.phase is Intake.ASKED:
                     self._do("fetch_ahead", attempt, sender, num_chunks)
+            case Goes(attempts):
+                for attempt in attempts:
+                    self._renew("source", attempt, Supply.HELD)
+                    self._renew("receiver", attempt, Intake.ASKED)
             case WantPull(Want(attempt) as want, pull, groups):
                 self._wanted(attempt, sender, want, pull, groups)
             case Missing(_, pull):
@@ -325,9 +337,15 @@ class Agent:
 
     def _wait(self, role: str, attempt: Attempt, state: Any) -> None:
         """Sets the deadline of a state."""
-        due = self._clock() + self._deadlines.of(state)
-        self._due[role, attempt] = due
-        self._at(self._deadlines.of(state), partial(self._expire, role, attempt, due))
+        seconds = self._deadlines.of(state)
+        due = self._due[role, attempt] = Deadline(self._clock() + seconds)
+        self._at(seconds, partial(self._expire, role, attempt, due))
+
+    def _renew(self, role: str, attempt: Attempt, phase: Supply | Intake) -> None:
+        """Moves the deadline of a state on, if it is in a phase."""
+        state = self._sources.get(attempt) if role == "source" else self._receivers.get(attempt)
+        if state is not None and state.phase is phase:
+            self._due[role, attempt].moment = self._clock() + self._deadlines.of(state)
 
     def _is_in_line(self, attempt: Attempt) -> bool:
         """Whether a pull is late because its source still sends. To ask again would only have it sent twice. A source
@@ -343,8 +361,11 @@ class Agent:
         """What has come of a pull, and which pull before it came last from the same source."""
         return pull.num_bytes, min(self._came.get(pull.source, 0), pull.number)
 
-    def _expire(self, role: str, attempt: Attempt, due: float) -> None:
-        if self._due.get((role, attempt)) != due:
+    def _expire(self, role: str, attempt: Attempt, due: Deadline) -> None:
+        if self._due.get((role, attempt)) is not due:
+            return
+        if (left := due.moment - self._clock()) > 0:
+            self._at(left, partial(self._expire, role, attempt, due))
             return
         if role == "receiver" and self._is_in_line(attempt):
             self._wait(role, attempt, self._receivers[attempt])
@@ -438,11 +459,13 @@ class Agent:
         heapq.heappush(self._timers, (self._clock() + seconds, next(self._numbers), call))
 
     def _say_alive(self) -> None:
-        """The engine's thread may be in a long step: then the load is that of before. An engine that stands still for
-        longer than a request may wait ends its instance.
+        """The engine's thread may be in a long step: then the load is that of before, and says nothing of what goes on.
+        An engine that stands still for longer than a request may wait ends its instance.
         """
         if self._load is not None:
-            self.links.send(ROUTER, self._load)
+            load = self._load if self._asked_at is None else replace(self._load, at_work=())
+            self.links.send(ROUTER, load)
+            self._say_goes(load.at_work)
         if self._asked_at is None:
             self._num_loads += 1
             self._asked_at = self._clock()
@@ -451,6 +474,22 @@ class Agent:
             log.error("the engine has not ended a step for %.0f s", most)
             self.stop()
         self._at(LOAD_SECONDS, self._say_alive)
+
+    def _say_goes(self, at_work: tuple[Attempt, ...]) -> None:
+        """Renews the deadlines of what waits for its turn, here and at the other instance: how long a request may be in
+        a queue is not limited, only how long nothing goes on.
+        """
+        told: dict[str, list[Attempt]] = {}
+        for attempt in at_work:
+            self._renew("source", attempt, Supply.QUEUED)
+            self._renew("receiver", attempt, Intake.QUEUED)
+            supply, intake = self._sources.get(attempt), self._receivers.get(attempt)
+            if supply is not None and supply.is_asked and supply.phase in (Supply.QUEUED, Supply.RUNNING):
+                told.setdefault(supply.receiver, []).append(attempt)
+            elif intake is not None and intake.phase in (Intake.QUEUED, Intake.PULLING):
+                told.setdefault(intake.source, []).append(attempt)
+        for other, attempts in told.items():
+            self.links.send(other, Goes(tuple(attempts)))
 
     def _look(self, with_stats: bool) -> None:
         """On the engine's thread."""

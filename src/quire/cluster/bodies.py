@@ -184,6 +184,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Goes:
+    """Source and receiver to each other, a few times a second: these attempts still wait for their turn, or are
+    computed or pulled. It renews the deadline of whoever waits for that.
+    """
+
+    attempts: tuple[Attempt, ...]
+
+
+@dataclass(frozen=True)
 class WantPull:
     """Receiver to source.
 
@@ -323,6 +332,7 @@ class Load:
     num_held      exports that a receiver has not taken
     free_bytes    of the cache, with what can be evicted
     total_bytes   of the cache
+    at_work       attempts that wait for their turn, and move up, or whose prompt is computed or pulled
     stats         of the engine, every second time or less
     """
 
@@ -333,6 +343,7 @@ class Load:
     num_held: int
     free_bytes: int
     total_bytes: int
+    at_work: tuple[Attempt, ...] = ()
     stats: dict[str, Any] | None = None
 
 
@@ -363,6 +374,6 @@ class Hello:
 
 
 wire.register(
-    ComputeJob, ReceiveJob, TokenOf, ManifestOf, Progress, WantPull, Extents, Missing, Ready, Load, Peers, Role, Stop,
-    Hello,
+    ComputeJob, ReceiveJob, TokenOf, ManifestOf, Progress, Goes, WantPull, Extents, Missing, Ready, Load, Peers, Role,
+    Stop, Hello,
 )  # fmt: skip

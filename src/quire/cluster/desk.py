@@ -258,8 +258,27 @@ class Desk:
         free = cache["bytes_free"] + cache["bytes_cached"]
         return Load(
             instance, rows, len(scheduler.running), len(scheduler.waiting), len(self.engine.exports), free,
-            cache["bytes_total"], self.engine.stats() if with_stats else None,
+            cache["bytes_total"], tuple(each.attempt for each in self.works.values() if self._is_at_work(each)),
+            self.engine.stats() if with_stats else None,
         )  # fmt: skip
+
+    def _is_at_work(self, work: Work) -> bool:
+        """Whether the other instance and the router should go on waiting for the next thing to hear of an attempt.
+
+        A receiver that waits for room is, as long as others run, which will free theirs. If nobody runs, exports hold
+        the room: two instances that do this to each other are ended by the deadlines.
+        """
+        if work.sequence is None:
+            return False
+        is_waiting = work.sequence.state is State.WAITING
+        match work.stage:
+            case Stage.SOURCE | Stage.ALONE:
+                return is_waiting or not work.has_begun
+            case Stage.ADOPTED if is_waiting:
+                return bool(self.engine.scheduler.running)
+            case Stage.DECODING:
+                return is_waiting
+        return True
 
     # ---- after a step ----------------------------------------------------------------------------------------------
 

@@ -170,6 +170,15 @@ class Router:
         if (member := self.members.get(load.instance)) is not None:
             member.load, member.seen = load, self._clock()
             member.stats = load.stats or member.stats
+            self._renew(load)
+
+    def _renew(self, load: Load) -> None:
+        """Whoever waits for its turn on an instance that goes on is not given up."""
+        deadline = self._clock() + self._timeout
+        for attempt in load.at_work:
+            ticket = self._tickets.get(attempt.request)
+            if ticket is not None and ticket.state.phase is Route.RUNNING and ticket.state.attempt == attempt:
+                ticket.deadline = deadline
 
     def down(self, name: str) -> None:
         """An instance has failed, and has lost everything."""
