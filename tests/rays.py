@@ -197,7 +197,7 @@ def tokens(answer: RequestOutput) -> list[int]:
 
 def instance(running: Running, place: str) -> dict[str, Any]:
     """What the cluster tells of an instance."""
-    return next(each for each in running.cluster.state()["instances"] if each["place"] == place)
+    return next(each for each in running.cluster.operations.state()["instances"] if each["place"] == place)
 
 
 def serves_anew(running: Running, place: str, before: dict[str, Any]) -> bool:

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from quire.cluster import cluster as clusters
+from quire.cluster import supervisor
 from quire.cluster.agent import Agent, Deadlines
 from quire.cluster.bodies import (
     CacheState,
     ComputeJob,
     Extents,
     Goes,
+    Hello,
     Job,
     Load,
     ManifestOf,
@@ -534,7 +535,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "LEAST_PAUSE", 0.01)
+    monkeypatch.setattr(supervisor, "LEAST_PAUSE", 0.01)
 
 
 def idle_cluster(model: Path, processes: Processes, **settings: Any) -> Cluster:
@@ -555,11 +556,11 @@ async def started(cluster: Cluster) -> asyncio.Task[None]:
 
 
 def ready(cluster: Cluster, name: str) -> None:
-    cluster._hear(name, Ready(name, "shm://nowhere", 64, 8, 512, "", 1e-3, 1e-3))
+    cluster.operations._hear(name, Ready(name, "shm://nowhere", 64, 8, 512, "", 1e-3, 1e-3))
 
 
 def alive(cluster: Cluster, name: str) -> None:
-    cluster._hear(name, Load(name, 0, 0, 0, 0, 1, 1))
+    cluster.operations._hear(name, Load(name, 0, 0, 0, 0, 1, 1))
 
 
 def test_an_instance_that_cannot_be_started_again_is_tried_again(model: Path, short: None) -> None:
@@ -588,10 +589,10 @@ def test_a_router_that_was_stopped_does_not_end_its_instances(model: Path) -> No
         await started(cluster)
         alive(cluster, "mixed-0.1")
         loop = asyncio.get_running_loop()
-        clock = clusters.time.monotonic
+        clock = supervisor.time.monotonic
         skipped = [0.0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clusters, "time", SimpleNamespace(monotonic=lambda: clock() + skipped[0]))
+            patch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock() + skipped[0]))
             await asyncio.sleep(0.15)
             skipped[0] = 20.0
             await asyncio.sleep(0.25)
@@ -617,12 +618,12 @@ def test_an_instance_that_stops_while_it_loads_is_started_again(
             while len(processes.started) < 2:
                 await asyncio.sleep(0.01)
             processes.gone = []
-            cluster._hear("mixed-0.2", clusters.Hello("mixed-0.2"))
+            cluster.operations._hear("mixed-0.2", Hello("mixed-0.2"))
             while "mixed-0.2" not in processes.killed:
                 await asyncio.sleep(0.01)
         await cluster.close()
 
-    monkeypatch.setattr(clusters, "LOADING_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "LOADING_SECONDS", 0.5)
     asyncio.run(scenario())
 
 

@@ -147,7 +147,7 @@ async def whole(cluster: Cluster) -> None:
 
 
 def signalled(cluster: Cluster, name: str, number: signal.Signals) -> None:
-    pid = cluster._processes.pid(name)
+    pid = cluster.operations.processes.pid(name)
     assert pid is not None
     os.kill(pid, number)
 
@@ -202,7 +202,7 @@ def test_an_instance_that_is_silent_for_too_long_is_ended_and_replaced(apart: Ru
         client = Client(cluster, prompts[0], params[0])
         await client.until(lambda client: len(client.token_ids) > 5)
         name = client.ticket.state.receiver
-        pid = cluster._processes.pid(name)
+        pid = cluster.operations.processes.pid(name)
         signalled(cluster, name, signal.SIGSTOP)
         async with asyncio.timeout(SECONDS):
             await client.task
@@ -430,11 +430,11 @@ def test_instances_are_restarted_and_change_their_roles_without_a_failed_request
 
             clients = [asyncio.create_task(client()) for _ in range(6)]
             await asyncio.sleep(0.05)
-            cluster.set_role("mixed-0", "decode")
-            await cluster.restart()
-            cluster.set_role("mixed-0", "prefill")
+            cluster.operations.set_role("mixed-0", "decode")
+            await cluster.operations.restart()
+            cluster.operations.set_role("mixed-0", "prefill")
             await asyncio.sleep(0.05)
-            cluster.set_role("mixed-0", "mixed")
+            cluster.operations.set_role("mixed-0", "mixed")
             async with asyncio.timeout(SECONDS):
                 await asyncio.gather(*clients)
             assert cluster.router.counts["again"] == 0

@@ -35,16 +35,16 @@ def answers(running: Running) -> list[list[int]]:
 
 def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(running: Running) -> None:
     cluster, expected = running.cluster, answers(running)
-    names = {each["place"]: each["name"] for each in cluster.state()["instances"]}
+    names = {each["place"]: each["name"] for each in cluster.operations.state()["instances"]}
     told: list[list[int]] = []
 
     async def operate() -> None:
-        await cluster.restart()
-        cluster.set_role("prefill-0", "mixed")
-        cluster.set_role("decode-0", "prefill")
+        await cluster.operations.restart()
+        cluster.operations.set_role("prefill-0", "mixed")
+        cluster.operations.set_role("decode-0", "prefill")
         await asyncio.sleep(0.05)
-        cluster.set_role("decode-0", "decode")
-        cluster.set_role("prefill-0", "prefill")
+        cluster.operations.set_role("decode-0", "decode")
+        cluster.operations.set_role("prefill-0", "prefill")
 
     async def ask(until: asyncio.Future[None]) -> None:
         while not until.done():
@@ -59,7 +59,7 @@ def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(r
     running.call(scenario())
     assert len(told) >= len(PROMPTS) and all(each in expected for each in told)
     assert cluster.router.counts["failed"] == 0 and cluster.router.counts["down"] == 2
-    state = cluster.state()["instances"]
+    state = cluster.operations.state()["instances"]
     assert [each["role"] for each in state] == ["prefill", "decode"]
     assert not {each["name"] for each in state} & {*names.values()}, "both are new"
 
@@ -67,24 +67,24 @@ def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(r
 def test_an_instance_may_leave_and_the_last_one_may_not(running: Running) -> None:
     cluster, expected = running.cluster, answers(running)
     with pytest.raises(RequestError, match="there is no instance 'mixed-7' that runs"):
-        cluster.set_role("mixed-7", "mixed")
+        cluster.operations.set_role("mixed-7", "mixed")
     with pytest.raises(RequestError, match="'king' is no role"):
-        cluster.set_role("decode-0", "king")
-    running.call(cluster.drain("decode-0", restart=False))
-    assert [each["place"] for each in cluster.state()["instances"]] == ["prefill-0"]
+        cluster.operations.set_role("decode-0", "king")
+    running.call(cluster.operations.drain("decode-0", restart=False))
+    assert [each["place"] for each in cluster.operations.state()["instances"]] == ["prefill-0"]
     assert answers(running) == expected, "a prefill instance that is alone decodes, too"
     with pytest.raises(RequestError, match="prefill-0 is the only instance that serves"):
-        running.call(cluster.drain("prefill-0", restart=False))
+        running.call(cluster.operations.drain("prefill-0", restart=False))
     assert answers(running) == expected
 
 
 def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: Running) -> None:
     cluster = running.cluster
-    names = [each["name"] for each in cluster.state()["instances"]]
-    cluster._options |= {"cache.share": False, "tiers.disk": "/nowhere:64MiB"}
+    names = [each["name"] for each in cluster.operations.state()["instances"]]
+    cluster.operations._model.options.update({"cache.share": False, "tiers.disk": "/nowhere:64MiB"})
     with pytest.raises(ModelError, match="instance prefill-0.3 did not start"):
-        running.call(cluster.restart())
-    prefill, decode = cluster.state()["instances"]
+        running.call(cluster.operations.restart())
+    prefill, decode = cluster.operations.state()["instances"]
     assert prefill["health"] in ("down", "starting") and (decode["name"], decode["health"]) == (names[1], "serving")
 
 
@@ -104,7 +104,7 @@ def test_a_cluster_that_closes_ends_its_requests_with_an_error(running: Running)
 
 def test_times_and_sizes_are_told_of_what_ran(running: Running) -> None:
     answers(running)
-    state = running.cluster.state()
+    state = running.cluster.operations.state()
     assert state["counts"]["ended"] == len(PROMPTS)
     for stage in ("queue", "prefill", "transfer", "decode"):
         assert state["stages"][stage]["p50"] > 0, stage

@@ -227,9 +227,9 @@ def test_instances_take_their_cores_and_memory_of_the_cluster(running: Running) 
 
 @whole
 def test_prefill_and_decode_answer_like_one_engine(running: Running, expected: dict[str, list[list[int]]]) -> None:
-    before = running.cluster.state()["counts"]
+    before = running.cluster.operations.state()["counts"]
     assert [tokens(each) for each in running.generate(PROMPTS, PARAMS)] == expected["prompts"]
-    assert running.cluster.state()["counts"] != before
+    assert running.cluster.operations.state()["counts"] != before
 
 
 @whole
@@ -243,7 +243,7 @@ def test_caches_travel_over_tcp_from_node_to_node(running: Running) -> None:
 
 @whole
 def test_the_secret_is_in_no_command_line_and_no_log(running: Running, head: Head) -> None:
-    secret = running.cluster._secret.hex()
+    secret = running.cluster.operations._secret.hex()
     assert not any(secret in command_of(pid) for pid in marked(head.mark))
     for file in head.folder.rglob("*"):
         if file.is_file() and not file.is_symlink():
@@ -252,19 +252,19 @@ def test_the_secret_is_in_no_command_line_and_no_log(running: Running, head: Hea
 
 @whole
 def test_a_role_can_be_changed(running: Running, expected: dict[str, list[list[int]]]) -> None:
-    running.cluster.set_role("prefill-0", "mixed")
-    running.cluster.set_role("decode-0", "mixed")
+    running.cluster.operations.set_role("prefill-0", "mixed")
+    running.cluster.operations.set_role("decode-0", "mixed")
     try:
         assert [tokens(each) for each in running.generate(PROMPTS, PARAMS)] == expected["prompts"]
     finally:
-        running.cluster.set_role("prefill-0", "prefill")
-        running.cluster.set_role("decode-0", "decode")
+        running.cluster.operations.set_role("prefill-0", "prefill")
+        running.cluster.operations.set_role("decode-0", "decode")
 
 
 @whole
 def test_a_drained_instance_is_replaced_by_another_process(running: Running, head: Head) -> None:
     before = instance(running, "prefill-0")
-    running.call(running.cluster.drain("prefill-0"))
+    running.call(running.cluster.operations.drain("prefill-0"))
     until(lambda: serves_anew(running, "prefill-0", before), "another one serves")
     until(lambda: before["pid"] not in head.actors(), "the drained one has ended")
     assert len(head.actors()) == 2

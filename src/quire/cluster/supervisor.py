@@ -1,0 +1,390 @@
+"""Starts the instances of a cluster, watches them, and starts those again that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.cluster.bodies import Hello, Load, Peers, Ready, Role, Stop
+from quire.cluster.instance import Order, about
+from quire.cluster.links import Links
+from quire.cluster.members import ROLES, Health, Member
+from quire.cluster.messages import ROUTER
+from quire.cluster.on_ray import OnRay
+from quire.cluster.processes import END_SECONDS, Processes, places_of, share_cores, share_memory
+from quire.cluster.router import TICK_SECONDS, Router
+from quire.cluster.tracing import Tracer
+from quire.config import ClusterConfig, EngineConfig
+from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError, RequestError
+
+log = logging.getLogger("quire")
+
+START_SECONDS = 1800.0
+"""Most time in which instances load: a first start may calibrate, pack weights and compile kernels."""
+
+LOADING_SECONDS = 60.0
+"""Seconds without a sign of life after which an instance that loads counts as failed. Loading may keep the interpreter
+busy for long.
+"""
+
+LEAST_PAUSE, MOST_PAUSE = 0.5, 30.0
+"""Seconds before an instance that failed is started again; twice as many after each further failure."""
+
+
+class Model(NamedTuple):
+    """What every instance is started with.
+
+    name, options, config_file  as for `LLM`
+    config                      what they say together
+    weight_bytes, cache_bytes   of one engine that has the machine alone
+    max_context                 of that engine, in tokens
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    config_file: Path | None
+    config: EngineConfig
+    weight_bytes: int
+    cache_bytes: int
+    max_context: int
+
+
+class Supervisor:
+    """The instances of a cluster, and the router that knows them.
+
+    processes, transport  in place of the settings': for tests
+
+    `context` is the most tokens of a request that every instance has room for, and the setting that limits them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        settings: ClusterConfig,
+        processes: Processes | None = None,
+        transport: str = "",
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._model, self._settings = model, settings
+        self.context: tuple[int, str] = (model.max_context, "model.max_context")
+        self._secret = os.urandom(32)
+        self._starts = itertools.count(1)
+        self.processes = processes or (OnRay(settings) if settings.address else Processes())
+        self._closing = False
+        self._pauses: dict[str, float] = {}
+        self._roles: dict[str, str] = {}
+        self._cores: dict[str, tuple[int, ...]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._all_ready = asyncio.Event()
+        self._start_error: QuireError | None = None
+        usual = self.processes.transport if settings.transport == "auto" else settings.transport
+        self._transport = transport or usual
+        self.router = Router(
+            self._send, timeout=settings.timeout, tries=settings.tries, routing=settings.routing, tracer=tracer
+        )
+        self._links = Links(ROUTER, self._secret, self, self._transport, about=about())
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ---- start and end ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
+        self._loop = asyncio.get_running_loop()
+        counts = [(role, getattr(self._settings, role)) for role in ROLES]
+        places = places_of(counts)
+        shares = share_cores(len(places)) if self.processes.is_local else [()] * len(places)
+        for (place, role), cores in zip(places, shares, strict=True):
+            self._roles[place], self._cores[place] = role, cores
+        host = await self.processes.open(self._roles, self._model.config, self._model.weight_bytes)
+        self._address = self._links.listen(host)
+        for place in self._roles:
+            self._launch(place)
+        self._watching = asyncio.create_task(self._watch())
+        async with asyncio.timeout(START_SECONDS):
+            await self._all_ready.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    async def close(self) -> None:
+        """Ends all instances, and the requests that they have with an error."""
+        self._closing = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        self.router.close(EngineStoppedError("the cluster is closed"))
+        for member in self.router.members.values():
+            if member.health is Health.STARTING:
+                self.processes.kill(member.name)  # it hears nothing while it loads
+            self._links.send(member.name, Stop())
+        await self.processes.wait()
+        await asyncio.to_thread(self._links.close)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether any instance accepts requests."""
+        return not self._closing and any(member.serves for member in self.router.members.values())
+
+    # ---- operations ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The instances, a place without one included, counters of the router, and quantiles of stages in seconds."""
+        members = {each.place: each for each in self.router.members.values()}
+        places = {**self._roles, **{each.place: each.role for each in members.values()}}
+        return {
+            "instances": [
+                self._described(members.get(place) or Member("", place, role, Health.DOWN))
+                for place, role in places.items()
+            ],
+            "counts": dict(self.router.counts),
+            "stages": self.router.times.quantiles(),
+        }
+
+    def _described(self, member: Member) -> dict[str, Any]:
+        ready, load = member.ready, member.load
+        return {
+            "place": member.place,
+            "name": member.name,
+            "role": member.role,
+            "health": member.health.value,
+            "pid": self.processes.pid(member.name),
+            "attempts": self.router.num_attempts(member.name),
+            "cores": list(self._cores[member.place]),
+            "prompt_rows": None if ready is None else ready.prompt_rows,
+            "seconds_per_row": None if ready is None else ready.seconds_per_row,
+            "batch": None if ready is None else ready.batch,
+            "seconds_per_step": None if ready is None else ready.seconds_per_step,
+            "cache_bytes": None if ready is None else ready.cache_bytes,
+            "load": None if load is None else asdict(dataclasses.replace(load, stats=None)),
+        }
+
+    async def drain(self, place: str, *, restart: bool = True) -> None:
+        """Lets an instance finish what it has, and ends it. restart: another one takes its place.
+
+        Raises RequestError if no other one would be left, EngineStoppedError if the cluster is closed meanwhile, and
+        ModelError if the other one does not start; it is then tried again.
+        """
+        member = self._member_at(place)
+        if not restart:
+            if not any(each.serves for each in self.router.members.values() if each is not member):
+                raise RequestError(f"{place} is the only instance that serves; it can be restarted", "restart")
+            self._roles.pop(place, None)
+        member.health = Health.DRAINING
+        log.info("instance %s: finishes %d attempts", member.name, self.router.num_attempts(member.name))
+        while self.router.num_attempts(member.name) and self.router.members.get(member.name) is member:
+            await asyncio.sleep(0.02)
+        if self.router.members.get(member.name) is not member:  # it failed meanwhile, and is started again
+            await self._serving(place)
+            return
+        self._links.send(member.name, Stop())
+        self.router.down(member.name)
+        self._tell_peers()
+        assert self._loop is not None
+        self._loop.call_later(END_SECONDS, self.processes.kill, member.name)
+        if self._closing:
+            raise EngineStoppedError("the cluster is closed")
+        if restart:
+            await self._serving(place, self._launch(place))
+
+    async def _serving(self, place: str, name: str = "") -> None:
+        """Waits until an instance serves at a place. Raises EngineStoppedError or ModelError: see `drain`.
+
+        name  of an instance that was started there; without one it may be any
+        """
+        while place in self._roles:
+            members = self.router.members
+            if any(each.place == place and each.serves for each in members.values()):
+                return
+            if self._closing:
+                raise EngineStoppedError("the cluster is closed")
+            if name and name not in members:
+                raise ModelError(f"instance {name} did not start; see the log")
+            await asyncio.sleep(0.02)
+
+    async def restart(self) -> None:
+        """Restarts one instance after the other, without a failed request."""
+        for place in list(self._roles):
+            if place in self._roles:
+                await self.drain(place)
+
+    def set_role(self, place: str, role: str) -> None:
+        """Changes what an instance does. Attempts that it has go on."""
+        if role not in ROLES:
+            raise RequestError(f"{role!r} is no role; there are {', '.join(ROLES)}", "role")
+        member = self._member_at(place)
+        member.role = role
+        if place in self._roles:
+            self._roles[place] = role
+        log.info("instance %s: its role is %s", member.name, role)
+        self._links.send(member.name, Role(role))
+
+    def _member_at(self, place: str) -> Member:
+        found = [each for each in self.router.members.values() if each.place == place]
+        if not found:
+            known = ", ".join(self._roles)
+            raise RequestError(f"there is no instance {place!r} that runs; there are {known}", "instance")
+        return found[-1]
+
+    # ---- instances -------------------------------------------------------------------------------------------------
+
+    def _launch(self, place: str) -> str:
+        """Starts an instance; returns its name."""
+        name, cores = f"{place}.{next(self._starts)}", self._cores[place]
+        model = self._model
+        options = dict(model.options)
+        if cores and model.config.runtime.threads is None:
+            options["runtime.threads"] = len(cores)
+        if model.config.cache.memory == "auto" and self.processes.is_local:
+            options["cache.memory"] = share_memory(len(self._roles), model.weight_bytes, model.cache_bytes)
+        order = Order(
+            name, self._address, self._secret.hex(), model.name, {key: _plain(each) for key, each in options.items()},
+            None if model.config_file is None else str(model.config_file), self._roles[place], self._transport,
+            "127.0.0.1", cores, self._settings.timeout, log.getEffectiveLevel(),
+        )  # fmt: skip
+        group = self.processes.group(place)
+        member = Member(name, place, self._roles[place], seen=time.monotonic(), group=group)
+        self.router.members[name] = member
+        try:
+            self.processes.start(order)
+        except OSError as error:
+            self._fail(member, f"it could not be started: {error}")
+        return name
+
+    async def _watch(self) -> None:
+        """Finds instances that failed, and starts others in their places."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            late, looked = now - looked - TICK_SECONDS, now
+            try:
+                self._look(now, late)
+            except Exception:  # nobody else would find what fails from now on
+                log.exception("watching the instances")
+
+    def _look(self, now: float, late: float) -> None:
+        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
+        yet.
+        """
+        ended = self.processes.ended()
+        for member in list(self.router.members.values()):
+            if late > TICK_SECONDS:
+                member.seen += late
+            if member.name in ended:
+                self._fail(member, "it ended")
+            elif now - member.seen > self._patience(member):
+                self._fail(member, "it gave no sign of life")
+        self.router.tick()
+
+    def _patience(self, member: Member) -> float:
+        """Most seconds between two signs of life."""
+        if member.health is not Health.STARTING:
+            return self._settings.heartbeat
+        return max(LOADING_SECONDS, self._settings.heartbeat) if member.is_loading else START_SECONDS
+
+    def _fail(self, member: Member, reason: str) -> None:
+        if self._closing or member.name not in self.router.members:
+            return
+        is_first = not self._all_ready.is_set()
+        log.error("instance %s: %s", member.name, reason)
+        self.processes.kill(member.name)
+        self._links.forget(member.name)
+        self.router.down(member.name)
+        self._tell_peers()
+        if is_first:
+            self._start_error = self._start_error or ModelError(f"instance {member.place} did not start: {reason}")
+            self._all_ready.set()
+        elif member.place in self._roles and member.health is Health.DOWN:
+            pause = self._pauses.get(member.place, LEAST_PAUSE)
+            self._pauses[member.place] = min(2 * pause, MOST_PAUSE)
+            assert self._loop is not None
+            self._loop.call_later(pause, partial(self._relaunch, member.place))
+
+    def _relaunch(self, place: str) -> None:
+        if not self._closing and place in self._roles:
+            self._launch(place)
+
+    def _tell_peers(self) -> None:
+        serving = [each for each in self.router.members.values() if each.ready is not None]
+        addresses = {each.name: each.ready.address for each in serving if each.ready is not None}
+        for member in serving:
+            self._links.send(member.name, Peers(addresses))
+
+    def _is_ready(self, ready: Ready) -> None:
+        member = self.router.members.get(ready.instance)
+        if member is None:
+            return
+        if ready.error:
+            self._fail_to_start(member, ready.error)
+            return
+        member.ready, member.health, member.seen = ready, Health.SERVING, time.monotonic()
+        self._pauses.pop(member.place, None)
+        self._links.send(member.name, Role(member.role))  # it may be another one than when the instance was started
+        self.context = min(
+            (each.ready.max_context, each.ready.context_limit)
+            for each in self.router.members.values()
+            if each.ready is not None
+        )
+        # The first ones are printed together when the server is ready.
+        log.log(
+            logging.INFO if self._all_ready.is_set() else logging.DEBUG,
+            "instance %s is ready: %d prompt rows saturate it (%.2f ms each), and %d sequences decode at once"
+            " (%.1f ms a step)",
+            ready.instance, ready.prompt_rows, 1e3 * ready.seconds_per_row, ready.batch, 1e3 * ready.seconds_per_step,
+        )  # fmt: skip
+        self._tell_peers()
+        if all(each.serves for each in self.router.members.values()):
+            self._all_ready.set()
+
+    def _fail_to_start(self, member: Member, reason: str) -> None:
+        if not self._all_ready.is_set():
+            self._start_error = ConfigError(reason)
+        self._fail(member, reason)
+
+    # ---- links: on their threads -----------------------------------------------------------------------------------
+
+    def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
+        """See Handler."""
+        self._on_loop(partial(self._hear, sender, message))
+
+    def lost(self, name: str) -> None:
+        """See Handler."""
+        self._on_loop(partial(self._has_lost, name))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(call)
+
+    def _hear(self, sender: str, message: Any) -> None:
+        match message:
+            case Ready():
+                self._is_ready(message)
+            case Load():
+                self.router.hear_load(message)
+            case Hello(name):
+                if (member := self.router.members.get(name)) is not None:
+                    member.seen, member.is_loading = time.monotonic(), True
+            case _:
+                self.router.hear(message)
+
+    def _has_lost(self, name: str) -> None:
+        member = self.router.members.get(name)
+        if member is not None:
+            self._fail(member, "its connection ended")
+
+    def _send(self, name: str, message: Any) -> None:
+        self._links.send(name, message)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
