@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from quire.cluster.bodies import Load, Ready
+from quire.cluster.bodies import Elsewhere, Load, Ready
 from quire.cluster.members import Choice, Health, Index, Member, choose, keys_of
 from quire.cluster.messages import Attempt
 
@@ -34,18 +35,35 @@ KEYS = keys_of("", PROMPT)
 
 
 def test_a_prompt_goes_where_its_first_token_comes_earliest() -> None:
-    """Queue work and what is not cached count together: neither the shortest queue nor the best hit wins always."""
+    """Queue work, what is not cached, and what can be fetched count together: neither the shortest queue nor the best
+    hit wins always.
+    """
     cold, warm = member("prefill-0", "prefill"), member("prefill-1", "prefill", rows=400)
     decode, index = member("decode-0", "decode"), Index()
     index.add(warm.name, KEYS[:5])
     members = [cold, warm, decode]
-    assert chosen(choose(members, index, KEYS, 640)) == ("prefill-0", "decode-0"), "400 + 320 rows against 640"
-    warm.rows = {Attempt(1000, 1): 300}
     found = choose(members, index, KEYS, 640)
-    assert chosen(found) == ("prefill-1", "decode-0") and found is not None and found.num_rows == 320
+    assert chosen(found) == ("prefill-0", "decode-0"), "400 + 320 rows against fetching and 320"
+    assert found is not None and found.num_rows == 320 and found.elsewhere == Elsewhere(warm.name, 5)
+    warm.rows = {Attempt(1000, 1): 5}
+    found = choose(members, index, KEYS, 640)
+    assert chosen(found) == ("prefill-1", "decode-0"), "5 rows are less than fetching 320 tokens"
+    assert found is not None and found.num_rows == 320 and found.elsewhere is None
     assert chosen(choose(members, index, KEYS, 640, "queue")) == ("prefill-0", "decode-0")
     warm.rows = {Attempt(1000, 1): 40_000}
     assert chosen(choose(members, index, KEYS, 640, "affinity")) == ("prefill-1", "decode-0"), "a hot spot"
+
+
+def test_who_computes_may_fetch_what_a_receiver_has() -> None:
+    """The next turn of a conversation: its beginning was decoded elsewhere."""
+    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), Index()
+    index.add(prefill.name, KEYS[:3])
+    index.add(decode.name, KEYS[:9])
+    found = choose([prefill, decode], index, KEYS, 640)
+    assert found is not None and found.elsewhere == Elsewhere(decode.name, 9) and found.num_rows == 64
+    prefill.ready = replace(prefill.ready, seconds_per_row=1e-6)  # type: ignore[type-var]
+    found = choose([prefill, decode], index, KEYS, 640)
+    assert found is not None and found.elsewhere is None and found.num_rows == 640 - 192, "it computes faster"
 
 
 def test_a_receiver_with_room_and_little_to_do_decodes() -> None:

@@ -261,10 +261,15 @@ class Fetching:
         self.store.drop([run.names[0] for run in transfer.runs if not run.is_shared])
         if transfer.error is not None:
             blamed = transfer.runs if transfer.lost is None else [transfer.lost]
-            self.store.drop([run.names[0] for run in blamed if self.store.find(run.names[0]) is run])
+            self.store.drop([run.names[0] for run in blamed if self._is_still(run)])
         self.arriving -= names
         path.transfer, path.arriving = None, []
         return has_arrived
+
+    def _is_still(self, run: Run) -> bool:
+        """Whether the store has the run and no other one in its place. Of a divisible one it was a part."""
+        found = self.store.find(run.names[0])
+        return found is run or (found is not None and run.is_divisible and found.is_divisible)
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 

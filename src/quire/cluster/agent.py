@@ -31,6 +31,7 @@ from quire.cluster.bodies import (
     Role,
     Stop,
     TokenOf,
+    WantCached,
     WantPull,
 )
 from quire.cluster.cargo import Cargo, Shipment
@@ -206,15 +207,18 @@ class Agent:
 
     def _hear(self, sender: str, message: Any) -> None:
         match message:
-            case ComputeJob(Compute(attempt) as begin, job):
+            case ComputeJob(Compute(attempt) as begin, job, elsewhere):
                 self._names[attempt] = job.described(attempt.number)
-                self._do("compute", attempt, job, unless=self._sources)
+                self._do("compute", attempt, job, elsewhere, unless=self._sources)
                 self._supply(attempt, sender, begin)
                 if self._sources[attempt].is_asked:
                     self._do("tell_progress", attempt)
-            case ReceiveJob(Receive(attempt, source) as begin, job):
+            case ReceiveJob(Receive(attempt, source) as begin, job, elsewhere):
                 self._names[attempt] = job.described(attempt.number)
-                self._do("plan" if source else "run_alone", attempt, job, unless=self._receivers)
+                if source:
+                    self._do("plan", attempt, job, unless=self._receivers)
+                else:
+                    self._do("run_alone", attempt, job, elsewhere, unless=self._receivers)
                 self._take(attempt, begin)
             case ManifestOf(Manifest(attempt) as manifest, cache, told):
                 state = self._receivers.get(attempt)
@@ -232,6 +236,8 @@ class Agent:
                     self._renew("receiver", attempt, Intake.ASKED)
             case WantPull(Want(attempt) as want, pull, groups):
                 self._wanted(attempt, sender, want, pull, groups)
+            case WantCached(attempt, pull, names, groups):
+                self._pack(attempt, sender, pull, "cached", names, groups)
             case Missing(_, pull):
                 self._asked.pop(pull, None)
                 self._neighbours.fail(pull, "the source has not what was asked for")
@@ -409,11 +415,14 @@ class Agent:
             self._supply(attempt, sender, want)
             shipment = self._shipments.get(attempt)
             self._send_cargo(attempt, sender, pull, None if shipment is None else shipment.cargo(groups))
-            return
+        else:
+            self._pack(attempt, sender, pull, "cargo", attempt, groups)
+
+    def _pack(self, attempt: Attempt, to: str, pull: int, what: str, *given: Any) -> None:
+        """Sends what the desk finds."""
 
         def pack() -> None:
-            assert self._desk is not None
-            self._send_cargo(attempt, sender, pull, self._desk.cargo(attempt, groups, self._release))
+            self._send_cargo(attempt, to, pull, getattr(self._desk, what)(*given, self._release))
 
         self._submit(pack)
 
@@ -429,7 +438,10 @@ class Agent:
     def _ask(self, pull: Pull) -> None:
         """A pull beside the protocol."""
         self._asked[pull.number] = pull
-        self.links.send(pull.source, WantPull(Want(pull.attempt, pull.parts), pull.number, pull.groups))
+        if pull.names:
+            self.links.send(pull.source, WantCached(pull.attempt, pull.number, pull.names, pull.groups))
+        else:
+            self.links.send(pull.source, WantPull(Want(pull.attempt, pull.parts), pull.number, pull.groups))
         self._at(PULL_SECONDS, partial(self._give_up, pull.number, "the source does not answer"))
 
     def _give_up(self, number: int, reason: str) -> None:

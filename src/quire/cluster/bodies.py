@@ -82,19 +82,32 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """A prefix of a prompt that another instance may have in its cache.
+
+    num_chunks  from the first one on
+    """
+
+    instance: str
+    num_chunks: int
+
+
+@dataclass(frozen=True)
 class ComputeJob:
-    """Router to source."""
+    """Router to source. elsewhere: what it may fetch instead of computing it."""
 
     message: Compute
     job: Job
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True)
 class ReceiveJob:
-    """Router to receiver."""
+    """Router to receiver. elsewhere: what it may fetch instead of computing it, if it has no source."""
 
     message: Receive
     job: Job
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +215,21 @@ class WantPull:
 
     message: Want
     pull: int
+    groups: list[list[int]]
+
+
+@dataclass(frozen=True)
+class WantCached:
+    """To an instance that may have a prefix in its cache, from one that begins with its prompt.
+
+    pull    a number that the answer names
+    names   keys of the first chunks
+    groups  the chunks that are wanted, by index, in the groups that are packed together
+    """
+
+    attempt: Attempt
+    pull: int
+    names: list[bytes]
     groups: list[list[int]]
 
 
@@ -374,6 +402,6 @@ class Hello:
 
 
 wire.register(
-    ComputeJob, ReceiveJob, TokenOf, ManifestOf, Progress, Goes, WantPull, Extents, Missing, Ready, Load, Peers, Role,
-    Stop, Hello,
+    ComputeJob, ReceiveJob, TokenOf, ManifestOf, Progress, Goes, WantPull, WantCached, Extents, Missing, Ready, Load,
+    Peers, Role, Stop, Hello,
 )  # fmt: skip

@@ -12,9 +12,12 @@ from enum import Enum
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+
 from quire.cache.exports import shared_pages
-from quire.cache.run import Pages
-from quire.cluster.bodies import CacheState, First, Job, Load, Told, state_of, swapped_of
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.run import Origin, Pages
+from quire.cluster.bodies import CacheState, Elsewhere, First, Job, Load, Told, state_of, swapped_of
 from quire.cluster.cargo import Cargo, Shipment
 from quire.cluster.messages import Attempt
 from quire.cluster.neighbours import Neighbours, Pull
@@ -170,13 +173,21 @@ class Desk:
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
-    def compute(self, attempt: Attempt, job: Job) -> None:
+    def compute(self, attempt: Attempt, job: Job, elsewhere: Elsewhere | None = None) -> None:
         """The source's part."""
-        self._begin(Work(attempt, job, Stage.SOURCE), Continued(job.seed, tuple(job.token_ids), job.cumulative, True))
+        continued = Continued(job.seed, tuple(job.token_ids), job.cumulative, True)
+        self._may_fetch(attempt, self._begin(Work(attempt, job, Stage.SOURCE), continued), elsewhere)
 
-    def run_alone(self, attempt: Attempt, job: Job) -> None:
+    def run_alone(self, attempt: Attempt, job: Job, elsewhere: Elsewhere | None = None) -> None:
         """An attempt without a source."""
-        self._begin(Work(attempt, job, Stage.ALONE), Continued(job.seed, tuple(job.token_ids), job.cumulative))
+        continued = Continued(job.seed, tuple(job.token_ids), job.cumulative)
+        self._may_fetch(attempt, self._begin(Work(attempt, job, Stage.ALONE), continued), elsewhere)
+
+    def _may_fetch(self, attempt: Attempt, sequence: Sequence | None, elsewhere: Elsewhere | None) -> None:
+        """What is cached elsewhere is found like what is on a disk, and fetched if that pays."""
+        if sequence is not None and elsewhere is not None and not self._retains:
+            num_chunks = min(elsewhere.num_chunks, len(sequence.token_ids) // PAGE_TOKENS)
+            self._neighbours.offer(attempt, elsewhere.instance, sequence.keys, num_chunks, is_cached=True)
 
     def plan(self, attempt: Attempt, job: Job) -> None:
         """A receiver's part, before there is a manifest."""
@@ -247,6 +258,26 @@ class Desk:
         if not groups or self._retains or not all(group and set(group) <= set(chunks) for group in groups):
             return None
         pages = [shared_pages(table, work.sequence.keys, path, sorted(group)) for group in groups]
+        return Cargo(pages, self._shape[0], self._seal, release)
+
+    def cached(
+        self, names: list[bytes], groups: list[list[int]], release: Callable[[list[Pages]], None]
+    ) -> Cargo | None:
+        """Chunks of the prefix tree, by index in a prefix; None if some are not here any more."""
+        manager = self.engine.scheduler.manager
+        found = list(manager.tree.match(names))
+        num_found = sum(count for _, count in found)
+        if not groups or self._retains or not all(group and set(group) <= set(range(num_found)) for group in groups):
+            return None
+        chunks = np.concatenate([segment.chunks[:count] for segment, count in found])
+        tokens = np.concatenate([segment.tokens[: count * PAGE_TOKENS] for segment, count in found])
+        whole = Origin(tuple(names[:num_found]), tokens, found[0][0].namespace)
+        pages = []
+        for group in groups:
+            first, end = min(group), max(group) + 1
+            if sorted(group) != list(range(first, end)):
+                return None
+            pages.append(Pages.of(cast(Any, manager.table), whole.part(first, end), chunks[first:end]))
         return Cargo(pages, self._shape[0], self._seal, release)
 
     def load(self, instance: str, *, with_stats: bool) -> Load:

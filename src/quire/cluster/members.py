@@ -6,18 +6,18 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cluster.bodies import Load, Ready
+from quire.cluster.bodies import Elsewhere, Load, Ready
 from quire.cluster.messages import Attempt
 
 MOST_KEYS = 200_000
 """Keys of chunks that the index remembers, some 30 MB."""
 
 TRANSFER_SECONDS_PER_TOKEN = 25e-6
-"""Until transfers are measured: 40 KB a token at 1.6 GB/s."""
+"""40 KB a token at 1.6 GB/s. The router only compares; the instance decides by what its transfers have taken."""
 
 
 class Health(Enum):
@@ -138,13 +138,15 @@ def keys_of(salt: str, token_ids: list[int]) -> list[bytes]:
 class Choice:
     """Who does an attempt.
 
-    source    None: the receiver computes the prompt
-    num_rows  prompt rows that are expected to be computed
+    source     None: the receiver computes the prompt
+    num_rows   prompt rows that are expected to be computed
+    elsewhere  an instance from which whoever computes may fetch the prompt's first chunks, and how many
     """
 
     source: Member | None
     receiver: Member
     num_rows: int
+    elsewhere: Elsewhere | None = None
 
 
 def choose(
@@ -173,28 +175,55 @@ def choose(
     ]
     decoding = [each for each in serving if each.role == "decode"] or [each for each in serving if each.role == "mixed"]
 
-    def rows_of(member: Member) -> int:
-        return max(1, num_tokens - PAGE_TOKENS * index.matched(member.name, keys))
+    cached = {each.name: index.matched(each.name, keys) for each in serving}
+    most = max(cached, key=lambda name: cached[name])
+
+    def work_of(member: Member) -> Work:
+        return _work(member, num_tokens, cached[member.name], Elsewhere(most, cached[most]))
 
     def first_token(member: Member) -> tuple[float, ...]:
-        rows, comes_last = rows_of(member), member.name in avoided
+        work, comes_last = work_of(member), member.name in avoided
         if routing == "queue":
             return (comes_last, sum(member.rows.values()), len(member.tokens))
         if routing == "affinity":
-            return (comes_last, rows, sum(member.rows.values()))
-        return (comes_last, member.queue_seconds() + rows * member.seconds_per_row, member.fullness())
+            return (comes_last, -cached[member.name], sum(member.rows.values()))
+        return (comes_last, member.queue_seconds() + work.seconds, member.fullness())
 
     if alone or not computing or not decoding:
-        chosen = min(serving, key=first_token)  # half of the roles may be down
-        return Choice(None, chosen, rows_of(chosen))
-    source = min(computing, key=first_token)
-    if source in decoding:
-        return Choice(None, source, rows_of(source))
+        computes = min(serving, key=first_token)  # half of the roles may be down
+    else:
+        computes = min(computing, key=first_token)
+    work = work_of(computes)
+    if alone or not computing or computes in decoding or not decoding:
+        return Choice(None, computes, work.num_rows, work.elsewhere)
 
     def to_decode(member: Member) -> tuple[float, ...]:
-        lacking = num_tokens - PAGE_TOKENS * index.matched(member.name, keys)
+        lacking = num_tokens - PAGE_TOKENS * cached[member.name]
         full = member.fullness()
         return (member.name in avoided, full >= 1, full + lacking * TRANSFER_SECONDS_PER_TOKEN)
 
-    near = [each for each in decoding if each.group == source.group]
-    return Choice(source, min(near or decoding, key=to_decode), rows_of(source))
+    near = [each for each in decoding if each.group == computes.group]
+    return Choice(computes, min(near or decoding, key=to_decode), work.num_rows, work.elsewhere)
+
+
+class Work(NamedTuple):
+    """What an instance would do for a prompt. elsewhere: see Choice."""
+
+    seconds: float
+    num_rows: int
+    elsewhere: Elsewhere | None
+
+
+def _work(member: Member, num_tokens: int, num_cached: int, elsewhere: Elsewhere) -> Work:
+    """The faster one of computing what is not cached and of fetching what another instance may have.
+
+    num_cached  first chunks that the instance may have
+    """
+    rows = max(1, num_tokens - PAGE_TOKENS * num_cached)
+    computing = Work(rows * member.seconds_per_row, rows, None)
+    num_fetched = PAGE_TOKENS * (elsewhere.num_chunks - num_cached)
+    if num_fetched <= 0:
+        return computing
+    rows = max(1, num_tokens - PAGE_TOKENS * elsewhere.num_chunks)
+    seconds = num_fetched * TRANSFER_SECONDS_PER_TOKEN + rows * member.seconds_per_row
+    return min(computing, Work(seconds, rows, elsewhere), key=lambda work: work.seconds)

@@ -29,6 +29,7 @@ class Offer:
     keys    of its chunks
     shared  the run of its shared chunks so far; None: there are none
     own     the run of the rest, once the prompt is computed; None before, and if there is none
+    is_cached  whether it may be there because of another request: the source knows nothing of the attempt
     """
 
     attempt: Attempt
@@ -36,6 +37,7 @@ class Offer:
     keys: ChunkKeys
     shared: Run | None = None
     own: Run | None = None
+    is_cached: bool = False
 
 
 @dataclass(eq=False)
@@ -45,6 +47,7 @@ class Pull:
     number  names the pull in the answer
     groups  parts of the attempt, those of each run together
     runs    in the order of their extents, of each layer one for each run
+    names   keys of the prompt's first chunks, if the source must find them in its cache
     """
 
     number: int
@@ -53,7 +56,8 @@ class Pull:
     groups: list[list[int]]
     transfer: Transfer
     runs: list[Run]
-    num_bytes: int = field(default=0)
+    names: list[bytes] = field(default_factory=list)
+    num_bytes: int = 0
 
     @property
     def parts(self) -> frozenset[int]:
@@ -87,14 +91,26 @@ class Neighbours:
 
     # ---- what sources tell -----------------------------------------------------------------------------------------
 
-    def offer(self, attempt: Attempt, source: str, keys: ChunkKeys, num_shared: int, own: Run | None = None) -> None:
-        """A source has the first `num_shared` chunks of a prompt, and the run of the rest if it is computed."""
+    def offer(
+        self,
+        attempt: Attempt,
+        source: str,
+        keys: ChunkKeys,
+        num_shared: int,
+        own: Run | None = None,
+        *,
+        is_cached: bool = False,
+    ) -> None:
+        """A source has the first `num_shared` chunks of a prompt, and the run of the rest if it is computed. See Offer.
+
+        Raises nothing if it has not: what is asked for is missing then.
+        """
         self.withdraw(attempt)
         assert self.table is not None, "no engine"
         names, shared = tuple(keys.first(num_shared)), None
         if names:
             shared = complete_run(self.table, Origin(names, keys.tokens(0, num_shared), keys.namespace))
-        found = self._offers[attempt] = Offer(attempt, source, keys, shared, own)
+        found = self._offers[attempt] = Offer(attempt, source, keys, shared, own, is_cached)
         for name in (*names, *(own.names if own is not None else ())):
             self._found[name] = found
 
@@ -187,7 +203,8 @@ class Neighbours:
             by_offer.setdefault(offer, []).append(run)
         for offer, found in by_offer.items():
             groups, number = [list(_parts(offer, run)) for run in found], next(self._numbers)
-            pull = Pull(number, offer.attempt, offer.source, groups, transfer, found)
+            names = list(offer.shared.names) if offer.is_cached and offer.shared is not None else []
+            pull = Pull(number, offer.attempt, offer.source, groups, transfer, found, names)
             with self._lock:
                 self._pulls = {each: old for each, old in self._pulls.items() if not old.transfer.is_over}
                 self._pulls[number] = pull

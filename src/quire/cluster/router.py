@@ -252,12 +252,13 @@ class Router:
 
     def _post(self, ticket: Ticket, to: str, message: Any) -> None:
         job = replace(ticket.job, token_ids=list(ticket.token_ids), cumulative=ticket.cumulative)
+        elsewhere = None if ticket.choice is None else ticket.choice.elsewhere
         if isinstance(message, Compute):
-            self._send(to, ComputeJob(message, job))
+            self._send(to, ComputeJob(message, job, elsewhere))
         elif isinstance(message, Receive):
             if message.source:
-                job = replace(job, hints={**job.hints, "cache_pin": None})
-            self._send(to, ReceiveJob(message, job))
+                job, elsewhere = replace(job, hints={**job.hints, "cache_pin": None}), None
+            self._send(to, ReceiveJob(message, job, elsewhere))
         else:
             self._send(to, message)
 
@@ -313,6 +314,9 @@ class Router:
         """Logs the end of a request, and keeps the times of its stages."""
         now, spans = self._clock(), list[Span]()
         is_answered = error is None and ticket.state.phase is Route.ENDED
+        if is_answered:  # the next turn of a conversation begins with this one
+            salt, known = ticket.job.wishes().cache_salt, [*ticket.job.prompt_ids, *ticket.token_ids]
+            self.index.add(ticket.state.receiver, keys_of(salt, known))
         if ticket.first is not None:
             first, receiver = ticket.first, ticket.state.receiver
             taken = max(first, ticket.taken or first)
