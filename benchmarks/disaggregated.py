@@ -25,6 +25,7 @@ import itertools
 import os
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -61,11 +62,12 @@ class Point:
 def serving(side: str, args: argparse.Namespace, folder: Path) -> Iterator[Send]:
     """Starts what a side needs. Yields how it is asked."""
     log = folder / f"{side}.log"
-    memory = ["--cache.memory", "1GiB", "--scheduler.max_running", "64"]
+    memory = ["--cache.memory", "1GiB", "--scheduler.max_running", "64", "--model.weights", args.weights]
     if side == "apart":
         roles = ["--cluster.prefill", 1, "--cluster.decode", 1]
         with quire_server(log, args.model, *roles, *memory) as server:
             yield completions(server.url, args.model)
+            print(transfers_text(server.url), file=sys.stderr, flush=True)
     elif side.startswith("mixed-"):
         with quire_server(log, args.model, *memory, "--scheduler.token_budget", side[6:]) as server:
             yield completions(server.url, args.model)
@@ -89,7 +91,7 @@ def vllm_server(log: Path, args: argparse.Namespace, cores: str, channel: int | 
     peers: Path = args.peers
     command = [
         peers / "vllm/bin/vllm", "serve", peers / "models/float32", "--served-model-name", "model", "--dtype",
-        "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64",
+        args.vllm_dtype, "--max-model-len", "4096", "--max-num-seqs", "64",
     ]  # fmt: skip
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
@@ -123,6 +125,24 @@ def through_nixl(prefill: str, decode: str) -> Send:
         await stream(decode, "/v1/completions", body | {"kv_transfer_params": found["kv_transfer_params"]}, answer)
 
     return send
+
+
+def transfers_text(url: str) -> str:
+    """How long transfers took, of all requests that a cluster has answered."""
+    with urllib.request.urlopen(f"{url}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    name = "quire_stage_seconds"
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(name))
+    stages = ("queue", "prefill", "transfer", "decode")
+    sums = {stage: float(found[f'{name}_sum{{stage="{stage}"}}']) for stage in stages}
+    count = float(found[f'{name}_count{{stage="transfer"}}'])
+    steps = [
+        (float(key.split('le="')[1].split('"')[0]), float(value)) for key, value in found.items()
+        if "_bucket" in key and 'stage="transfer"' in key
+    ]  # fmt: skip
+    shares = ", ".join(f"{100 * value / count:.0f} % within {1e3 * bound:g} ms" for bound, value in sorted(steps)[:-1])
+    share = 100 * sums["transfer"] / sum(sums.values())
+    return f"transfers of {count:.0f} requests: {share:.2f} % of their latency; {shares}"
 
 
 async def warm(send: Send) -> None:
@@ -214,7 +234,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument(
+        "--weights", default="dequantized", help="Quire's model.weights; 16 bits, as vLLM's, by default"
+    )
     parser.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="of scripts/peers.sh")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="float32 is faster on a CPU with AVX2 alone")
     parser.add_argument("--sides", default="apart,mixed-128,mixed-256,mixed-512,mixed-1024,mixed-2048")
     parser.add_argument("--rates", default="0.5,1,1.5,2,2.5", help="requests a second")
     parser.add_argument("--requests", type=int, default=60, help="of each point (default: 60)")
