@@ -130,16 +130,22 @@ class Chaos:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(self._random.uniform(0.0, 0.3))
             if kind == "kill":
-                self._signal(await self._victim(), signal.SIGKILL)
+                await self._hit(signal.SIGKILL)
                 self.tally.kills += 1
                 continue
-            # The first one is a decoding instance, for 5 s.
-            seconds = 5.0 if first_stop else self._random.uniform(0.2, 6.0)
-            member = await self._victim("decode" if first_stop else None)
+            # The first one is a decoding instance, for 5 s, which must go on after that.
+            seconds = 5.0 if first_stop else self._random.uniform(0.2, 2 * self.args.heartbeat)
+            member, pid = await self._hit(signal.SIGSTOP, "decode" if first_stop else None)
             first_stop = False
-            if (pid := self._signal(member, signal.SIGSTOP)) is not None:
-                self._resuming.append(asyncio.create_task(self._resume(member, pid, seconds)))
+            self._resuming.append(asyncio.create_task(self._resume(member, pid, seconds)))
             self.tally.stops += 1
+
+    async def _hit(self, number: signal.Signals, role: str | None = None) -> tuple[Member, int]:
+        """Sends a signal to an instance that serves; returns it and its process."""
+        while True:
+            member = await self._victim(role)
+            if (pid := self._signal(member, number)) is not None:
+                return member, pid
 
     async def _victim(self, role: str | None = None) -> Member:
         while True:
@@ -151,9 +157,11 @@ class Chaos:
 
     def _signal(self, member: Member, number: signal.Signals) -> int | None:
         pid = self.cluster.operations.processes.pid(member.name)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
+        try:
+            if pid is not None:
                 os.kill(pid, number)
+        except ProcessLookupError:
+            return None
         return pid
 
     async def _resume(self, member: Member, pid: int, seconds: float) -> None:
@@ -191,7 +199,7 @@ def _held(member: Member) -> str:
     if load is None or stats is None:
         return f"{member.name} has not said what it holds"
     counts = {
-        "attempts": len({*member.rows, *member.tokens}), "running": load.num_running, "waiting": load.num_waiting,
+        "attempts": len({*member.rows, *member.sequences}), "running": load.num_running, "waiting": load.num_waiting,
         "exports": load.num_held, "bytes in use": stats["cache"]["bytes_used"],
         "bytes not free": load.total_bytes - load.free_bytes,
     }  # fmt: skip
@@ -313,11 +321,14 @@ def report(args: argparse.Namespace, chaos: Chaos, left: str, seconds: float, ex
         print(f"{name}: {len(before[name])} before, {len(after[name])} after {', '.join(more)}".rstrip())
     for error, count in Counter(each.error for each in chaos.requests if each.error).most_common(10):
         print(f"{count} requests: {error}")
+    is_late = wait > args.timeout
+    if is_late:
+        print(f"a client waited for longer than {args.timeout:g} s for its next token")
     is_back = all(len(after[name]) <= len(before[name]) for name in before)
     has_faults = tally.kills == args.kills and tally.stops == args.stops and share >= args.least_streamed
     if not has_faults:
         print(f"the load was over before all faults, or fewer than {args.least_streamed:.0%} had streamed tokens")
-    return not any(wrongs.values()) and not left and is_back and has_faults
+    return not any(wrongs.values()) and not left and is_back and has_faults and not is_late
 
 
 def main() -> int:
@@ -327,14 +338,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--clients", type=int, default=48, help="requests at a time (default: 48)")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--stops", type=int, default=20, help="SIGSTOPs of 0.2 to 6 s (default: 20)")
+    parser.add_argument("--stops", type=int, default=20, help="SIGSTOPs, of up to 2 x --heartbeat (default: 20)")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--mixed", type=int, default=0)
     parser.add_argument("--transport", default="auto", choices=("auto", "shm", "tcp"))
     parser.add_argument("--tries", type=int, default=12, help="attempts at a request (default: 12)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds without a token (default: 60)")
-    parser.add_argument("--heartbeat", type=float, default=3.0)
+    parser.add_argument("--heartbeat", type=float, default=6.0)
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds that a client waits (default: 600)")
     parser.add_argument("--prompt-tokens", type=int, default=700, help="longest prompt (default: 700)")
     parser.add_argument("--answer-tokens", type=int, default=400, help="longest answer (default: 400)")

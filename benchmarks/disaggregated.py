@@ -1,7 +1,7 @@
 """Prompts and decoding apart or together, beside vLLM: latencies and SLO attainment of one load, on the same two cores.
 
-    python benchmarks/disaggregated.py --data DIR --plot slo.png                       # Quire alone: about 25 minutes
-    python benchmarks/disaggregated.py --data DIR --peers .peers --plot slo.png        # with vLLM: about an hour
+    python benchmarks/disaggregated.py --data DIR --plot slo.png                          # Quire alone, every budget
+    python benchmarks/disaggregated.py --data DIR --sides apart,mixed-512,vllm,vllm-apart --plot slo.png
 
 DIR has AzureLLMInferenceTrace_conv.csv in traces/. The load is its first requests that fit --longest tokens, with
 random prompts and Poisson arrivals. Every side gets the same requests at the same moments. Sides:
@@ -14,7 +14,8 @@ random prompts and Poisson arrivals. Every side gets the same requests at the sa
 
 A side stays up for all rates of a round, and the order of sides rotates from round to round. A request meets its SLO if
 both its time to first token and its mean time per token after that are at most --ttft and --tpot, times the scale. What
-a side does not answer misses it.
+a side does not answer misses it. With --long-every K a prompt of --long-tokens comes with every K-th request, which is
+not counted itself. The last table compares `apart` with each budget of one process: their p99 at the same rate.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import asyncio
 import itertools
 import os
+import random
 import sys
 import tempfile
 import urllib.request
@@ -62,7 +64,7 @@ class Point:
 def serving(side: str, args: argparse.Namespace, folder: Path) -> Iterator[Send]:
     """Starts what a side needs. Yields how it is asked."""
     log = folder / f"{side}.log"
-    memory = ["--cache.memory", "1GiB", "--scheduler.max_running", "64", "--model.weights", args.weights]
+    memory = ["--cache.memory", "1GiB", "--scheduler.max_running", args.running, "--model.weights", args.weights]
     if side == "apart":
         roles = ["--cluster.prefill", 1, "--cluster.decode", 1]
         with quire_server(log, args.model, *roles, *memory) as server:
@@ -91,7 +93,7 @@ def vllm_server(log: Path, args: argparse.Namespace, cores: str, channel: int | 
     peers: Path = args.peers
     command = [
         peers / "vllm/bin/vllm", "serve", peers / "models/float32", "--served-model-name", "model", "--dtype",
-        args.vllm_dtype, "--max-model-len", "4096", "--max-num-seqs", "64",
+        args.vllm_dtype, "--max-model-len", "4096", "--max-num-seqs", args.running,
     ]  # fmt: skip
     environment = {
         "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
@@ -166,10 +168,23 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Point]:
                     seed = args.seed + place + 100 * number
                     load = azure(file, args.requests, longest=args.longest, vocabulary=VOCABULARY, seed=seed)
                     load = poisson(load, rate, seed)
-                    point = Point(side, rate, asyncio.run(replay(load, send)))
+                    long = interfering(load, args, seed)
+                    answers = asyncio.run(replay([*load, *long], send))
+                    point = Point(side, rate, answers[: len(load)])
                     points.append(point)
                     print(row_text(point), file=sys.stderr, flush=True)
     return points
+
+
+def interfering(load: list[Asked], args: argparse.Namespace, seed: int) -> list[Asked]:
+    """Long prompts that come with some requests, and want one token."""
+    if not args.long_every:
+        return []
+    rng = random.Random(seed + 1)
+    return [
+        Asked(each.at, [rng.choice(VOCABULARY) for _ in range(args.long_tokens)], 1)
+        for each in load[args.long_every - 1 :: args.long_every]
+    ]
 
 
 def row_text(point: Point) -> str:
@@ -199,6 +214,24 @@ def report(points: list[Point], args: argparse.Namespace) -> None:
         *(f"TPOT p{100 * share:g} ms" for share in SHARES), *(f"SLO x{scale:g} %" for scale in SCALES),
     ]  # fmt: skip
     print(format_table(head, rows))
+
+
+def compare(points: list[Point]) -> None:
+    """Prints p99 of one process with each budget, divided by those of `apart`."""
+    sides = dict.fromkeys(point.side for point in points if point.side != "apart")
+    rows = []
+    for rate in dict.fromkeys(point.rate for point in points):
+        at_rate = [point for point in points if point.rate == rate]
+        of = {
+            side: Point(side, rate, [one for point in at_rate if point.side == side for one in point.answers])
+            for side in ("apart", *sides)
+        }
+        rows += [
+            [side, f"{rate:g}", f"{of[side].ttft(0.99) / of['apart'].ttft(0.99):.2f}",
+             f"{of[side].tpot(0.99) / of['apart'].tpot(0.99):.2f}"]
+            for side in sides
+        ]  # fmt: skip
+    print(format_table(["side", "rate", "p99 TTFT / apart's", "p99 TPOT / apart's"], rows))
 
 
 def draw(points: list[Point], args: argparse.Namespace) -> None:
@@ -238,11 +271,14 @@ def main() -> None:
         "--weights", default="dequantized", help="Quire's model.weights; 16 bits, as vLLM's, by default"
     )
     parser.add_argument("--peers", type=Path, default=Path(".peers"), metavar="DIR", help="of scripts/peers.sh")
+    parser.add_argument("--running", type=int, default=64, help="sequences at once; budgets exceed it by 64 or more")
     parser.add_argument("--vllm-dtype", default="bfloat16", help="float32 is faster on a CPU with AVX2 alone")
     parser.add_argument("--sides", default="apart,mixed-128,mixed-256,mixed-512,mixed-1024,mixed-2048")
     parser.add_argument("--rates", default="0.5,1,1.5,2,2.5", help="requests a second")
     parser.add_argument("--requests", type=int, default=60, help="of each point (default: 60)")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of a request (default: 2,048)")
+    parser.add_argument("--long-every", type=int, default=0, metavar="K", help="a long prompt with every K-th request")
+    parser.add_argument("--long-tokens", type=int, default=1900)
     parser.add_argument("--ttft", type=float, default=1.0, help="seconds (default: 1)")
     parser.add_argument("--tpot", type=float, default=0.05, help="seconds (default: 0.05)")
     parser.add_argument("--rounds", type=int, default=1)
@@ -256,6 +292,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         points = measure(args, Path(folder))
     report(points, args)
+    if "apart" in args.sides:
+        print()
+        compare(points)
     if args.plot:
         draw(points, args)
     if args.json:

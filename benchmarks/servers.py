@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def peer_server(log: Path, command: Sequence[object], environment: Mapping[str, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = _start([*map(str, command), "--host", "127.0.0.1", "--port", str(port)], log, environment)
+    process = _start([*map(str, command), "--host", "127.0.0.1", "--port", str(port)], log, environment, is_group=True)
     try:
         deadline = time.monotonic() + PEER_START_SECONDS
         while not answers(port, "/health"):
@@ -92,7 +92,8 @@ def peer_server(log: Path, command: Sequence[object], environment: Mapping[str, 
             time.sleep(0.5)
         yield Server(process, port)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its workers would go on, and take a core
         process.wait()
 
 
@@ -109,7 +110,12 @@ def answers(port: int, path: str, seconds: float = 1.0) -> bool:
 
 
 def _start(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], output: int | None = None
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    output: int | None = None,
+    *,
+    is_group: bool = False,
 ) -> subprocess.Popen[str]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as errors:
@@ -120,4 +126,5 @@ def _start(
             text=True,
             env={**os.environ, **environment},
             preexec_fn=end_with_parent,
+            start_new_session=is_group,
         )

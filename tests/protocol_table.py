@@ -46,7 +46,7 @@ SOURCE_EVENTS = (
 )  # fmt: skip
 RECEIVER_EVENTS = (
     Receive(AT, "p", 0), Receive(AT, "", 0), Manifest(AT, PARTS, 1), Admitted(frozenset({0})), Admitted(PARTS),
-    Part(AT, 1), Part(AT, 1, is_sound=False), Gone(AT), Gone(AT, is_over=True), Sampled(False), Sampled(True),
+    Part(AT, 1), Gone(AT), Gone(AT, is_over=True), Sampled(False), Sampled(True),
     Cancel(AT), Failed(AT, "reason"), Expired(),
 )  # fmt: skip
 
@@ -118,8 +118,6 @@ def _event(event: Any) -> str:
         flags.append("no source")
     if event == Admitted(PARTS):
         flags.append("has all")
-    if isinstance(event, Part) and not event.is_sound:
-        flags.append("damaged")
     if isinstance(event, Down):
         flags.append(_who(event.instance))
     return f"{kind} ({', '.join(flags)})" if flags else kind

@@ -3,13 +3,19 @@
     python -m tests.worlds --requests 2 --crashes 1 --losses 1 --repeats 1
 
 A world has a router, two instances of which one computes prompts and one decodes, some requests with answers of a few
-tokens, and messages under way. Messages between two processes arrive in order, as on a connection; those of different
-pairs in any order. In a world, at most so many messages are lost, arrive twice, and instances fail and come back with
+tokens, and messages under way. Messages of a request between two processes arrive in order, as on a connection; all
+others in any order. In a world, at most so many messages are lost, arrive twice, and instances fail and come back with
 nothing. A deadline ends when nothing else can happen to its request, and `early` times before that.
 
 No world may answer a position twice or out of order, answer after the end, decode from half a cache, or fail while
 there are tries. From every world there is a way on until all requests have ended; then nobody holds anything. No way
 leads in a circle.
+
+Worlds that differ in nothing that matters are visited once. Letters that change nothing whenever they arrive are
+dropped, and of two requests that are alike the order does not count. Which request a loss, a repeat, an early deadline
+or an abort happens to is settled at the beginning, so that requests have nothing in common but crashes and room. Once
+there are no more crashes, a request that does not wait for room goes on alone: whatever the other one does meanwhile
+neither helps nor hinders it, in any order (a persistent set: Godefroid, LNCS 1032, chapter 4).
 """
 
 from __future__ import annotations
@@ -46,11 +52,11 @@ from quire.cluster.messages import (
 from quire.cluster.protocol import Intake, Route, Supply
 
 SOURCE, RECEIVER = "p", "d"
-CHANNELS = (
+PAIRS = (
     (ROUTER, SOURCE), (ROUTER, RECEIVER), (SOURCE, ROUTER), (RECEIVER, ROUTER), (SOURCE, RECEIVER), (RECEIVER, SOURCE),
     ("nobody", ROUTER),
 )  # fmt: skip
-NUMBER = {channel: number for number, channel in enumerate(CHANNELS)}
+NUMBER = {pair: number for number, pair in enumerate(PAIRS)}
 
 
 class Violation(Exception):
@@ -79,6 +85,34 @@ class Budget(NamedTuple):
 NOTHING_GOES_WRONG = Budget(0, 0, 0, 0, 0)
 
 
+class Left(NamedTuple):
+    """A budget, all but the crashes by request."""
+
+    crashes: int
+    losses: tuple[int, ...]
+    repeats: tuple[int, ...]
+    early: tuple[int, ...]
+    aborts: tuple[int, ...]
+
+    def spend(self, name: str, request: int) -> Left:
+        """With one less of something for a request."""
+        counts = getattr(self, name)
+        return self._replace(**{name: (*counts[:request], counts[request] - 1, *counts[request + 1 :])})
+
+    def mirrored(self) -> Left:
+        """With the requests exchanged."""
+        return Left(self.crashes, *(counts[::-1] for counts in self[1:]))
+
+
+def divided(budget: Budget, requests: int) -> list[Left]:
+    """All divisions of a budget among requests."""
+    ways = [
+        [counts for counts in itertools.product(range(total + 1), repeat=requests) if sum(counts) == total]
+        for total in budget[1:]
+    ]
+    return [Left(budget.crashes, *counts) for counts in itertools.product(*ways)]
+
+
 class World(NamedTuple):
     """States are numbers of `Explorer.items`, so that worlds are small and compare fast.
 
@@ -86,7 +120,7 @@ class World(NamedTuple):
     clients    of each request: tokens that its client has, and whether the answer has ended
     sources    of attempts at the source, rising
     receivers  of attempts at the receiver, rising
-    letters    by channel, in the order of arrival
+    letters    by pair of processes and then by request, in the order of arrival
     arrived    (attempt, part) that a receiver truly has
     budget     what may still go wrong
     """
@@ -97,7 +131,7 @@ class World(NamedTuple):
     receivers: tuple[int, ...]
     letters: tuple[tuple[int, ...], ...]
     arrived: frozenset[Any]
-    budget: Budget
+    budget: Left
 
 
 class Event(NamedTuple):
@@ -117,6 +151,7 @@ class Explorer:
     has     parts that the receiver has of every second request
     alone   whether later attempts have no source: their receiver computes the prompt
     most    worlds after which it gives up
+    merges  whether worlds that differ in nothing that matters are visited once
     """
 
     def __init__(
@@ -132,14 +167,21 @@ class Explorer:
         alone: bool = False,
         most: int = 2_000_000,
         code: Any = protocol,
+        merges: bool = True,
     ) -> None:
         self.code, self.tokens, self.room, self.most, self.alone = code, tokens, room, most, alone
+        self.merges = merges
+        self.outcomes: set[tuple[tuple[str, int], ...]] = set()
         self.parts, self.has = frozenset(range(parts)), frozenset(range(has))
         self.items: list[Any] = []
         self._numbers: dict[Any, int] = {}
         self._twins: dict[int, int] = {}
         routes = tuple(self.number(protocol.Routed(request, tries)) for request in range(requests))
-        self.first = World(routes, ((0, False),) * requests, (), (), ((),) * len(CHANNELS), frozenset(), budget)
+        self.budgets = divided(budget, requests)
+        self.firsts = [
+            World(routes, ((0, False),) * requests, (), (), ((),) * (len(PAIRS) * requests), frozenset(), left)
+            for left in self.budgets
+        ]
         self.num_ends = self.num_events = self.num_worlds = 0
 
     def number(self, item: Any) -> int:
@@ -157,16 +199,17 @@ class Explorer:
         found: list[Event] = []
         busy: set[int] = set()  # requests to which something happens without a deadline
         for channel, letters in enumerate(world.letters):
+            request = channel % len(world.routes)
             for place, number in enumerate(letters):
                 letter = items[number]
-                busy.add(_request_of(letter))
+                busy.add(request)
                 is_down = isinstance(letter.message, Down)
                 if place and not is_down:
                     continue
                 found.append(Event("deliver", (channel, place)))
                 if not is_down:
-                    found += [Event("lose", (channel, place))] * (budget.losses > 0)
-                    found += [Event("repeat", (channel, place))] * (budget.repeats > 0)
+                    found += [Event("lose", (channel, place))] * (budget.losses[request] > 0)
+                    found += [Event("repeat", (channel, place))] * (budget.repeats[request] > 0)
         for request, number in enumerate(world.routes):
             if items[number].phase is Route.QUEUED:
                 busy.add(request)
@@ -183,14 +226,30 @@ class Explorer:
         # If everybody waits for room, somebody's time is over first.
         for role, what, _ in idle or ([] if goes_on else waiting):
             found.append(Event("expire", (role, what), False))
-        if budget.early:
-            found += [Event("expire", (role, what), True) for role, what, _ in waiting]
+        found += [
+            Event("expire", (role, what), True) for role, what, each in waiting if budget.early[_request_of(each)]
+        ]
+        for request, (_, is_ended) in enumerate(world.clients):
+            if budget.aborts[request] and not is_ended:
+                found.append(Event("abort", request))
         if budget.crashes:
-            found += [Event("crash", each, lost) for each in (SOURCE, RECEIVER) for lost in (True, False)]
-        if budget.aborts:
-            alive = [request for request, (_, is_ended) in enumerate(world.clients) if not is_ended]
-            found += [Event("abort", request) for request in alive]
-        return found
+            return found + [Event("crash", each, lost) for each in (SOURCE, RECEIVER) for lost in (True, False)]
+        return self._of_one(world, found, {_request_of(each) for each in (*sources, *receivers) if _lacks_room(each)})
+
+    def _of_one(self, world: World, events: list[Event], lacking: set[int]) -> list[Event]:
+        """The events of one request, if it has some and does not wait for room; otherwise all."""
+        for request in {*range(len(world.routes))} - lacking if self.merges else ():
+            own = [event for event in events if self._request_at(world, event) == request]
+            if own:
+                return own
+        return events
+
+    def _request_at(self, world: World, event: Event) -> int:
+        """The request that an event happens to. It is no crash."""
+        if event.kind in ("deliver", "lose", "repeat"):
+            return int(event.what[0]) % len(world.routes)
+        what = event.what[1] if event.kind == "expire" else event.what
+        return what.request if isinstance(what, Attempt) else what
 
     def _at_source(self, states: list[Any], busy: set[int]) -> Iterator[Event]:
         used = sum(state.phase in (Supply.RUNNING, Supply.HELD) for state in states)
@@ -224,23 +283,24 @@ class Explorer:
             letters = world.letters[channel]
             letter = self.items[letters[place]]
             rest = (*world.letters[:channel], letters[:place] + letters[place + 1 :], *world.letters[channel + 1 :])
+            request = self._request_at(world, event)
             if kind == "lose":
-                return world._replace(letters=rest, budget=budget._replace(losses=budget.losses - 1))
+                return world._replace(letters=rest, budget=budget.spend("losses", request))
             if kind == "repeat":
-                return self._arrive(world._replace(budget=budget._replace(repeats=budget.repeats - 1)), letter)
+                return self._arrive(world._replace(budget=budget.spend("repeats", request)), letter)
             return self._arrive(world._replace(letters=rest), letter)
         if kind == "begin":
             is_alone = self.alone and self.items[world.routes[what]].number > 0
             return self._route(world, what, Begin("" if is_alone else SOURCE, RECEIVER))
         if kind == "abort":
-            return self._route(world._replace(budget=budget._replace(aborts=budget.aborts - 1)), what, Abort())
+            return self._route(world._replace(budget=budget.spend("aborts", what)), what, Abort())
         if kind == "source":
             return self._source(world, what, "", more)
         if kind == "receiver":
             return self._receiver(world, what, more)
         if kind == "expire":
             if more:
-                world = world._replace(budget=budget._replace(early=budget.early - 1))
+                world = world._replace(budget=budget.spend("early", self._request_at(world, event)))
             role, which = what
             if role == "route":
                 return self._route(world, which, Expired())
@@ -254,7 +314,8 @@ class Explorer:
         letters = world.letters
         if are_lost:
             letters = tuple(
-                () if CHANNELS[number][1] == instance else each for number, each in enumerate(world.letters)
+                () if PAIRS[number // len(world.routes)][1] == instance else each
+                for number, each in enumerate(world.letters)
             )
         running = [request for request, number in enumerate(world.routes) if self.items[number].phase is Route.RUNNING]
         told = [Letter(f"{ROUTER} {request}", "nobody", Down(instance)) for request in running]
@@ -311,7 +372,7 @@ class Explorer:
         before = None if number is None else self.items[number]
         arrived = world.arrived
         is_pulling = before is not None and before.phase is Intake.PULLING
-        if is_true and is_pulling and isinstance(event, Part) and event.is_sound:
+        if is_true and is_pulling and isinstance(event, Part):
             arrived |= {(attempt, event.part)}
         after, sent = self.code.take(before, event)
         if after is not None and after.phase is Intake.RUNNING and (before is None or before.phase != after.phase):
@@ -338,13 +399,15 @@ class Explorer:
         """A world that stands for this one: without letters that change nothing whenever they arrive, and, of two
         requests that are alike, in the order that comes first.
         """
+        if not self.merges:
+            return world
         letters = tuple(tuple(each for each in queue if not self._is_vain(world, each)) for queue in world.letters)
         if letters != world.letters:
             world = world._replace(letters=letters)
         if len(world.routes) != 2 or self.has:
             return world
         other = self._mirrored(world)
-        return min(world, other, key=lambda each: each[:5])
+        return min(world, other, key=lambda each: (*each[:5], each.budget))
 
     def _is_vain(self, world: World, number: int) -> bool:
         """Whether a letter changes nothing, now and later: it is about an attempt that has ended where it arrives, and
@@ -373,9 +436,11 @@ class Explorer:
             world.clients[::-1],
             tuple(sorted(self._twin(each) for each in world.sources)),
             tuple(sorted(self._twin(each) for each in world.receivers)),
-            tuple(tuple(self._twin(each) for each in queue) for queue in world.letters),
+            tuple(
+                tuple(self._twin(each) for each in world.letters[number ^ 1]) for number in range(len(world.letters))
+            ),
             arrived,
-            world.budget,
+            world.budget.mirrored(),
         )
 
     def _twin(self, number: int) -> int:
@@ -387,7 +452,8 @@ class Explorer:
 
     def _posted(self, letters: tuple[tuple[int, ...], ...], more: list[Letter]) -> tuple[tuple[int, ...], ...]:
         for letter in more:
-            channel = NUMBER[letter.sender, letter.to.split()[0]]
+            num_requests = len(letters) // len(PAIRS)
+            channel = NUMBER[letter.sender, letter.to.split()[0]] * num_requests + _request_of(letter)
             queue = (*letters[channel], self.number(letter))
             letters = (*letters[:channel], queue, *letters[channel + 1 :])
         return letters
@@ -396,9 +462,16 @@ class Explorer:
 
     def explore(self) -> bool:
         """Visits all worlds, and returns whether they were fewer than `most`. Raises Violation."""
-        open_worlds = {self.first}  # on the way that is being followed
         done: set[World] = set()
-        way: list[tuple[World, Iterator[Event], Event | None]] = [(self.first, self._going_on(self.first), None)]
+        firsts = dict.fromkeys(self.plain(each) for each in self.firsts)
+        is_all = all(first in done or self._explore(first, done) for first in firsts)
+        self.num_worlds = len(done)
+        return is_all
+
+    def _explore(self, first: World, done: set[World]) -> bool:
+        """Visits all worlds that follow from one."""
+        open_worlds = {first}  # on the way that is being followed
+        way: list[tuple[World, Iterator[Event], Event | None]] = [(first, self._going_on(first), None)]
         while way:
             world, events, _ = way[-1]
             event = next(events, None)
@@ -423,7 +496,6 @@ class Explorer:
                 return False
             open_worlds.add(following)
             way.append((following, events_after, event))
-        self.num_worlds = len(done)
         return True
 
     def _going_on(self, world: World) -> Iterator[Event]:
@@ -431,6 +503,8 @@ class Explorer:
         if not any(self._is_way_on(world, event) for event in events):
             self._check_end(world)
             self.num_ends += 1
+            phases = (self.items[number].phase.value for number in world.routes)
+            self.outcomes.add(tuple(sorted(zip(phases, (count for count, _ in world.clients), strict=True))))
         return iter(events)
 
     def _is_way_on(self, world: World, event: Event) -> bool:
@@ -444,7 +518,7 @@ class Explorer:
             state = self.items[number]
             if state.phase not in (Route.ENDED, Route.FAILED) or not world.clients[request][1]:
                 raise Violation(f"request {request} waits for ever: {state}")
-            if state.phase is Route.FAILED and world.budget == self.first.budget:
+            if state.phase is Route.FAILED and world.budget in self.budgets:
                 raise Violation(f"request {request} fails and nothing went wrong")
         for number in (*world.sources, *world.receivers):
             if self.items[number].phase not in (Supply.ENDED, Intake.ENDED):
@@ -478,6 +552,10 @@ def _request_of(item: Any) -> int:
     if isinstance(item, Letter):
         return int(item.to.split()[1]) if isinstance(item.message, Down) else int(item.message.attempt.request)
     return int(item.request if isinstance(item, protocol.Routed) else item.attempt.request)
+
+
+def _lacks_room(state: Any) -> bool:
+    return state.phase in (Supply.QUEUED, Intake.QUEUED)
 
 
 def _has(state: Any, message: Any) -> bool:

@@ -32,7 +32,7 @@ from quire.cluster.bodies import (
     WantPull,
 )
 from quire.cluster.cluster import Cluster
-from quire.cluster.desk import Cache, Desk, HasFailed, HasRoom, HasToken
+from quire.cluster.desk import Cache, Desk, HasFailed, HasRoom, HasToken, Stage, Work
 from quire.cluster.instance import Order
 from quire.cluster.members import Health, Member
 from quire.cluster.messages import Ask, Attempt, Cancel, Compute, Failed, Manifest, Receive, Taken, Token, Want
@@ -40,9 +40,11 @@ from quire.cluster.neighbours import Neighbours, Pull
 from quire.cluster.processes import Processes
 from quire.cluster.protocol import Route
 from quire.cluster.router import Router, Ticket
+from quire.cluster.wire import WireError
 from quire.config import ClusterConfig
 from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
+from quire.engine.request import State
 from quire.errors import EngineStoppedError
 from quire.stores.seal import Seal
 
@@ -86,9 +88,17 @@ class Pulls:
     def __init__(self) -> None:
         self.is_whole = True
         self.failed: list[int] = []
+        self.came: tuple[int, int] = (0, 0)
 
     def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
+        self.came = (number, self.came[1] + 1000)
         return self.is_whole
+
+    def received(self, source: str) -> tuple[int, int]:
+        return self.came if source == "source" else (0, 0)
+
+    def forget(self, source: str) -> None:
+        pass
 
     def fail(self, number: int, reason: str) -> None:
         self.failed.append(number)
@@ -114,7 +124,7 @@ def run(agent: Agent) -> Agent:
 
 
 def pull_of(number: int, source: str = "source") -> Pull:
-    return Pull(number, ATTEMPT, source, [[0]], STATE, [])
+    return Pull(number, ATTEMPT, source, [[0]], STATE, [], STATE)
 
 
 def pulling(agent: Agent, pull: Pull) -> None:
@@ -219,9 +229,43 @@ def test_a_pull_beside_the_protocol_ends(how: str) -> None:
         agent.lost("source")
     run(agent)
     if how == "late":
+        for second in (5, 12, 30):
+            pulls.came = (2, second)  # one before them still comes
+            now[0] = float(second)
+            run(agent)
+            assert pulls.failed == ([] if second < 10 else [5]), "the other source sends nothing"
         now[0] = 60.0
         run(agent)
-    assert pulls.failed == ([4, 5] if how == "late" else [4])
+    assert pulls.failed == ([5, 4] if how == "late" else [4])
+
+
+def test_what_is_waited_for_ends_with_its_attempt() -> None:
+    """Also while the engine's thread stands still: its step may wait for a layer of the pull."""
+    pulls, stuck = Pulls(), list[Any]()
+    agent = Agent("me", Wire(), pulls, stuck.append, Deadlines(), lambda: 0.0)  # type: ignore[arg-type]
+    pulling(agent, pull_of(3))
+    agent.notice([pull_of(4)])
+    agent.receive("router", Cancel(ATTEMPT), iter(()))
+    run(agent)
+    assert {*pulls.failed} == {3, 4}
+
+
+def test_a_cache_that_cannot_be_described_ends_its_attempt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, send = Wire(), Wire.send
+
+    def refuses(self: Wire, to: str, message: Any, bulk: Any = None) -> bool:
+        if isinstance(message, ManifestOf):
+            raise WireError("a message of 99 bytes; 9 are possible")
+        return send(self, to, message, bulk)
+
+    monkeypatch.setattr(Wire, "send", refuses)
+    agent = agent_of(wire, Pulls())
+    agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
+    agent.receive("receiver", Ask(ATTEMPT), iter(()))
+    agent.notice([HasRoom(ATTEMPT), HasToken(ATTEMPT, told(5), False, CACHE)])
+    run(agent)
+    failed = Failed(ATTEMPT, "a message of 99 bytes; 9 are possible")
+    assert ("router", failed) in wire.sent and not agent._bodies
 
 
 class Reporting(Idle):
@@ -347,6 +391,31 @@ def test_an_attempt_that_cannot_be_adopted_leaves_nothing() -> None:
     assert desk.engine.stats()["cache"]["bytes_used"] == 0
 
 
+def test_a_desk_tells_what_it_is_at() -> None:
+    """Not what waits for the other instance, nor what lacks room while nothing runs that could free it."""
+    desk, _, notices = desk_of()
+
+    def at_work() -> tuple[Attempt, ...]:
+        return desk.load("me", with_stats=False).at_work
+
+    desk.compute(ATTEMPT, JOB)
+    while not any(isinstance(each, HasToken) for each in notices):
+        assert at_work() == (ATTEMPT,)
+        desk.has_stepped(desk.engine.step())
+    assert ATTEMPT in desk.works and at_work() == (), "it is held for its receiver"
+    desk.end(ATTEMPT)
+    desk.plan(ATTEMPT, JOB)
+    assert at_work() == (), "it waits for its source"
+    waiting: Any = SimpleNamespace(state=State.WAITING)
+    desk.works[ATTEMPT] = Work(ATTEMPT, JOB, Stage.ADOPTED, waiting)
+    assert at_work() == ()
+    desk.run_alone(other := Attempt(2, 1), JOB)
+    desk.has_stepped(desk.engine.step())
+    assert {*at_work()} >= {ATTEMPT}, "its turn comes when the other one has ended"
+    del desk.works[ATTEMPT]
+    desk.end(other)
+
+
 def test_chunks_that_are_fetched_ahead_are_no_leak() -> None:
     desk, _, _ = desk_of()
     desk.plan(ATTEMPT, JOB)
@@ -450,6 +519,39 @@ def test_an_attempt_that_waits_for_its_turn_is_not_given_up() -> None:
     assert tickets[0].state.phase is Route.RUNNING and tickets[1].state.phase is Route.FAILED
 
 
+def test_a_token_behind_one_that_is_lost_renews_nothing() -> None:
+    router, _, now = router_of(tries=1)
+    ticket, answers = begun(router)
+    for second in range(30):
+        now[0] = float(second)
+        router.hear(TokenOf(Token(ATTEMPT, second + 1), told(5)))
+        router.tick()
+    assert ticket.state.phase is Route.FAILED and len(answers) == 1
+
+
+@pytest.mark.parametrize("health", [Health.DRAINING, Health.STARTING])
+def test_requests_wait_for_the_only_instance_that_is_restarted(health: Health) -> None:
+    router, _, now = router_of()
+    for name in list(router.members):
+        router.members[name].health = health
+    ticket, _ = begun(router)
+    for second in range(100):
+        now[0] = float(second)
+        router.tick()
+    assert ticket.state.phase is Route.QUEUED
+    router.members.clear()
+    now[0] = 200.0
+    router.tick()
+    assert ticket.state.phase is Route.FAILED, "nobody comes"
+
+
+def test_counters_of_instances_that_are_gone_stay() -> None:
+    router, _, _ = router_of()
+    router.members["p.1"].stats = {"decode_tokens": 7, "running": 3}
+    router.down("p.1")
+    assert router.past["decode_tokens"] == 7 and "running" not in router.past
+
+
 def test_members_forget_attempts_that_have_ended() -> None:
     async def scenario() -> None:
         router, _, _ = router_of(tries=4)
@@ -460,7 +562,7 @@ def test_members_forget_attempts_that_have_ended() -> None:
         for ticket in tickets:
             router.abort(ticket)
         for member in router.members.values():
-            assert not member.rows and not member.tokens
+            assert not member.rows and not member.sequences
         assert not router._tickets
 
     asyncio.run(scenario())

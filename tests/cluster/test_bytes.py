@@ -176,6 +176,22 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     with pytest.raises(ExtentError, match="another model, codec or calibration"):
         swapped_of(state, 300, table.shape, len(table.sizes), b"another")
     engine.end_export("x")
+    assert state.own is not None and state.retained is not None
+    own, kept = state.own, state.retained
+    for wrong in (
+        {"layers": (0, 1)}, {"heads": (1, 2)}, {"num_tokens": 299}, {"num_shared": 5}, {"num_shared": -1},
+        {"num_sealed": 6}, {"num_stored": -1}, {"num_dropped": 6}, {"free_until": -64}, {"free_until": 6 * 64 + 1},
+        {"own": replace(own, handle=b"short")}, {"own": replace(own, num_attached=len(own.kinds) + 1)},
+        {"own": replace(own, masks=own.masks[1:])}, {"own": replace(own, placed=own.placed[:, 1:])},
+        {"own": replace(own, kinds=own.kinds + len(table.sizes))}, {"own": replace(own, bases=own.bases[1:])},
+        {"own": replace(own, has_sidecar=own.has_sidecar[1:])}, {"own": replace(own, kinds=own.kinds[:0])},
+        {"retained": replace(kept, policies=kept.policies[1:])},
+        {"retained": replace(kept, in_place=kept.in_place[1:])},
+        {"retained": replace(kept, positions=kept.positions[:, :, 1:])},
+        {"retained": replace(kept, policies=kept.policies + 100)}, {"retained": replace(kept, members=("king",))},
+    ):  # fmt: skip
+        with pytest.raises(ExtentError):
+            swapped_of(replace(state, **wrong), 300, table.shape, len(table.sizes), b"digest")
 
 
 def _as_manifest(cache: CacheState) -> ManifestOf:

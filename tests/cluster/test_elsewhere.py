@@ -115,10 +115,12 @@ def test_what_is_not_there_any_more_is_computed(turns: Running, lonely: LLM, see
 
 def test_a_salt_keeps_prefixes_apart(turns: Running, seed: int) -> None:
     rng = random.Random(seed)
-    ids = [rng.randrange(3, 250) for _ in range(200)]
-    turns.generate([prompt_of(ids) | {"cache_salt": "a"}], PARAMS)
-    turns.generate([prompt_of(ids) | {"cache_salt": "b"}], PARAMS)
-    assert not asked_for(turns, "prefill")
+    first = [rng.randrange(3, 250) for _ in range(200)]
+    (before,) = turns.generate([prompt_of(first) | {"cache_salt": "a"}], PARAMS)
+    second = [*first, *ids_of(before), *(rng.randrange(3, 250) for _ in range(30))]
+    for salt, count in (("b", 0), ("a", 1)):
+        (found,) = turns.generate([prompt_of(second) | {"cache_salt": salt}], PARAMS)
+        assert len(asked_for(turns, "prefill")) == count and (found.num_cached_tokens > 0) == (count > 0)
 
 
 def test_instances_that_do_both_parts_share_their_prefixes(model: Path, lonely: LLM, seed: int) -> None:

@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ import pytest
 
 from quire import LLM
 from quire.cluster.cluster import Cluster
-from quire.cluster.faults import VARIABLE
+from quire.cluster.faults import VARIABLE, FaultyLinks
 from quire.cluster.members import Member
+from quire.cluster.protocol import Route
 from quire.cluster.router import Ticket
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
@@ -100,6 +102,10 @@ class Client:
         """Its request at the router; those of later clients have higher numbers."""
         tickets = self._cluster.router._tickets
         return tickets[min(tickets.keys() - self._before)]
+
+    def is_begun(self) -> bool:
+        """Whether an attempt at it is on its way to the instances."""
+        return bool(self._cluster.router._tickets.keys() - self._before) and self.ticket.state.phase is Route.RUNNING
 
     async def until(self, is_there: Callable[[Client], bool]) -> None:
         """Waits for a state."""
@@ -224,6 +230,9 @@ def test_damaged_lost_and_repeated_messages_cost_no_token(model: Path, lonely: L
     prompts, params = asked(rng, tries(8), max_tokens=10)
     with threads(model, f"{faults},seed={seed}", timeout=1, tries=50) as running:
         assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
+        links = [running.instance(role)._links for role in ("prefill", "decode")]
+        happened = sum((each.counts for each in links if isinstance(each, FaultyLinks)), Counter[str]())
+        assert set(happened) == {faults.partition("=")[0]}, "nothing went wrong"
 
 
 @pytest.mark.parametrize("faults", ["corrupt=1", "lose=1,peers"])
@@ -268,6 +277,23 @@ def blocked(running: Running, role: str) -> Iterator[None]:
         gate.set()
 
 
+@contextlib.contextmanager
+def slowed(running: Running, role: str, seconds: float) -> Iterator[None]:
+    """An instance whose steps take longer."""
+    engine = running.instance(role).engine
+    step = engine.step
+
+    def slow() -> list[RequestOutput]:
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.step = step  # type: ignore[method-assign]
+
+
 def counted_steps(engine: Engine) -> list[None]:
     """Grows with each step from now on."""
     found, step = list[None](), engine.step
@@ -285,7 +311,7 @@ def test_a_receiver_that_stands_still_fills_its_source_and_nothing_is_lost(model
     rng = random.Random(seed)
     prompts = [prompt_of(rng, 300) for _ in range(24)]
     params = [replace(PARAMS, max_tokens=5, seed=index) for index in range(24)]
-    with threads(model, options={"cache.memory": "512KiB"}) as running:
+    with threads(model, options={"cache.memory": "512KiB", "scheduler.max_queue": 24}) as running:
 
         async def scenario() -> list[list[int]]:
             with blocked(running, "decode"):
@@ -304,11 +330,17 @@ def test_a_receiver_that_stands_still_fills_its_source_and_nothing_is_lost(model
                 await asyncio.sleep(0.5)
                 assert len(steps) < 100, "it takes the processor from others while it waits"
                 assert sum(len(each.token_ids) for each in clients) == held
+                # The queue has room for as many as were computed, and then the server answers 429.
+                clients += [Client(running.cluster, prompts[0], params[0]) for _ in range(held)]
+                await asyncio.gather(*(each.until(Client.is_begun) for each in clients[24:]))
+                with pytest.raises(QueueFullError):
+                    await anext(running.cluster.generate(prompts[0], params[0]))
             async with asyncio.timeout(SECONDS):
                 await asyncio.gather(*(each.task for each in clients))
             return [each.token_ids for each in clients]
 
-        assert running.call(scenario()) == tokens(lonely.generate(prompts, params))
+        found, expected = running.call(scenario()), tokens(lonely.generate(prompts, params))
+        assert found[:24] == expected and all(each == expected[0] for each in found[24:])
 
 
 def test_a_receiver_without_room_takes_one_after_the_other(model: Path, lonely: LLM, seed: int) -> None:
@@ -325,18 +357,13 @@ def test_a_queue_may_be_longer_than_the_timeout(model: Path, lonely: LLM, role: 
     rng = random.Random(seed)
     prompts = [prompt_of(rng, 300) for _ in range(24)]
     params = [replace(PARAMS, max_tokens=60 if role == "decode" else 2, seed=index) for index in range(24)]
-    with threads(model, timeout=1.0, tries=1) as running:
-        engine, step = running.instance(role).engine, running.instance(role).engine.step
-        engine.scheduler.max_running = 2
-
-        def slow() -> list[RequestOutput]:
-            time.sleep(0.1 if role == "prefill" else 0.004)
-            return step()
-
-        engine.step = slow  # type: ignore[method-assign]
+    with threads(model, timeout=1.0, tries=10) as running, slowed(running, role, 0.1 if role == "prefill" else 0.004):
+        running.instance(role).engine.scheduler.max_running = 2
         begun = time.monotonic()
         assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
         assert time.monotonic() - begun > 2.5, "the queue is too short to prove anything"
+        # Whoever waits for longer than a second would be given up at least once. A busy machine may stand still, too.
+        assert running.cluster.router.counts["again"] < 6
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17])
@@ -379,15 +406,25 @@ def test_a_client_may_leave_in_every_state(model: Path, lonely: LLM, seed: int) 
             client = Client(cluster, prompt_of(rng, 300), PARAMS)
             if at == "at some time":
                 await asyncio.sleep(rng.uniform(0, 0.15))
-            elif at != "queued":
+            elif at in ("queued", "computed"):
+                await client.until(Client.is_begun)
+                if at == "computed":
+                    source = running.instance("prefill")
+                    while not await asyncio.to_thread(source.ask, lambda engine: bool(engine.scheduler.running)):
+                        pass
+                assert not client.token_ids
+            else:
                 count = 1 if at in ("held", "pulled") else 5
                 await client.until(lambda client: len(client.token_ids) >= count)
             await client.leave()
 
         async def scenario() -> list[list[int]]:
             staying = [Client(cluster, *each) for each in zip(prompts, params, strict=True)]
+            await asyncio.gather(*(each.until(lambda client: len(client.token_ids) > 0) for each in staying))
             with blocked(running, "prefill"):
                 await leaves("queued")
+            with slowed(running, "prefill", 0.1):
+                await leaves("computed")
             await leaves("pulled")
             with blocked(running, "decode"):
                 await leaves("held")
@@ -399,7 +436,7 @@ def test_a_client_may_leave_in_every_state(model: Path, lonely: LLM, seed: int) 
                 await asyncio.gather(*(each.task for each in staying))
             assert not cluster.router._tickets
             for member in cluster.router.members.values():
-                assert not member.rows and not member.tokens
+                assert not member.rows and not member.sequences
             return [each.token_ids for each in staying]
 
         assert running.call(scenario()) == tokens(lonely.generate(prompts, params))

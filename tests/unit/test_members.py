@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def member(place: str, role: str, *, rows: int = 0, sequences: int = 0, free: fl
     found.load = Load(found.name, 0, 0, 0, 0, int(free * 1000), 1000)
     if rows:
         found.rows[Attempt(1000, 1)] = rows
-    found.tokens = {Attempt(number, 1): 10 for number in range(sequences)}
+    found.sequences = {Attempt(number, 1) for number in range(sequences)}
     return found
 
 
@@ -64,6 +65,21 @@ def test_who_computes_may_fetch_what_a_receiver_has() -> None:
     prefill.ready = replace(prefill.ready, seconds_per_row=1e-6)  # type: ignore[type-var]
     found = choose([prefill, decode], index, KEYS, 640)
     assert found is not None and found.elsewhere is None and found.num_rows == 640 - 192, "it computes faster"
+
+
+def test_a_prefix_is_fetched_within_a_group_from_who_has_not_failed() -> None:
+    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), Index()
+    index.add(decode.name, KEYS[:9])
+
+    def elsewhere(**more: Any) -> Elsewhere | None:
+        found = choose([prefill, decode], index, KEYS, 640, **more)
+        assert found is not None
+        return found.elsewhere
+
+    assert elsewhere() is not None
+    assert elsewhere(avoided=(decode.name,)) is elsewhere(fetches=False) is elsewhere(alone=True) is None
+    decode.group = "another machine"
+    assert elsewhere() is None
 
 
 def test_a_receiver_with_room_and_little_to_do_decodes() -> None:

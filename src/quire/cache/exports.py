@@ -94,8 +94,6 @@ class Exports:
 
 def shared_pages(table: ChunkTable, keys: ChunkKeys, path: Path, chunks: list[int]) -> Pages:
     """The pages of some shared chunks of a path, by rising index."""
-    names = keys.first(path.num_shared)
-    tokens = np.concatenate([keys.tokens(chunk, chunk + 1) for chunk in chunks])
-    parent = names[chunks[0] - 1] if chunks[0] else b""
-    origin = Origin(tuple(names[chunk] for chunk in chunks), tokens, keys.namespace, chunks[0], parent)
-    return Pages.of(table, origin, path.chunks[chunks])
+    count = path.num_shared
+    whole = Origin(tuple(keys.first(count)), keys.tokens(0, count), keys.namespace)
+    return Pages.of(table, whole.some(chunks), path.chunks[chunks])

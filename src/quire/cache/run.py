@@ -32,6 +32,9 @@ CHECKSUM, MAC = slice(32, 48), slice(48, 80)
 
 NO_TOKENS = np.empty(0, np.int32)
 
+MOST_ALIKE = 16
+"""Longest runs, in rows, whose layouts are kept: what is demoted to a tier is not longer."""
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -108,6 +111,14 @@ class Origin(NamedTuple):
         parent = self.names[first - 1] if first else self.parent
         tokens = self.tokens[first * PAGE_TOKENS : end * PAGE_TOKENS]
         return Origin(self.names[first:end], tokens, self.namespace, self.start + first, parent)
+
+    def some(self, chunks: list[int]) -> Origin:
+        """The origin of some of its chunks, by rising index."""
+        first = chunks[0]
+        parent = self.names[first - 1] if first else self.parent
+        tokens = self.tokens.reshape(-1, PAGE_TOKENS)[chunks].reshape(-1)
+        names = tuple(self.names[chunk] for chunk in chunks)
+        return Origin(names, tokens, self.namespace, self.start + first, parent)
 
 
 class Pages:
@@ -271,8 +282,10 @@ class Layout:
 
 
 def layout_of(table: ChunkTable, run: Run) -> Layout:
-    """The layout of a run's extents. Runs of complete chunks are alike, and 0.5 ms each would add up."""
-    if not run.is_shared or run.num_attached:
+    """The layout of a run's extents. Short runs of complete chunks are alike, and 0.5 ms each would add up. Long ones,
+    which come from other instances, have all lengths.
+    """
+    if not run.is_shared or run.num_attached or len(run.kinds) > MOST_ALIKE:
         return Layout(table, run)
     key = run.kinds.tobytes(), run.has_sidecar.tobytes(), run.bases.tobytes()
     if (known := table.layouts.get(key)) is None:

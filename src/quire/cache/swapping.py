@@ -79,6 +79,7 @@ class Swapping:
         swapped, table = holder.swapped, self.fetching.pages
         assert swapped is not None
         path, run, keys, end = swapped.path, swapped.run, holder.keys, swapped.num_shared
+        path.priority, path.lifetime = holder.priority, holder.lifetime  # a path of another engine has none
         if end:
             self.tree.extend(path, keys, end, False)
         near = path.num_shared

@@ -28,7 +28,6 @@ from quire.cluster.bodies import (
     Peers,
     Progress,
     ReceiveJob,
-    Role,
     Stop,
     TokenOf,
     WantCached,
@@ -58,6 +57,7 @@ from quire.cluster.messages import (
 )
 from quire.cluster.neighbours import Neighbours, Pull
 from quire.cluster.protocol import Intake, Receiver, Source, Supply
+from quire.cluster.wire import WireError
 
 log = logging.getLogger("quire")
 
@@ -74,7 +74,7 @@ STEP_SECONDS = 60.0
 """Least time after which an engine that is in one step counts as failed. The first steps may compile kernels."""
 
 PULL_SECONDS = 10.0
-"""Time in which the extents of a pull must arrive."""
+"""Time in which something must arrive of a pull beside the protocol, or of one before it."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,6 @@ class Agent:
     ) -> None:
         self.name = name
         self.links = links
-        self.role = "mixed"
         self._neighbours = neighbours
         self._submit = submit
         self._deadlines = deadlines
@@ -145,7 +144,6 @@ class Agent:
         self._names: dict[Attempt, str] = {}  # in logs
         self._pulls: dict[Attempt, Pull] = {}
         self._asked: dict[int, Pull] = {}  # beside the protocol
-        self._came: dict[str, int] = {}  # by source: the last pull that came
         self._progress: dict[Attempt, tuple[int, int]] = {}  # of pulls, when their deadline was set
         self._peers: set[str] = set()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -224,7 +222,7 @@ class Agent:
                 state = self._receivers.get(attempt)
                 self._take(attempt, manifest)
                 if state is not None and state.phase is Intake.ASKED:
-                    self._bodies[attempt] = (cache, told)
+                    self._bodies[attempt] = (None, told)
                     self._do("adopt", attempt, sender, cache, told)
             case Progress(attempt, num_chunks):
                 state = self._receivers.get(attempt)
@@ -243,8 +241,6 @@ class Agent:
                 self._neighbours.fail(pull, "the source has not what was asked for")
             case Peers(addresses):
                 self._meet(addresses)
-            case Role(role):
-                self.role = role
             case Stop():
                 self.stop()
             case Cancel(attempt):
@@ -259,7 +255,6 @@ class Agent:
         """The extents of a pull. Damaged ones are asked for again, where the protocol counts how often."""
         if is_whole:
             self._asked.pop(number, None)
-            self._came[source] = number
         elif number in self._asked:
             self._give_up(number, "what the source has sent is damaged")
         elif self._is_pulling(attempt) and self._pulls[attempt].number == number:
@@ -322,6 +317,8 @@ class Agent:
         self._changed("receiver", self._receivers, attempt, before, after)
         for each in sent:
             self._send(each, told)
+        if after is not None and after.phase is Intake.RUNNING:
+            self._bodies.pop(attempt, None)  # its token is told
 
     def _changed(self, role: str, states: dict[Attempt, Any], attempt: Attempt, before: Any, after: Any) -> None:
         if after is None:
@@ -329,9 +326,9 @@ class Agent:
         states[attempt] = after
         if after.phase in (Supply.ENDED, Intake.ENDED):
             if before is None or before.phase is not after.phase:
+                self._end_pulls(attempt)
                 self._do("end", attempt)
                 self._at(REMEMBERED_SECONDS, partial(self._forget, states, attempt))
-                self._pulls.pop(attempt, None)
                 self._progress.pop(attempt, None)
                 self._bodies.pop(attempt, None)
                 self._shipments.pop(attempt, None)
@@ -340,6 +337,16 @@ class Agent:
             self._wait(role, attempt, after)  # asking again renews a lease
         else:
             self._due.pop((role, attempt), None)
+
+    def _end_pulls(self, attempt: Attempt) -> None:
+        """Nothing more is waited for. Not by a command: a step of the engine may stand still behind a layer that does
+        not come.
+        """
+        own = self._pulls.pop(attempt, None)
+        if own is not None:
+            self._neighbours.fail(own.number, "the attempt has ended")
+        for pull in [each for each in self._asked.values() if each.attempt == attempt]:
+            self._give_up(pull.number, "the attempt has ended")
 
     def _wait(self, role: str, attempt: Attempt, state: Any) -> None:
         """Sets the deadline of a state."""
@@ -354,9 +361,7 @@ class Agent:
             self._due[role, attempt].moment = self._clock() + self._deadlines.of(state)
 
     def _is_in_line(self, attempt: Attempt) -> bool:
-        """Whether a pull is late because its source still sends. To ask again would only have it sent twice. A source
-        answers in order: if a later pull has come, this one is lost.
-        """
+        """Whether a pull is late because its source still sends. To ask again would only have it sent twice."""
         if not self._is_pulling(attempt):
             return False
         before, now = self._progress[attempt], self._progress_of(self._pulls[attempt])
@@ -364,8 +369,11 @@ class Agent:
         return now != before
 
     def _progress_of(self, pull: Pull) -> tuple[int, int]:
-        """What has come of a pull, and which pull before it came last from the same source."""
-        return pull.num_bytes, min(self._came.get(pull.source, 0), pull.number)
+        """What has come of a pull, and of those before it from the same source. A source answers in order: once a later
+        one comes, this one is lost.
+        """
+        number, num_bytes = self._neighbours.received(pull.source)
+        return pull.num_bytes, num_bytes if number <= pull.number else 0
 
     def _expire(self, role: str, attempt: Attempt, due: Deadline) -> None:
         if self._due.get((role, attempt)) is not due:
@@ -397,7 +405,11 @@ class Agent:
         match message:
             case Manifest():
                 cache, first = self._bodies[attempt]
-                self.links.send(to, ManifestOf(message, cache, first))
+                try:
+                    self.links.send(to, ManifestOf(message, cache, first))
+                except WireError as error:
+                    log.error("%s: its cache cannot be described: %s", self._named(attempt), error)
+                    self._supply(attempt, "", Failed(attempt, str(error)))
             case Token():
                 self.links.send(to, TokenOf(message, told or self._bodies[attempt][1]))
             case Want():
@@ -442,7 +454,14 @@ class Agent:
             self.links.send(pull.source, WantCached(pull.attempt, pull.number, pull.names, pull.groups))
         else:
             self.links.send(pull.source, WantPull(Want(pull.attempt, pull.parts), pull.number, pull.groups))
-        self._at(PULL_SECONDS, partial(self._give_up, pull.number, "the source does not answer"))
+        self._at(PULL_SECONDS, partial(self._overdue, pull, self._progress_of(pull)))
+
+    def _overdue(self, pull: Pull, before: tuple[int, int]) -> None:
+        """The time of a pull beside the protocol is over, unless something came meanwhile."""
+        if pull.number in self._asked and (now := self._progress_of(pull)) != before:
+            self._at(PULL_SECONDS, partial(self._overdue, pull, now))
+        else:
+            self._give_up(pull.number, "the source does not answer")
 
     def _give_up(self, number: int, reason: str) -> None:
         if self._asked.pop(number, None) is not None:
@@ -452,7 +471,7 @@ class Agent:
         others = {name: address for name, address in addresses.items() if name != self.name}
         for name in self._peers - others.keys():
             self.links.forget(name)
-            self._came.pop(name, None)
+            self._neighbours.forget(name)
         for name, address in others.items():
             self.links.learn(name, address)
         self._peers = set(others)

@@ -175,12 +175,16 @@ class Cluster:
             )
             tickets.append(self.router.begin(job, partial(_put, items, index), trace))
         first, left = None, params.n
+        held: list[tuple[int, Told]] = []  # until the answer that has the prompt's log-probabilities begins
         try:
             while left:
-                index, item = await items.get()
+                index, item = held.pop(0) if held and first is not None else await items.get()
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
+                    continue
+                if first is None and index and params.prompt_logprobs is not None:
+                    held.append((index, item))
                     continue
                 first = first or item.first
                 output = dataclasses.replace(item.output, index=index)
@@ -196,7 +200,7 @@ class Cluster:
     def stats(self) -> dict[str, Any]:
         """Counters of all instances together, and under `cluster` those of the router and the state of each."""
         found = [each.stats for each in self.router.members.values() if each.stats is not None]
-        total = _added([_NOTHING, *found])
+        total = _added([_NOTHING, dict(self.router.past), *found])
         return {
             **total,
             "running": self.router.num_running,

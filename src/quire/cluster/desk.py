@@ -251,6 +251,8 @@ class Desk:
         """Chunks of a prompt that is still computed; None if they are not here, or not yet."""
         work = self.works.get(attempt)
         manager = self.engine.scheduler.manager
+        if work is not None and work.shipment is not None:
+            return work.shipment.cargo(groups)  # the prompt's last step has ended meanwhile
         if work is None or work.sequence is None:
             return None
         path = work.sequence.path
@@ -269,15 +271,11 @@ class Desk:
         num_found = sum(count for _, count in found)
         if not groups or self._retains or not all(group and set(group) <= set(range(num_found)) for group in groups):
             return None
-        chunks = np.concatenate([segment.chunks[:count] for segment, count in found])
+        rows = np.concatenate([segment.chunks[:count] for segment, count in found])
         tokens = np.concatenate([segment.tokens[: count * PAGE_TOKENS] for segment, count in found])
         whole = Origin(tuple(names[:num_found]), tokens, found[0][0].namespace)
-        pages = []
-        for group in groups:
-            first, end = min(group), max(group) + 1
-            if sorted(group) != list(range(first, end)):
-                return None
-            pages.append(Pages.of(cast(Any, manager.table), whole.part(first, end), chunks[first:end]))
+        table = cast(Any, manager.table)
+        pages = [Pages.of(table, whole.some(sorted(group)), rows[sorted(group)]) for group in groups]
         return Cargo(pages, self._shape[0], self._seal, release)
 
     def load(self, instance: str, *, with_stats: bool) -> Load:
@@ -303,12 +301,12 @@ class Desk:
             return False
         is_waiting = work.sequence.state is State.WAITING
         match work.stage:
-            case Stage.SOURCE | Stage.ALONE:
-                return is_waiting or not work.has_begun
             case Stage.ADOPTED if is_waiting:
                 return bool(self.engine.scheduler.running)
-            case Stage.DECODING:
-                return is_waiting
+            case Stage.ALONE | Stage.DECODING if work.has_begun:
+                return is_waiting or work.sequence.num_pending > 1  # it is computed again
+            case Stage.SOURCE:
+                return work.shipment is None
         return True
 
     # ---- after a step ----------------------------------------------------------------------------------------------

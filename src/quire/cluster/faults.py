@@ -10,6 +10,7 @@ import dataclasses
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,18 +75,22 @@ class PoisoningDesk(Desk):
     """Overwrites what its engine has let go."""
 
     def end(self, attempt: Attempt) -> None:
-        """See Desk."""
+        """See Desk. What an export has is let go of by a later command."""
         super().end(attempt)
+        self._submit(self._poison)
+
+    def _poison(self) -> None:
         table = self.engine.scheduler.manager.table
         assert isinstance(table, ChunkTable), "a table without pages"
         poison_free(table)
 
 
 class FaultyLinks(Links):
-    """Loses, repeats and delays what is sent."""
+    """Loses, repeats and delays what is sent. `counts` tells by fault how often."""
 
     def __init__(self, faults: Faults, name: str, *given: Any, **more: Any) -> None:
         super().__init__(name, *given, **more)
+        self.counts: Counter[str] = Counter()
         self._faults = faults
         self._random = random.Random(f"{name} {faults.seed}")
 
@@ -95,27 +100,32 @@ class FaultyLinks(Links):
         if isinstance(message, Load | Ready) or (to == ROUTER and faults.peers):
             return super().send(to, message, bulk)
         if self._random.random() < faults.lose:
+            self.counts["lose"] += 1
             if bulk is not None:
                 bulk.done()
             return True
         if bulk is None and self._random.random() < faults.repeat:
+            self.counts["repeat"] += 1
             super().send(to, message)
-        return super().send(to, message, None if bulk is None else _Slow(bulk, faults, self._random))
+        return super().send(to, message, None if bulk is None else _Slow(bulk, faults, self._random, self.counts))
 
 
 class _Slow:
     """Extents that are sent late, and some of them damaged."""
 
-    def __init__(self, bulk: Bulk, faults: Faults, draw: random.Random) -> None:
+    def __init__(self, bulk: Bulk, faults: Faults, draw: random.Random, counts: Counter[str]) -> None:
         self.num_extents = bulk.num_extents
         self.done = bulk.done
-        self._bulk, self._faults, self._random = bulk, faults, draw
+        self._bulk, self._faults, self._random, self._counts = bulk, faults, draw, counts
 
     def pack(self) -> Iterator[memoryview]:
         """See Bulk."""
         for extent in self._bulk.pack():
-            time.sleep(self._faults.delay)
+            if self._faults.delay:
+                self._counts["delay"] += 1
+                time.sleep(self._faults.delay)
             if self._random.random() < self._faults.corrupt:
+                self._counts["corrupt"] += 1
                 extent[self._random.randrange(len(extent))] ^= 1
             yield extent
 

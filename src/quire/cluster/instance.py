@@ -115,7 +115,6 @@ class Instance:
         self.agent = Agent(
             order.name, self._links, self._neighbours, self.thread.submit, Deadlines.within(order.timeout)
         )
-        self.agent.role = order.role
 
     def run(self) -> int:
         """Until the router ends it. Returns the exit code."""
@@ -142,6 +141,12 @@ class Instance:
         self.thread.stop()
         self.thread.join(END_SECONDS)
         return 1 if self.thread.is_alive else 0
+
+    def end(self) -> None:
+        """Ends `run` soon. While it loads, nobody waits for it."""
+        self.agent.stop()
+        if not self._started.is_set():
+            os._exit(1)
 
     # ---- Listener: on the engine's thread --------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ def main() -> int:
     instance = Instance(order)
     # Ctrl-C reaches all processes of a terminal. The router ends its instances when their requests are done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: instance.agent.stop())
+    signal.signal(signal.SIGTERM, lambda *_: instance.end())
     return instance.run()
 
 

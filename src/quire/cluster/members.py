@@ -50,7 +50,7 @@ class Member:
     seen        when, on the router's clock
     is_loading  whether it has said that it loads
     rows        of prompts that it computes, by attempt
-    tokens      of sequences that it decodes or will, by attempt
+    sequences   attempts that it decodes or will
     group       of instances on one machine, among which caches should stay
     """
 
@@ -64,7 +64,7 @@ class Member:
     seen: float = 0.0
     is_loading: bool = False
     rows: dict[Attempt, int] = field(default_factory=dict)
-    tokens: dict[Attempt, int] = field(default_factory=dict)
+    sequences: set[Attempt] = field(default_factory=set)
     group: str = ""
 
     @property
@@ -84,7 +84,7 @@ class Member:
     def fullness(self) -> float:
         """How full it is as a receiver: by sequences or by memory, whichever is more. Full is 1."""
         batch = max(1, self.ready.batch if self.ready is not None else 1)
-        by_batch = len(self.tokens) / batch
+        by_batch = len(self.sequences) / batch
         if self.load is None or not self.load.total_bytes:
             return by_batch
         return max(by_batch, 1 - self.load.free_bytes / self.load.total_bytes)
@@ -92,7 +92,7 @@ class Member:
     def forget(self, attempt: Attempt) -> None:
         """An attempt has ended."""
         self.rows.pop(attempt, None)
-        self.tokens.pop(attempt, None)
+        self.sequences.discard(attempt)
 
 
 class Index:
@@ -158,6 +158,7 @@ def choose(
     *,
     avoided: Collection[str] = (),
     alone: bool = False,
+    fetches: bool = True,
 ) -> Choice | None:
     """The instances of an attempt; None if there are none now.
 
@@ -165,7 +166,8 @@ def choose(
     num_tokens  to compute if nothing is cached
     routing     see ClusterConfig
     avoided     names of instances that come last, whatever they promise
-    alone       whether one instance must do all of it
+    alone       whether one instance must do all of it, with the help of no other one
+    fetches     whether instances fetch prefixes from each other
     """
     serving = [each for each in members if each.serves]
     if not serving:
@@ -176,15 +178,17 @@ def choose(
     decoding = [each for each in serving if each.role == "decode"] or [each for each in serving if each.role == "mixed"]
 
     cached = {each.name: index.matched(each.name, keys) for each in serving}
-    most = max(cached, key=lambda name: cached[name])
+    others = [] if alone or not fetches else [each for each in serving if each.name not in avoided]
 
     def work_of(member: Member) -> Work:
-        return _work(member, num_tokens, cached[member.name], Elsewhere(most, cached[most]))
+        near = [Elsewhere(each.name, cached[each.name]) for each in others if each.group == member.group]
+        most = max(near, key=lambda each: each.num_chunks, default=None)
+        return _work(member, num_tokens, cached[member.name], most)
 
     def first_token(member: Member) -> tuple[float, ...]:
         work, comes_last = work_of(member), member.name in avoided
         if routing == "queue":
-            return (comes_last, sum(member.rows.values()), len(member.tokens))
+            return (comes_last, sum(member.rows.values()), len(member.sequences))
         if routing == "affinity":
             return (comes_last, -cached[member.name], sum(member.rows.values()))
         return (comes_last, member.queue_seconds() + work.seconds, member.fullness())
@@ -214,16 +218,16 @@ class Work(NamedTuple):
     elsewhere: Elsewhere | None
 
 
-def _work(member: Member, num_tokens: int, num_cached: int, elsewhere: Elsewhere) -> Work:
+def _work(member: Member, num_tokens: int, num_cached: int, elsewhere: Elsewhere | None) -> Work:
     """The faster one of computing what is not cached and of fetching what another instance may have.
 
     num_cached  first chunks that the instance may have
     """
     rows = max(1, num_tokens - PAGE_TOKENS * num_cached)
     computing = Work(rows * member.seconds_per_row, rows, None)
-    num_fetched = PAGE_TOKENS * (elsewhere.num_chunks - num_cached)
-    if num_fetched <= 0:
+    if elsewhere is None or elsewhere.num_chunks <= num_cached:
         return computing
+    num_fetched = PAGE_TOKENS * (elsewhere.num_chunks - num_cached)
     rows = max(1, num_tokens - PAGE_TOKENS * elsewhere.num_chunks)
     seconds = num_fetched * TRANSFER_SECONDS_PER_TOKEN + rows * member.seconds_per_row
     return min(computing, Work(seconds, rows, elsewhere), key=lambda work: work.seconds)

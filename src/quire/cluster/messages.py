@@ -67,11 +67,10 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Source to receiver: a part. is_sound: whether its MAC holds."""
+    """Source to receiver: a part, whole. What arrives damaged does not count."""
 
     attempt: Attempt
     part: int
-    is_sound: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ class Offer:
     keys    of its chunks
     shared  the run of its shared chunks so far; None: there are none
     own     the run of the rest, once the prompt is computed; None before, and if there is none
-    is_cached  whether it may be there because of another request: the source knows nothing of the attempt
+    is_cached   whether it may be there because of another request: the source knows nothing of the attempt
+    has_failed  whether a pull of it has failed
     """
 
     attempt: Attempt
@@ -38,6 +39,12 @@ class Offer:
     shared: Run | None = None
     own: Run | None = None
     is_cached: bool = False
+    has_failed: bool = False
+
+    @property
+    def names(self) -> list[bytes]:
+        """Of all that it has."""
+        return [name for run in (self.shared, self.own) if run is not None for name in run.names]
 
 
 @dataclass(eq=False)
@@ -56,6 +63,7 @@ class Pull:
     groups: list[list[int]]
     transfer: Transfer
     runs: list[Run]
+    offer: Offer
     names: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -79,7 +87,8 @@ class Neighbours:
         self.table: ChunkTable | None = None
         self._seal = seal
         self._offers: dict[Attempt, Offer] = {}
-        self._found: dict[bytes, Offer] = {}
+        self._found: dict[bytes, list[Offer]] = {}  # by name, the latest one last
+        self._received: dict[str, tuple[int, int]] = {}
         self._pulls: dict[int, Pull] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -111,8 +120,8 @@ class Neighbours:
         if names:
             shared = complete_run(self.table, Origin(names, keys.tokens(0, num_shared), keys.namespace))
         found = self._offers[attempt] = Offer(attempt, source, keys, shared, own, is_cached)
-        for name in (*names, *(own.names if own is not None else ())):
-            self._found[name] = found
+        for name in found.names:
+            self._found.setdefault(name, []).append(found)
 
     def note_state(self, num_bytes: int) -> None:
         """Counts the bytes with which a manifest describes a cache."""
@@ -122,10 +131,19 @@ class Neighbours:
         """Forgets an offer. Pulls under way go on."""
         offer = self._offers.pop(attempt, None)
         if offer is not None:
-            names = [name for run in (offer.shared, offer.own) if run is not None for name in run.names]
-            for name in names:
-                if self._found.get(name) is offer:
+            for name in offer.names:
+                offers = self._found[name]
+                offers.remove(offer)
+                if not offers:
                     del self._found[name]
+
+    def received(self, source: str) -> tuple[int, int]:
+        """The last pull of which something came from a source, and all bytes that came from it."""
+        return self._received.get(source, (0, 0))
+
+    def forget(self, source: str) -> None:
+        """A source is gone."""
+        self._received.pop(source, None)
 
     def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
         """Takes the extents of a pull: of each layer one for each run. False if one of them is damaged or missing. On a
@@ -145,6 +163,7 @@ class Neighbours:
                 self._counts["num_damaged"] += 1
                 return False
             pull.num_bytes += len(extent)
+            self._received[pull.source] = (number, self.received(pull.source)[1] + len(extent))
             self._counts["bytes_read"] += len(extent)
             pull.transfer.arrive(pull.runs[index], extent)
             if count == num_layers * len(pull.runs):
@@ -159,6 +178,7 @@ class Neighbours:
         with self._lock:
             pull = self._pulls.pop(number, None)
         if pull is not None and not pull.transfer.is_over:
+            pull.offer.has_failed = True
             self._counts["num_failed"] += 1
             pull.transfer.fail(QuireError(reason), pull.runs[0])
 
@@ -183,7 +203,7 @@ class Neighbours:
 
     def find(self, name: bytes) -> Run | None:
         """The run of a source that has this chunk or handle."""
-        offer = self._found.get(name)
+        offer = self._latest(name)
         if offer is None:
             return None
         return offer.own if offer.own is not None and name in offer.own.names else offer.shared
@@ -191,12 +211,12 @@ class Neighbours:
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
         """Asks the sources."""
         by_offer: dict[Offer, list[Run]] = {}
-        own = next((self._found.get(run.names[0]) for run in runs if not run.is_shared), None)
+        own = next((self._latest(run.names[0]) for run in runs if not run.is_shared), None)
         for run in runs:
             transfer.sources[run] = self.name
             # Several sources may have a chunk. Best is the one that holds it for this sequence.
             is_there = own is not None and own.shared is not None and {*run.names} <= {*own.shared.names}
-            offer = own if is_there else self._found.get(run.names[0])
+            offer = own if is_there else self._latest(run.names[0])
             if offer is None:
                 transfer.fail(QuireError("the source has withdrawn its offer"), run)
                 return
@@ -204,7 +224,7 @@ class Neighbours:
         for offer, found in by_offer.items():
             groups, number = [list(_parts(offer, run)) for run in found], next(self._numbers)
             names = list(offer.shared.names) if offer.is_cached and offer.shared is not None else []
-            pull = Pull(number, offer.attempt, offer.source, groups, transfer, found, names)
+            pull = Pull(number, offer.attempt, offer.source, groups, transfer, found, offer, names)
             with self._lock:
                 self._pulls = {each: old for each, old in self._pulls.items() if not old.transfer.is_over}
                 self._pulls[number] = pull
@@ -212,9 +232,15 @@ class Neighbours:
             self.ask(pull)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Forgets the offers that have any of these names."""
-        for offer in {offer for name in names if (offer := self._found.get(name)) is not None}:
-            self.withdraw(offer.attempt)
+        """Forgets offers that have any of these names: those that failed, or else the one that would be found."""
+        for name in names:
+            offers = self._found.get(name, [])
+            for offer in [each for each in offers if each.has_failed] or offers[-1:]:
+                self.withdraw(offer.attempt)
+
+    def _latest(self, name: bytes) -> Offer | None:
+        offers = self._found.get(name)
+        return offers[-1] if offers else None
 
     # ---- a tier: see Tier ------------------------------------------------------------------------------------------
 

@@ -248,9 +248,11 @@ def supply(
             return replace(state, phase=Supply.HELD, parts=parts), [token, *told]
         case Expired() if phase is Supply.EXPECTED:
             return _let_go(state), [Sent(state.receiver, Gone(attempt))]
-        case Expired() if phase in (Supply.QUEUED, Supply.HELD):
-            reason = "no room" if phase is Supply.QUEUED else "nobody came for the cache"
-            return _let_go(state), [Sent(ROUTER, Failed(attempt, reason))]
+        case Expired() if phase is Supply.QUEUED:
+            return _let_go(state), [Sent(ROUTER, Failed(attempt, "no room"))]
+        case Expired() if phase is Supply.HELD:
+            # The receiver may have all of it, and its Ack is lost. If it has not, it asks, and fails.
+            return _let_go(state), []
     return state, []
 
 
@@ -324,7 +326,7 @@ def take(state: Receiver | None, event: Admitted | Sampled | Expired | Message) 
             missing = state.parts - has
             pulling = replace(state, phase=Intake.PULLING, missing=missing, tries=PULL_TRIES - 1)
             return (pulling, [Sent(state.source, Want(attempt, missing))]) if missing else _complete(pulling)
-        case Part(_, part, True) if phase is Intake.PULLING:
+        case Part(_, part) if phase is Intake.PULLING:
             after = replace(state, missing=state.missing - {part})
             return (after, []) if after.missing else _complete(after)
         case Gone(_, True) if phase is not Intake.RUNNING:

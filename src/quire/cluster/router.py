@@ -38,6 +38,11 @@ from quire.errors import InstancesFailedError
 
 log = logging.getLogger("quire")
 
+COUNTERS = (
+    "preemptions", "steps", "decode_tokens", "replayed_tokens", "prefill_tokens_computed", "prefill_tokens_cached",
+)  # fmt: skip
+"""Counters of engines that only grow."""
+
 TICK_SECONDS = 0.1
 """Interval at which deadlines are looked at."""
 
@@ -83,7 +88,10 @@ class Router:
     """All requests of a cluster.
 
     send     sends a message to an instance
+    shares   whether instances keep prompts for others that begin alike
+    fetches  whether they fetch such beginnings from each other
     members  by name
+    past     counters of the engines of instances that are gone
     tracer   exports the spans of requests; None: they are not exported
     """
 
@@ -94,6 +102,8 @@ class Router:
         timeout: float,
         tries: int,
         routing: str = "expected",
+        shares: bool = True,
+        fetches: bool = True,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
@@ -101,6 +111,8 @@ class Router:
         self.index = Index()
         self.counts: Counter[str] = Counter()
         self.times = StageTimes()
+        self.past: Counter[str] = Counter()
+        self._shares, self._fetches = shares, fetches
         self._send = send
         self._timeout, self._tries, self._routing = timeout, tries, routing
         self._clock = clock
@@ -123,7 +135,7 @@ class Router:
     def begin(self, job: Job, answer: Callable[[Told | Exception | None], None], trace: Trace | None = None) -> Ticket:
         """Takes a request. answer: gets each token, then None, or an error. trace: to export its spans with."""
         number, now = next(self._numbers), self._clock()
-        keys = keys_of(job.wishes().cache_salt, job.prompt_ids)
+        keys = keys_of(job.wishes().cache_salt, job.prompt_ids) if self._shares else []
         ticket = Ticket(Routed(number, self._tries), job, keys, answer, trace=trace)
         ticket.begun, ticket.deadline = now, now + self._timeout
         self._tickets[number] = ticket
@@ -141,10 +153,8 @@ class Router:
         if ticket is None:
             return
         is_current = event.attempt == ticket.state.attempt and ticket.state.phase is Route.RUNNING
-        if isinstance(message, TokenOf) and is_current:
-            ticket.deadline = self._clock() + self._timeout
-            if event.position >= ticket.state.delivered:
-                ticket.told.setdefault(event.position, message.told)
+        if isinstance(message, TokenOf) and is_current and event.position >= ticket.state.delivered:
+            ticket.told.setdefault(event.position, message.told)
         if isinstance(event, Taken) and is_current and ticket.taken is None:
             ticket.taken = self._clock()
             log.info("%s: %s has the cache of %s", _described(ticket), ticket.state.receiver, ticket.state.source)
@@ -153,9 +163,13 @@ class Router:
     def tick(self) -> None:
         """Ends attempts whose time is over, and begins those that waited for an instance."""
         now = self._clock()
+        # One that drains makes room for another one in its place.
+        is_coming = any(each.health in (Health.STARTING, Health.DRAINING) for each in self.members.values())
         for ticket in list(self._tickets.values()):
             if ticket.state.phase is Route.QUEUED:
                 self._try(ticket)
+                if is_coming:
+                    ticket.deadline = now + self._timeout
                 if ticket.state.phase is Route.QUEUED and now >= ticket.deadline:
                     ticket.reason = ticket.reason or "there is no instance"
                     self._end(ticket, InstancesFailedError(f"the request was not begun in time: {ticket.reason}"))
@@ -188,6 +202,7 @@ class Router:
         member.health = Health.DOWN
         self.index.forget(name)
         self.counts["down"] += 1
+        self.past.update({name: (member.stats or {}).get(name, 0) for name in COUNTERS})
         for ticket in list(self._tickets.values()):
             self._route(ticket, Down(name))
         del self.members[name]
@@ -210,7 +225,7 @@ class Router:
         # The last attempt after others needs nothing but one instance.
         choice = choose(
             self.members.values(), self.index, ticket.keys, num_tokens, self._routing, avoided=ticket.avoided,
-            alone=ticket.state.number > 0 and ticket.state.tries == 1,
+            alone=ticket.state.number > 0 and ticket.state.tries == 1, fetches=self._fetches,
         )  # fmt: skip
         if choice is None:
             return
@@ -221,7 +236,7 @@ class Router:
         attempt = ticket.state.attempt
         computing = choice.source or choice.receiver
         computing.rows[attempt] = choice.num_rows
-        choice.receiver.tokens[attempt] = num_tokens
+        choice.receiver.sequences.add(attempt)
         for member in (computing, choice.receiver):
             self.index.add(member.name, ticket.keys)
         log.info(
@@ -264,6 +279,7 @@ class Router:
 
     def _deliver(self, ticket: Ticket, token: Token) -> None:
         told = ticket.told.pop(token.position)
+        ticket.deadline = self._clock() + self._timeout  # not with tokens behind one that is lost
         ticket.token_ids += told.output.token_ids
         ticket.cumulative = told.output.cumulative_logprob or 0.0
         if ticket.first is None:
@@ -314,7 +330,7 @@ class Router:
         """Logs the end of a request, and keeps the times of its stages."""
         now, spans = self._clock(), list[Span]()
         is_answered = error is None and ticket.state.phase is Route.ENDED
-        if is_answered:  # the next turn of a conversation begins with this one
+        if is_answered and self._shares:  # the next turn of a conversation begins with this one
             salt, known = ticket.job.wishes().cache_salt, [*ticket.job.prompt_ids, *ticket.token_ids]
             self.index.add(ticket.state.receiver, keys_of(salt, known))
         if ticket.first is not None:

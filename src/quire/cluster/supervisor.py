@@ -90,8 +90,10 @@ class Supervisor:
         usual = self.processes.transport if settings.transport == "auto" else settings.transport
         self._transport = transport or usual
         self.router = Router(
-            self._send, timeout=settings.timeout, tries=settings.tries, routing=settings.routing, tracer=tracer
-        )
+            self._send, timeout=settings.timeout, tries=settings.tries, routing=settings.routing,
+            shares=model.config.cache.share, fetches=model.config.cache.share and not model.config.retain.is_on,
+            tracer=tracer,
+        )  # fmt: skip
         self._links = Links(ROUTER, self._secret, self, self._transport, about=about())
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -213,8 +215,10 @@ class Supervisor:
     async def restart(self) -> None:
         """Restarts one instance after the other, without a failed request."""
         for place in list(self._roles):
-            if place in self._roles:
+            if any(each.place == place for each in self.router.members.values()):
                 await self.drain(place)
+            else:
+                await self._serving(place)  # it failed, and is started again soon
 
     def set_role(self, place: str, role: str) -> None:
         """Changes what an instance does. Attempts that it has go on."""

@@ -135,7 +135,7 @@ class Engine:
             request.sequences.append(Sequence(request, index, list(prompt_ids), max_tokens, namespace, own, made))
         if continued is not None:
             _continue(request, continued)
-        self.scheduler.add(request.sequences)
+        self.scheduler.add(request.sequences, is_admitted=continued is not None)
         self._requests[request_id] = request
         if hints.cache_pin == 0:
             manager.tick(request.arrival)  # the unpinned prefix counts as used now, not at the last step

@@ -135,9 +135,12 @@ class Scheduler:
     def __post_init__(self) -> None:
         check_budget(self.token_budget, self.max_running)
 
-    def add(self, sequences: SequenceOf[Sequence]) -> None:
-        """Queues the sequences of one request. Raises QueueFullError, queueing none, if they do not all fit."""
-        if not self.has_room(len(sequences)):
+    def add(self, sequences: SequenceOf[Sequence], *, is_admitted: bool = False) -> None:
+        """Queues the sequences of one request. Raises QueueFullError, queueing none, if they do not all fit.
+
+        is_admitted  whether a router has queued them already, which counts what waits everywhere
+        """
+        if not (is_admitted or self.has_room(len(sequences))):
             raise QueueFullError(
                 f"{len(self.waiting)} sequences wait and scheduler.max_queue is {self.max_queue}; try again later",
                 retry_after=1.0,
