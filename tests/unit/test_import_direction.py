@@ -21,8 +21,9 @@ def test_the_package_keeps_the_order():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.alone
 def test_the_control_plane_is_imported_without_a_model_in_little_time():
-    """What a simulator needs. The time is the processor's: others may use it, too."""
+    """What a simulator needs. The time is the processor's, but a busy other core slows this one."""
     modules = "quire.engine.scheduler, quire.cache.manager, quire.cache.tree"
     code = (
         f"import sys, time; begun = time.process_time(); import {modules}; print(time.process_time() - begun);"
