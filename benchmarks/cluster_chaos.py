@@ -310,7 +310,7 @@ def report(args: argparse.Namespace, chaos: Chaos, left: str, seconds: float, ex
     print(f"{hardware_line(hardware())}")
     print(" ".join(f"{name}={value}" for name, value in sorted(vars(args).items())))
     print(f"requests {len(chaos.requests)} in {seconds:.0f} s, tokens {num_tokens}")
-    print(f"kills {tally.kills}, stops {tally.stops} ({tally.silent} of them ended as silent)")
+    print(f"kills {tally.kills}, stops {tally.stops} ({tally.silent} of them ended before they were to go on)")
     print(f"requests with streamed tokens when their process went: {len(tally.streamed)} ({share:.0%})")
     print(", ".join(f"{name} {count}" for name, count in wrongs.items()))
     print(f"longest wait for a token {wait:.1f} s, longest request {seconds_of:.1f} s")
