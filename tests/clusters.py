@@ -35,6 +35,12 @@ Answer = TypeVar("Answer")
 SECONDS = 100.0
 """Longest time that a test waits for a cluster."""
 
+SMALL: dict[str, Any] = {
+    "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1, "cache.memory": "4MiB",
+    "scheduler.max_running": 8, "scheduler.token_budget": 128,
+}  # fmt: skip
+"""Settings of engines that are small and fast to start."""
+
 ByRole = Mapping[str, Mapping[str, Any]]
 """Further options of the instances of a role."""
 

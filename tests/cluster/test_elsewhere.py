@@ -18,30 +18,16 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 
-from ..clusters import Running, Threads
+from ..clusters import SMALL, Running, Threads
 from ..tiny_models import save_tiny
 
-OPTIONS: dict[str, Any] = {
-    "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1, "cache.memory": "4MiB",
-    "scheduler.max_running": 8, "scheduler.token_budget": 128,
-}  # fmt: skip
 PARAMS = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16, max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def lonely(model: Path) -> LLM:
-    return LLM(str(model), OPTIONS)
 
 
 @pytest.fixture(params=["local", "shm", "tcp"])
 def turns(request: pytest.FixtureRequest, model: Path) -> Iterator[Running]:
     """One instance computes prompts and one decodes, so a second turn begins where its first was not decoded."""
-    with Running(model, OPTIONS, Threads(), request.param) as running:
+    with Running(model, SMALL, Threads(), request.param) as running:
         running.ask("prefill", always_fetches)
         yield running
         running.settle()
@@ -84,7 +70,7 @@ def test_the_next_turn_fetches_what_was_decoded(turns: Running, lonely: LLM, see
 
 def test_chunks_in_codes_travel_as_they_are(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    options = OPTIONS | {"cache.codec": "g4", "cache.check": False}
+    options = SMALL | {"cache.codec": "g4", "cache.check": False}
     model = save_tiny(tmp_path, head_dim=64, max_position_embeddings=1024)
     first = [rng.randrange(3, 250) for _ in range(200)]
     with Running(model, options, Threads(), "local") as running:
@@ -128,7 +114,7 @@ def test_instances_that_do_both_parts_share_their_prefixes(model: Path, lonely: 
     rng = random.Random(seed)
     common = [rng.randrange(3, 250) for _ in range(320)]
     prompts = [[*common, *(rng.randrange(3, 250) for _ in range(40))] for _ in range(6)]
-    with Running(model, OPTIONS, Threads(), "shm", mixed=2) as running:
+    with Running(model, SMALL, Threads(), "shm", mixed=2) as running:
         answer(running, common)
         for instance in list(running.processes.instances.values()):  # type: ignore[attr-defined]
             instance.ask(always_fetches)

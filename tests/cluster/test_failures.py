@@ -32,26 +32,10 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import InstancesFailedError, QueueFullError, RequestError
 
-from ..clusters import SECONDS, Apart, Running, Threads
+from ..clusters import SECONDS, SMALL, Apart, Running, Threads
 from ..effort import combine, tries
-from ..tiny_models import save_tiny
 
-OPTIONS: dict[str, Any] = {
-    "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1, "cache.memory": "4MiB",
-    "scheduler.max_running": 8, "scheduler.token_budget": 128,
-}  # fmt: skip
 PARAMS = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16, max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def lonely(model: Path) -> LLM:
-    """One engine, whose answers are the right ones."""
-    return LLM(str(model), OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +43,7 @@ def apart(model: Path) -> Iterator[Running]:
     """Real processes: one computes prompts, two decode. They copy slowly, and overwrite what they have let go."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "delay=0.05,poison")
-        with Running(model, OPTIONS, Apart(), "", prefill=1, decode=2, tries=6) as running:
+        with Running(model, SMALL, Apart(), "", prefill=1, decode=2, tries=6) as running:
             yield running
 
 
@@ -68,7 +52,7 @@ def threads(model: Path, faults: str = "", options: dict[str, Any] | None = None
     """Instances in threads of this process, which end with nothing held."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, faults)
-        with Running(model, OPTIONS | (options or {}), Threads(), "local", **settings) as running:
+        with Running(model, SMALL | (options or {}), Threads(), "local", **settings) as running:
             yield running
             running.settle()
 
