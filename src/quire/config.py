@@ -413,7 +413,7 @@ class ClusterConfig(Group):
     """How caches travel between instances. shm: shared memory of one machine. auto: shm where that is possible."""
     timeout: Annotated[float, AtLeast(1)] = 60.0
     """Seconds after which an attempt at a request is given up if no token comes and no instance says that it works on
-    it, or that it waits in a queue that moves."""
+    it or has it in its queue."""
     tries: Count = 4
     """Number of attempts at a request, on one instance after the other, before the client gets an error."""
     heartbeat: Annotated[float, AtLeast(0.5)] = 3.0

@@ -36,7 +36,7 @@ from quire.cluster.desk import Cache, Desk, HasFailed, HasRoom, HasToken, Stage,
 from quire.cluster.instance import Order
 from quire.cluster.members import Health, Member
 from quire.cluster.messages import Ask, Attempt, Cancel, Compute, Failed, Manifest, Receive, Taken, Token, Want
-from quire.cluster.neighbours import Neighbours, Pull
+from quire.cluster.neighbours import Neighbours, Offer, Pull
 from quire.cluster.processes import Processes
 from quire.cluster.protocol import Route
 from quire.cluster.router import Router, Ticket
@@ -124,7 +124,7 @@ def run(agent: Agent) -> Agent:
 
 
 def pull_of(number: int, source: str = "source") -> Pull:
-    return Pull(number, ATTEMPT, source, [[0]], STATE, [], STATE)
+    return Pull(number, Offer(ATTEMPT, source, STATE), [[0]], STATE, [])
 
 
 def pulling(agent: Agent, pull: Pull) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.cluster.bodies import Elsewhere, Load, Ready
-from quire.cluster.members import Choice, Health, Index, Member, choose, keys_of
+from quire.cluster.members import Choice, Health, Index, Member, choose, index_keys
 from quire.cluster.messages import Attempt
 
 SECONDS_PER_ROW = 1e-3
@@ -32,6 +32,12 @@ def chosen(choice: Choice | None) -> tuple[str | None, str]:
 
 
 PROMPT = list(range(640))
+
+
+def keys_of(salt: str, token_ids: list[int]) -> list[bytes]:
+    return index_keys(salt, token_ids).first(len(token_ids))
+
+
 KEYS = keys_of("", PROMPT)
 
 

@@ -6,16 +6,11 @@ import sys
 
 from quire.cache.arrays import Int32s
 from quire.cache.counts import ChunkCounts
-from quire.cache.run import Origin
+from quire.cache.run import RUN_BYTES, RUN_CHUNKS, Origin
 from quire.cache.segment import Segment
 from quire.cache.store import Store, put_rows
 from quire.cache.table import ChunkTable
 from quire.cache.tree import Vacated
-
-RUN_BYTES, RUN_CHUNKS = 4 << 20, 16
-"""A run has at most this many bytes, or one chunk, and at most this many chunks. Copying 4 MiB out of the arena takes
-1.5 ms of the engine's thread, which a decode step can spare, and a disk reads pieces of 1 MiB nearly as fast as larger
-ones."""
 
 COPY_SPEED = 200e6
 """Bytes a second that are copied beside running requests: at 3 GB/s, 7 % of the time of the engine's thread, and three

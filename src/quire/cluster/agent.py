@@ -164,7 +164,7 @@ class Agent:
                     "%s: the extents of pull %d from %s are damaged or late",
                     self._named(message.attempt), message.pull, sender,
                 )  # fmt: skip
-            self._inbox.put(partial(self._has_come, sender, message.attempt, message.pull, is_whole))
+            self._inbox.put(partial(self._has_come, message.attempt, message.pull, is_whole))
         else:
             self._inbox.put(partial(self._hear, sender, message))
 
@@ -251,7 +251,7 @@ class Agent:
             case Ask(attempt) | Ack(attempt):
                 self._supply(attempt, sender, message)
 
-    def _has_come(self, source: str, attempt: Attempt, number: int, is_whole: bool) -> None:
+    def _has_come(self, attempt: Attempt, number: int, is_whole: bool) -> None:
         """The extents of a pull. Damaged ones are asked for again, where the protocol counts how often."""
         if is_whole:
             self._asked.pop(number, None)

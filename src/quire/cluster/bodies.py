@@ -360,7 +360,7 @@ class Load:
     num_held      exports that a receiver has not taken
     free_bytes    of the cache, with what can be evicted
     total_bytes   of the cache
-    at_work       attempts that wait for their turn, and move up, or whose prompt is computed or pulled
+    at_work       attempts that wait for their turn, or whose prompt is computed or pulled
     stats         of the engine, every second time or less
     """
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from quire.cluster.bodies import Job, Told
 from quire.cluster.processes import Processes
-from quire.cluster.router import Ticket
+from quire.cluster.router import COUNTERS, Ticket
 from quire.cluster.supervisor import Model, Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig
@@ -233,17 +233,7 @@ class Cluster:
 
 
 _NOTHING: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            "preemptions",
-            "steps",
-            "decode_tokens",
-            "replayed_tokens",
-            "prefill_tokens_computed",
-            "prefill_tokens_cached",
-        ),
-        0,
-    ),
+    **dict.fromkeys(COUNTERS, 0),
     "cache": dict.fromkeys(
         (f"bytes_{name}" for name in ("total", "used", "cached", "free", "peak", "pinned", "saved", "evicted")), 0
     )

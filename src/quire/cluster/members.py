@@ -129,9 +129,9 @@ class Index:
         return len(self._known)
 
 
-def keys_of(salt: str, token_ids: list[int]) -> list[bytes]:
-    """Keys of a prompt's whole chunks for the index alone: an instance's own depend on its model."""
-    return ChunkKeys(("router", salt), token_ids).first(len(token_ids) // PAGE_TOKENS)
+def index_keys(salt: str, token_ids: list[int]) -> ChunkKeys:
+    """Keys of the chunks of a list that may grow, for the index alone: an instance's own depend on its model."""
+    return ChunkKeys(("router", salt), token_ids)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quire.cache.keys import ChunkKeys
@@ -26,9 +26,9 @@ from quire.stores.seal import Seal
 class Offer:
     """What a source has of an attempt.
 
-    keys    of its chunks
-    shared  the run of its shared chunks so far; None: there are none
-    own     the run of the rest, once the prompt is computed; None before, and if there is none
+    keys        of its chunks
+    shared      the run of its shared chunks so far; None: there are none
+    own         the run of the rest, once the prompt is computed; None before, and if there is none
     is_cached   whether it may be there because of another request: the source knows nothing of the attempt
     has_failed  whether a pull of it has failed
     """
@@ -52,20 +52,32 @@ class Pull:
     """A part of a transfer that a source is asked for.
 
     number  names the pull in the answer
+    offer   what the source has
     groups  parts of the attempt, those of each run together
     runs    in the order of their extents, of each layer one for each run
-    names   keys of the prompt's first chunks, if the source must find them in its cache
     """
 
     number: int
-    attempt: Attempt
-    source: str
+    offer: Offer
     groups: list[list[int]]
     transfer: Transfer
     runs: list[Run]
-    offer: Offer
-    names: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
+
+    @property
+    def attempt(self) -> Attempt:
+        """For which it is."""
+        return self.offer.attempt
+
+    @property
+    def source(self) -> str:
+        """Who is asked."""
+        return self.offer.source
+
+    @property
+    def names(self) -> list[bytes]:
+        """Keys of the prompt's first chunks, if the source must find them in its cache; otherwise empty."""
+        return list(self.offer.shared.names) if self.offer.is_cached and self.offer.shared is not None else []
 
     @property
     def parts(self) -> frozenset[int]:
@@ -110,9 +122,9 @@ class Neighbours:
         *,
         is_cached: bool = False,
     ) -> None:
-        """A source has the first `num_shared` chunks of a prompt, and the run of the rest if it is computed. See Offer.
+        """A source has the first `num_shared` chunks of a prompt, and the run of the rest if it is computed.
 
-        Raises nothing if it has not: what is asked for is missing then.
+        is_cached  see Offer; a source that does not have them says so when it is asked
         """
         self.withdraw(attempt)
         assert self.table is not None, "no engine"
@@ -223,8 +235,7 @@ class Neighbours:
             by_offer.setdefault(offer, []).append(run)
         for offer, found in by_offer.items():
             groups, number = [list(_parts(offer, run)) for run in found], next(self._numbers)
-            names = list(offer.shared.names) if offer.is_cached and offer.shared is not None else []
-            pull = Pull(number, offer.attempt, offer.source, groups, transfer, found, offer, names)
+            pull = Pull(number, offer, groups, transfer, found)
             with self._lock:
                 self._pulls = {each: old for each, old in self._pulls.items() if not old.transfer.is_over}
                 self._pulls[number] = pull

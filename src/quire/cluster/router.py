@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from quire.cache.keys import ChunkKeys
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import protocol
 from quire.cluster.bodies import ComputeJob, Job, Load, ReceiveJob, TokenOf, Told
-from quire.cluster.members import Choice, Health, Index, Member, choose, keys_of
+from quire.cluster.members import Choice, Health, Index, Member, choose, index_keys
 from quire.cluster.messages import (
     CLIENT,
     Abort,
@@ -51,6 +53,7 @@ TICK_SECONDS = 0.1
 class Ticket:
     """A request of one sequence at the router.
 
+    known      tokens of the prompt and of the answer so far; `keys` are those of their chunks for the index
     told       tokens by position, until the client gets them
     avoided    instances of the last attempt, if it failed
     token_ids  that the client has; `cumulative` is the sum of their log-probabilities
@@ -62,7 +65,8 @@ class Ticket:
 
     state: Routed
     job: Job
-    keys: list[bytes]
+    known: list[int]
+    keys: ChunkKeys
     answer: Callable[[Told | Exception | None], None]
     told: dict[int, Told] = field(default_factory=dict)
     choice: Choice | None = None
@@ -135,8 +139,10 @@ class Router:
     def begin(self, job: Job, answer: Callable[[Told | Exception | None], None], trace: Trace | None = None) -> Ticket:
         """Takes a request. answer: gets each token, then None, or an error. trace: to export its spans with."""
         number, now = next(self._numbers), self._clock()
-        keys = keys_of(job.wishes().cache_salt, job.prompt_ids) if self._shares else []
-        ticket = Ticket(Routed(number, self._tries), job, keys, answer, trace=trace)
+        known = list(job.prompt_ids)
+        ticket = Ticket(
+            Routed(number, self._tries), job, known, index_keys(job.wishes().cache_salt, known), answer, trace=trace
+        )
         ticket.begun, ticket.deadline = now, now + self._timeout
         self._tickets[number] = ticket
         self._try(ticket)
@@ -220,11 +226,10 @@ class Router:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def _try(self, ticket: Ticket) -> None:
-        job = ticket.job
-        num_tokens = len(job.prompt_ids) + len(ticket.token_ids)
+        keys = self._keys(ticket)
         # The last attempt after others needs nothing but one instance.
         choice = choose(
-            self.members.values(), self.index, ticket.keys, num_tokens, self._routing, avoided=ticket.avoided,
+            self.members.values(), self.index, keys, len(ticket.known), self._routing, avoided=ticket.avoided,
             alone=ticket.state.number > 0 and ticket.state.tries == 1, fetches=self._fetches,
         )  # fmt: skip
         if choice is None:
@@ -238,11 +243,15 @@ class Router:
         computing.rows[attempt] = choice.num_rows
         choice.receiver.sequences.add(attempt)
         for member in (computing, choice.receiver):
-            self.index.add(member.name, ticket.keys)
+            self.index.add(member.name, keys)
         log.info(
             "%s: %s computes %d rows, %s decodes",
             _described(ticket), computing.name, choice.num_rows, choice.receiver.name,
         )  # fmt: skip
+
+    def _keys(self, ticket: Ticket) -> list[bytes]:
+        """Of the whole chunks of its tokens so far, for the index."""
+        return ticket.keys.first(len(ticket.known) // PAGE_TOKENS) if self._shares else []
 
     def _route(self, ticket: Ticket, event: Any) -> None:
         before = ticket.state
@@ -281,6 +290,7 @@ class Router:
         told = ticket.told.pop(token.position)
         ticket.deadline = self._clock() + self._timeout  # not with tokens behind one that is lost
         ticket.token_ids += told.output.token_ids
+        ticket.known += told.output.token_ids
         ticket.cumulative = told.output.cumulative_logprob or 0.0
         if ticket.first is None:
             ticket.first = self._clock()
@@ -330,9 +340,8 @@ class Router:
         """Logs the end of a request, and keeps the times of its stages."""
         now, spans = self._clock(), list[Span]()
         is_answered = error is None and ticket.state.phase is Route.ENDED
-        if is_answered and self._shares:  # the next turn of a conversation begins with this one
-            salt, known = ticket.job.wishes().cache_salt, [*ticket.job.prompt_ids, *ticket.token_ids]
-            self.index.add(ticket.state.receiver, keys_of(salt, known))
+        if is_answered:  # the next turn of a conversation begins with this one
+            self.index.add(ticket.state.receiver, self._keys(ticket))
         if ticket.first is not None:
             first, receiver = ticket.first, ticket.state.receiver
             taken = max(first, ticket.taken or first)

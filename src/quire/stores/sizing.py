@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.cache.demotion import RUN_BYTES, RUN_CHUNKS
 from quire.cache.keys import KEY_BYTES
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.run import RUN_BYTES, RUN_CHUNKS
 from quire.stores.direct import allows_direct, measured_speed, padded
 from quire.stores.folder import SLACK_BYTES
 from quire.stores.quotas import free_bytes
