@@ -1,13 +1,15 @@
-"""The command line: `quire COMMAND`. Each command is a module with `HELP`, `add_arguments` and `run`.
+"""The command line: `quire COMMAND`. Each command is a module with `add_arguments` and `run`.
 
-Knows arguments, errors and exit codes. Nothing heavy is imported before a command runs: `quire --help` takes a fraction
-of a second. Exit codes: 0 success, 1 part of the work failed, 2 an error reported in one line, 130 interrupted.
+Knows arguments, errors and exit codes. A command's module is imported when the command is given, and nothing heavy
+before it runs: `quire --help` takes a fraction of a second. Exit codes: 0 success, 1 part of the work failed, 2 an
+error reported in one line, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import importlib
 import io
 import logging
@@ -24,9 +26,21 @@ from quire.habits import flag_answer
 from quire.interrupt import install, leave, remove
 from quire.version import __version__
 
-COMMANDS = (
-    "serve", "chat", "generate", "inspect", "calibrate", "profile", "plan", "bench", "eval", "pull", "cache", "cluster",
-)  # fmt: skip
+COMMANDS = {
+    "serve": "serve a model over HTTP with OpenAI's API",
+    "chat": "chat with a model in the terminal",
+    "generate": "continue a prompt, or a file of them",
+    "inspect": "show a model's memory needs, or the cache of a running server",
+    "calibrate": "calibrate the nuq codecs for a model",
+    "profile": "show which tokens of a prompt each head keeps",
+    "plan": "plan placements before running them",
+    "bench": "measure the engine on this machine",
+    "eval": "measure a model's quality through the cache",
+    "pull": "download a model and print its path",
+    "cache": "list, remove, export or import what is kept on disk",
+    "cluster": "show, drain and restart the instances of a running server",
+}
+"""What each command does, by its name."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that cannot be written. Any other unexpected OSError is a defect of ours."""
@@ -117,16 +131,11 @@ def _leave_if_loading(text: str) -> None:
 
 def build_parser() -> Parser:
     """The parser of all commands."""
-    parser = Parser(prog="quire", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="quire", description=DESCRIPTION)
     parser.arguments.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for name in COMMANDS:
-        module = importlib.import_module(f"quire.cli.{name}")
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(command.arguments)
-        command.arguments.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        parser.commands[name] = command
+    for name, what in COMMANDS.items():
+        parser.commands[name] = commands.add_parser(name, module=f"quire.cli.{name}", help=what)
     return parser
 
 
@@ -134,15 +143,28 @@ class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviated flags, takes an optional argument after flags too, and names the flag nearest
     to an unknown one.
 
-    arguments  all of them are added through this
-    commands   their parsers by name
+    commands  their parsers by name
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs, allow_abbrev=False, add_help=False)
-        self.arguments = Arguments(self, [])
+    def __init__(self, *, module: str | None = None, **kwargs: Any) -> None:
+        """module: of a command. It is imported when the parser's arguments are needed first."""
+        super().__init__(
+            **kwargs, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False
+        )
         self.commands: dict[str, Parser] = {}
-        self.arguments.add_argument("-h", "--help", action="help", help="show this help message and exit")
+        self._module = module
+
+    @functools.cached_property
+    def arguments(self) -> Arguments:
+        """All of them are added through this."""
+        arguments = Arguments(self, [])
+        arguments.add_argument("-h", "--help", action="help", help="show this help message and exit")
+        if self._module is not None:
+            module = importlib.import_module(self._module)
+            self.description = module.__doc__
+            module.add_arguments(arguments)
+            arguments.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return arguments
 
     @property
     def flags(self) -> dict[str, argparse.Action]:
@@ -159,7 +181,8 @@ class Parser(argparse.ArgumentParser):
         """
         words = list(sys.argv[1:] if args is None else args)
         commands = self.commands
-        actions = [item for parser in (self, *commands.values()) for item in parser.flags.items()]
+        given = [commands[word] for word in words if word in commands][:1]
+        actions = [item for parser in (self, *given) for item in parser.flags.items()]
         switches = {flag for flag, action in actions if action.nargs == "?" and action.const == "true"}
         valued = {flag for flag, action in actions if action.nargs is None and flag.startswith("--")}
         switch_of: dict[str, str] = {}  # switch by the word after it, if that word is not a truth value
@@ -191,8 +214,9 @@ class Parser(argparse.ArgumentParser):
         argparse treats an optional argument as absent once a flag follows the earlier arguments. It then returns the
         words after the flags as unknown.
         """
+        added = self.arguments.added
         found, unknown = super().parse_known_args(args, namespace)
-        for action in self.arguments.added:
+        for action in added:
             is_optional = not action.option_strings and action.nargs == "?"
             if is_optional and unknown and getattr(found, action.dest, None) is action.default:
                 # All that follows -- is no flag, whatever it begins with.

@@ -23,7 +23,6 @@ from quire.cli.bench_throughput import Throughput
 from quire.cli.bench_trace import Trace
 from quire.errors import ConfigError
 
-HELP = "measure the engine on this machine"
 BENCHMARKS: dict[str, type[Throughput] | type[Trace]] = {"throughput": Throughput, "trace": Trace}
 
 

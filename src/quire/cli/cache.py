@@ -28,8 +28,6 @@ from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
 from quire.models.image_folder import Draft, Image, ImageError
 
-HELP = "list, remove, export or import what is kept on disk"
-
 ACTIONS = ("ls", "clear", "export", "import")
 SECTIONS = ("model", "cache", "attention", "runtime")
 """Settings that decide what an imported page is, or how it is computed again."""

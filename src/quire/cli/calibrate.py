@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from quire.calibrate import CalibrationSettings
     from quire.engine.calibration import Calibration
 
-HELP = "calibrate the nuq codecs for a model"
 SECTIONS = ("model", "runtime")
 
 

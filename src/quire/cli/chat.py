@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.engine.params import SamplingParams
 
-HELP = "chat with a model in the terminal"
-
 MAX_TOKENS = 1024
 """Default limit of an answer: a small model that repeats itself would fill the context, for minutes."""
 

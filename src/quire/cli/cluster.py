@@ -23,8 +23,6 @@ from quire.cli import shared
 from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
 
-HELP = "show, drain and restart the instances of a running server"
-
 ACTIONS = ("status", "drain", "restart", "role")
 COLUMNS = (
     "instance", "role", "health", "pid", "L_m", "batch", "running", "waiting", "held", "cache free", "of", "attempts",

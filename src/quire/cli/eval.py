@@ -31,7 +31,6 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.evaluation import Perplexity, Retrieval
 
-HELP = "measure a model's quality through the cache"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ppl": {"context": 2048, "continuation": None, "tokens": None, "windows": None, "kl": True, "plot": None},
     "retrieval": {"lengths": [1024, 2048, 4096], "depths": [0.0, 0.25, 0.5, 0.75, 1.0], "trials": 2},

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from quire.cli.batch_plan import Planned
     from quire.engine.params import SamplingParams
 
-HELP = "continue a prompt, or a file of them"
-
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""

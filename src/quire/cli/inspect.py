@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from quire.models.weights import Checkpoint
 
 LENGTHS = (512, 2048, 8192)
-HELP = "show a model's memory needs, or the cache of a running server"
 
 
 def add_arguments(parser: Arguments) -> None:

@@ -27,7 +27,6 @@ from quire.cli import plan_hardware, plan_offload
 from quire.config import add_flags
 from quire.errors import ConfigError
 
-HELP = "plan placements before running them"
 ACTIONS: dict[str, ModuleType] = {"offload": plan_offload, "hardware": plan_hardware}
 SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime", "plan")
 

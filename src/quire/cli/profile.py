@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 DEFAULT_THRESHOLD = 0.95
 """Threshold of a profile if neither threshold nor budget is given."""
 
-HELP = "show which tokens of a prompt each head keeps"
-
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""

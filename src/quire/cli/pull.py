@@ -14,8 +14,6 @@ from quire.arguments import Arguments
 from quire.config import format_bytes
 from quire.errors import ConfigError
 
-HELP = "download a model and print its path"
-
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.cluster.cluster import Cluster
 
-HELP = "serve a model over HTTP with OpenAI's API"
-
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
