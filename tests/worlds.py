@@ -1,4 +1,4 @@
-"""Explores the protocol of a hand-over: every order of events of a small world, depth first, with the code that runs.
+"""Explores the protocol of a hand-over: every order of events of a small world, with the code that runs.
 
     python -m tests.worlds --requests 2 --crashes 1 --losses 1 --repeats 1
 
@@ -11,11 +11,12 @@ No world may answer a position twice or out of order, answer after the end, deco
 there are tries. From every world there is a way on until all requests have ended; then nobody holds anything. No way
 leads in a circle.
 
-Worlds that differ in nothing that matters are visited once. Letters that change nothing whenever they arrive are
-dropped, and of two requests that are alike the order does not count. Which request a loss, a repeat, an early deadline
-or an abort happens to is settled at the beginning, so that requests have nothing in common but crashes and room. Once
-there are no more crashes, a request that does not wait for room goes on alone: whatever the other one does meanwhile
-neither helps nor hinders it, in any order (a persistent set: Godefroid, LNCS 1032, chapter 4).
+Requests have nothing in common but crashes and room, because every message and state is of one attempt. So this goes in
+two steps. The first one visits all worlds of one request, as if the others might have the room or leave it at any time,
+and gives each world a kind: worlds of a kind can do the same, and what they do leads to worlds of the same kinds. The
+second one visits all combinations of kinds that the requests reach together, with the room and the crashes that they
+share. (Kinds are classes of a bisimulation that ignores silent steps: van Glabbeek and Weijland, J. ACM 43(3), 1996.
+Replacing each part of a system by such classes is called compositional minimization.)
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from quire.cluster import protocol
 from quire.cluster.messages import (
@@ -45,18 +45,20 @@ from quire.cluster.messages import (
     Part,
     Receive,
     Sampled,
-    Sent,
     Token,
     Want,
 )
 from quire.cluster.protocol import Intake, Route, Supply
 
-SOURCE, RECEIVER = "p", "d"
+SOURCE, RECEIVER, NOBODY = "p", "d", "nobody"
 PAIRS = (
     (ROUTER, SOURCE), (ROUTER, RECEIVER), (SOURCE, ROUTER), (RECEIVER, ROUTER), (SOURCE, RECEIVER), (RECEIVER, SOURCE),
-    ("nobody", ROUTER),
+    (NOBODY, ROUTER),
 )  # fmt: skip
 NUMBER = {pair: number for number, pair in enumerate(PAIRS)}
+
+GOES_ON, GOES_WRONG, STUCK = "goes on", "goes wrong", "stuck"
+SOURCE_ROOM, RECEIVER_ROOM = "room of p", "room of d"
 
 
 class Violation(Exception):
@@ -85,61 +87,83 @@ class Budget(NamedTuple):
 NOTHING_GOES_WRONG = Budget(0, 0, 0, 0, 0)
 
 
-class Left(NamedTuple):
-    """A budget, all but the crashes by request."""
-
-    crashes: int
-    losses: tuple[int, ...]
-    repeats: tuple[int, ...]
-    early: tuple[int, ...]
-    aborts: tuple[int, ...]
-
-    def spend(self, name: str, request: int) -> Left:
-        """With one less of something for a request."""
-        counts = getattr(self, name)
-        return self._replace(**{name: (*counts[:request], counts[request] - 1, *counts[request + 1 :])})
-
-    def mirrored(self) -> Left:
-        """With the requests exchanged."""
-        return Left(self.crashes, *(counts[::-1] for counts in self[1:]))
-
-
-def divided(budget: Budget, requests: int) -> list[Left]:
-    """All divisions of a budget among requests."""
+def divided(budget: Budget, requests: int) -> list[tuple[Budget, ...]]:
+    """All divisions of a budget among requests. Every crash happens to all of them."""
     ways = [
         [counts for counts in itertools.product(range(total + 1), repeat=requests) if sum(counts) == total]
         for total in budget[1:]
     ]
-    return [Left(budget.crashes, *counts) for counts in itertools.product(*ways)]
+    return [
+        tuple(Budget(budget.crashes, *counts) for counts in zip(*way, strict=True)) for way in itertools.product(*ways)
+    ]
 
 
 class World(NamedTuple):
-    """States are numbers of `Explorer.items`, so that worlds are small and compare fast.
+    """A request, and all that is under way for it. States are numbers of `Explorer.items`, so that worlds are small and
+    compare fast.
 
-    routes     of each request
-    clients    of each request: tokens that its client has, and whether the answer has ended
-    sources    of attempts at the source, rising
-    receivers  of attempts at the receiver, rising
-    letters    by pair of processes and then by request, in the order of arrival
-    arrived    (attempt, part) that a receiver truly has
-    budget     what may still go wrong
+    route       the router's state
+    client      tokens that the client has, and whether the answer has ended
+    sources     of attempts at the source, rising
+    receivers   of attempts at the receiver, rising
+    letters     by pair of processes, in the order of arrival
+    arrived     (attempt, part) that a receiver truly has
+    budget      what may still go wrong
+    went_wrong  whether something has
+    has         parts that the receiver has before
     """
 
-    routes: tuple[int, ...]
-    clients: tuple[tuple[int, bool], ...]
+    route: int
+    client: tuple[int, bool]
     sources: tuple[int, ...]
     receivers: tuple[int, ...]
     letters: tuple[tuple[int, ...], ...]
     arrived: frozenset[Any]
-    budget: Left
+    budget: Budget
+    went_wrong: bool
+    has: frozenset[int]
+
+    def spend(self, name: str) -> World:
+        """With one thing less that may go wrong."""
+        budget = self.budget._replace(**{name: getattr(self.budget, name) - 1})
+        return self._replace(budget=budget, went_wrong=True)
 
 
 class Event(NamedTuple):
-    """kind: deliver, lose, repeat, begin, source, receiver, expire, crash or abort."""
+    """kind: deliver, lose, repeat, begin, source, receiver, expire, crash or abort.
+
+    label  what it means to the other requests: GOES_ON and GOES_WRONG, nothing; SOURCE_ROOM and RECEIVER_ROOM, it needs
+           room; STUCK, it happens if nobody goes on; otherwise it is a crash, and happens to all of them
+    """
 
     kind: str
     what: Any = None
     more: Any = None
+    label: str = GOES_ON
+
+
+class Shown(NamedTuple):
+    """What other requests, and the checks of all of them, see of a world.
+
+    source_room    attempts that have memory of the source
+    receiver_room  attempts that have memory of the receiver
+    end            phase of the route and number of tokens, if nobody holds anything any more
+    has_failed     whether the request has
+    went_wrong     whether anything has gone wrong
+    """
+
+    source_room: int
+    receiver_room: int
+    end: tuple[str, int] | None
+    has_failed: bool
+    went_wrong: bool
+
+
+class Kind(NamedTuple):
+    """Worlds of one request that nothing tells apart. steps: labels, and the kinds that follow."""
+
+    shown: Shown
+    steps: frozenset[tuple[str, int]]
 
 
 class Explorer:
@@ -151,7 +175,7 @@ class Explorer:
     has     parts that the receiver has of every second request
     alone   whether later attempts have no source: their receiver computes the prompt
     most    worlds after which it gives up
-    merges  whether worlds that differ in nothing that matters are visited once
+    merges  whether worlds that nothing tells apart are visited once
     """
 
     def __init__(
@@ -170,19 +194,24 @@ class Explorer:
         merges: bool = True,
     ) -> None:
         self.code, self.tokens, self.room, self.most, self.alone = code, tokens, room, most, alone
-        self.merges = merges
-        self.outcomes: set[tuple[tuple[str, int], ...]] = set()
-        self.parts, self.has = frozenset(range(parts)), frozenset(range(has))
+        self.merges, self.parts, self.has_others = merges, frozenset(range(parts)), requests > 1
         self.items: list[Any] = []
         self._numbers: dict[Any, int] = {}
-        self._twins: dict[int, int] = {}
-        routes = tuple(self.number(protocol.Routed(request, tries)) for request in range(requests))
-        self.budgets = divided(budget, requests)
-        self.firsts = [
-            World(routes, ((0, False),) * requests, (), (), ((),) * (len(PAIRS) * requests), frozenset(), left)
-            for left in self.budgets
-        ]
-        self.num_ends = self.num_events = self.num_worlds = 0
+        route = self.number(protocol.Routed(0, tries))
+        self._firsts = [
+            tuple(
+                World(route, (0, False), (), (), ((),) * len(PAIRS), frozenset(), each, False,
+                      frozenset(range(has if number % 2 else 0)))
+                for number, each in enumerate(budgets)
+            )
+            for budgets in divided(budget, requests)
+        ]  # fmt: skip
+        self.kinds: list[Kind] = []
+        self._kind_numbers: dict[Any, int] = {}
+        self.kind_of: dict[World, int] = {}
+        self.outcomes: set[tuple[tuple[str, int], ...]] = set()
+        self._before: dict[tuple[int, ...], Any] = {}
+        self.num_steps = 0
 
     def number(self, item: Any) -> int:
         """The number of a state or letter."""
@@ -191,84 +220,60 @@ class Explorer:
             self.items.append(item)
         return found
 
-    # ---- what can happen -------------------------------------------------------------------------------------------
+    # ---- what can happen to a request ------------------------------------------------------------------------------
 
     def events(self, world: World) -> list[Event]:
         """All that can happen next."""
         budget, items = world.budget, self.items
         found: list[Event] = []
-        busy: set[int] = set()  # requests to which something happens without a deadline
         for channel, letters in enumerate(world.letters):
-            request = channel % len(world.routes)
             for place, number in enumerate(letters):
-                letter = items[number]
-                busy.add(request)
-                is_down = isinstance(letter.message, Down)
+                is_down = isinstance(items[number].message, Down)
                 if place and not is_down:
                     continue
                 found.append(Event("deliver", (channel, place)))
                 if not is_down:
-                    found += [Event("lose", (channel, place))] * (budget.losses[request] > 0)
-                    found += [Event("repeat", (channel, place))] * (budget.repeats[request] > 0)
-        for request, number in enumerate(world.routes):
-            if items[number].phase is Route.QUEUED:
-                busy.add(request)
-                found.append(Event("begin", request))
+                    found += [Event("lose", (channel, place), label=GOES_WRONG)] * (budget.losses > 0)
+                    found += [Event("repeat", (channel, place), label=GOES_WRONG)] * (budget.repeats > 0)
+        route = items[world.route]
+        if route.phase is Route.QUEUED:
+            found.append(Event("begin"))
         sources, receivers = [items[each] for each in world.sources], [items[each] for each in world.receivers]
-        found += self._at_source(sources, busy)
-        found += self._at_receiver(receivers, busy)
-        goes_on = any(event.kind not in ("lose", "repeat") for event in found)
-        waiting = [("route", request, items[number]) for request, number in enumerate(world.routes)]
-        waiting += [("source", each.attempt, each) for each in sources]
+        found += self._at_source(sources)
+        found += self._at_receiver(receivers, world.has)
+        # The others may have the room at any time.
+        certain = {GOES_ON} if self.has_others else {GOES_ON, SOURCE_ROOM, RECEIVER_ROOM}
+        goes_on = any(event.label in certain for event in found)
+        waiting = [("route", 0, route)] + [("source", each.attempt, each) for each in sources]
         waiting += [("receiver", each.attempt, each) for each in receivers]
         waiting = [each for each in waiting if self.code.has_deadline(each[2])]
-        idle = [each for each in waiting if _request_of(each[2]) not in busy]
         # If everybody waits for room, somebody's time is over first.
-        for role, what, _ in idle or ([] if goes_on else waiting):
-            found.append(Event("expire", (role, what), False))
-        found += [
-            Event("expire", (role, what), True) for role, what, each in waiting if budget.early[_request_of(each)]
-        ]
-        for request, (_, is_ended) in enumerate(world.clients):
-            if budget.aborts[request] and not is_ended:
-                found.append(Event("abort", request))
+        needs_room = any(state.phase in (Supply.QUEUED, Intake.QUEUED) for state in (*sources, *receivers))
+        for role, what, _ in waiting:
+            if not goes_on:
+                found.append(Event("expire", (role, what), False, STUCK if needs_room else GOES_ON))
+            if budget.early:
+                found.append(Event("expire", (role, what), True, GOES_WRONG))
+        if budget.aborts and not world.client[1]:
+            found.append(Event("abort", label=GOES_WRONG))
         if budget.crashes:
-            return found + [Event("crash", each, lost) for each in (SOURCE, RECEIVER) for lost in (True, False)]
-        return self._of_one(world, found, {_request_of(each) for each in (*sources, *receivers) if _lacks_room(each)})
+            for instance, fate in itertools.product((SOURCE, RECEIVER), ("lost", "left")):
+                found.append(Event("crash", instance, fate, f"{instance} fails, what is on its way there is {fate}"))
+        return found
 
-    def _of_one(self, world: World, events: list[Event], lacking: set[int]) -> list[Event]:
-        """The events of one request, if it has some and does not wait for room; otherwise all."""
-        for request in {*range(len(world.routes))} - lacking if self.merges else ():
-            own = [event for event in events if self._request_at(world, event) == request]
-            if own:
-                return own
-        return events
-
-    def _request_at(self, world: World, event: Event) -> int:
-        """The request that an event happens to. It is no crash."""
-        if event.kind in ("deliver", "lose", "repeat"):
-            return int(event.what[0]) % len(world.routes)
-        what = event.what[1] if event.kind == "expire" else event.what
-        return what.request if isinstance(what, Attempt) else what
-
-    def _at_source(self, states: list[Any], busy: set[int]) -> Iterator[Event]:
-        used = sum(state.phase in (Supply.RUNNING, Supply.HELD) for state in states)
+    def _at_source(self, states: list[Any]) -> Iterator[Event]:
+        has_room = _used(states) < self.room
         for state in states:
-            if state.phase in (Supply.QUEUED, Supply.RUNNING):
-                busy.add(state.attempt.request)
-            if state.phase is Supply.QUEUED and used < self.room:
-                yield Event("source", state.attempt, Admitted())
+            if state.phase is Supply.QUEUED and has_room:
+                yield Event("source", state.attempt, Admitted(), SOURCE_ROOM)
             elif state.phase is Supply.RUNNING:
                 yield Event("source", state.attempt, Sampled(state.start + 1 == self.tokens, self.parts))
 
-    def _at_receiver(self, states: list[Any], busy: set[int]) -> Iterator[Event]:
-        used = sum(state.phase in (Intake.PULLING, Intake.RUNNING) for state in states)
+    def _at_receiver(self, states: list[Any], has: frozenset[int]) -> Iterator[Event]:
+        has_room = _used(states) < self.room
         for state in states:
-            if state.phase in (Intake.QUEUED, Intake.RUNNING):
-                busy.add(state.attempt.request)
-            if state.phase is Intake.QUEUED and used < self.room:
-                has = self.has if state.attempt.request % 2 else frozenset[int]()
-                yield Event("receiver", state.attempt, Admitted(has))
+            if state.phase is Intake.QUEUED and has_room:
+                yield Event("receiver", state.attempt, Admitted(has), RECEIVER_ROOM)
             elif state.phase is Intake.RUNNING:
                 yield Event("receiver", state.attempt, Sampled(state.num_tokens + 1 == self.tokens))
 
@@ -276,76 +281,68 @@ class Explorer:
 
     def after(self, world: World, event: Event) -> World:
         """The world after an event. Raises Violation."""
-        kind, what, more = event
-        budget = world.budget
-        if kind in ("deliver", "lose", "repeat"):
-            channel, place = what
-            letters = world.letters[channel]
-            letter = self.items[letters[place]]
-            rest = (*world.letters[:channel], letters[:place] + letters[place + 1 :], *world.letters[channel + 1 :])
-            request = self._request_at(world, event)
-            if kind == "lose":
-                return world._replace(letters=rest, budget=budget.spend("losses", request))
-            if kind == "repeat":
-                return self._arrive(world._replace(budget=budget.spend("repeats", request)), letter)
-            return self._arrive(world._replace(letters=rest), letter)
-        if kind == "begin":
-            is_alone = self.alone and self.items[world.routes[what]].number > 0
-            return self._route(world, what, Begin("" if is_alone else SOURCE, RECEIVER))
-        if kind == "abort":
-            return self._route(world._replace(budget=budget.spend("aborts", what)), what, Abort())
-        if kind == "source":
-            return self._source(world, what, "", more)
-        if kind == "receiver":
-            return self._receiver(world, what, more)
-        if kind == "expire":
-            if more:
-                world = world._replace(budget=budget.spend("early", self._request_at(world, event)))
-            role, which = what
-            if role == "route":
-                return self._route(world, which, Expired())
-            if role == "source":
-                return self._source(world, which, "", Expired())
-            return self._receiver(world, which, Expired())
-        return self._crashed(world, what, are_lost=more)
+        kind, what, more, _ = event
+        match kind:
+            case "deliver" | "lose" | "repeat":
+                channel, place = what
+                letters = world.letters[channel]
+                letter = self.items[letters[place]]
+                if kind == "repeat":
+                    return self._arrive(world.spend("repeats"), letter)
+                rest = (*world.letters[:channel], letters[:place] + letters[place + 1 :], *world.letters[channel + 1 :])
+                world = world._replace(letters=rest)
+                return world.spend("losses") if kind == "lose" else self._arrive(world, letter)
+            case "begin":
+                is_alone = self.alone and self.items[world.route].number > 0
+                return self._route(world, Begin("" if is_alone else SOURCE, RECEIVER))
+            case "abort":
+                return self._route(world.spend("aborts"), Abort())
+            case "source":
+                return self._source(world, what, "", more)
+            case "receiver":
+                return self._receiver(world, what, more)
+            case "expire":
+                role, which = what
+                world = world.spend("early") if more else world
+                if role == "route":
+                    return self._route(world, Expired())
+                return (
+                    self._source(world, which, "", Expired())
+                    if role == "source"
+                    else self._receiver(world, which, Expired())
+                )
+        return self._crashed(world, what, are_lost=more == "lost")
 
     def _crashed(self, world: World, instance: str, *, are_lost: bool) -> World:
         """An instance loses its states, and perhaps what is on its way to it. The router hears of it some time."""
         letters = world.letters
         if are_lost:
-            letters = tuple(
-                () if PAIRS[number // len(world.routes)][1] == instance else each
-                for number, each in enumerate(world.letters)
-            )
-        running = [request for request, number in enumerate(world.routes) if self.items[number].phase is Route.RUNNING]
-        told = [Letter(f"{ROUTER} {request}", "nobody", Down(instance)) for request in running]
-        world = world._replace(budget=world.budget._replace(crashes=world.budget.crashes - 1))
+            letters = tuple(() if PAIRS[number][1] == instance else each for number, each in enumerate(letters))
+        is_running = self.items[world.route].phase is Route.RUNNING
+        letters = self._posted(letters, [Letter(ROUTER, NOBODY, Down(instance))] * is_running)
+        world = world.spend("crashes")._replace(letters=letters)
         if instance == SOURCE:
-            return world._replace(sources=(), letters=self._posted(letters, told))
-        return world._replace(receivers=(), arrived=frozenset(), letters=self._posted(letters, told))
+            return world._replace(sources=())
+        return world._replace(receivers=(), arrived=frozenset())
 
     def _arrive(self, world: World, letter: Letter) -> World:
-        message = letter.message
-        if letter.to.startswith(ROUTER):
-            return self._route(world, _request_of(letter), message)
+        if letter.to == ROUTER:
+            return self._route(world, letter.message)
         if letter.to == SOURCE:
-            return self._source(world, message.attempt, letter.sender, message)
-        return self._receiver(world, message.attempt, message, is_true=letter.is_true)
+            return self._source(world, letter.message.attempt, letter.sender, letter.message)
+        return self._receiver(world, letter.message.attempt, letter.message, is_true=letter.is_true)
 
-    def _route(self, world: World, request: int, event: Any) -> World:
-        before = self.items[world.routes[request]]
+    def _route(self, world: World, event: Any) -> World:
+        before = self.items[world.route]
         after, sent = self.code.route(before, event)
         has_failed = after.phase is Route.FAILED and before.phase is not Route.FAILED
         if has_failed and after.tries and not isinstance(event, Abort):
             raise Violation("a request fails although there are tries")
-        clients = world.clients
+        client = world.client
         for to, message in sent:
-            if to == CLIENT:
-                answer = self._answered(*clients[request], message)
-                clients = (*clients[:request], answer, *clients[request + 1 :])
-        routes = (*world.routes[:request], self.number(after), *world.routes[request + 1 :])
+            client = self._answered(*client, message) if to == CLIENT else client
         letters = self._posted(world.letters, [Letter(to, ROUTER, message) for to, message in sent if to != CLIENT])
-        return world._replace(routes=routes, clients=clients, letters=letters)
+        return world._replace(route=self.number(after), client=client, letters=letters)
 
     def _answered(self, count: int, is_ended: bool, message: Any) -> tuple[int, bool]:
         if is_ended:
@@ -376,8 +373,7 @@ class Explorer:
             arrived |= {(attempt, event.part)}
         after, sent = self.code.take(before, event)
         if after is not None and after.phase is Intake.RUNNING and (before is None or before.phase != after.phase):
-            has = self.has if attempt.request % 2 else frozenset[int]()
-            lacking = {(attempt, each) for each in self.parts - has} - arrived
+            lacking = {(attempt, each) for each in self.parts - world.has} - arrived
             if after.source and lacking:
                 raise Violation(f"a receiver decodes without {sorted(map(str, lacking))}")
         if after is None or after.phase is Intake.ENDED:
@@ -393,21 +389,20 @@ class Explorer:
         kept = [number for number in numbers if number != before]
         return tuple(sorted(kept if after is None else [*kept, self.number(after)]))
 
-    # ---- fewer worlds ----------------------------------------------------------------------------------------------
+    def _posted(self, letters: tuple[tuple[int, ...], ...], more: list[Letter]) -> tuple[tuple[int, ...], ...]:
+        for letter in more:
+            channel = NUMBER[letter.sender, letter.to]
+            letters = (*letters[:channel], (*letters[channel], self.number(letter)), *letters[channel + 1 :])
+        return letters
+
+    # ---- all worlds of a request -----------------------------------------------------------------------------------
 
     def plain(self, world: World) -> World:
-        """A world that stands for this one: without letters that change nothing whenever they arrive, and, of two
-        requests that are alike, in the order that comes first.
-        """
+        """A world that stands for this one: without letters that change nothing whenever they arrive."""
         if not self.merges:
             return world
         letters = tuple(tuple(each for each in queue if not self._is_vain(world, each)) for queue in world.letters)
-        if letters != world.letters:
-            world = world._replace(letters=letters)
-        if len(world.routes) != 2 or self.has:
-            return world
-        other = self._mirrored(world)
-        return min(world, other, key=lambda each: (*each[:5], each.budget))
+        return world if letters == world.letters else world._replace(letters=letters)
 
     def _is_vain(self, world: World, number: int) -> bool:
         """Whether a letter changes nothing, now and later: it is about an attempt that has ended where it arrives, and
@@ -415,10 +410,11 @@ class Explorer:
         """
         letter = self.items[number]
         message = letter.message
-        if letter.to.startswith(ROUTER):
-            state = self.items[world.routes[_request_of(letter)]]
-            is_over = state.phase in (Route.ENDED, Route.FAILED)
-            return is_over or (not isinstance(message, Down) and message.attempt.number < state.number)
+        if letter.to == ROUTER:
+            state = self.items[world.route]
+            if state.phase in (Route.ENDED, Route.FAILED) or isinstance(message, Down):
+                return state.phase in (Route.ENDED, Route.FAILED)
+            return bool(message.attempt.number < state.number + (state.phase is Route.QUEUED))
         if isinstance(message, Cancel | Compute | Receive | Ask | Want):
             return False  # these are answered, or remembered after a crash
         states, begins = (world.sources, Compute) if letter.to == SOURCE else (world.receivers, Receive)
@@ -428,105 +424,170 @@ class Explorer:
         under_way = (self.items[each].message for queue in world.letters for each in queue)
         return not any(isinstance(each, begins) and each.attempt == message.attempt for each in under_way)
 
-    def _mirrored(self, world: World) -> World:
-        """The world with the two requests exchanged."""
-        arrived = frozenset((_mirror(attempt), part) for attempt, part in world.arrived)
-        return World(
-            tuple(self._twin(each) for each in world.routes[::-1]),
-            world.clients[::-1],
-            tuple(sorted(self._twin(each) for each in world.sources)),
-            tuple(sorted(self._twin(each) for each in world.receivers)),
-            tuple(
-                tuple(self._twin(each) for each in world.letters[number ^ 1]) for number in range(len(world.letters))
-            ),
-            arrived,
-            world.budget.mirrored(),
-        )
+    def _visit(self, first: World) -> bool:
+        """Gives all worlds that follow from one their kinds, depth first: what follows has its kind before. Returns
+        whether they are fewer than `most`. Raises Violation.
+        """
+        way = [] if first in self.kind_of else [_Step(first, iter(self.events(first)))]
+        on_the_way = {step.world for step in way}
+        while way:
+            step = way[-1]
+            event = step.event = next(step.events, None)
+            if event is None:
+                way.pop()
+                on_the_way.discard(step.world)
+                found = self.kind_of[step.world] = self._kind(step)
+                if way:
+                    way[-1].add(found)
+                continue
+            self.num_steps += 1
+            try:
+                after = self.plain(self.after(step.world, event))
+                if after == step.world:
+                    continue
+                if after in on_the_way:
+                    raise Violation("a way leads in a circle")
+            except Violation as violation:
+                told = "\n  ".join(self._told(each.world, each.event) for each in way)
+                raise Violation(f"{violation}, after\n  {told}") from None
+            if after in self.kind_of:
+                step.add(self.kind_of[after])
+                continue
+            if len(self.kind_of) + len(way) >= self.most:
+                return False
+            way.append(_Step(after, iter(self.events(after))))
+            on_the_way.add(after)
+        return True
 
-    def _twin(self, number: int) -> int:
-        """The number of an item of the other request."""
-        found = self._twins.get(number)
-        if found is None:
-            found = self._twins[number] = self.number(_mirror(self.items[number]))
+    def _kind(self, step: _Step) -> int:
+        """The number of the kind of a world whose steps are known."""
+        world = step.world
+        sources = [self.items[each] for each in world.sources]
+        receivers = [self.items[each] for each in world.receivers]
+        phase = self.items[world.route].phase
+        holds = any(each.phase not in (Supply.ENDED, Intake.ENDED) for each in (*sources, *receivers))
+        is_over = phase in (Route.ENDED, Route.FAILED) and world.client[1] and not holds
+        end = (phase.value, world.client[0]) if is_over else None
+        shown = Shown(_used(sources), _used(receivers), end, phase is Route.FAILED, world.went_wrong)
+        steps = frozenset(step.steps)
+        if not self.merges:
+            self.kinds.append(Kind(shown, steps))
+            return len(self.kinds) - 1
+        for label, target in step.steps:
+            following = self.kinds[target]
+            # A silent step after which all of this is still possible, and looks the same.
+            if label == GOES_ON and following.shown == shown and steps - {(label, target)} <= following.steps:
+                return target
+        found = self._kind_numbers.setdefault(Kind(shown, steps), len(self.kinds))
+        if found == len(self.kinds):
+            self.kinds.append(Kind(shown, steps))
         return found
 
-    def _posted(self, letters: tuple[tuple[int, ...], ...], more: list[Letter]) -> tuple[tuple[int, ...], ...]:
-        for letter in more:
-            num_requests = len(letters) // len(PAIRS)
-            channel = NUMBER[letter.sender, letter.to.split()[0]] * num_requests + _request_of(letter)
-            queue = (*letters[channel], self.number(letter))
-            letters = (*letters[:channel], queue, *letters[channel + 1 :])
-        return letters
-
-    # ---- all worlds ------------------------------------------------------------------------------------------------
+    # ---- all worlds of all requests --------------------------------------------------------------------------------
 
     def explore(self) -> bool:
         """Visits all worlds, and returns whether they were fewer than `most`. Raises Violation."""
-        done: set[World] = set()
-        firsts = dict.fromkeys(self.plain(each) for each in self.firsts)
-        is_all = all(first in done or self._explore(first, done) for first in firsts)
-        self.num_worlds = len(done)
-        return is_all
+        if not all(self._visit(self.plain(world)) for worlds in self._firsts for world in worlds):
+            return False
+        return all(self._visit_together(tuple(self.plain(each) for each in worlds)) for worlds in self._firsts)
 
-    def _explore(self, first: World, done: set[World]) -> bool:
-        """Visits all worlds that follow from one."""
-        open_worlds = {first}  # on the way that is being followed
-        way: list[tuple[World, Iterator[Event], Event | None]] = [(first, self._going_on(first), None)]
-        while way:
-            world, events, _ = way[-1]
-            event = next(events, None)
-            if event is None:
-                way.pop()
-                open_worlds.discard(world)
-                done.add(world)
-                continue
-            self.num_events += 1
-            try:
-                following = self.plain(self.after(world, event))
-                if following in open_worlds and following != world:
-                    raise Violation("a way leads in a circle")
-                if following in done or following == world:
-                    continue
-                events_after = self._going_on(following)
-            except Violation as violation:
-                told = [self._told(before, step) for (before, _, _), (_, _, step) in itertools.pairwise(way)]
-                steps = "\n  ".join([*(each for each in told if each), self._told(world, event)])
-                raise Violation(f"{violation}, after\n  {steps}") from None
-            if len(done) + len(open_worlds) >= self.most:
+    def _visit_together(self, firsts: tuple[World, ...]) -> bool:
+        """As `_visit`, of all requests. The order of requests does not count."""
+        first = tuple(sorted(self.kind_of[each] for each in firsts))
+        still_open = [] if first in self._before else [first]
+        self._before.setdefault(first, (firsts, ()))
+        while still_open:
+            kinds = still_open.pop()
+            for moves in self._moves(kinds):
+                self.num_steps += 1
+                after = list(kinds)
+                for place, _, target in moves:
+                    after[place] = target
+                following = tuple(sorted(after))
+                if following not in self._before:
+                    self._before[following] = (kinds, tuple((label, kinds[place], to) for place, label, to in moves))
+                    still_open.append(following)
+            if self.num_worlds >= self.most:
                 return False
-            open_worlds.add(following)
-            way.append((following, events_after, event))
         return True
 
-    def _going_on(self, world: World) -> Iterator[Event]:
-        events = self.events(world)
-        if not any(self._is_way_on(world, event) for event in events):
-            self._check_end(world)
-            self.num_ends += 1
-            phases = (self.items[number].phase.value for number in world.routes)
-            self.outcomes.add(tuple(sorted(zip(phases, (count for count, _ in world.clients), strict=True))))
-        return iter(events)
+    def _moves(self, numbers: tuple[int, ...]) -> list[list[tuple[int, str, int]]]:
+        """What can happen: of each request that it happens to its place, the label, and the kind that follows."""
+        kinds = [self.kinds[number] for number in numbers]
+        shown = [kind.shown for kind in kinds]
+        if any(each.has_failed for each in shown) and not any(each.went_wrong for each in shown):
+            self._violated(numbers, "a request fails and nothing went wrong")
+        possible = {GOES_ON, GOES_WRONG}
+        possible |= {SOURCE_ROOM} if sum(each.source_room for each in shown) < self.room else set()
+        possible |= {RECEIVER_ROOM} if sum(each.receiver_room for each in shown) < self.room else set()
+        all_moves = [(place, *step) for place, kind in enumerate(kinds) for step in kind.steps]
+        moves = [[each] for each in all_moves if each[1] in possible]
+        if all(each[1] == GOES_WRONG for (each,) in moves):
+            stuck = [[each] for each in all_moves if each[1] == STUCK]
+            if not stuck:
+                self._check_end(numbers)
+            moves += stuck
+        crashes = {each[1] for each in all_moves} - {GOES_ON, GOES_WRONG, SOURCE_ROOM, RECEIVER_ROOM, STUCK}
+        return moves + [[each for each in all_moves if each[1] == crash] for crash in crashes]
 
-    def _is_way_on(self, world: World, event: Event) -> bool:
-        """Whether a world goes on by an event, if nothing goes wrong: also a deadline may change nothing."""
-        if event.kind == "expire":
-            return not event.more and self.after(world, event) != world
-        return event.kind not in ("lose", "repeat", "crash", "abort")
+    def _check_end(self, numbers: tuple[int, ...]) -> None:
+        ends = [self.kinds[number].shown.end for number in numbers]
+        if None in ends:
+            worlds = self._way(numbers)[0]
+            for world in worlds:
+                state = self.items[world.route]
+                if state.phase not in (Route.ENDED, Route.FAILED) or not world.client[1]:
+                    self._violated(numbers, f"a request waits for ever: {state}")
+            self._violated(numbers, "memory is never given back")
+        self.outcomes.add(tuple(sorted(end for end in ends if end is not None)))
 
-    def _check_end(self, world: World) -> None:
-        for request, number in enumerate(world.routes):
-            state = self.items[number]
-            if state.phase not in (Route.ENDED, Route.FAILED) or not world.clients[request][1]:
-                raise Violation(f"request {request} waits for ever: {state}")
-            if state.phase is Route.FAILED and world.budget in self.budgets:
-                raise Violation(f"request {request} fails and nothing went wrong")
-        for number in (*world.sources, *world.receivers):
-            if self.items[number].phase not in (Supply.ENDED, Intake.ENDED):
-                raise Violation(f"memory is never given back: {self.items[number]}")
+    def _violated(self, numbers: tuple[int, ...], complaint: str) -> NoReturn:
+        told = "\n  ".join(self._way(numbers)[1])
+        raise Violation(f"{complaint}, after\n  {told}")
+
+    def _way(self, numbers: tuple[int, ...]) -> tuple[list[World], list[str]]:
+        """Worlds of some kinds that requests reach together, and the events that lead there."""
+        all_moves: list[Any] = []
+        before, moves = self._before[numbers]
+        while moves:
+            all_moves.append(moves)
+            before, moves = self._before[before]
+        worlds, told = list(before), list[str]()
+        for moves in reversed(all_moves):
+            following = list(worlds)
+            left = set(range(len(worlds)))
+            for label, kind, target in moves:
+                place = next(each for each in left if self.kind_of[worlds[each]] == kind)
+                left.discard(place)
+                following[place] = self._walk(place, worlds[place], label, target, told)
+            worlds = following
+        return [self._walk(place, world, "", 0, told) for place, world in enumerate(worlds)], told
+
+    def _walk(self, place: int, world: World, label: str, target: int, told: list[str]) -> World:
+        """The world of a kind after a step, and after what has to happen before it. Without a label: after all that
+        happens silently.
+        """
+        while True:
+            silent = None
+            for event in self.events(world):
+                after = self.plain(self.after(world, event))
+                if event.label == label and self.kind_of[after] == target:
+                    told.append(f"request {place}: {self._told(world, event)}")
+                    return after
+                if event.label == GOES_ON and after != world and self.kind_of[after] == self.kind_of[world]:
+                    silent = (event, after)
+            if silent is None:
+                return world
+            told.append(f"request {place}: {self._told(world, silent[0])}")
+            world = silent[1]
+
+    @property
+    def num_worlds(self) -> int:
+        """Worlds of one request, and of all of them, that were visited."""
+        return len(self.kind_of) + len(self._before)
 
     def _told(self, world: World, event: Event | None) -> str:
-        if event is None:
-            return ""
+        assert event is not None
         if event.kind in ("deliver", "lose", "repeat"):
             channel, place = event.what
             letter = self.items[world.letters[channel][place]]
@@ -534,28 +595,28 @@ class Explorer:
         return f"{event.kind} {event.what} {event.more}"
 
 
-def _mirror(item: Any) -> Any:
-    """An item of the other one of two requests."""
-    if isinstance(item, Attempt):
-        return Attempt(1 - item.request, item.number)
-    if isinstance(item, protocol.Routed):
-        return replace(item, request=1 - item.request)
-    if isinstance(item, Letter):
-        to = f"{ROUTER} {1 - int(item.to.split()[1])}" if " " in item.to else item.to
-        message = item.message if isinstance(item.message, Down) else _mirror(item.message)
-        return item._replace(to=to, message=message)
-    return replace(item, attempt=_mirror(item.attempt))
+class _Step:
+    """A world on the way that is followed.
+
+    events  that have not been followed
+    event   that is followed now
+    steps   labels and kinds of the others
+    """
+
+    def __init__(self, world: World, events: Iterator[Event]) -> None:
+        self.world, self.events = world, events
+        self.event: Event | None = None
+        self.steps: set[tuple[str, int]] = set()
+
+    def add(self, kind: int) -> None:
+        """The world after the event is of a kind."""
+        assert self.event is not None
+        self.steps.add((self.event.label, kind))
 
 
-def _request_of(item: Any) -> int:
-    """The request of a letter or state."""
-    if isinstance(item, Letter):
-        return int(item.to.split()[1]) if isinstance(item.message, Down) else int(item.message.attempt.request)
-    return int(item.request if isinstance(item, protocol.Routed) else item.attempt.request)
-
-
-def _lacks_room(state: Any) -> bool:
-    return state.phase in (Supply.QUEUED, Intake.QUEUED)
+def _used(states: list[Any]) -> int:
+    """Attempts that have memory of their instance."""
+    return sum(state.phase in (Supply.RUNNING, Supply.HELD, Intake.PULLING, Intake.RUNNING) for state in states)
 
 
 def _has(state: Any, message: Any) -> bool:
@@ -567,11 +628,6 @@ def changed(**parts: Any) -> Any:
     """The protocol with other functions."""
     names = ("route", "supply", "take", "has_deadline")
     return SimpleNamespace(**{name: getattr(protocol, name) for name in names} | parts)
-
-
-def sent_to(to: str, sent: list[Sent]) -> list[Sent]:
-    """The messages that do not go to somebody."""
-    return [each for each in sent if each.to != to]
 
 
 def main() -> None:
@@ -586,9 +642,11 @@ def main() -> None:
     budget = Budget(*(given.pop(name) for name in Budget._fields))
     begun, explorer = time.perf_counter(), Explorer(budget=budget, **given)
     is_all = explorer.explore()
+    num_alone = len(explorer.kind_of)
     print(
-        f"{explorer.num_worlds if is_all else given['most']} worlds{'' if is_all else ', not all of them'},"
-        f" {explorer.num_events} events, {explorer.num_ends} ends; no violation; {time.perf_counter() - begun:.0f} s"
+        f"{num_alone} worlds of one request, of {len(explorer.kinds)} kinds; {explorer.num_worlds - num_alone}"
+        f" combinations of {given['requests']}{'' if is_all else '; not all of them'}; {explorer.num_steps} steps;"
+        f" no violation; {time.perf_counter() - begun:.0f} s"
     )
 
 
