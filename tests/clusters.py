@@ -185,6 +185,8 @@ class Running:
         options: Mapping[str, Any],
         processes: Processes,
         transport: str,
+        *,
+        salts: Sequence[str] = ("",),
         **settings: Any,
     ) -> None:
         self.processes = processes
@@ -194,7 +196,9 @@ class Running:
         wanted = {"prefill": 1, "decode": 1} if not {"prefill", "decode", "mixed"} & settings.keys() else {}
         config = ClusterConfig(**wanted, **settings)
         try:
-            self.cluster = Cluster(str(model), options, settings=config, processes=processes, transport=transport)
+            self.cluster = Cluster(
+                str(model), options, settings=config, salts=salts, processes=processes, transport=transport
+            )
             self.call(self.cluster.start())
         except BaseException:
             self._end_loop()

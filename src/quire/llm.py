@@ -22,7 +22,7 @@ from quire.config import EngineConfig
 from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, key_of, known_prefixes, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
+from quire.engine.pins import pin_prefixes, read_pins
 from quire.engine.prefixes import Prefix
 from quire.engine.request import NO_HINTS
 from quire.engine.retention_report import RetentionReport, report_of
@@ -183,20 +183,11 @@ class LLM(Face):
         self._turn = _Turn()
         if config.cache.pin is not None:
             try:
-                self._pin(Path(config.cache.pin))
+                file = Path(config.cache.pin)
+                pin_prefixes(self._parts.engine, file, read_pins(file, self.tokenizer))
             except BaseException:
                 self.close()
                 raise
-
-    def _pin(self, file: Path) -> None:
-        pins = read_pins(file, self.tokenizer)
-        for pin in pins:
-            with pin_errors(file, pin.line):
-                check_room(self._parts.engine.may_pin(pin.ids))
-                self._run([pin.prompt()], [PIN_PARAMS], False)
-        for pin in pins:
-            self._parts.engine.protect(pin.ids)
-        log_pins(self._parts.engine, file)
 
     @property
     def _parts(self) -> Loaded:

@@ -109,6 +109,23 @@ async def test_prefixes_of_several_salts_are_told_apart(capsys):
     assert lines[1].startswith("[0the] FFF") and lines[2].startswith("[5ace] [bold]")
 
 
+async def test_instances_have_trees_of_their_own(capsys):
+    """The same prefixes lie on both, and one of them has more pinned."""
+    found = engine()
+    found.cached = [
+        ("", prefix(number, parent=0 if number else None, instance=name, pinned_seconds=9.5 if pin == number else None))
+        for name, pin in (("decode-0.2", None), ("prefill-0.1", 1))
+        for number in (0, 1)
+    ]
+    async with served(found) as url:
+        assert await inspect(url) == 0
+    lines = capsys.readouterr().out.splitlines()[1:5]
+    assert [line.split()[:2] for line in lines] == [
+        ["decode-0.2", "A" * 64], ["└─", "B" * 64], ["prefill-0.1", "A" * 64], ["└─", "B" * 64],
+    ]  # fmt: skip
+    assert "below" not in lines[0] and "below" in lines[2] and lines[3].endswith("9 s more")
+
+
 async def test_json_is_the_answer_itself(capsys):
     async with served(engine()) as url:
         assert await inspect(url, "--json") == 0

@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with uncollected():
             from quire.server.run import Listener, serve
+            from quire.server.service import tenants_of
     except ImportError as error:
         raise ConfigError(
             f"quire serve needs a package that is not installed ({error.name}): pip install 'quire[serve]'"
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     listener = Listener(config)
 
     async def main() -> None:
-        async with _engine(args) as llm:
+        async with _engine(args, tenants_of(config, listener.keys).salts) as llm:
 
             def ready() -> None:
                 seconds = time.monotonic() - begun
@@ -70,15 +71,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _engine(args: argparse.Namespace) -> AsyncLLM | Cluster:
-    """The engine of this process, or the cluster that the settings describe."""
+def _engine(args: argparse.Namespace, salts: list[str]) -> AsyncLLM | Cluster:
+    """The engine of this process, or the cluster that the settings describe. salts: of the tenants."""
     settings = ClusterConfig.from_options(options_from(args, ("cluster",)), args.config)
     if not settings.is_on:
         # The server pins once for each API key.
         return shared.engine(args, pins_at_start=False)
     from quire.cluster.cluster import Cluster
 
-    return Cluster(args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings)
+    return Cluster(args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings, salts=salts)
 
 
 def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:

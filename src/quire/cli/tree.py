@@ -63,27 +63,39 @@ def print_tree(answer: dict[str, Any]) -> None:
 
 def _rows(prefixes: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The prefixes in depth-first order, each with the tree lines before it. A prefix without its parent is a root. If
-    there are several spaces, each root shows its space.
+    there are several spaces, each root shows its space; in a cluster also its instance.
     """
-    known = {prefix["id"] for prefix in prefixes}
+    known = {_place(prefix) for prefix in prefixes}
     several = len({prefix["space"] for prefix in prefixes}) > 1
-    kept: set[str | None] = set()
+    kept: set[Any] = set()
     for prefix in reversed(prefixes):
-        if prefix["pinned_seconds"] is not None or prefix["id"] in kept:
-            kept.add(prefix["parent"])
-    children: dict[str | None, list[dict[str, Any]]] = {}
+        if prefix["pinned_seconds"] is not None or _place(prefix) in kept:
+            kept.add(_place(prefix, "parent"))
+    children: dict[Any, list[dict[str, Any]]] = {}
     for prefix in prefixes:
-        children.setdefault(prefix["parent"] if prefix["parent"] in known else None, []).append(prefix)
-    first = sorted(children.pop(None, []), key=lambda prefix: str(prefix["space"]))
-    todo = [(f"[{prefix['space'][:4]}] " if several else "", "", prefix) for prefix in reversed(first)]
+        parent = _place(prefix, "parent")
+        children.setdefault(parent if parent in known else None, []).append(prefix)
+    first = sorted(children.pop(None, []), key=lambda prefix: (str(prefix["instance"] or ""), str(prefix["space"])))
+    todo = [(_label(prefix, several), "", prefix) for prefix in reversed(first)]
     while todo:
         guide, indent, prefix = todo.pop()
-        yield guide, prefix | {"leads_to_pin": prefix["id"] in kept}
-        below = children.pop(prefix["id"], [])
+        yield guide, prefix | {"leads_to_pin": _place(prefix) in kept}
+        below = children.pop(_place(prefix), [])
         todo += [
             (indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  "), child)
             for last, child in reversed([(child is below[-1], child) for child in below])
         ]
+
+
+def _place(prefix: dict[str, Any], which: str = "id") -> tuple[Any, Any]:
+    """A prefix, or its parent, among those of all instances."""
+    return prefix["instance"], prefix[which]
+
+
+def _label(prefix: dict[str, Any], with_space: bool) -> str:
+    """What stands before a root."""
+    space = f"[{prefix['space'][:4]}] " if with_space else ""
+    return f"{prefix['instance']} {space}" if prefix["instance"] else space
 
 
 def _cells(prefix: dict[str, Any]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.namespace import Namespace
 from quire.cache.path import Path, Swapped
 from quire.cache.retention.policies import Chain
 from quire.cache.retention.retained import Retained
@@ -336,6 +337,7 @@ class Ready:
     max_context  most tokens of a request
     error        why it could not be loaded; then the rest means nothing
     cache_bytes  size of the cache
+    namespace    of its pages, without a salt
     """
 
     instance: str
@@ -348,6 +350,7 @@ class Ready:
     seconds_per_step: float
     error: str = ""
     cache_bytes: int = 0
+    namespace: Namespace = field(default_factory=Namespace)
 
 
 @dataclass(frozen=True)

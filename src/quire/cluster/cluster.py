@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,15 @@ from quire.cluster.supervisor import Model, Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig
 from quire.engine.build import resolve
-from quire.engine.known import KnownPrefix
+from quire.engine.known import KnownPrefix, Salts, key_of, read_key
 from quire.engine.limits import Limits
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.pins import read_pins
 from quire.engine.prefixes import Prefix
 from quire.engine.sampler import sequence_seed
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from quire.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
+from quire.errors import ConfigError, EngineStoppedError, QueueFullError
 from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import find_calibration
 from quire.models.resolve import resolve_model
@@ -36,12 +37,15 @@ from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
 
+ALL = Salts()
+
 
 class Cluster:
     """A router in this process, and its instances. For the server it is an engine like `AsyncLLM`.
 
     model, options, config_file  as for `LLM`: every instance has them
     settings                     numbers of instances, and how they work together
+    salts                        for each of which the prefixes of cache.pin are pinned
     processes, transport         where instances run, and how caches travel, in place of the settings': for tests
     `async with Cluster(...) as cluster` starts and ends the instances.
     """
@@ -53,13 +57,12 @@ class Cluster:
         config_file: str | Path | None = None,
         settings: ClusterConfig | None = None,
         *,
+        salts: Sequence[str] = ("",),
         processes: Processes | None = None,
         transport: str = "",
     ) -> None:
         file = None if config_file is None else Path(config_file)
         self.config = EngineConfig.from_options(options or {}, file)
-        if self.config.cache.pin is not None:
-            raise ConfigError("cache.pin is not for a cluster yet: leave it out, or leave out the cluster settings")
         self._model, self._path = model, resolve_model(model)
         with open_model(self._path) as checkpoint:
             self.shape: ModelShape = checkpoint.shape
@@ -69,12 +72,15 @@ class Cluster:
             self._path, self.config.model.tokenizer, self.config.model.chat_template
         )
         self.model_name = resolved.model.name or model
+        self._salts = tuple(salts)
         self._ids = itertools.count()
         self._seed = int.from_bytes(os.urandom(6), "little")
         self._tracer = tracer()
         started_with = Model(
-            model, dict(options or {}), file, self.config, sizes.weight_bytes, sizes.cache_bytes, sizes.max_context
-        )
+            model, dict(options or {}), file, self.config, sizes.weight_bytes, sizes.cache_bytes, sizes.max_context,
+            () if self.config.cache.pin is None else tuple(read_pins(Path(self.config.cache.pin), self.tokenizer)),
+            self._salts,
+        )  # fmt: skip
         self.operations = Supervisor(
             started_with, settings or ClusterConfig(mixed=1), processes, transport, self._tracer
         )
@@ -201,6 +207,9 @@ class Cluster:
         """Counters of all instances together, and under `cluster` those of the router and the state of each."""
         found = [each.stats for each in self.router.members.values() if each.stats is not None]
         total = _added([_NOTHING, dict(self.router.past), *found])
+        costs = [each["costs"] for each in found if "costs" in each]
+        if costs:  # sizes and speeds, which are not summed
+            total["costs"] = {key: max((each[key] for each in costs), key=lambda cost: cost or 0) for key in costs[0]}
         return {
             **total,
             "running": self.router.num_running,
@@ -208,28 +217,36 @@ class Cluster:
             "cluster": {**self.operations.state(), "histograms": self.router.times.histograms()},
         }
 
-    async def prefixes(self, visible: Callable[[str], bool] = bool) -> list[Prefix]:
-        """Nothing: the instances have them."""
-        return []
+    async def prefixes(self, visible: Salts = ALL) -> list[Prefix]:
+        """See `Shelves`, as for the next three."""
+        return await self.operations.shelves.prefixes(visible)
 
-    async def known_prefixes(self, visible: Callable[[str], bool] = bool) -> list[KnownPrefix]:
-        """Nothing: the instances have them."""
-        return []
+    async def known_prefixes(self, visible: Salts = ALL) -> list[KnownPrefix]:
+        """Of all instances together."""
+        return await self.operations.shelves.known_prefixes(visible)
 
-    async def find_prefix(self, key: str, visible: Callable[[str], bool] = bool) -> KnownPrefix | None:
-        """Nothing: the instances have them."""
-        return None
+    async def find_prefix(self, key: str, visible: Salts = ALL) -> KnownPrefix | None:
+        """On any instance. Raises RequestError for what is no key."""
+        return await self.operations.shelves.find_prefix(read_key(key).hex(), visible)
 
-    async def drop_prefix(self, key: str, visible: Callable[[str], bool] = bool) -> dict[str, int] | None:
-        """Drops nothing."""
-        return None
+    async def drop_prefix(self, key: str, visible: Salts = ALL) -> dict[str, int] | None:
+        """From all instances. Raises RequestError for what is no key."""
+        return await self.operations.shelves.drop_prefix(read_key(key).hex(), visible)
 
     def prefix_key(self, prompt: Prompt) -> str:
-        """Raises RequestError: the instances have the prefixes."""
-        raise RequestError("prefixes cannot be listed or warmed in a cluster yet", "prompt")
+        """See `Face`. Raises EngineStoppedError if no instance serves."""
+        read = read_prompt(prompt, self.tokenizer.encode)
+        ready = next((each.ready for each in self.router.members.values() if each.ready is not None), None)
+        if ready is None:
+            raise EngineStoppedError("no instance serves; try again later")
+        return key_of(ready.namespace, read.ids, read.hints.cache_salt).hex()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
-        """Does nothing: cache.pin is refused at start."""
+        """Does nothing: every instance pins the prefixes of cache.pin when it starts, once for each of the salts that
+        the cluster was made with. Raises ConfigError for other salts.
+        """
+        if self.config.cache.pin is not None and set(salts) - set(self._salts):
+            raise ConfigError("cache.pin: the cluster was made for other salts")
 
 
 _NOTHING: dict[str, Any] = {

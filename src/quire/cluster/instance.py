@@ -28,9 +28,11 @@ from quire.cluster.faults import Faults
 from quire.cluster.links import LinkError
 from quire.cluster.messages import ROUTER
 from quire.cluster.neighbours import Neighbours
+from quire.cluster.prefixes import Question, Shelf
 from quire.config import EngineConfig
 from quire.engine.capacity import measure_capacity
 from quire.engine.outputs import RequestOutput
+from quire.engine.pins import Pin, pin_prefixes
 from quire.engine_thread import EngineThread
 from quire.load import load_engine
 from quire.stores.seal import Seal
@@ -62,6 +64,8 @@ class Order:
     cores      that the instance runs on; empty: all
     timeout    seconds without a token after which the router gives an attempt up
     log_level  of the process
+    pin_file   that the pins are from, for messages
+    pins       prefixes that are computed and pinned before the instance is ready, for each of the salts
     """
 
     name: str
@@ -76,6 +80,9 @@ class Order:
     cores: tuple[int, ...] = ()
     timeout: float = 60.0
     log_level: int = logging.WARNING
+    pin_file: str = ""
+    pins: tuple[Pin, ...] = ()
+    salts: tuple[str, ...] = ("",)
 
     def to_json(self) -> str:
         """One line."""
@@ -85,7 +92,8 @@ class Order:
     def from_json(cls, text: str) -> Order:
         """What `to_json` wrote."""
         found = json.loads(text)
-        return cls(**{**found, "cores": tuple(found["cores"])})
+        lists = {name: tuple(found[name]) for name in ("cores", "salts")}
+        return cls(**{**found, **lists, "pins": tuple(Pin(**each) for each in found["pins"])})
 
 
 def about(version: str = __version__) -> bytes:
@@ -112,6 +120,7 @@ class Instance:
         config = EngineConfig.from_options(order.options, Path(order.config_file) if order.config_file else None)
         load = functools.partial(load_engine, order.model, config, show_progress=False, neighbours=[self._neighbours])
         self.thread = EngineThread(load, self)
+        self._shelf = Shelf(self.thread, self._links.send)
         self.agent = Agent(
             order.name, self._links, self._neighbours, self.thread.submit, Deadlines.within(order.timeout)
         )
@@ -167,10 +176,12 @@ class Instance:
         found = measure_capacity(engine)
         if self.order.role == "prefill":
             engine.scheduler.prompt_rows = found.prompt_rows
+        if self.order.pins:
+            pin_prefixes(engine, Path(self.order.pin_file), self.order.pins, self.order.salts)
         self._ready = Ready(
             self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.max_context,
             engine.context_limit, found.seconds_per_row, found.seconds_per_step,
-            cache_bytes=engine.scheduler.manager.stats()["bytes_total"],
+            cache_bytes=engine.scheduler.manager.stats()["bytes_total"], namespace=engine.namespace,
         )  # fmt: skip
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
@@ -187,9 +198,13 @@ class Instance:
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
         """See Handler."""
-        if isinstance(message, Role):
-            self.thread.submit(functools.partial(self._set_role, message.role))
-        self.agent.receive(sender, message, extents)
+        match message:
+            case Role(role):
+                self.thread.submit(functools.partial(self._set_role, role))
+            case Question():
+                self._shelf.hear(message)
+            case _:
+                self.agent.receive(sender, message, extents)
 
     def lost(self, name: str) -> None:
         """See Handler."""

@@ -21,10 +21,12 @@ from quire.cluster.links import Links
 from quire.cluster.members import ROLES, Health, Member
 from quire.cluster.messages import ROUTER
 from quire.cluster.on_ray import OnRay
+from quire.cluster.prefixes import Answer, Shelves
 from quire.cluster.processes import END_SECONDS, Processes, places_of, share_cores, share_memory
 from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
 from quire.config import ClusterConfig, EngineConfig
+from quire.engine.pins import Pin
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError, RequestError
 
 log = logging.getLogger("quire")
@@ -48,6 +50,7 @@ class Model(NamedTuple):
     config                      what they say together
     weight_bytes, cache_bytes   of one engine that has the machine alone
     max_context                 of that engine, in tokens
+    pins, salts                 prefixes that every instance pins, for each of the salts
     """
 
     name: str
@@ -57,6 +60,8 @@ class Model(NamedTuple):
     weight_bytes: int
     cache_bytes: int
     max_context: int
+    pins: tuple[Pin, ...] = ()
+    salts: tuple[str, ...] = ("",)
 
 
 class Supervisor:
@@ -94,6 +99,7 @@ class Supervisor:
             shares=model.config.cache.share, fetches=model.config.cache.share and not model.config.retain.is_on,
             tracer=tracer,
         )  # fmt: skip
+        self.shelves = Shelves(self.router.members, self._send)
         self._links = Links(ROUTER, self._secret, self, self._transport, about=about())
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -249,10 +255,13 @@ class Supervisor:
             options["runtime.threads"] = len(cores)
         if model.config.cache.memory == "auto" and self.processes.is_local:
             options["cache.memory"] = share_memory(len(self._roles), model.weight_bytes, model.cache_bytes)
+        if model.pins:
+            options["cache.pin"] = None  # the file is here, and the instance may be elsewhere
         order = Order(
             name, self._address, self._secret.hex(), model.name, {key: _plain(each) for key, each in options.items()},
             None if model.config_file is None else str(model.config_file), self._roles[place], self._transport,
-            "127.0.0.1", cores, self._settings.timeout, log.getEffectiveLevel(),
+            "127.0.0.1", cores, self._settings.timeout, log.getEffectiveLevel(), model.config.cache.pin or "",
+            model.pins, model.salts,
         )  # fmt: skip
         group = self.processes.group(place)
         member = Member(name, place, self._roles[place], seen=time.monotonic(), group=group)
@@ -375,6 +384,8 @@ class Supervisor:
                 self._is_ready(message)
             case Load():
                 self.router.hear_load(message)
+            case Answer():
+                self.shelves.hear(message)
             case Hello(name):
                 if (member := self.router.members.get(name)) is not None:
                     member.seen, member.is_loading = time.monotonic(), True

@@ -49,6 +49,17 @@ class KnownPrefix:
         return max(held.used for held in self.tiers.values())
 
 
+@dataclass(frozen=True)
+class Salts:
+    """The salts that somebody may see: those that begin with a text. By default all of them."""
+
+    begin: str = ""
+
+    def __call__(self, salt: str) -> bool:
+        """Whether a salt is one of them."""
+        return salt.startswith(self.begin)
+
+
 class Branch(NamedTuple):
     """A prefix by the keys of its chunks, and what lies around it on a disk.
 

@@ -8,9 +8,10 @@ lines that begin with # are ignored.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
-from quire.engine.params import SamplingParams
+from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.options import format_bytes
 
@@ -123,6 +124,23 @@ def check_room(is_there: bool) -> None:
     """Raises RequestError if pins have no room for a prefix."""
     if not is_there:
         raise RequestError(f"it would pin over {PINNED_SHARE:.0%} of the cache; raise cache.memory", "cache_pin")
+
+
+def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequence[str] = ("",)) -> None:
+    """Computes and pins prefixes of a file for each salt, with an engine that nobody else uses. Raises ConfigError if
+    they do not fit.
+    """
+    each = list(itertools.product(pins, salts))
+    for number, (pin, salt) in enumerate(each):
+        with pin_errors(file, pin.line, len(salts)):
+            check_room(engine.may_pin(pin.ids, salt))
+            hints = CacheHints(cache_pin=True, cache_salt=salt)
+            engine.add(f"pin-{number}", None, pin.ids, PIN_PARAMS, hints)
+            while engine.has_work:
+                engine.step()
+    for pin, salt in each:
+        engine.protect(pin.ids, salt)
+    log_pins(engine, file, len(salts))
 
 
 def log_pins(engine: Engine, file: Path, copies: int = 1) -> None:

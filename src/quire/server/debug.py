@@ -109,6 +109,7 @@ def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> shapes.Items[shape
     """The prefixes as JSON, each with the beginning of its own text if there is a tokenizer to read it with."""
     found: Iterator[shapes.Prefix] = (
         {
+            "instance": prefix.instance or None,
             "id": prefix.id,
             "space": prefix.space,
             "parent": prefix.parent,

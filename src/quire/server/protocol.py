@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.known import KnownPrefix
+    from quire.engine.known import KnownPrefix, Salts
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
     from quire.engine.prefixes import Prefix
@@ -118,7 +118,7 @@ class Engine(Protocol):
     def stats(self) -> dict[str, Any]:
         """Counters since start, and the state of the cache."""
 
-    async def prefixes(self, visible: Callable[[str], bool]) -> list[Prefix]:
+    async def prefixes(self, visible: Salts) -> list[Prefix]:
         """The cached prefixes with a visible salt, parents first."""
         ...
 
@@ -126,15 +126,15 @@ class Engine(Protocol):
         """The key of a prompt's whole chunks. Raises RequestError for a prompt shorter than a chunk."""
         ...
 
-    async def known_prefixes(self, visible: Callable[[str], bool]) -> list[KnownPrefix]:
+    async def known_prefixes(self, visible: Salts) -> list[KnownPrefix]:
         """The prefixes with a visible salt in the arena and on the disk, those used last first."""
         ...
 
-    async def find_prefix(self, key: str, visible: Callable[[str], bool]) -> KnownPrefix | None:
+    async def find_prefix(self, key: str, visible: Salts) -> KnownPrefix | None:
         """The prefix with this key. None if there is none with a visible salt."""
         ...
 
-    async def drop_prefix(self, key: str, visible: Callable[[str], bool]) -> dict[str, int] | None:
+    async def drop_prefix(self, key: str, visible: Salts) -> dict[str, int] | None:
         """Drops the prefix with this key. Returns the number of dropped chunks by tier; None if there is none with a
         visible salt.
         """

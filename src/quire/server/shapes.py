@@ -280,8 +280,9 @@ class Version(TypedDict):
 
 
 class Prefix(TypedDict):
-    """A run of chunks that the cache holds."""
+    """A run of chunks that the cache holds. instance: of a cluster, which has it; otherwise null."""
 
+    instance: str | None
     id: str
     space: str
     parent: str | None

@@ -7,7 +7,9 @@ Knows names of tenants, not their keys. All isolation between tenants is in this
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from quire.engine.known import Salts
 
 
 def tenant_of(key: bytes) -> str:
@@ -38,11 +40,9 @@ class Tenants:
         own = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest() if asked else ""
         return f"{tenant}/{own}"
 
-    def sees(self, tenant: str) -> Callable[[str], bool]:
-        """A predicate: whether an engine salt belongs to `tenant`."""
-        if not self.are_apart:
-            return lambda salt: True
-        return lambda salt: salt.startswith(f"{tenant}/")
+    def sees(self, tenant: str) -> Salts:
+        """The engine salts of `tenant`."""
+        return Salts(f"{tenant}/" if self.are_apart else "")
 
     @property
     def salts(self) -> list[str]:

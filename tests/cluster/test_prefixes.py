@@ -1,0 +1,176 @@
+"""Prefixes of a cluster: listed, found and dropped on all instances, and pinned by each of them when it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cluster.prefixes import Answer, together
+from quire.engine.engine import Engine
+from quire.engine.known import KnownPrefix, Salts
+from quire.engine.params import SamplingParams
+from quire.engine.stock import Held
+from quire.errors import ConfigError, QuireError, RequestError
+
+from ..clusters import SMALL, Running, Threads
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[Running]:
+    with Running(model, SMALL, Threads(), "local") as running:
+        yield running
+        running.settle()
+
+
+def prompt_of(rng: random.Random, num_tokens: int, salt: str = "") -> dict[str, Any]:
+    return {"prompt_token_ids": [rng.randrange(3, 60) for _ in range(num_tokens)], "cache_salt": salt}
+
+
+def test_a_prefix_is_listed_once_with_the_bytes_of_all_instances(running: Running, seed: int) -> None:
+    prompt = prompt_of(random.Random(seed), 3 * PAGE_TOKENS + 5, "listed/")
+    running.generate([prompt], PARAMS)
+    cluster, visible = running.cluster, Salts("listed/")
+    key = cluster.prefix_key(prompt)
+    (known,) = running.call(cluster.known_prefixes(visible))
+    alone = running.call(cluster.operations.shelves.prefixes(visible))
+    assert {each.instance.split("-")[0] for each in alone} == {"prefill", "decode"}
+    assert all(each.id == key for each in alone)
+    assert known.key == key and known.num_tokens == 3 * PAGE_TOKENS
+    assert known.tiers["arena"].num_bytes == sum(each.num_bytes for each in alone) > 0
+    found = running.call(cluster.find_prefix(key, visible))
+    assert found is not None and (found.key, found.num_tokens) == (key, known.num_tokens)
+    assert found.tiers["arena"].num_bytes == known.tiers["arena"].num_bytes
+
+
+def test_nobody_sees_or_drops_a_prefix_with_another_salt(running: Running, seed: int) -> None:
+    prompt = prompt_of(random.Random(seed), PAGE_TOKENS + 1, "mine/")
+    running.generate([prompt], PARAMS)
+    cluster, other = running.cluster, Salts("other/")
+    key = cluster.prefix_key(prompt)
+    assert running.call(cluster.known_prefixes(other)) == running.call(cluster.prefixes(other)) == []
+    assert running.call(cluster.find_prefix(key, other)) is None
+    assert running.call(cluster.drop_prefix(key, other)) is None
+    assert running.call(cluster.find_prefix(key, Salts("mine/"))) is not None
+
+
+def test_a_prefix_is_dropped_everywhere_and_computed_again(running: Running, lonely: LLM, seed: int) -> None:
+    prompt = prompt_of(random.Random(seed), 2 * PAGE_TOKENS + 1, "dropped/")
+    (before,) = running.generate([prompt], PARAMS)
+    cluster, visible = running.cluster, Salts("dropped/")
+    key = cluster.prefix_key(prompt)
+    assert running.call(cluster.drop_prefix(key, visible)) == {"arena": 4}  # two chunks on each of two
+    assert running.call(cluster.find_prefix(key, visible)) is None
+    assert running.call(cluster.drop_prefix(key, visible)) is None
+    (again,) = running.generate([prompt], PARAMS)
+    assert again.num_cached_tokens == 0
+    (right,) = lonely.generate([prompt], PARAMS)
+    assert again.outputs[0].token_ids == before.outputs[0].token_ids == right.outputs[0].token_ids
+
+
+def test_what_is_no_key_or_too_short_is_refused(running: Running) -> None:
+    for ask in (running.cluster.find_prefix, running.cluster.drop_prefix):
+        with pytest.raises(RequestError, match="hexadecimal"):
+            running.call(ask("no key"))
+    with pytest.raises(RequestError, match="whole chunks"):
+        running.cluster.prefix_key([1, 2, 3])
+
+
+def test_an_instance_that_goes_meanwhile_is_not_waited_for(running: Running) -> None:
+    shelves = running.cluster.operations.shelves
+    members = shelves._members
+
+    async def scenario() -> list[KnownPrefix]:
+        asked = asyncio.ensure_future(shelves.known_prefixes(Salts()))
+        await asyncio.sleep(0)
+        shelves._members = {name: each for name, each in members.items() if each.role == "prefill"}
+        assert isinstance(running.processes, Threads)
+        return await asked
+
+    decode = running.instance("decode")
+    decode.may_send = lambda to, message: not isinstance(message, Answer)
+    try:
+        running.call(asyncio.wait_for(scenario(), 5))
+    finally:
+        shelves._members = members
+        decode.may_send = lambda to, message: True
+    assert not shelves._asked
+
+
+def test_an_instance_that_cannot_answer_is_named(running: Running) -> None:
+    decode = running.instance("decode")
+    decode._shelf.prefixes = None  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(QuireError, match=r"instance decode-0.*not callable"):
+            running.call(running.cluster.prefixes())
+    finally:
+        del decode._shelf.prefixes
+
+
+def test_sizes_and_speeds_are_not_summed(running: Running) -> None:
+    own = [running.ask(role, Engine.stats)["costs"] for role in ("prefill", "decode")]
+    members = running.cluster.router.members.values()
+    assert all(each.stats is not None for each in members)
+    assert running.cluster.stats()["costs"]["chunk_bytes"] == own[0]["chunk_bytes"] == own[1]["chunk_bytes"]
+
+
+def test_caches_are_put_together_by_keys() -> None:
+    one = KnownPrefix("a", None, 64, {"arena": Held(10, 5.0, 0.0)})
+    other = KnownPrefix("a", None, 64, {"arena": Held(7, 3.0, 9.0), "disk": Held(4, 1.0, 0.0)})
+    last = KnownPrefix("b", None, 64, {"disk": Held(1, 6.0, 0.0)})
+    both = {"arena": Held(17, 5.0, 9.0), "disk": Held(4, 1.0, 0.0)}
+    assert together([one, other, last]) == [last, KnownPrefix("a", None, 64, both)]
+
+
+# cache.pin.
+
+
+@pytest.fixture
+def pin_file(tmp_path: Path) -> Path:
+    file = tmp_path / "pins.jsonl"
+    file.write_text(json.dumps({"prompt": "a" * 150}) + "\n# a comment\n" + json.dumps({"prompt": "b" * 80}) + "\n")
+    return file
+
+
+def test_every_instance_pins_for_every_salt_also_one_that_is_started_again(model: Path, pin_file: Path) -> None:
+    options = SMALL | {"cache.pin": str(pin_file)}
+    with Running(model, options, Threads(), "shm", salts=("one/", "two/")) as running:
+        cluster = running.cluster
+        running.call(cluster.pin(["one/", "two/"]))
+        with pytest.raises(ConfigError, match="other salts"):
+            running.call(cluster.pin(["three/"]))
+        cached = [running.ask(role, num_pinned) for role in ("prefill", "decode")]
+        assert cached[0] == cached[1] > 0
+        assert cluster.max_context == running.ask("prefill", lambda engine: engine.max_context)
+        for salt, expected in (("one/", 128), ("two/", 128), ("", 0)):
+            (found,) = running.generate([{"prompt": "a" * 150 + salt, "cache_salt": salt}], PARAMS)
+            assert found.num_cached_tokens == expected, salt
+        running.call(cluster.operations.drain("prefill-0"))
+        assert running.ask("prefill", num_pinned) == cached[0]
+        (found,) = running.generate([{"prompt": "a" * 150 + "!", "cache_salt": "two/"}], PARAMS)
+        assert found.num_cached_tokens == 128
+        known = running.call(cluster.known_prefixes(Salts("one/")))
+        assert {each.tiers["arena"].pinned_until for each in known if each.num_tokens == 128} == {float("inf")}
+        # Pinned bytes stay in use of nobody.
+        running.settle()
+
+
+def num_pinned(engine: Engine) -> int:
+    count: int = engine.stats()["cache"]["bytes_pinned"]
+    return count
+
+
+def test_pins_without_room_are_refused_at_start_by_their_line(model: Path, pin_file: Path) -> None:
+    pin_file.write_text(json.dumps({"prompt": "a" * 80}) + "\n" + json.dumps({"prompt": "b" * 900}) + "\n")
+    options = SMALL | {"cache.pin": str(pin_file), "cache.memory": "256KiB"}
+    with pytest.raises(ConfigError, match=r"cache\.pin .*, line 2: it would pin over"):
+        Running(model, options, Threads(), "shm", salts=("", "other/"))
