@@ -3,12 +3,6 @@
 import asyncio
 import copy
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import urllib.request
 from typing import get_args, get_type_hints
 
 import pytest
@@ -355,80 +349,3 @@ async def test_the_command_passes_refusals_on_in_one_line(capsys, tmp_path, monk
         assert "needs an API key" in capsys.readouterr().err
         monkeypatch.setenv("QUIRE_API_KEY", "secret")
         assert await cluster("status", "--url", url) == 0
-
-
-# ---- the real thing --------------------------------------------------------------------------------------------------
-
-
-def ask(url, path, body=None, method=None, **headers):
-    data = None if body is None else json.dumps(body).encode()
-    sent = {"Content-Type": "application/json"} | headers
-    with urllib.request.urlopen(urllib.request.Request(url + path, data, sent, method=method), timeout=60) as answer:
-        return answer.read().decode()
-
-
-def check_prefixes(url):
-    """They are warmed, listed and dropped as with one engine; the pinned one is there from the start."""
-    (pinned,) = json.loads(ask(url, "/v1/cache/prefixes"))["data"]
-    assert pinned["tokens"] == 64 and pinned["tiers"]["arena"]["pinned_until"] == "forever"
-    warm = json.loads(ask(url, "/v1/cache/prefixes", {"prompt": "w" * 130}))
-    assert (warm["tokens"], warm["cached_tokens"]) == (128, 0)
-    assert json.loads(ask(url, "/v1/cache/prefixes", {"prompt": "w" * 130}))["cached_tokens"] == 128
-    assert json.loads(ask(url, f"/v1/cache/prefixes/{warm['key']}"))["tokens"] == 128
-    seen = json.loads(ask(url, "/debug/cache"))["prefixes"]
-    assert {(each["instance"], each["text"][:1]) for each in seen} == {
-        ("prefill-0.1", "p"), ("decode-0.2", "p"), ("prefill-0.1", "w"),
-    }  # fmt: skip
-    dropped = json.loads(ask(url, "/v1/cache/prefixes", {"key": warm["key"]}, method="DELETE"))
-    assert dropped["dropped"] == {"arena": 2}
-    assert [each["key"] for each in json.loads(ask(url, "/v1/cache/prefixes"))["data"]] == [pinned["key"]]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_the_instances_of_a_running_server_are_seen_and_restarted(folder, capsys, tmp_path):
-    errors, pins = tmp_path / "errors", tmp_path / "pins.jsonl"
-    pins.write_text(json.dumps({"prompt": "p" * 70}))
-    words = [
-        "serve", folder, "--port", "0", "--cluster.prefill", "1", "--cluster.decode", "1", "--cache.memory", "8MiB",
-        "--runtime.device", "cpu", "--runtime.threads", "1", "--slo.ttft", "50", "--slo.tpot", "5",
-        "--cache.pin", str(pins),
-    ]  # fmt: skip
-    command = [sys.executable, "-c", "import sys; from quire.cli import main; sys.exit(main())", *words]
-    with open(errors, "w") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-    try:
-        lines = [process.stdout.readline() for _ in range(3)]
-        for role, line in zip(("prefill", "decode"), lines, strict=False):
-            cores = r"(all cores|cores? [\d, -]+)"
-            form = rf"{role}-0: {role}, L_m \d+ rows at [\d.e-]+ ms each, decodes up to \d+ at [\d.e-]+ ms a step, "
-            assert re.fullmatch(form + cores + r", cache of [\d.]+MiB\n", line), (lines, errors.read_text())
-        url = re.search(r"http://\S+(?=/v1)", lines[2])[0]
-        check_prefixes(url)
-        body = {"prompt": "a" * 100, "max_tokens": 4, "ignore_eos": True}
-        ask(url, "/v1/completions", body, traceparent=f"00-{TRACE}-00f067aa0ba902b7-01")
-        assert await cluster("status", "--url", url) == 0
-        status = capsys.readouterr().out.splitlines()
-        assert [line.split()[:3] for line in status[1:3]] == [
-            ["prefill-0", "prefill", "serving"], ["decode-0", "decode", "serving"],
-        ]  # fmt: skip
-        assert any(line.startswith("transfer") for line in status)
-        assert await cluster("drain", "prefill-0", "--url", url) == 0
-        assert await cluster("role", "decode-0", "mixed", "--url", url) == 0
-        assert "prefill-0 is prefill-0.3 now" in capsys.readouterr().out
-        ask(url, "/v1/completions", body)
-        metrics = ask(url, "/metrics")
-        assert 'quire_stage_seconds_count{stage="queue"} 4.0' in metrics
-        assert 'quire_slo_requests_total{met="both"} 4.0' in metrics
-        assert 'quire_instance_role{instance="decode-0",role="mixed"} 1.0' in metrics
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        about = [line for line in errors.read_text().splitlines() if TRACE in line]
-        assert any("prefill-0.1 computes" in line and "decode-0.2 decodes" in line for line in about)
-        assert any("decode-0.2 has the cache of prefill-0.1" in line for line in about)
-        assert any("ended after 4 tokens (queue " in line for line in about)
-    finally:
-        process.kill()
-        process.communicate()
