@@ -9,6 +9,7 @@ import pytest
 from quire import LLM
 
 from ..clusters import SMALL
+from ..rays import LONG, OPTIONS, PARAMS, PROMPTS, tokens
 from ..tiny_models import save_tiny
 
 
@@ -21,3 +22,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lonely(model: Path) -> LLM:
     """One engine, whose answers are the right ones."""
     return LLM(str(model), SMALL)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, list[list[int]]]:
+    """What one engine answers to the prompts of tests with Ray, and to a long request."""
+    llm = LLM(str(model), OPTIONS)
+    return {
+        "prompts": [tokens(each) for each in llm.generate(PROMPTS, PARAMS)],
+        "long": [tokens(each) for each in llm.generate([PROMPTS[1]], LONG)],
+    }

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
 from quire.cluster.on_ray import check_head, find_token
 from quire.errors import ConfigError, ModelError
 
@@ -45,7 +44,6 @@ from ..rays import (
     tokens,
     until,
 )
-from ..tiny_models import save_tiny
 
 pytestmark = [
     pytest.mark.alone,
@@ -54,21 +52,6 @@ pytestmark = [
     ),
 ]
 whole = full_only("it starts Ray")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"), head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> dict[str, list[list[int]]]:
-    """What one engine answers: to the prompts, and to a long request."""
-    llm = LLM(str(model), OPTIONS)
-    return {
-        "prompts": [tokens(each) for each in llm.generate(PROMPTS, PARAMS)],
-        "long": [tokens(each) for each in llm.generate([PROMPTS[1]], LONG)],
-    }
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,12 @@ from unittest import mock
 
 import pytest
 
-from quire import LLM
 from quire.errors import ConfigError
 
 from ..effort import full_only
 from ..rays import (
     LONG,
     MARK,
-    OPTIONS,
     PARAMS,
     PROMPTS,
     SMALL,
@@ -38,7 +36,6 @@ from ..rays import (
     tokens,
     until,
 )
-from ..tiny_models import save_tiny
 
 pytestmark = [
     pytest.mark.alone,
@@ -47,21 +44,6 @@ pytestmark = [
     ),
 ]
 whole = full_only("it starts Ray")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"), head_dim=16)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> dict[str, list[list[int]]]:
-    """What one engine answers: to the prompts, and to a long request."""
-    llm = LLM(str(model), OPTIONS)
-    return {
-        "prompts": [tokens(each) for each in llm.generate(PROMPTS, PARAMS)],
-        "long": [tokens(each) for each in llm.generate([PROMPTS[1]], LONG)],
-    }
 
 
 WATCHFUL = {

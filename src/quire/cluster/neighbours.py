@@ -18,8 +18,8 @@ from quire.cache.store import Transfer
 from quire.cache.table import ChunkTable
 from quire.cluster.messages import Attempt
 from quire.errors import ExtentError, QuireError
-from quire.stores.listing import Stored
 from quire.stores.seal import Seal
+from quire.stores.tiers import Volatile
 
 
 @dataclass(eq=False)
@@ -85,14 +85,14 @@ class Pull:
         return frozenset(itertools.chain(*self.groups))
 
 
-class Neighbours:
+class Neighbours(Volatile):
     """Finds what sources offer, by the keys of chunks and by handles.
 
     ask  is told of each pull, on the engine's thread
     """
 
     name = "neighbour"
-    keeps = outlives = False
+    keeps = False
 
     def __init__(self, seal: Seal) -> None:
         self.ask: Callable[[Pull], None] = _nobody
@@ -254,25 +254,6 @@ class Neighbours:
         return offers[-1] if offers else None
 
     # ---- a tier: see Tier ------------------------------------------------------------------------------------------
-
-    def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """It has no pins."""
-        return False
-
-    def unpin(self, names: Iterable[bytes]) -> None:
-        """It has no pins."""
-
-    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
-        """Nothing outlives the process."""
-        return []
-
-    def measure(self) -> float | None:
-        """Not measured: the first transfers tell."""
-        return None
-
-    def flush(self, seconds: float) -> bool:
-        """It keeps nothing."""
-        return True
 
     def close(self) -> None:
         """Forgets everything."""

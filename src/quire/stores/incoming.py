@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import QuireError
 from quire.stores.parcel import Parcel
-
-if TYPE_CHECKING:
-    from quire.stores.listing import Stored
+from quire.stores.tiers import Volatile
 
 
-class Incoming:
+class Incoming(Volatile):
     """The runs of an open parcel. They come at once, in the caller's thread.
 
     hidden  chunks that it does not find
@@ -22,7 +20,6 @@ class Incoming:
 
     name = "parcel"
     keeps = True
-    outlives = False
 
     def __init__(self, parcel: Parcel) -> None:
         self.hidden: set[bytes] = set()
@@ -55,25 +52,6 @@ class Incoming:
 
     def drop(self, names: Iterable[bytes]) -> None:
         """Keeps them: they are in the file."""
-
-    def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """It has no pins."""
-        return False
-
-    def unpin(self, names: Iterable[bytes]) -> None:
-        """It has no pins."""
-
-    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
-        """Nothing of it is a cache."""
-        return []
-
-    def measure(self) -> float | None:
-        """Not measured."""
-        return None
-
-    def flush(self, seconds: float) -> bool:
-        """There is nothing to write."""
-        return True
 
     def close(self) -> None:
         """The parcel is its owner's to close."""

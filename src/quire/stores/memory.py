@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,7 @@ import torch
 from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import QuireError
-
-if TYPE_CHECKING:
-    from quire.stores.listing import Stored
+from quire.stores.tiers import Volatile
 
 
 @dataclass(eq=False)
@@ -34,7 +32,7 @@ class _Kept:
     used: float
 
 
-class MemoryStore:
+class MemoryStore(Volatile):
     """Keeps the most recently used runs that fit `cap` bytes. One thread copies them into the arena.
 
     lifetime  seconds without use after which a run is dropped; None: when its memory is wanted
@@ -42,7 +40,6 @@ class MemoryStore:
 
     name = "memory"
     keeps = True
-    outlives = False
 
     def __init__(
         self,
@@ -119,25 +116,6 @@ class MemoryStore:
         for name in list(names):
             if (run := self._runs.get(name)) is not None:
                 self._forget(run)
-
-    def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """It has no pins."""
-        return False
-
-    def unpin(self, names: Iterable[bytes]) -> None:
-        """It has no pins."""
-
-    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
-        """Nothing outlives the process."""
-        return []
-
-    def measure(self) -> float | None:
-        """Not measured: the first transfers tell."""
-        return None
-
-    def flush(self, seconds: float) -> bool:
-        """Nothing outlives the process."""
-        return True
 
     def close(self) -> None:
         """Ends its thread and forgets everything."""

@@ -55,6 +55,31 @@ class Tier(Store, Protocol):
         ...
 
 
+class Volatile:
+    """The part of a tier of which nothing is there after a restart: it has no pins, and nothing is written."""
+
+    outlives = False
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """It has no pins."""
+        return False
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """It has no pins."""
+
+    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
+        """Nothing."""
+        return []
+
+    def measure(self) -> float | None:
+        """Not measured: the first transfers tell."""
+        return None
+
+    def flush(self, seconds: float) -> bool:
+        """There is nothing to write."""
+        return True
+
+
 class Tiers:
     """Several stores as one. A run is put into every store that lacks it, and comes from the nearest one that has it:
     so the copy on the disk outlives the one in memory.
