@@ -73,6 +73,16 @@ def test_who_computes_may_fetch_what_a_receiver_has() -> None:
     assert found is not None and found.elsewhere is None and found.num_rows == 640 - 192, "it computes faster"
 
 
+@pytest.mark.parametrize(("speed", "fetches"), [(None, True), (1e6, True), (1e4, False)])
+def test_what_transfers_have_taken_decides_whether_to_fetch(speed: float | None, fetches: bool) -> None:
+    """A row takes 1 ms, a token of 984 bytes a little less at 1 MB/s, and 98 ms at 10 kB/s."""
+    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), Index()
+    index.add(decode.name, KEYS[:9])
+    prefill.stats = {"costs": {"chunk_bytes": 63_000, "fetched_bytes_per_second": speed}}
+    found = choose([prefill, decode], index, KEYS, 640)
+    assert found is not None and (found.elsewhere is not None) == fetches
+
+
 def test_a_prefix_is_fetched_within_a_group_from_who_has_not_failed() -> None:
     prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), Index()
     index.add(decode.name, KEYS[:9])
