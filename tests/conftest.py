@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -105,6 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _freeze_modules(item)
     if item.config.option.seconds is not None and time.time() > item.config.option.seconds:
         pytest.skip("the time of --seconds is over")
     if (level := getattr(item, "callspec", None) and item.callspec.params.get("level")) is not None:
@@ -112,6 +114,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from quire.kernels import load
 
         load(level)
+
+
+_frozen: dict[str, Any] = {"file": None, "num_modules": 0}
+"""The file of the last test, and how many modules were loaded when their objects were last frozen."""
+
+
+def _freeze_modules(item: pytest.Item) -> None:
+    """Freezes the objects of loaded modules, so that the garbage collector skips them.
+
+    `LLM.close` runs the collector. With all libraries loaded, this takes half a second, longer than most tests take.
+    """
+    # A server that ran in a test has ended the freeze. At the start of a file, no fixture of another file is alive.
+    is_thawed = _frozen["file"] != item.path and gc.get_freeze_count() == 0
+    _frozen["file"] = item.path
+    if is_thawed or len(sys.modules) > _frozen["num_modules"] + 300:
+        _frozen["num_modules"] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

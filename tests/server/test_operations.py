@@ -206,6 +206,7 @@ async def test_what_is_refused_is_counted_by_its_status_alone():
 
 async def test_while_serving_collections_pass_over_what_loading_left():
     """They stop all threads: over the objects of torch alone for 0.1 s."""
+    gc.unfreeze()  # tests/conftest.py has frozen the same objects
     listener, ready = Listener(ServeConfig(port=0)), asyncio.Event()
     server = asyncio.ensure_future(serve(FakeEngine(), listener, ready.set))
     await asyncio.wait_for(ready.wait(), 10)
