@@ -125,12 +125,15 @@ def _freeze_modules(item: pytest.Item) -> None:
 
     `LLM.close` runs the collector. With all libraries loaded, this takes half a second, longer than most tests take.
     """
-    # A server that ran in a test has ended the freeze. At the start of a file, no fixture of another file is alive.
-    is_thawed = _frozen["file"] != item.path and gc.get_freeze_count() == 0
+    is_new, is_thawed = _frozen["file"] != item.path, gc.get_freeze_count() == 0
     _frozen["file"] = item.path
-    if is_thawed or len(sys.modules) > _frozen["num_modules"] + 300:
+    if len(sys.modules) > _frozen["num_modules"] + 300 or (is_new and is_thawed):
         _frozen["num_modules"] = len(sys.modules)
         gc.collect()
+        gc.freeze()
+    elif is_thawed:
+        # A server that ended in the test before has ended the freeze. Only what is younger than that may be garbage.
+        gc.collect(1)
         gc.freeze()
 
 

@@ -4,10 +4,13 @@ time.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from quire.cache.ledger import PAGE_TOKENS
+from quire.calibrate import CalibrationSettings, calibrate
 from quire.config import EngineConfig
 from quire.engine.build import assemble, resolve
 from quire.engine.calibration import Calibration
@@ -17,12 +20,14 @@ from quire.engine.params import SamplingParams
 from quire.llm import gather
 from quire.models.cpu_ops import CpuOps
 from quire.models.decoder import build_model
+from quire.models.fingerprint import fingerprint
 from quire.models.layers import TorchOps, torch_dtype
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
 
 from .dense_plan import DensePlan
+from .effort import EFFORT
 from .nuq_tables import random_tables
 from .tiny_models import BOS, EOS, RandomWeights, byte_tokenizer, tiny_shape
 
@@ -71,16 +76,35 @@ def made_up_calibration(shape: ModelShape, config: EngineConfig) -> Calibration:
     return Calibration("", {config.cache.codec: tables}, {"outlier_slots": config.cache.outlier_slots}, {})
 
 
+def keep_calibration(model: Path) -> None:
+    """Calibrates a model on few tokens and keeps the file where engines look for it.
+
+    An engine that finds none calibrates on eight windows as long as the model's context. That takes seconds.
+    """
+    settings = CalibrationSettings(num_windows=2, window_tokens=64)
+    config = EngineConfig.from_options({"runtime.threads": 1, "runtime.device": "cpu"})
+    text = "Of all the mills on the river, the oldest made no flour. " * 3
+    calibrate(model, settings, settings.file(fingerprint(model)), text=text, config=config)
+
+
 def drain(engine: Engine, collected: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
-    """Steps until nothing is left; proves after every step that nothing is lost."""
+    """Steps until nothing is left; proves after every step that nothing is lost.
+
+    A quick run leaves out steps of the same sequences in which no chunk begins or ends: they move no page.
+    """
     collected = {} if collected is None else collected
-    steps = 0
+    steps, before = 0, None
     while engine.has_work:
         steps += 1
         assert steps < 20_000, "the engine works and nothing ends"
         for delta in engine.step():
             gather(collected, delta)
-        engine.check()
+        running = engine.scheduler.running
+        now = [(each.sequence_id, each.path.num_tokens // PAGE_TOKENS) for each in running]
+        moves = any(each.path.num_tokens % PAGE_TOKENS < 2 or each.path.transfer is not None for each in running)
+        if EFFORT != "quick" or moves or now != before or not engine.has_work:
+            engine.check()
+        before = now
     return collected
 
 

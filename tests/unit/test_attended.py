@@ -20,6 +20,7 @@ from quire.offload.costs import Policy
 from quire.offload.units import Share
 
 from ..effort import combine, whole
+from ..engines import keep_calibration
 from ..offloaded import patched, poisoned
 from ..opt_paper import percents
 from ..tiny_models import save_tiny
@@ -43,7 +44,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    return save_tiny(path, num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=96)
+    save_tiny(path, num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=96)
+    keep_calibration(path)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from quire.offload.table import OffloadedTable
 from quire.stores.direct import DirectFile
 
 from ..effort import combine, tries, whole
+from ..engines import keep_calibration
 from ..offloaded import delayed, patched, poisoned
 from ..opt_paper import percents
 from ..tiny_models import save_tiny, tiny_shape
@@ -52,7 +53,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    return save_tiny(path, num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=96)
+    save_tiny(path, num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=96)
+    keep_calibration(path)
+    return path
 
 
 def numbers(seed: int, count: int) -> list[int]:

@@ -17,7 +17,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.llm import gather
 
 from ..codecs import EVERY, TOY, options_of
-from ..effort import combine, tries, whole
+from ..effort import EFFORT, combine, tries, whole
 from ..engines import GREEDY, drain, generate, make_engine
 from ..stores import put_store
 from ..tiny_models import tiny_shape
@@ -46,6 +46,9 @@ CHUNKS = {
     **dict.fromkeys(("retained", "retained reference", "ranked"), 14),
 }
 """Of dense pages in the arena: what a few prompts take."""
+
+LONGEST = 40 if EFFORT == "quick" else 90
+"""Tokens of the longest answers."""
 
 SLOW = {name for name, options in CACHES.items() if options.get("attention.backend") == "reference"}
 
@@ -77,11 +80,11 @@ def test_what_was_evicted_is_fetched_and_answers_as_if_it_had_been_computed(
         store = ToyStore(seed + number, delay=0.002, failing=failing, refusing=0.1)
         engine = with_store(store, CHUNKS.get(cache, 12), **CACHES[cache])
         prompts = prompts_of(rng, 5)
-        longest = replace(GREEDY, max_tokens=90)
+        longest = replace(GREEDY, max_tokens=LONGEST)
         alone = [generate(make_engine(SHAPE, **CACHES[cache]), [prompt], longest)[0] for prompt in prompts]
         # Each is asked again when others have taken its place, some of them at once.
         for batch in range(3 if cache in SLOW else 6):
-            asked, length = rng.sample(range(5), 3), rng.randrange(1, 90)
+            asked, length = rng.sample(range(5), 3), rng.randrange(1, LONGEST)
             answers = generate(engine, [prompts[index] for index in asked], replace(GREEDY, max_tokens=length))
             assert answers == [alone[index][:length] for index in asked], f"seed {seed + number}, batch {batch}"
             assert engine.holds_nothing
@@ -188,7 +191,7 @@ def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_sam
     for number in range(1 if cache in SLOW else tries(1)):
         rng = random.Random(seed + number)
         prompts = [[rng.randrange(VOCABULARY) for _ in range(130 + 7 * index)] for index in range(4)]
-        params = replace(GREEDY, max_tokens=90 if cache in SLOW else 150)
+        params = replace(GREEDY, max_tokens=80 if cache in SLOW or EFFORT == "quick" else 150)
         roomy = [generate(make_engine(SHAPE, **options), [prompt], params)[0] for prompt in prompts]
         store = ToyStore(seed + number, delay=0.002, failing=failing)
         engine = with_store(store, chunks=40, **options)
@@ -201,7 +204,7 @@ def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_sam
                 gather(collected, delta)
             engine.check()
             num_steps += 1
-            if swapped < 12 and rng.random() < 0.1 and engine.scheduler.running:
+            if swapped < 12 and rng.random() < 0.2 and engine.scheduler.running:
                 victim = rng.choice(engine.scheduler.running)
                 is_small = victim.path.retained is not None and victim.path.transfer is None
                 engine.scheduler.preempt(victim)

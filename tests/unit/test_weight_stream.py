@@ -37,6 +37,7 @@ from quire.offload.units import Share, Split
 from quire.stores.direct import DirectFile
 from tests.dense_plan import DensePlan
 from tests.effort import tries
+from tests.engines import keep_calibration
 from tests.opt_paper import percents
 from tests.tiny_models import RandomWeights, save_tiny, tiny_shape, write_gguf
 
@@ -304,6 +305,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_are_the_same_with_offloading(
     model: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    if options.get("cache.codec") == "nuq3":
+        keep_calibration(model)
     caplog.set_level("INFO", logger="quire")
     memory = "464KiB" if "model.weights" in options else "928KiB" if "model.dtype" in options else "1792KiB"
     assert answers(model, options | {"offload.mode": "auto", "offload.memory": memory}) == answers(model, options)
