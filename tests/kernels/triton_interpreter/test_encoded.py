@@ -59,7 +59,7 @@ def test_group_codes_of_odd_head_sizes_attend_like_the_reference(dim: int) -> No
 @pytest.mark.parametrize("sinks", [0, 5, 64])
 def test_sinks_attend_like_the_reference(sinks: int) -> None:
     """Among the steps a prompt shorter than the sink, which then grows past its chunk."""
-    shape = Shape(heads=2, dim=16, layers=2)
+    shape = Shape(heads=2, dim=16, layers=2) if sinks == 5 else Shape(heads=1, dim=16, layers=1)
     steps = [[(0, 66), (1, 3)], [(1, 61), (0, 1)], [(1, 1)]]
     encoded.check_steps(TritonAttention, shape, CODECS["mixed"], steps, sinks=sinks)
 
@@ -72,7 +72,7 @@ def test_of_channels_with_equal_costs_the_first_get_the_slots(count: int, seed: 
 def test_slices_that_see_themselves_as_computed_attend_like_the_reference() -> None:
     for codec in ("mixed", "g4"):
         shape = Shape(heads=1, dim=16, layers=1)
-        encoded.check_steps(TritonAttention, shape, CODECS[codec], [[(0, 200)], [(0, 150)]], sinks=5, strict=False)
+        encoded.check_steps(TritonAttention, shape, CODECS[codec], [[(0, 140)], [(0, 70)]], sinks=5, strict=False)
 
 
 @pytest.mark.parametrize("window", [1, 64, 100])
@@ -88,7 +88,7 @@ def test_models_without_rotation_attend_like_the_reference() -> None:
 
 @pytest.mark.parametrize(
     "codec, group, num_rows, prefills, sinks",
-    [("mixed", 1, 2, [], 0), ("nuq3", 3, 12, [70, 128], 5), ("g4", 8, 5, [], 1)],
+    [("mixed", 1, 2, [], 0), ("nuq3", 3, 8, [70, 64], 5), ("g4", 8, 5, [], 1)],
 )
 def test_a_tree_attends_like_the_reference(
     codec: str, group: int, num_rows: int, prefills: list[int], sinks: int

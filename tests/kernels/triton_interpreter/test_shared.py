@@ -33,7 +33,7 @@ def test_a_tree_attends_like_the_reference(
 
 def test_random_trees_attend_like_the_reference(seed: int) -> None:
     random = np.random.default_rng(seed)
-    for _ in range(tries(10)):
+    for _ in range(tries(6)):
         shape = Shape(
             heads=int(random.integers(1, 3)),
             group=int(random.choice([1, 3, 4, 8])),
@@ -63,7 +63,7 @@ def test_a_long_tail_is_split_and_merges_what_is_shared() -> None:
 
 @pytest.mark.parametrize("num_rows, layers", [(2, 2), (16, 1), (33, 1)])
 def test_a_shared_page_is_read_once_for_a_tile_of_rows(num_rows: int, layers: int) -> None:
-    shape = Shape(dim=64, group=4, layers=layers, dtype=torch.bfloat16)
+    shape = Shape(dim=64, group=4, heads=2 if num_rows == 2 else 1, layers=layers, dtype=torch.bfloat16)
     sharing.check_reads(TritonAttention, shape, num_rows, tile=32)
 
 
