@@ -71,7 +71,7 @@ def test_models_without_rotation_attend_like_the_reference() -> None:
     check(Shape(rotate=False), EDGES)
 
 
-@examples(60)
+@examples(40)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 140)), min_size=1, max_size=6),
     heads=st.integers(1, 3),

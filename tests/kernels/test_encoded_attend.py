@@ -99,7 +99,7 @@ def test_every_cpu_level_attends_like_the_reference(
     encoded.check_steps(CpuAttention, Shape(dim=80, group=3, dtype=dtype, layers=1), CODECS["mixed"], GROWTH)
 
 
-@examples(40)
+@examples(30)
 @given(
     steps=st.lists(
         st.lists(

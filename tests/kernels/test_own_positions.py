@@ -96,7 +96,7 @@ def test_models_without_rotation_do_not_care(dtype: torch.dtype) -> None:
         check_batch(CpuAttention, Shape(rotate=False, dtype=dtype, layers=1), codec, [200, 447], sinks=1)
 
 
-@examples(20)
+@examples(12)
 @given(
     starts=st.lists(st.integers(64, 500), min_size=1, max_size=4),
     codec=st.sampled_from(sorted(CODECS)),

@@ -76,7 +76,7 @@ SLICE = st.tuples(
 )
 
 
-@examples(40)
+@examples(25)
 @given(
     steps=st.lists(st.lists(SLICE, min_size=1, max_size=4, unique_by=lambda row: row[0]), min_size=1, max_size=4),
     codec=st.sampled_from([None, None, *sorted(CODECS)]),

@@ -92,7 +92,7 @@ def check_partials(layout: TileLayout) -> None:
     assert set(finished) == {1}, "each row is written once"
 
 
-@examples(200)
+@examples(120)
 @given(
     num_sharers=st.integers(0, 40),
     lengths=st.lists(st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(0, 300))), max_size=6),

@@ -21,7 +21,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.harness import RawCall, client, error_of, events, post_head, socket_server
 from tests.tiny_models import save_tiny
 
-fuzz = examples(150, suppress_health_check=[HealthCheck.too_slow])
+fuzz = examples(100, suppress_health_check=[HealthCheck.too_slow])
 
 ODD_NUMBERS = [
     0,

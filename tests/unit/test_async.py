@@ -300,7 +300,7 @@ def test_a_start_that_is_closed_or_cancelled_while_it_calibrates_gives_up(
 ) -> None:
     for name in ("settings", "run"):
         monkeypatch.setattr(f"quire.calibrate.{name}.folder", lambda: tmp_path / "kept")
-    even = save_tiny(tmp_path / "even", head_dim=16, num_hidden_layers=8)
+    even = save_tiny(tmp_path / "even", head_dim=16, num_hidden_layers=8, max_position_embeddings=128)
     inside = threading.Event()
     fit = importlib.import_module("quire.calibrate.run").fit_layer
 

@@ -13,7 +13,7 @@ import pytest
 from quire.cli import main
 from quire.cli.traces import count_chunks, count_matches, make_prompts, read_trace, scaled
 from quire.errors import ConfigError
-from tests.effort import full_only, tries
+from tests.effort import EFFORT, full_only, tries
 from tests.tiny_models import save_tiny
 
 IDS = range(64, 129)
@@ -167,7 +167,7 @@ def test_no_answer_can_pass_for_a_prompt(folder: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("seed_", range(3))
 def test_random_forks_match_what_was_counted(folder: str, tmp_path: Path, seed_: int) -> None:
-    trace = write(tmp_path / "trace", random_trace(random.Random(seed_), 60))
+    trace = write(tmp_path / "trace", random_trace(random.Random(seed_), 30 if EFFORT == "quick" else 60))
     status, row = bench(folder, trace, "--block-tokens", str((32, 48, 64)[seed_]))
     assert status == 0 and row["is_exact"] and row["differing_requests"] == 0
     assert row["matched_tokens"] == row["expected_tokens"] > 0
@@ -197,17 +197,17 @@ def test_a_single_chunk_that_is_not_found_ends_with_status_one(
 def test_a_cache_as_large_as_was_said_is_enough_and_a_smaller_one_is_told(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    # 30 prompts of 12 chunks, one of them common to all; a chunk takes 24 KiB.
-    asked = [blocks(0, 1, *range(50 * index + 2, 50 * index + 24)) for index in range(30)] * 2
+    # 12 prompts of 12 chunks, one of them common to all; a chunk takes 24 KiB.
+    asked = [blocks(0, 1, *range(50 * index + 2, 50 * index + 24)) for index in range(12)] * 2
     trace = write(tmp_path / "trace", asked)
-    status, row = bench(folder, trace, "--cache.memory", "2MiB")
+    status, row = bench(folder, trace, "--cache.memory", "1MiB")
     (said,) = re.findall(r"(\d+MiB) would hold it all", capsys.readouterr().out)
     assert status == 0 and not row["is_exact"] and row["evicted_bytes"] > 0
     assert row["matched_tokens"] < row["expected_tokens"]
     status, row = bench(folder, trace, "--cache.memory", said)
     assert status == 0 and row["is_exact"] and row["evicted_bytes"] == 0
     assert "holds the whole trace" in capsys.readouterr().out
-    chunks = count_chunks(scaled(read_trace(trace, 500), 32, None), [0] + [64] * 29 + [767] * 30)
+    chunks = count_chunks(scaled(read_trace(trace, 500), 32, None), [0] + [64] * 11 + [767] * 12)
     assert row["cached_bytes"] <= chunks * 64 * 2 * 2 * 12 * 2 * 4 <= row["cache_bytes"]
 
 

@@ -44,6 +44,8 @@ from ..tiny_models import BOS, EOS, byte_tokenizer, save_tiny, tiny_shape
 run_module = importlib.import_module("quire.calibrate.run")
 
 TEXT = "Of all the mills on the river, the oldest made no flour. " * 20
+CONTEXT = 256
+"""Tokens of the longest request of the models, and of a window of a calibration."""
 SMALL = CalibrationSettings(num_windows=3, window_tokens=64)
 CONFIG = EngineConfig.from_options({"runtime.threads": 1, "runtime.device": "cpu"})
 FLAGS = ("--runtime.threads", "1", "--runtime.device", "cpu")
@@ -51,7 +53,7 @@ FLAGS = ("--runtime.threads", "1", "--runtime.device", "cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16)
+    return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(autouse=True)
@@ -382,7 +384,7 @@ def test_an_engine_calibrates_once(
     (line,) = [record.message for record in caplog.records if "calibration" in record.message]
     (file,) = kept.glob("*.safetensors")
     assert "making it once" in line and str(file) in line
-    assert len(gathered) == 8 and len(gathered[0]) == 512, "as long as the model's context"
+    assert len(gathered) == 8 and len(gathered[0]) == CONTEXT, "as long as the model's context"
     made = find_calibration(folder, nuq())
     assert made is not None and loaded.engine.namespace.calibration == made.hash
     for codec in ("nuq2", "nuq3", "nuq4"):
@@ -428,6 +430,7 @@ def test_evaluations_calibrate_once_for_all_codecs(folder: Path, gathered: list[
 def test_a_head_size_of_128_stays_inside_its_bits(tmp_path: Path) -> None:
     """Counted by the allocator, padding and sidecars included, with the default slots and one sink."""
     folder = save_tiny(tmp_path / "wide", head_dim=128)
+    run(folder, CalibrationSettings().file(fingerprint(folder)))
     codecs = {"nuq4": 4.6, "nuq3": 3.6, "nuq2": 2.6}
     options = {"runtime.threads": 1, "model.dtype": "bfloat16"}
     for each in perplexity(str(folder), TEXT, codecs=list(codecs), context=512, options=options, kl=False):
@@ -522,7 +525,7 @@ def test_the_command_for_ablations(
     ("words", "said"),
     [
         (["--windows", "99"], "the text has 1,140 tokens, but 99 windows of 64 need 6,336"),
-        (["--window", "4096"], "windows of 4,096 tokens exceed the model's context of 512"),
+        (["--window", "4096"], "windows of 4,096 tokens exceed the model's context of 256"),
         (["--sink-tokens", "63"], "windows of 64 tokens leave too few after the first 63"),
         (["--bits", "1,2"], "bits are 1, 2; they must be some of 2, 3, 4"),
         (["--books", "mine"], "books are mine; they must be"),
@@ -588,7 +591,7 @@ sys.exit(main(["serve", *sys.argv[2:]]))
 
 @pytest.mark.parametrize("presses", whole([1, 2], 1))
 def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(presses: int, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model", head_dim=16, num_hidden_layers=12)
+    folder = save_tiny(tmp_path / "model", head_dim=16, num_hidden_layers=12, max_position_embeddings=128)
     cache = ("--cache.codec", "nuq2", "--cache.memory", "8MiB")
     master, slave = pty.openpty()
     process = subprocess.Popen(

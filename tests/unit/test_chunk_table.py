@@ -193,7 +193,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = examples(50, stateful_step_count=50)
+TestTableMachine.settings = examples(35, stateful_step_count=50)
 
 
 def test_the_machine_s_sizes_do_make_pages_move() -> None:

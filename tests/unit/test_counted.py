@@ -24,7 +24,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Request, Sequence
 from quire.engine.scheduler import Scheduler
 from quire.planning.counted import Classes, CountedRetainer, CountedTable
-from tests.effort import tries
+from tests.effort import EFFORT, tries
 
 L, H, D = 2, 4, 8
 CLASSES = np.array([[0, 1, 2, 3], [1, 1, 3, 0]])
@@ -102,7 +102,7 @@ CASES = {"dense": ([], None), "g4": ([GroupCodec(D)], None), "g4 with sinks": ([
 def test_counts_are_those_of_the_pages(case: str, seed: int) -> None:
     rng = random.Random(f"{case} {seed}")
     sealed, sinks = CASES[case]
-    seed_of_load, num_requests = rng.random(), 14
+    seed_of_load, num_requests = rng.random(), 10 if EFFORT == "quick" else 14
     schedulers = [
         Scheduler(manager, 200, rng_max, 1000)
         for manager, rng_max in zip(managers(rng.randint(16, 40), sealed, sinks), [rng.randint(2, 6)] * 2, strict=True)

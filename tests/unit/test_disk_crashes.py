@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
+from quire.stores import writer
 from quire.stores.admin import Shelf
 from quire.stores.disk import DiskStore
 from quire.stores.folder import run_files
@@ -24,7 +25,6 @@ from quire.stores.heads import Head, common_digest, encode_head
 from quire.stores.home import GROW_SECONDS
 from quire.stores.index import FileRow, Index
 from quire.stores.seal import Seal
-from quire.stores.writer import ROOM_SECONDS
 
 from ..disk_child import fake_of, start_child
 from ..disk_runs import MIB, NAMESPACE, Fake, disk_usage, fetch, holds
@@ -58,7 +58,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_index_and_right_bytes(
     tmp_path: Path, opened: Callable[[], DiskStore], seed: int
 ) -> None:
     rng, folder, num_found = random.Random(seed), tmp_path / "store", 0
-    for round_number in range(50 if EFFORT == "night" else 10):
+    for round_number in range({"quick": 6, "full": 10, "night": 50}[EFFORT]):
         extent_bytes = rng.choice([5000, 100_000, 700_000])
         child, count, _ = start_child(folder, CAP, 1000 * round_number, extent_bytes)
         wait_until(lambda count=count: count.value > 0)  # type: ignore[misc]
@@ -97,7 +97,7 @@ def test_two_processes_share_a_folder_within_its_cap(
     assert int(store.stats()["bytes"] or 0) > 30 * MIB, "alone it may have more than half"
     child, count, stop = start_child(folder, CAP, 0, 600_000, pause=0.05)
     theirs: set[int] = set()
-    end = time.monotonic() + 8
+    end = time.monotonic() + (4 if EFFORT == "quick" else 8)
     while time.monotonic() < end or (len(theirs) < 5 and time.monotonic() < end + 20):
         assert disk_usage(folder) <= CAP
         fake = random.choice(mine)
@@ -150,14 +150,18 @@ def test_a_run_waits_for_the_room_that_another_writer_does_not_use(opened: Calla
     second.check()
 
 
-def test_runs_do_not_wait_for_room_again_and_again(opened: Callable[[], DiskStore]) -> None:
+def test_runs_do_not_wait_for_room_again_and_again(
+    opened: Callable[[], DiskStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room_seconds = 1.5
+    monkeypatch.setattr(writer, "ROOM_SECONDS", room_seconds)
     first, second = opened(), opened()
     with first._writer.work:  # it gives up nothing
         begun = time.monotonic()
         for number in range(4):
             second.put(Fake(number).run, Fake(number).pack())
         assert second.flush(20) and second.stats()["num_refused"] == 4
-        assert ROOM_SECONDS * 0.9 < time.monotonic() - begun < ROOM_SECONDS + 3
+        assert room_seconds * 0.9 < time.monotonic() - begun < room_seconds + 3
         assert second.find(Fake(0).names[0]) is None
         second.put(Fake(9).run, Fake(9).pack())
         begun = time.monotonic()

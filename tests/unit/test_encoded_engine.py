@@ -320,7 +320,7 @@ def test_heads_of_other_sizes_are_refused() -> None:
         resolve(EngineConfig.from_options({"cache.codec": CODEC, "runtime.device": "cpu"}), tiny_shape())
 
 
-@examples(15)
+@examples(10)
 @given(st.data())
 def test_any_mix_of_requests_answers_as_alone(data: st.DataObject) -> None:
     common = ids(data.draw(st.integers(0, 200)), 20)

@@ -16,7 +16,7 @@ from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
 from quire.engine.step import Proposal
 
-from ..effort import tries
+from ..effort import EFFORT, tries
 from ..engines import GREEDY, drain, generate, make_engine
 from ..tiny_models import tiny_shape
 from ..toy_guide import ToyGuide, bits
@@ -85,7 +85,11 @@ def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str
         prompts = prompts_of(rng)
         is_exact = "cache.codec" not in CACHES[cache] and sampling == "greedy"
         params = [
-            replace(SAMPLING[sampling], max_tokens=rng.randrange(1, 140), logprobs=None if is_exact else 5)
+            replace(
+                SAMPLING[sampling],
+                max_tokens=rng.randrange(1, 80 if EFFORT == "quick" else 140),
+                logprobs=None if is_exact else 5,
+            )
             for _ in prompts
         ]
         plain, engine = (make_engine(SHAPE, **CACHES[cache]) for _ in range(2))

@@ -745,8 +745,15 @@ def test_layers_are_timed_with_the_operations_of_a_device(tmp_path: Path, monkey
     assert timer.products(5) > 0 and timer.head(3) > 0
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time is that of one call."""
+    monkeypatch.setattr(hardware, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(quiet, "MOST_TRIES", 1)
+
+
 @pytest.mark.parametrize("codec", ["dense", "g4"])
-def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str) -> None:
+def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str, short: None) -> None:
     model = save_tiny(tmp_path / "model", head_dim=64, max_position_embeddings=600)
     options = {"cache.memory": "64MiB", "cache.codec": codec, "cache.check": False}
     with LLM(str(model), options) as llm:
@@ -760,7 +767,7 @@ def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str) ->
 
 
 @pytest.mark.parametrize("codec", ["dense", "g4"])
-def test_attention_on_the_host_is_timed_with_what_crosses(tmp_path: Path, codec: str) -> None:
+def test_attention_on_the_host_is_timed_with_what_crosses(tmp_path: Path, codec: str, short: None) -> None:
     """The engine's own memory has a device's place."""
     model = save_tiny(tmp_path / "model", head_dim=64, max_position_embeddings=600)
     options = {"cache.memory": "64MiB", "cache.codec": codec, "cache.check": False}

@@ -513,7 +513,7 @@ def test_a_hundred_seeds_of_delays_give_the_same_tokens(seed: int) -> None:
     expected = generate(make_engine(SHAPE, chunks=100), prompts, params)
     counts: Counter[str] = Counter()
     for number in range(tries(20)):
-        store = ToyStore(seed + number, delay=0.02)
+        store = ToyStore(seed + number, delay=0.01)
         engine = with_store(store, chunks=11, **{"scheduler.max_running": 2})
         engine.scheduler.manager.fetching.costs.speed = 1e12
         for _ in range(2):

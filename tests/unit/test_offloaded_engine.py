@@ -254,7 +254,7 @@ def test_sequences_that_lose_their_room_begin_again(model: Path, share: bool) ->
 def test_moves_that_take_any_time_change_nothing(model: Path, tmp_path: Path, seed: int) -> None:
     """Every read and write takes 0 to 20 ms longer."""
     prompts, params = [*PROMPTS[:2], PROMPTS[4], PROMPTS[5]], [greedy(3)] * 4
-    for number in range(tries(3)):
+    for number in range(tries(2)):
         generator = random.Random(f"{seed} {number}")
         sizes = generator.choice(((1, 4), (2, 2), (3, 1)))
         shares = (generator.choice((0, 50)), generator.choice((0, 40)), generator.choice((0, 50)))
@@ -389,7 +389,7 @@ def test_a_move_that_fails_is_an_error_and_no_hang(
         mover: Mover = run.table.mover if contents == "cache" else run.model.states._mover
         move = getattr(mover._file, kind)
         wanted = run.ask(prompts, params)
-        for number in range(tries(2)):
+        for number in range(tries(1)):
             left = [generator.randrange(1, 12)]
 
             def failing(*arguments: Any, left: list[int] = left) -> None:

@@ -844,7 +844,7 @@ class EncodedChurn(Churn):
 def test_thousands_of_operations_lose_nothing(churn: type[Churn]) -> None:
     """In a full run a hundred thousand for each, with 375 examples."""
     churn.operations = churn.tokens = 0
-    number, least = (40, 5_000) if EFFORT == "quick" else (75, 100_000)
+    number, least = (30, 3_500) if EFFORT == "quick" else (75, 100_000)
     run_state_machine_as_test(
         churn, settings=examples(number, stateful_step_count=200, suppress_health_check=list(HealthCheck))
     )

@@ -384,7 +384,7 @@ def test_who_is_waited_for_may_end() -> None:
     retain(manager, second, MIXED)
 
 
-@examples(40)
+@examples(25)
 @given(data=st.data(), share=st.booleans(), chunks=st.sampled_from([30, 48, 90]))
 def test_histories(data: st.DataObject, share: bool, chunks: int) -> None:
     """Sequences come, decode and go in any order; each keeps what the rules say, in the pages that takes."""

@@ -26,6 +26,8 @@ RULES = pytest.mark.parametrize(
     "rule", [{}, {"retain.threshold": "off", "retain.budget": 0.5}], ids=["threshold", "budget"]
 )
 LONG = SamplingParams(max_tokens=140, temperature=0.0, ignore_eos=True)
+USUAL = LONG if EFFORT != "quick" else replace(LONG, max_tokens=70)
+"""All sequences seal a chunk, in a full run two."""
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -49,8 +51,10 @@ def dropped(engine: Engine) -> int:
 @RULES
 @pytest.mark.parametrize("codec", CODECS)
 def test_both_backends_keep_and_answer_alike(codec: str, rule: dict[str, object]) -> None:
-    """The reference decodes every page in every step, so a quick run has two prompts and one seal."""
-    prompts, params = whole(PROMPTS, 2), LONG if EFFORT != "quick" else replace(LONG, max_tokens=66)
+    """The reference decodes every page in every step. A quick run has two prompts, which are about to seal a chunk."""
+    prompts, params = PROMPTS, LONG
+    if EFFORT == "quick":
+        prompts, params = [ids(245, 1), ids(55, 2)], replace(LONG, max_tokens=30)
     made = [make_engine(codec, **rule, **{"attention.backend": backend}) for backend in ("reference", "cpu")]
     answers = [generate(engine, prompts, params) for engine in made]
     assert answers[0] == answers[1]
@@ -63,8 +67,8 @@ def test_both_backends_keep_and_answer_alike(codec: str, rule: dict[str, object]
 @pytest.mark.parametrize("codec", CODECS)
 def test_hits_answer_like_misses_and_all_is_given_back(codec: str, rule: dict[str, object]) -> None:
     engine = make_engine(codec, **rule)
-    cold = generate(engine, PROMPTS, LONG)
-    assert generate(engine, [*PROMPTS, *PROMPTS], LONG) == [*cold, *cold]
+    cold = generate(engine, PROMPTS, USUAL)
+    assert generate(engine, [*PROMPTS, *PROMPTS], USUAL) == [*cold, *cold]
     assert engine.stats()["prefill_tokens_cached"] > 0
     assert engine.holds_nothing
     manager = engine.scheduler.manager
@@ -78,15 +82,16 @@ def test_hits_answer_like_misses_and_all_is_given_back(codec: str, rule: dict[st
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_preemption_changes_no_token(codec: str, rule: dict[str, object]) -> None:
     """Prompt and decision are made again, and what was generated is replayed against what it saw."""
-    expected = generate(make_engine(codec, **rule), PROMPTS, LONG)
+    expected = generate(make_engine(codec, **rule), PROMPTS, USUAL)
     engine = make_engine(codec, **rule)
     for index, prompt in enumerate(PROMPTS):
-        engine.add(str(index), None, prompt, LONG)
+        engine.add(str(index), None, prompt, USUAL)
     outputs: dict[str, RequestOutput] = {}
-    for step in range(95):
+    every = 15 if EFFORT == "quick" else 30
+    for step in range(3 * every + 5):
         for delta in engine.step():
             gather(outputs, delta)
-        if step % 30 == 20:
+        if step % every == every * 2 // 3:
             engine.scheduler.preempt(engine.scheduler.running[step % 4])
     assert engine.stats()["preemptions"] == 3
     drain(engine, outputs)

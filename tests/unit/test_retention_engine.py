@@ -22,7 +22,7 @@ from quire.engine.request import Sequence, State
 from quire.engine.retention_report import report_of
 from quire.llm import gather
 from tests.codecs import ENCODING, EVERY, row_of
-from tests.effort import tries
+from tests.effort import tries, whole
 from tests.engines import drain, make_engine
 from tests.retention_cases import BOS, Bench, Head, HeadWeights, Witness
 from tests.retention_oracle import SPECIAL, Rules
@@ -314,7 +314,7 @@ def test_a_report_is_of_what_was_decided(backend: str, budget: float | None) -> 
 def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -> None:
     """Of requests one of which waits for what another is about to leave, and one for room."""
     phases = set()
-    for step in (0, 1, 2, 3, 5, 9, 40, 82, 110):
+    for step in whole([1, 3, 9, 40, 82, 0, 2, 5, 110], 5):
         bench = Bench(
             SHAPE,
             MIXED,

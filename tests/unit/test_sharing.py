@@ -220,7 +220,7 @@ def alone(prompt: list[int], count: int) -> list[int]:
 MOST = 70
 
 
-@examples(25)
+@examples(18)
 @given(
     chunks=st.sampled_from([9, 14, 40]),
     events=st.lists(

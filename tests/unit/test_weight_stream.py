@@ -466,12 +466,13 @@ def test_a_closed_model_leaves_no_threads(model: Path) -> None:
     assert not any(thread.name.startswith("quire-weights") for thread in threading.enumerate())
 
 
-RESIDENT = """
+OPTIONS = {"model.dtype": "bfloat16", "cache.memory": "8MiB", "runtime.threads": 1}
+RESIDENT = f"""
 import sys
 from quire import LLM, SamplingParams
-options = {"model.dtype": "bfloat16", "cache.memory": "8MiB", "runtime.threads": 1}
+options = {OPTIONS}
 if sys.argv[2] != "all":
-    options |= {"offload.mode": "auto", "offload.memory": sys.argv[2]}
+    options |= {{"offload.mode": "auto", "offload.memory": sys.argv[2]}}
 with LLM(sys.argv[1], options) as llm:
     llm.generate(["The disk is no second memory."], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
     lines = open("/proc/self/status").read().splitlines()
@@ -492,7 +493,8 @@ def test_the_disk_is_no_second_memory(tmp_path: Path) -> None:
         own, mapped = map(int, told.stdout.split()[-2:])
         return own << 10, mapped << 10
 
-    resident("24MiB")  # writes the image
+    with LLM(str(path), {**OPTIONS, "offload.mode": "auto", "offload.memory": "24MiB"}):
+        pass  # writes the image
     (own, mapped), (own_of_all, mapped_of_all) = resident("24MiB"), resident("all")
     assert own_of_all - own > 50e6, f"{own} bytes instead of {own_of_all}"
     assert mapped - mapped_of_all < 10e6, f"{mapped} mapped bytes, {mapped_of_all} without offloading"
