@@ -56,10 +56,9 @@ def test_every_group_attends_like_the_reference(dtype: torch.dtype, group: int) 
     check_batch(CpuAttention, Shape(group=group, dtype=dtype, layers=1), "mixed", [200, 447], sinks=1, seed=group)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("num_rows", "group"), [(2, 1), (3, 3), (20, 3)])
-def test_shared_runs_attend_like_the_reference(dtype: torch.dtype, codec: str, num_rows: int, group: int) -> None:
+@combine(rows=[(2, 1), (3, 3), (20, 3)], codec=CODECS, dtype=DTYPES[:2])
+def test_shared_runs_attend_like_the_reference(rows: tuple[int, int], codec: str, dtype: torch.dtype) -> None:
+    num_rows, group = rows
     check_together(Shape(heads=1, group=group, dtype=dtype, layers=1), codec, num_rows)
 
 
