@@ -15,6 +15,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
+from ..effort import whole
 from .encoded import CODECS, TOLERANCE, Sequences, encoded_spec
 from .harness import Shape, make_spec, relative_rms, run_plan
 from .sharing import MakeBackend
@@ -33,6 +34,7 @@ HISTORY: Steps = [
     [(0, 1, None), (3, 150, 1), (2, 5, 5)],
     [(2, 190, 130), (3, 1, None)],
 ]
+MOST_STEPS: Steps = whole(HISTORY, 4)
 
 
 @dataclass
@@ -144,7 +146,7 @@ def check_history(
     make: MakeBackend,
     shape: Shape,
     codec: str | None,
-    steps: Steps = HISTORY,
+    steps: Steps = MOST_STEPS,
     *,
     sinks: int = 1,
     strict: bool = True,
