@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         load(level)
 
 
-_frozen: dict[str, Any] = {"file": None, "num_modules": 0}
-"""The file of the last test, and how many modules were loaded when their objects were last frozen."""
+_frozen: dict[str, Any] = {"file": None, "num_modules": 0, "is_thawed": True}
+"""The file of the last test, how many modules were loaded when their objects were last frozen, and whether a server has
+ended the freeze since then.
+"""
 
 
 def _freeze_modules(item: pytest.Item) -> None:
@@ -125,16 +127,23 @@ def _freeze_modules(item: pytest.Item) -> None:
 
     `LLM.close` runs the collector. With all libraries loaded, this takes half a second, longer than most tests take.
     """
-    is_new, is_thawed = _frozen["file"] != item.path, gc.get_freeze_count() == 0
-    _frozen["file"] = item.path
-    if len(sys.modules) > _frozen["num_modules"] + 300 or (is_new and is_thawed):
-        _frozen["num_modules"] = len(sys.modules)
+    is_new, _frozen["file"] = _frozen["file"] != item.path, item.path
+    if (is_new and _frozen["is_thawed"]) or len(sys.modules) > _frozen["num_modules"] + 300:
         gc.collect()
-        gc.freeze()
-    elif is_thawed:
-        # A server that ended in the test before has ended the freeze. Only what is younger than that may be garbage.
-        gc.collect(1)
-        gc.freeze()
+    elif _frozen["is_thawed"]:
+        gc.collect(1)  # Only objects younger than the freeze may be garbage.
+    else:
+        return
+    _frozen.update(num_modules=len(sys.modules), is_thawed=False)
+    gc.freeze()
+
+
+def _unfreeze(unfreeze: Callable[[], None] = gc.unfreeze) -> None:
+    _frozen["is_thawed"] = True
+    unfreeze()
+
+
+gc.unfreeze = _unfreeze  # `gc.get_freeze_count` visits all frozen objects, so it cannot be asked before each test.
 
 
 @pytest.hookimpl(wrapper=True)
