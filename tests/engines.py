@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate import CalibrationSettings, calibrate
 from quire.config import EngineConfig
 from quire.engine.build import assemble, resolve
@@ -27,7 +26,6 @@ from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
 
 from .dense_plan import DensePlan
-from .effort import EFFORT
 from .nuq_tables import random_tables
 from .tiny_models import BOS, EOS, RandomWeights, byte_tokenizer, tiny_shape
 
@@ -88,23 +86,15 @@ def keep_calibration(model: Path) -> None:
 
 
 def drain(engine: Engine, collected: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
-    """Steps until nothing is left; proves after every step that nothing is lost.
-
-    A quick run leaves out steps of the same sequences in which no chunk begins or ends: they move no page.
-    """
+    """Steps until nothing is left; proves after every step that nothing is lost."""
     collected = {} if collected is None else collected
-    steps, before = 0, None
+    steps = 0
     while engine.has_work:
         steps += 1
         assert steps < 20_000, "the engine works and nothing ends"
         for delta in engine.step():
             gather(collected, delta)
-        running = engine.scheduler.running
-        now = [(each.sequence_id, each.path.num_tokens // PAGE_TOKENS) for each in running]
-        moves = any(each.path.num_tokens % PAGE_TOKENS < 2 or each.path.transfer is not None for each in running)
-        if EFFORT != "quick" or moves or now != before or not engine.has_work:
-            engine.check()
-        before = now
+        engine.check()
     return collected
 
 
