@@ -4,19 +4,24 @@
 
 A world has a router, two instances of which one computes prompts and one decodes, some requests with answers of a few
 tokens, and messages under way. Messages of a request between two processes arrive in order, as on a connection; all
-others in any order. In a world, at most so many messages are lost, arrive twice, and instances fail and come back with
-nothing. A deadline ends when nothing else can happen to its request, and `early` times before that.
+others in any order. The numbers above say how many messages are lost, how many arrive twice, and how often an instance
+fails and comes back with nothing. A deadline ends when nothing else can happen to its request, and `early` times before
+that.
 
 No world may answer a position twice or out of order, answer after the end, decode from half a cache, or fail while
 there are tries. From every world there is a way on until all requests have ended; then nobody holds anything. No way
 leads in a circle.
 
-Requests have nothing in common but crashes and room, because every message and state is of one attempt. So this goes in
-two steps. The first one visits all worlds of one request, as if the others might have the room or leave it at any time,
-and gives each world a kind: worlds of a kind can do the same, and what they do leads to worlds of the same kinds. The
-second one visits all combinations of kinds that the requests reach together, with the room and the crashes that they
-share. (Kinds are classes of a bisimulation that ignores silent steps: van Glabbeek and Weijland, J. ACM 43(3), 1996.
-Replacing each part of a system by such classes is called compositional minimization.)
+Requests share room and crashes, and nothing else: every message and every state belongs to one attempt. The explorer
+works in two steps. The first step visits all worlds of one request. Other requests may take the room or leave it at any
+moment. Each world gets a kind. Worlds of one kind can do the same things, and these lead to the same kinds again. For
+example, a world whose last messages can only be dropped has the kind of the world without them. The second step visits
+all combinations of kinds that several requests reach together, with shared room and shared crashes. (Kinds are the
+classes of a branching bisimulation: van Glabbeek and Weijland, J. ACM 43(3), 1996. To replace each part of a system by
+such classes is called compositional minimization.)
+
+The first step follows some orders of events that no number of requests reaches, so it may report a violation that never
+happens. It misses none.
 """
 
 from __future__ import annotations
@@ -133,7 +138,8 @@ class Event(NamedTuple):
     """kind: deliver, lose, repeat, begin, source, receiver, expire, crash or abort.
 
     label  what it means to the other requests: GOES_ON and GOES_WRONG, nothing; SOURCE_ROOM and RECEIVER_ROOM, it needs
-           room; STUCK, it happens if nobody goes on; otherwise it is a crash, and happens to all of them
+           room; STUCK, it happens only when no request can go on. All other labels are crashes, which happen to all
+           requests at once
     """
 
     kind: str
@@ -405,19 +411,28 @@ class Explorer:
         return world if letters == world.letters else world._replace(letters=letters)
 
     def _is_vain(self, world: World, number: int) -> bool:
-        """Whether a letter changes nothing, now and later: it is about an attempt that has ended where it arrives, and
-        that nothing under way can begin again.
+        """Whether a letter changes nothing, now and later. Now: with the code that is explored. Later: it is about an
+        attempt that has ended where it arrives, and that nothing under way can begin again.
         """
+        return self._is_late(world, number) and self._changes_nothing(world, self.items[number])
+
+    def _changes_nothing(self, world: World, letter: Letter) -> bool:
+        try:
+            return self._arrive(world, letter) == world
+        except Violation:
+            return False
+
+    def _is_late(self, world: World, number: int) -> bool:
         letter = self.items[number]
         message = letter.message
         if letter.to == ROUTER:
             state = self.items[world.route]
             if state.phase in (Route.ENDED, Route.FAILED) or isinstance(message, Down):
                 return state.phase in (Route.ENDED, Route.FAILED)
-            return bool(message.attempt.number < state.number + (state.phase is Route.QUEUED))
+            return bool(message.attempt.number < state.number)
         if isinstance(message, Cancel | Compute | Receive | Ask | Want):
             return False  # these are answered, or remembered after a crash
-        states, begins = (world.sources, Compute) if letter.to == SOURCE else (world.receivers, Receive)
+        states, begins = (world.sources, Compute | Ask) if letter.to == SOURCE else (world.receivers, Receive)
         found = self._find(states, message.attempt)
         if found is not None and self.items[found].phase not in (Supply.ENDED, Intake.ENDED):
             return False
@@ -475,7 +490,7 @@ class Explorer:
             return len(self.kinds) - 1
         for label, target in step.steps:
             following = self.kinds[target]
-            # A silent step after which all of this is still possible, and looks the same.
+            # A silent step: the world after it looks the same, and has all other steps too.
             if label == GOES_ON and following.shown == shown and steps - {(label, target)} <= following.steps:
                 return target
         found = self._kind_numbers.setdefault(Kind(shown, steps), len(self.kinds))
@@ -577,6 +592,7 @@ class Explorer:
                 if event.label == GOES_ON and after != world and self.kind_of[after] == self.kind_of[world]:
                     silent = (event, after)
             if silent is None:
+                assert not label, "a step that its kind has, and no world of it"
                 return world
             told.append(f"request {place}: {self._told(world, silent[0])}")
             world = silent[1]

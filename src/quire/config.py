@@ -451,6 +451,10 @@ class ClusterConfig(Group):
         for role in ("prefill", "decode", "mixed"):
             self.labels(role)
         if self.address is None:
+            given = {"cores": self.cores, "placement": self.placement != "pack"}
+            given |= {name: getattr(self, name) for name in ("prefill_labels", "decode_labels", "mixed_labels")}
+            for name in (name for name, value in given.items() if value):
+                raise ConfigError(f"cluster.{name} is for machines of a Ray cluster: set cluster.address")
             return
         host, _, port = self.address.rpartition(":")
         if self.address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 65536):
@@ -485,9 +489,9 @@ class SloConfig(Group):
     key: ClassVar[str] = "slo"
 
     ttft: Annotated[float, AtLeast(0)] | None = None
-    """Most seconds to the first token. none: no target."""
+    """Most seconds to the first token. auto: no target."""
     tpot: Annotated[float, AtLeast(0)] | None = None
-    """Most seconds per token after the first one, on average over a request. none: no target."""
+    """Most seconds per token after the first one, on average over a request. auto: no target."""
     attainment: Annotated[float, AtLeast(0)] = 0.9
     """Share of requests that should meet the targets, at most 1."""
 

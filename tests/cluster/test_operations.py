@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from quire import LLM
 from quire.engine.params import SamplingParams
-from quire.errors import EngineStoppedError, ModelError, RequestError
-from tests.clusters import Running, Threads
+from quire.errors import EngineStoppedError, InstancesFailedError, ModelError, RequestError
+from tests.clusters import SMALL, Running, Threads
 from tests.tiny_models import save_tiny
 
 OPTIONS = {"cache.memory": "8MiB", "runtime.device": "cpu", "runtime.threads": 1, "model.dtype": "float32"}
@@ -76,6 +77,29 @@ def test_an_instance_may_leave_and_the_last_one_may_not(running: Running) -> Non
     with pytest.raises(RequestError, match="prefill-0 is the only instance that serves"):
         running.call(cluster.operations.drain("prefill-0", restart=False))
     assert answers(running) == expected
+
+
+def test_requests_wait_while_the_only_instance_is_restarted(model: Path, lonely: LLM) -> None:
+    with Running(model, SMALL, Threads(), "shm", mixed=1) as running:
+        cluster, prompt = running.cluster, {"prompt_token_ids": list(range(3, 80))}
+        params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+        async def scenario() -> list[int]:
+            restarted = asyncio.ensure_future(cluster.operations.restart())
+            while any(each.serves for each in cluster.router.members.values()):
+                await asyncio.sleep(0)
+            assert cluster.is_ready, "requests are accepted"
+            with pytest.raises(InstancesFailedError, match="mixed-0 cannot be asked yet"):
+                await cluster.drop_prefix("0" * 32)
+            found: list[int] = []
+            async for delta in cluster.generate(prompt, params):
+                found += delta.outputs[0].token_ids
+            await restarted
+            return found
+
+        (right,) = lonely.generate([prompt], params)
+        assert running.call(scenario()) == right.outputs[0].token_ids
+    assert not cluster.is_ready
 
 
 def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: Running) -> None:

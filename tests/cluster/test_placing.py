@@ -53,8 +53,15 @@ def test_caches_do_not_travel_between_machines_in_shared_memory() -> None:
         ClusterConfig(mixed=1, address="auto", transport="shm")
 
 
+@pytest.mark.parametrize("given", [{"cores": 1}, {"placement": "pairs"}, {"mixed_labels": "zone=a"}], ids=str)
+def test_what_is_for_a_ray_cluster_alone_is_refused_without_one(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"cluster\.{name} is for machines of a Ray cluster: set cluster.address"):
+        ClusterConfig(mixed=1, **given)
+
+
 def test_labels_are_read_from_text() -> None:
-    config = ClusterConfig(mixed=1, prefill_labels="zone=a, ray.io/accelerator-type=H100")
+    config = ClusterConfig(mixed=1, address="auto", prefill_labels="zone=a, ray.io/accelerator-type=H100")
     assert config.labels("prefill") == {"zone": "a", "ray.io/accelerator-type": "H100"}
     assert config.labels("decode") == {}
 

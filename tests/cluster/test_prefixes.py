@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from quire.engine.engine import Engine
 from quire.engine.known import KnownPrefix, Salts
 from quire.engine.params import SamplingParams
 from quire.engine.stock import Held
-from quire.errors import ConfigError, QuireError, RequestError
+from quire.errors import ConfigError, EngineStoppedError, QuireError, RequestError
 
-from ..clusters import SMALL, Running, Threads
+from ..clusters import SECONDS, SMALL, Running, Threads
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -85,32 +86,81 @@ def test_what_is_no_key_or_too_short_is_refused(running: Running) -> None:
         running.cluster.prefix_key([1, 2, 3])
 
 
-def test_an_instance_that_goes_meanwhile_is_not_waited_for(running: Running) -> None:
+def test_an_instance_that_goes_meanwhile_is_not_waited_for(running: Running, seed: int) -> None:
     shelves = running.cluster.operations.shelves
     members = shelves._members
 
     async def scenario() -> list[KnownPrefix]:
-        asked = asyncio.ensure_future(shelves.known_prefixes(Salts()))
+        asked = asyncio.ensure_future(shelves.known_prefixes(Salts("stays/")))
         await asyncio.sleep(0)
         shelves._members = {name: each for name, each in members.items() if each.role == "prefill"}
-        assert isinstance(running.processes, Threads)
         return await asked
 
     decode = running.instance("decode")
     decode.may_send = lambda to, message: not isinstance(message, Answer)
+    running.generate([prompt_of(random.Random(seed), PAGE_TOKENS + 1, "stays/")], PARAMS)
     try:
-        running.call(asyncio.wait_for(scenario(), 5))
+        found = running.call(asyncio.wait_for(scenario(), SECONDS))
     finally:
         shelves._members = members
         decode.may_send = lambda to, message: True
-    assert not shelves._asked
+    assert not shelves._asked and len(found) == 1, "what the other one has"
+
+
+def test_whoever_asks_a_closed_cluster_gets_an_error(model: Path) -> None:
+    """Also if it asked before."""
+    with Running(model, SMALL, Threads(), "shm") as running:
+        cluster = running.cluster
+        running.instance("decode").may_send = lambda to, message: not isinstance(message, Answer)
+
+        async def scenario() -> None:
+            asked = asyncio.ensure_future(cluster.known_prefixes())
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            await cluster.close()
+            with pytest.raises(EngineStoppedError, match="closed"):
+                await asked
+            with pytest.raises(EngineStoppedError, match="closed"):
+                await cluster.prefixes()
+
+        running.call(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_an_instance_that_takes_no_message_is_named(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.cluster.operations.shelves, "_send", lambda name, message: False)
+    with pytest.raises(QuireError, match=r"instance \S+: it takes no messages now"):
+        running.call(running.cluster.prefixes())
+
+
+def test_a_disk_that_all_instances_share_is_counted_once(model: Path, tmp_path: Path, seed: int) -> None:
+    options = SMALL | {"tiers.disk": f"{tmp_path}/pages:64MiB"}
+    prompt = prompt_of(random.Random(seed), 3 * PAGE_TOKENS + 1)
+    threads = Threads()
+    with Running(model, options, threads, "shm", prefill=1, decode=2) as running:
+        running.generate([prompt], PARAMS)
+        running.ask("prefill", lambda engine: engine.moving.flush(SECONDS))
+        cluster = running.cluster
+        key = cluster.prefix_key(prompt)
+        known = running.call(cluster.find_prefix(key))
+        assert known is not None
+        own = known.tiers["disk"].num_bytes
+        files = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+        assert 0 < own <= files
+        of_each = [each.ask(Engine.stats)["tiers"]["disk"] for each in threads.instances.values()]
+        end = time.monotonic() + SECONDS
+        while cluster.stats()["tiers"].get("disk", {}).get("chunks") != max(each["chunks"] for each in of_each):
+            assert time.monotonic() < end, "counters are not told"
+            time.sleep(0.02)
+        assert cluster.stats()["tiers"]["disk"]["cap_bytes"] == of_each[0]["cap_bytes"]
+        dropped = running.call(cluster.drop_prefix(key))
+        assert dropped is not None and dropped["disk"] == 3 and dropped["arena"] >= 3
 
 
 def test_an_instance_that_cannot_answer_is_named(running: Running) -> None:
     decode = running.instance("decode")
     decode._shelf.prefixes = None  # type: ignore[method-assign, assignment]
     try:
-        with pytest.raises(QuireError, match=r"instance decode-0.*not callable"):
+        with pytest.raises(QuireError, match=r"instance decode-0\S+: it failed to answer; see the log"):
             running.call(running.cluster.prefixes())
     finally:
         del decode._shelf.prefixes
@@ -118,17 +168,22 @@ def test_an_instance_that_cannot_answer_is_named(running: Running) -> None:
 
 def test_sizes_and_speeds_are_not_summed(running: Running) -> None:
     own = [running.ask(role, Engine.stats)["costs"] for role in ("prefill", "decode")]
-    members = running.cluster.router.members.values()
-    assert all(each.stats is not None for each in members)
+    end = time.monotonic() + SECONDS
+    while any(each.stats is None for each in running.cluster.router.members.values()):
+        assert time.monotonic() < end, "an instance does not tell its counters"
+        time.sleep(0.02)
     assert running.cluster.stats()["costs"]["chunk_bytes"] == own[0]["chunk_bytes"] == own[1]["chunk_bytes"]
 
 
 def test_caches_are_put_together_by_keys() -> None:
-    one = KnownPrefix("a", None, 64, {"arena": Held(10, 5.0, 0.0)})
+    """A disk is one for all instances of a machine."""
+    one = KnownPrefix("a", None, 64, {"arena": Held(10, 5.0, 0.0), "disk": Held(4, 1.0, 0.0)})
     other = KnownPrefix("a", None, 64, {"arena": Held(7, 3.0, 9.0), "disk": Held(4, 1.0, 0.0)})
     last = KnownPrefix("b", None, 64, {"disk": Held(1, 6.0, 0.0)})
-    both = {"arena": Held(17, 5.0, 9.0), "disk": Held(4, 1.0, 0.0)}
-    assert together([one, other, last]) == [last, KnownPrefix("a", None, 64, both)]
+    near = {"arena": Held(17, 5.0, 9.0), "disk": Held(4, 1.0, 0.0)}
+    far = {"arena": Held(17, 5.0, 9.0), "disk": Held(8, 1.0, 0.0)}
+    assert together([("", [one]), ("", [other, last])]) == [last, KnownPrefix("a", None, 64, near)]
+    assert together([("x", [one]), ("y", [other, last])]) == [last, KnownPrefix("a", None, 64, far)]
 
 
 # cache.pin.
@@ -160,7 +215,6 @@ def test_every_instance_pins_for_every_salt_also_one_that_is_started_again(model
         assert found.num_cached_tokens == 128
         known = running.call(cluster.known_prefixes(Salts("one/")))
         assert {each.tiers["arena"].pinned_until for each in known if each.num_tokens == 128} == {float("inf")}
-        # Pinned bytes stay in use of nobody.
         running.settle()
 
 

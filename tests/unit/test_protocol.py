@@ -88,6 +88,13 @@ def test_two_requests_survive_a_crash_together() -> None:
     assert all(("ended", 2) in each for each in outcomes), outcomes
 
 
+def test_merging_hides_no_outcome_of_a_wrong_protocol() -> None:
+    """What is dropped because it changes nothing is asked of the code that is explored."""
+    code = changed(route=router_ignores_the_attempt)
+    found = [explore(EARLY, code=code, merges=merges).outcomes for merges in (True, False)]
+    assert found[0] == found[1] != explore(EARLY).outcomes
+
+
 @full_only("up to a million worlds take minutes")
 @pytest.mark.timeout(1200)
 @pytest.mark.slow
@@ -207,7 +214,27 @@ def router_begins_again_from_the_start(state: Any, event: Any) -> Any:
     return protocol.route(replace(state, delivered=0) if isinstance(event, Begin) else state, event)
 
 
+def receiver_goes_on_after_its_end(state: Any, event: Any) -> Any:
+    """A part that comes late revives what was cancelled."""
+    if isinstance(event, Part) and state is not None and state.phase is Intake.ENDED:
+        return replace(state, phase=Intake.RUNNING, source="p", num_tokens=1), []
+    return protocol.take(state, event)
+
+
+def router_passes_on_tokens_of_old_attempts(state: Any, event: Any) -> Any:
+    if isinstance(event, Token) and event.attempt != state.attempt:
+        return state, [Sent("client", event)]
+    return protocol.route(state, event)
+
+
+def router_ignores_the_attempt(state: Any, event: Any) -> Any:
+    if isinstance(event, Failed):
+        return protocol.route(state, replace(event, attempt=state.attempt))
+    return protocol.route(state, event)
+
+
 LOSS, CRASH, BOTH = Budget(0, 1, 0, 0, 0), Budget(1, 0, 0, 0, 0), Budget(1, 1, 0, 0, 0)
+EARLY = Budget(0, 0, 0, 1, 0)
 
 DEFECTS: list[tuple[dict[str, Any], Budget, int, str]] = [
     ({"supply": source_serves_what_it_has_freed}, LOSS, 1, "decodes without"),
@@ -222,6 +249,8 @@ DEFECTS: list[tuple[dict[str, Any], Budget, int, str]] = [
     ({"route": router_does_not_hear_of_crashes}, CRASH, 1, "waits for ever"),
     ({"route": router_gives_up_at_once}, LOSS, 1, "although there are tries"),
     ({"route": router_begins_again_from_the_start}, LOSS, 1, "a client has"),
+    ({"take": receiver_goes_on_after_its_end}, EARLY, 1, "decodes without"),
+    ({"route": router_passes_on_tokens_of_old_attempts}, EARLY, 1, "a client has|after its end"),
 ]
 
 

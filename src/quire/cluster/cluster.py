@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.cluster.bodies import Job, Told
+from quire.cluster.prefixes import by_machine, of_machine
 from quire.cluster.processes import Processes
 from quire.cluster.router import COUNTERS, Ticket
 from quire.cluster.supervisor import Model, Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig
 from quire.engine.build import resolve
-from quire.engine.known import KnownPrefix, Salts, key_of, read_key
+from quire.engine.known import DISK, KnownPrefix, Salts, key_of, read_key
 from quire.engine.limits import Limits
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -118,7 +119,7 @@ class Cluster:
 
     @property
     def is_ready(self) -> bool:
-        """Whether any instance accepts requests."""
+        """See Supervisor."""
         return self.operations.is_ready
 
     @property
@@ -204,10 +205,16 @@ class Cluster:
     # ---- operations ------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters of all instances together, and under `cluster` those of the router and the state of each."""
-        found = [each.stats for each in self.router.members.values() if each.stats is not None]
-        total = _added([_NOTHING, dict(self.router.past), *found])
-        costs = [each["costs"] for each in found if "costs" in each]
+        """Counters of all instances together, and under `cluster` those of the router and the state of each. Instances
+        on one machine have one disk.
+        """
+        found = [(each.machine, each.stats) for each in self.router.members.values() if each.stats is not None]
+        total = _added([_NOTHING, dict(self.router.past), *(stats for _, stats in found)])
+        disks = [(machine, stats["tiers"][DISK]) for machine, stats in found if DISK in stats.get("tiers", {})]
+        for name in ("bytes", "cap_bytes", "chunks") if disks else ():
+            of_each = by_machine((machine, disk[name]) for machine, disk in disks)
+            total["tiers"][DISK][name] = sum(of_machine(DISK, sizes) for sizes in of_each)
+        costs = [stats["costs"] for _, stats in found if "costs" in stats]
         if costs:  # sizes and speeds, which are not summed
             total["costs"] = {key: max((each[key] for each in costs), key=lambda cost: cost or 0) for key in costs[0]}
         return {

@@ -120,7 +120,7 @@ class Instance:
         config = EngineConfig.from_options(order.options, Path(order.config_file) if order.config_file else None)
         load = functools.partial(load_engine, order.model, config, show_progress=False, neighbours=[self._neighbours])
         self.thread = EngineThread(load, self)
-        self._shelf = Shelf(self.thread, self._links.send)
+        self._shelf = Shelf(self.thread, self._links)
         self.agent = Agent(
             order.name, self._links, self._neighbours, self.thread.submit, Deadlines.within(order.timeout)
         )
@@ -173,11 +173,11 @@ class Instance:
         assert self.thread.loaded is not None
         engine = self.thread.loaded.engine
         self._desk = self._faults.desk()(engine, self._neighbours, self._seal, self.agent.notice, self.thread.submit)
+        if self.order.pins:
+            pin_prefixes(engine, Path(self.order.pin_file), self.order.pins, self.order.salts)
         found = measure_capacity(engine)
         if self.order.role == "prefill":
             engine.scheduler.prompt_rows = found.prompt_rows
-        if self.order.pins:
-            pin_prefixes(engine, Path(self.order.pin_file), self.order.pins, self.order.salts)
         self._ready = Ready(
             self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.max_context,
             engine.context_limit, found.seconds_per_row, found.seconds_per_step,

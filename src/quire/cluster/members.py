@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
@@ -80,6 +81,12 @@ class Member:
     def seconds_per_row(self) -> float:
         """Of a prompt."""
         return 1e-3 if self.ready is None else self.ready.seconds_per_row
+
+    @property
+    def machine(self) -> str:
+        """Where it runs; empty: on the router's machine. Instances on one machine have one disk."""
+        address = urlsplit("" if self.ready is None else self.ready.address)
+        return (address.hostname or "") if address.scheme == "tcp" else ""
 
     @property
     def transfer_seconds(self) -> float:

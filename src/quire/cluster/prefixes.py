@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.async_prefixes import AsyncPrefixes
 from quire.cluster import wire
+from quire.cluster.links import Links
 from quire.cluster.members import Member
 from quire.cluster.messages import ROUTER
 from quire.cluster.neighbours import Neighbours
 from quire.engine.engine import Engine
-from quire.engine.known import KnownPrefix, Salts
+from quire.engine.known import DISK, KnownPrefix, Salts
 from quire.engine.prefixes import Prefix
 from quire.engine.stock import Held
 from quire.engine_thread import EngineThread
-from quire.errors import QuireError
+from quire.errors import InstancesFailedError, QuireError
 from quire.load import Loaded
 
 Found = TypeVar("Found")
+
+log = logging.getLogger("quire")
 
 LOOK_SECONDS = 0.1
 """Interval at which the router looks whether an instance that it asked is still there."""
@@ -36,7 +41,7 @@ class Question:
     """Router to instance.
 
     about  PREFIXES or KNOWN: all of them; FIND or DROP: the one with a key
-    salts  what the salts begin with that may be seen
+    salts  visible salts begin with this text
     """
 
     number: int
@@ -66,14 +71,11 @@ wire.register(Question, Answer)
 
 
 class Shelf(AsyncPrefixes):
-    """The prefixes of an instance.
+    """The prefixes of an instance."""
 
-    send  sends a message to somebody
-    """
-
-    def __init__(self, thread: EngineThread, send: Callable[[str, Any], object]) -> None:
+    def __init__(self, thread: EngineThread, links: Links) -> None:
         self._thread = thread
-        self._send = send
+        self._links = links
 
     @property
     def _parts(self) -> Loaded:
@@ -101,9 +103,12 @@ class Shelf(AsyncPrefixes):
 
     def _answer(self, question: Question) -> None:
         try:
-            self._send(ROUTER, asyncio.run(self._found(question)))
-        except Exception as error:  # also an answer that is too large to travel
-            self._send(ROUTER, Answer(question.number, error=str(error) or type(error).__name__))
+            self._links.send(ROUTER, asyncio.run(self._found(question)))
+        except QuireError as error:  # also an answer that is too large to travel
+            self._links.send(ROUTER, Answer(question.number, error=str(error)))
+        except Exception:
+            log.exception("a question about prefixes")
+            self._links.send(ROUTER, Answer(question.number, error="it failed to answer; see the log"))
 
     async def _found(self, question: Question) -> Answer:
         number, visible = question.number, Salts(question.salts)
@@ -127,20 +132,31 @@ class Shelves:
     """The prefixes of all instances.
 
     members  the router's, by name
-    send     sends a message to an instance
+    places   of all instances, also of one that is started again
+    send     sends a message to an instance; returns whether it is on its way
     """
 
-    def __init__(self, members: Mapping[str, Member], send: Callable[[str, Any], None]) -> None:
-        self._members = members
+    def __init__(
+        self, members: Mapping[str, Member], places: Collection[str], send: Callable[[str, Any], bool]
+    ) -> None:
+        self._members, self._places = members, places
         self._send = send
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._end: Exception | None = None
 
     def hear(self, answer: Answer) -> None:
         """An instance has answered. Late answers are dropped."""
         asked = self._asked.get(answer.number)
         if asked is not None and not asked.done():
             asked.set_result(answer)
+
+    def close(self, error: Exception) -> None:
+        """Answers all questions with an error, later ones too."""
+        self._end = error
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(error)
 
     async def prefixes(self, visible: Salts) -> list[Prefix]:
         """Those of each instance, parents first, with its name."""
@@ -152,33 +168,51 @@ class Shelves:
     async def known_prefixes(self, visible: Salts) -> list[KnownPrefix]:
         """Those of all instances together, those used last first."""
         answers = await self._ask_all(KNOWN, visible)
-        return together([each for answer in answers.values() for each in answer.known])
+        return together([(self._machine(name), answer.known) for name, answer in answers.items()])
 
     async def find_prefix(self, key: str, visible: Salts) -> KnownPrefix | None:
         """The prefix with this key, wherever it is."""
         answers = await self._ask_all(FIND, visible, key)
-        found = together([each for answer in answers.values() for each in answer.known])
+        found = together([(self._machine(name), answer.known) for name, answer in answers.items()])
         return found[0] if found else None
 
     async def drop_prefix(self, key: str, visible: Salts) -> dict[str, int] | None:
-        """Drops it everywhere. Returns the number of dropped chunks of all instances by tier; None if none had it."""
+        """Drops it everywhere. Returns the number of dropped chunks of all instances by tier; None if none had it.
+
+        Raises InstancesFailedError while an instance is started again: it would find the prefix on its disk.
+        """
+        ready = {member.place for member in self._members.values() if member.ready is not None}
+        if coming := [place for place in self._places if place not in ready]:
+            raise InstancesFailedError(
+                f"{' and '.join(coming)} cannot be asked yet, and prefixes are dropped everywhere; try again later"
+            )
         answers = await self._ask_all(DROP, visible, key)
-        found = [each.dropped for each in answers.values() if each.dropped is not None]
-        tiers = dict.fromkeys(tier for dropped in found for tier in dropped)
-        return {tier: sum(dropped.get(tier, 0) for dropped in found) for tier in tiers} if found else None
+        if all(each.dropped is None for each in answers.values()):
+            return None
+        total = Counter[str]()
+        for own in by_machine([(self._machine(name), answer.dropped or {}) for name, answer in answers.items()]):
+            total.update({tier: of_machine(tier, [each[tier] for each in own if tier in each]) for tier in _keys(own)})
+        return dict(total)
+
+    def _machine(self, name: str) -> str:
+        member = self._members.get(name)
+        return "" if member is None else member.machine
 
     async def _ask_all(self, about: str, visible: Salts, key: str = "") -> dict[str, Answer]:
         """The answers of all instances that have loaded, by name. One that goes meanwhile has no prefixes any more.
 
-        Raises QuireError if an instance cannot answer.
+        Raises InstancesFailedError if an instance cannot answer, and EngineStoppedError if the cluster is closed.
         """
+        if self._end is not None:
+            raise self._end
         asked: dict[str, asyncio.Future[Answer]] = {}
         numbers = []
         for name, member in self._members.items():
             if member.ready is not None:
                 numbers.append(number := next(self._numbers))
                 asked[name] = self._asked[number] = asyncio.Future()
-                self._send(name, Question(number, about, visible.begin, key))
+                if not self._send(name, Question(number, about, visible.begin, key)):
+                    asked[name].set_result(Answer(number, error="it takes no messages now; try again"))
         try:
             while waits := [each for name, each in asked.items() if name in self._members and not each.done()]:
                 await asyncio.wait(waits, timeout=LOOK_SECONDS)
@@ -188,24 +222,53 @@ class Shelves:
         found = {name: each.result() for name, each in asked.items() if each.done()}
         for name, answer in found.items():
             if answer.error:
-                raise QuireError(f"instance {name}: {answer.error}")
+                raise InstancesFailedError(f"instance {name}: {answer.error}")
         return found
 
 
-def together(found: Sequence[KnownPrefix]) -> list[KnownPrefix]:
-    """Prefixes of several caches, those used last first. What has one key is one, with the bytes of all."""
-    by_key: dict[str, KnownPrefix] = {}
-    for each in sorted(found, key=lambda prefix: -prefix.used):
-        known = by_key.get(each.key)
-        by_key[each.key] = each if known is None else dataclasses.replace(known, tiers=_added(known.tiers, each.tiers))
-    return sorted(by_key.values(), key=lambda prefix: (-prefix.used, prefix.num_tokens))
+def together(found: Sequence[tuple[str, Sequence[KnownPrefix]]]) -> list[KnownPrefix]:
+    """Prefixes of several instances, those used last first. What has one key is one.
+
+    found  by instance: its machine, and what it has
+    """
+    by_key: dict[str, list[tuple[str, KnownPrefix]]] = {}
+    for machine, known in found:
+        for each in known:
+            by_key.setdefault(each.key, []).append((machine, each))
+    merged = [
+        dataclasses.replace(max((each for _, each in same), key=lambda each: each.used), tiers=_tiers(same))
+        for same in by_key.values()
+    ]
+    return sorted(merged, key=lambda prefix: (-prefix.used, prefix.num_tokens))
 
 
-def _added(one: dict[str, Held], other: dict[str, Held]) -> dict[str, Held]:
-    found = dict(one)
-    for tier, held in other.items():
-        known = found.get(tier, Held(0, 0.0, 0.0))
-        found[tier] = Held(
-            known.num_bytes + held.num_bytes, max(known.used, held.used), max(known.pinned_until, held.pinned_until)
-        )
-    return found
+def _tiers(found: Sequence[tuple[str, KnownPrefix]]) -> dict[str, Held]:
+    """What all instances have of a prefix."""
+    total: dict[str, Held] = {}
+    for own in by_machine([(machine, each.tiers) for machine, each in found]):
+        for tier in _keys(own):
+            held = [each[tier] for each in own if tier in each]
+            known = total.get(tier, Held(0, 0.0, 0.0))
+            total[tier] = Held(
+                known.num_bytes + of_machine(tier, [each.num_bytes for each in held]),
+                max(known.used, *(each.used for each in held)),
+                max(known.pinned_until, *(each.pinned_until for each in held)),
+            )
+    return total
+
+
+def by_machine(found: Iterable[tuple[str, Found]]) -> list[list[Found]]:
+    """What instances have, by the machine that each runs on."""
+    groups: dict[str, list[Found]] = {}
+    for machine, each in found:
+        groups.setdefault(machine, []).append(each)
+    return list(groups.values())
+
+
+def _keys(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for each in found for key in each))
+
+
+def of_machine(tier: str, amounts: Sequence[int]) -> int:
+    """What several instances of a machine have: the folder of a disk is the same for all of them."""
+    return max(amounts) if tier == DISK else sum(amounts)

@@ -45,15 +45,17 @@ class Processes:
         return ""
 
     def start(self, order: Order) -> None:
-        """Starts an instance. It gets its order, with the secret, over a pipe. Raises OSError if that cannot be."""
+        """Starts an instance. Raises OSError if that cannot be.
+
+        It reads its order, with the secret, from a file in memory that has no name. A pipe would make the caller wait
+        until the instance reads, because pinned prefixes may be longer than a pipe.
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, len(order.cores)))} if order.cores else None
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire.cluster.instance"], stdin=subprocess.PIPE, env=environment
-        )
-        self._running[order.name] = process
-        assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(order.to_json().encode() + b"\n")
+        with open(os.memfd_create("quire-order"), "w+b") as file:
+            file.write(order.to_json().encode() + b"\n")
+            file.seek(0)
+            command = [sys.executable, "-m", "quire.cluster.instance"]
+            self._running[order.name] = subprocess.Popen(command, stdin=file, env=environment)
 
     def kill(self, name: str) -> None:
         """Ends an instance at once, also a stopped one. The system may take a while to free its memory."""

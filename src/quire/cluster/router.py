@@ -101,7 +101,7 @@ class Router:
 
     def __init__(
         self,
-        send: Callable[[str, Any], None],
+        send: Callable[[str, Any], object],
         *,
         timeout: float,
         tries: int,

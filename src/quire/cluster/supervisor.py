@@ -99,7 +99,7 @@ class Supervisor:
             shares=model.config.cache.share, fetches=model.config.cache.share and not model.config.retain.is_on,
             tracer=tracer,
         )  # fmt: skip
-        self.shelves = Shelves(self.router.members, self._send)
+        self.shelves = Shelves(self.router.members, self._roles, self._send)
         self._links = Links(ROUTER, self._secret, self, self._transport, about=about())
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -129,9 +129,12 @@ class Supervisor:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        self.router.close(EngineStoppedError("the cluster is closed"))
+        closed = EngineStoppedError("the cluster is closed")
+        self.router.close(closed)
+        self.shelves.close(closed)
         for member in self.router.members.values():
             if member.health is Health.STARTING:
+                self._links.forget(member.name)
                 self.processes.kill(member.name)  # it hears nothing while it loads
             self._links.send(member.name, Stop())
         await self.processes.wait()
@@ -139,8 +142,8 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether any instance accepts requests."""
-        return not self._closing and any(member.serves for member in self.router.members.values())
+        """Whether requests are accepted. They wait if no instance serves for a while."""
+        return self._all_ready.is_set() and self._start_error is None and not self._closing
 
     # ---- operations ------------------------------------------------------------------------------------------------
 
@@ -308,7 +311,7 @@ class Supervisor:
         if self._closing or member.name not in self.router.members:
             return
         is_first = not self._all_ready.is_set()
-        log.error("instance %s: %s", member.name, reason)
+        log.log(logging.DEBUG if is_first else logging.ERROR, "instance %s: %s", member.name, reason)
         self.processes.kill(member.name)
         self._links.forget(member.name)
         self.router.down(member.name)
@@ -397,8 +400,8 @@ class Supervisor:
         if member is not None:
             self._fail(member, "its connection ended")
 
-    def _send(self, name: str, message: Any) -> None:
-        self._links.send(name, message)
+    def _send(self, name: str, message: Any) -> bool:
+        return self._links.send(name, message)
 
 
 def _plain(value: Any) -> Any:

@@ -51,7 +51,7 @@ class KnownPrefix:
 
 @dataclass(frozen=True)
 class Salts:
-    """The salts that somebody may see: those that begin with a text. By default all of them."""
+    """The salts that somebody may see: those that begin with `begin`. By default all of them."""
 
     begin: str = ""
 

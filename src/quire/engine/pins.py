@@ -135,9 +135,16 @@ def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequenc
         with pin_errors(file, pin.line, len(salts)):
             check_room(engine.may_pin(pin.ids, salt))
             hints = CacheHints(cache_pin=True, cache_salt=salt)
-            engine.add(f"pin-{number}", None, pin.ids, PIN_PARAMS, hints)
-            while engine.has_work:
-                engine.step()
+            name = f"pin-{number}"
+            engine.add(name, None, pin.ids, PIN_PARAMS, hints)
+            try:
+                while engine.has_work:
+                    engine.step()
+            except BaseException:
+                engine.abort(name)
+                raise
+            while engine.idle() == 0.0:
+                pass
     for pin, salt in each:
         engine.protect(pin.ids, salt)
     log_pins(engine, file, len(salts))

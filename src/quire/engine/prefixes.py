@@ -35,7 +35,7 @@ class Prefix:
     num_bytes         bytes of its pages
     idle_seconds      time since a sequence last took or left it; 0 while one reads it
     pinned_seconds    remaining time of its pin; None if it has none, inf if the pin never ends
-    instance          of a cluster, which has it; empty if there is one engine
+    instance          which one of a cluster has it; empty with one engine
     """
 
     id: str

@@ -166,8 +166,9 @@ def _totals(service: Service, tenant: str, stats: dict[str, Any], found: Sequenc
 
 def _pinned_bytes(found: Sequence[Prefix]) -> int:
     """Bytes of the pinned prefixes and of all their ancestors. `found` has parents first."""
-    kept: set[str | None] = set()
+    kept: set[tuple[str, str | None]] = set()
     for prefix in reversed(found):
-        if prefix.pinned_seconds is not None or prefix.id in kept:
-            kept |= {prefix.id, prefix.parent}
-    return sum(prefix.num_bytes for prefix in found if prefix.id in kept)
+        own, parent = (prefix.instance, prefix.id), (prefix.instance, prefix.parent)
+        if prefix.pinned_seconds is not None or own in kept:
+            kept |= {own, parent}
+    return sum(prefix.num_bytes for prefix in found if (prefix.instance, prefix.id) in kept)

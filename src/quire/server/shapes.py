@@ -280,7 +280,7 @@ class Version(TypedDict):
 
 
 class Prefix(TypedDict):
-    """A run of chunks that the cache holds. instance: of a cluster, which has it; otherwise null."""
+    """A run of chunks that the cache holds. instance: which one of a cluster has it; null with one engine."""
 
     instance: str | None
     id: str

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.cluster.transport.channel import MESSAGE, MOST_EXTENTS, Channel, Frame, Party, authenticate
-from quire.cluster.transport.stream import Carrier, LinkError, Stream
+from quire.cluster.transport.stream import Carrier, ClosedError, LinkError, Stream
 from quire.cluster.wire import decode
 from quire.errors import QuireError
 
@@ -134,7 +134,14 @@ class Link:
             work()
         except QuireError as error:
             if not self.is_ended:
-                log.warning("link to %s: %s", self.peer or "a stranger", str(error))
+                # Whoever waits for the peer tells what it means. A peer that ends closes its connections.
+                level = logging.DEBUG if isinstance(error, ClosedError) else logging.WARNING
+                log.log(
+                    level,
+                    "link to %s: %s",
+                    self.peer or "a stranger",
+                    str(error),
+                )
             self.end(str(error))
         except Exception as error:
             log.exception("link to %s", self.peer)

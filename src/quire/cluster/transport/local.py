@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from quire.cluster.transport.channel import Channel, Inline
-from quire.cluster.transport.stream import LinkError, Patience
+from quire.cluster.transport.stream import ClosedError, LinkError, Patience
 
 _MOST_AHEAD = 4 << 20
 """Bytes that a sender may be ahead of its receiver."""
@@ -85,7 +85,7 @@ class LocalStream(Patience):
                     continue
                 raise LinkError("the peer stopped in the middle of a frame") from None
             if not count:
-                raise LinkError("the peer has closed the connection")
+                raise ClosedError("the peer has closed the connection")
             done += count
 
     def write(self, *parts: bytes | memoryview) -> None:

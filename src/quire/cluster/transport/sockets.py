@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from quire.cluster.transport.channel import Channel, Inline
-from quire.cluster.transport.stream import Carrier, LinkError, Patience
+from quire.cluster.transport.stream import Carrier, ClosedError, LinkError, Patience
 
 _BACKLOG = 128
 _PAUSE = 0.1
@@ -44,7 +44,7 @@ class SocketStream(Patience):
             except OSError as error:
                 raise LinkError(f"the connection has ended: {error}") from None
             if not count:
-                raise LinkError("the peer has closed the connection")
+                raise ClosedError("the peer has closed the connection")
             done += count
 
     def write(self, *parts: bytes | memoryview) -> None:

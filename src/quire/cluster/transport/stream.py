@@ -18,6 +18,10 @@ class LinkError(QuireError):
     """A connection that cannot be made, or has ended. The message gives the reason."""
 
 
+class ClosedError(LinkError):
+    """The peer has closed the connection."""
+
+
 class Patience:
     """How long a stream waits for its peer: `stall_seconds` for the next bytes, or until a deadline for everything."""
 
