@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 from quire.async_prefixes import AsyncPrefixes
@@ -33,19 +34,31 @@ log = logging.getLogger("quire")
 LOOK_SECONDS = 0.1
 """Interval at which the router looks whether an instance that it asked is still there."""
 
-PREFIXES, KNOWN, FIND, DROP = "prefixes", "known", "find", "drop"
+
+class About(Enum):
+    """What a question is about.
+
+    PREFIXES  those in the arena
+    KNOWN     those in the arena and on a disk
+    FIND      the one with a key
+    DROP      the one with a key, which is dropped
+    """
+
+    PREFIXES = "prefixes"
+    KNOWN = "known"
+    FIND = "find"
+    DROP = "drop"
 
 
 @dataclass(frozen=True)
 class Question:
     """Router to instance.
 
-    about  PREFIXES or KNOWN: all of them; FIND or DROP: the one with a key
     salts  visible salts begin with this text
     """
 
     number: int
-    about: str
+    about: About
     salts: str
     key: str = ""
 
@@ -113,19 +126,18 @@ class Shelf(AsyncPrefixes):
     async def _found(self, question: Question) -> Answer:
         number, visible = question.number, Salts(question.salts)
         match question.about:
-            case "prefixes":
+            case About.PREFIXES:
                 return Answer(number, prefixes=await self.prefixes(visible))
-            case "known":
+            case About.KNOWN:
                 return Answer(number, known=await self.known_prefixes(visible))
-            case "find":
+            case About.FIND:
                 found = await self.find_prefix(question.key, visible)
                 return Answer(number, known=[] if found is None else [found])
-            case "drop":
+            case About.DROP:
                 dropped = await self.drop_prefix(question.key, visible)
                 if dropped is not None:
                     dropped.pop(Neighbours.name, None)  # each instance drops its own
                 return Answer(number, dropped=dropped)
-        raise QuireError(f"{question.about!r} is no question")
 
 
 class Shelves:
@@ -160,19 +172,19 @@ class Shelves:
 
     async def prefixes(self, visible: Salts) -> list[Prefix]:
         """Those of each instance, parents first, with its name."""
-        answers = await self._ask_all(PREFIXES, visible)
+        answers = await self._ask_all(About.PREFIXES, visible)
         return [
             dataclasses.replace(each, instance=name) for name, answer in answers.items() for each in answer.prefixes
         ]
 
     async def known_prefixes(self, visible: Salts) -> list[KnownPrefix]:
         """Those of all instances together, those used last first."""
-        answers = await self._ask_all(KNOWN, visible)
+        answers = await self._ask_all(About.KNOWN, visible)
         return together([(self._machine(name), answer.known) for name, answer in answers.items()])
 
     async def find_prefix(self, key: str, visible: Salts) -> KnownPrefix | None:
         """The prefix with this key, wherever it is."""
-        answers = await self._ask_all(FIND, visible, key)
+        answers = await self._ask_all(About.FIND, visible, key)
         found = together([(self._machine(name), answer.known) for name, answer in answers.items()])
         return found[0] if found else None
 
@@ -186,7 +198,7 @@ class Shelves:
             raise InstancesFailedError(
                 f"{' and '.join(coming)} cannot be asked yet, and prefixes are dropped everywhere; try again later"
             )
-        answers = await self._ask_all(DROP, visible, key)
+        answers = await self._ask_all(About.DROP, visible, key)
         if all(each.dropped is None for each in answers.values()):
             return None
         total = Counter[str]()
@@ -198,7 +210,7 @@ class Shelves:
         member = self._members.get(name)
         return "" if member is None else member.machine
 
-    async def _ask_all(self, about: str, visible: Salts, key: str = "") -> dict[str, Answer]:
+    async def _ask_all(self, about: About, visible: Salts, key: str = "") -> dict[str, Answer]:
         """The answers of all instances that have loaded, by name. One that goes meanwhile has no prefixes any more.
 
         Raises InstancesFailedError if an instance cannot answer, and EngineStoppedError if the cluster is closed.
