@@ -54,12 +54,13 @@ begun = time.process_time()
 from quire.cli import COMMANDS, build_parser
 build_parser().format_help()
 heavy = ("torch", "numpy", "fastapi", "rich", *(f"quire.cli.{name}" for name in COMMANDS))
-print(time.process_time() - begun, [name for name in heavy if name in sys.modules])
+heavy, ended = [name for name in heavy if name in sys.modules], time.process_time()
+import numpy  # what a slow machine needs longer for, too
+print((ended - begun) / (time.process_time() - ended), heavy)
 """
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(3)]
-    seconds, heavy = min(runs).split(" ", 1)
-    assert heavy.strip() == "[]"
-    assert float(seconds) < 0.4
+    ratios, heavy = zip(*(run.strip().split(" ", 1) for run in runs), strict=True)
+    assert set(heavy) == {"[]"} and min(map(float, ratios)) < 1.5, runs
     begun = time.perf_counter()
     done = shell("--help")
     assert done.returncode == 0 and all(command in done.stdout for command in COMMANDS)

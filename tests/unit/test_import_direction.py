@@ -23,15 +23,16 @@ def test_the_package_keeps_the_order():
 
 @pytest.mark.alone
 def test_the_control_plane_is_imported_without_a_model_in_little_time():
-    """What a simulator needs. The time is the processor's, but a busy other core slows this one."""
+    """What a simulator needs takes less than one and a half times what numpy takes, which it needs too."""
     modules = "quire.engine.scheduler, quire.cache.manager, quire.cache.tree"
     code = (
-        f"import sys, time; begun = time.process_time(); import {modules}; print(time.process_time() - begun);"
+        "import sys, time; begun = time.process_time(); import numpy; base = time.process_time();"
+        f" import {modules}; print((time.process_time() - base) / (base - begun));"
         " print(*(name for name in ('torch', 'tokenizers', 'transformers') if name in sys.modules))"
     )
     tries = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(4)]
     told = [done.stdout.splitlines() for done in tries]
-    assert {heavy for _, heavy in told} == {""} and min(float(seconds) for seconds, _ in told) < 0.3, told
+    assert {heavy for _, heavy in told} == {""} and min(float(ratio) for ratio, _ in told) < 1.5, told
 
 
 @pytest.mark.parametrize(
