@@ -225,7 +225,7 @@ class Cluster:
         }
 
     async def prefixes(self, visible: Salts = ALL) -> list[Prefix]:
-        """See `Shelves`, as for the next three."""
+        """Of each instance, with its name."""
         return await self.operations.shelves.prefixes(visible)
 
     async def known_prefixes(self, visible: Salts = ALL) -> list[KnownPrefix]:
