@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +16,13 @@ import pytest
 
 from quire import LLM
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cluster.instance import Order
 from quire.cluster.prefixes import Answer, together
+from quire.cluster.processes import Processes
 from quire.engine.engine import Engine
 from quire.engine.known import KnownPrefix, Salts
 from quire.engine.params import SamplingParams
+from quire.engine.pins import Pin
 from quire.engine.stock import Held
 from quire.errors import ConfigError, EngineStoppedError, QuireError, RequestError
 
@@ -217,6 +222,26 @@ def test_every_instance_pins_for_every_salt_also_one_that_is_started_again(model
         known = running.call(cluster.known_prefixes(Salts("one/")))
         assert {each.tiers["arena"].pinned_until for each in known if each.num_tokens == 128} == {float("inf")}
         running.settle()
+
+
+def test_an_instance_with_long_pins_is_started_without_waiting_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a pipe holds, for a process that reads nothing."""
+    program, orders = tmp_path / "sleeps", Processes()
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    order = Order("prefill-0.1", "shm://nowhere", "00", "model", {}, pins=(Pin(1, list(range(50_000))),))
+    starting = threading.Thread(target=orders.start, args=(order,), daemon=True)
+    starting.start()
+    starting.join(20)
+    try:
+        assert not starting.is_alive() and not orders.ended()
+        assert Order.from_json(order.to_json()) == order
+    finally:
+        orders.kill(order.name)
+        asyncio.run(orders.wait())
 
 
 def num_pinned(engine: Engine) -> int:
