@@ -25,8 +25,9 @@ from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate import settings
 from quire.config import CacheConfig, EngineConfig, OffloadConfig, RetainConfig, SchedulerConfig, TiersConfig
-from quire.engine.build import assemble, namespace_of, resolve
+from quire.engine.build import assemble, resolve
 from quire.engine.calibration import Calibration
+from quire.engine.control import namespace_of
 from quire.engine.reading import log_probabilities, read_window
 from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError

@@ -95,7 +95,7 @@ def check_forms(engine: Engine, parcel: Parcel) -> None:
     table = engine.scheduler.manager.table
     assert isinstance(table, ChunkTable), "an engine without pages"
     for each in parcel.runs:
-        check_form(table, each.head.run, each.head.lengths, engine.runner.model.shape.vocab_size)
+        check_form(table, each.head.run, each.head.lengths, engine.vocab_size)
         for _ in parcel.extents(each):
             pass
 

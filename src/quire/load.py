@@ -13,8 +13,9 @@ from quire.cache.codecs import DENSE
 from quire.check import check_codec
 from quire.collecting import uncollected
 from quire.config import EngineConfig, format_bytes
-from quire.engine.build import assemble, load_model, namespace_of, resolve
+from quire.engine.build import assemble, load_model, resolve
 from quire.engine.calibration import Calibration
+from quire.engine.control import namespace_of
 from quire.engine.engine import Engine
 from quire.engine.pins import read_lines
 from quire.engine.sizes import Sizes

@@ -465,8 +465,8 @@ class Machine:
         assert len({*arriving}) == len(arriving) and self.fetching.arriving == {*arriving}, "fetched twice at once"
         ledger = self.table.ledger
         for transfer in live:
-            for arrival in transfer._parts.values():
-                pages = self.table._pages_of(arrival.rows[arrival.rows >= 0])
+            for rows in transfer._parts.values():
+                pages = self.table._pages_of(rows[rows >= 0])
                 assert ledger.holds(pages).all(), "a page may move while a store writes it"
         if not live:
             assert not ledger.holds(ledger.ids_out()).any(), "a hold outlives its transfer"

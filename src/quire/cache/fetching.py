@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,10 +58,12 @@ class Fetching:
     store     finds runs by keys of chunks, and by handles
     costs     decide between fetching and computing
     arriving  keys of chunks in transfer
+    changed   notified when a layer of any transfer arrives, or a transfer fails
+    clock     seconds, monotonic; times transfers
     guests    transfers for sequences that wait for admission, by sequence
     """
 
-    def __init__(self, paths: Paths, store: Store) -> None:
+    def __init__(self, paths: Paths, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self.paths = paths
         self.table = paths.table
         self.tree = paths.tree
@@ -68,8 +72,9 @@ class Fetching:
         self.arriving: set[bytes] = set()
         self.guests: dict[Holder, Guest] = {}
         self.counts = FetchCounts()
+        self.changed = threading.Condition()
+        self.clock = clock
         self._underway: dict[Transfer, int] = {}  # bytes, those of earlier transfers included
-        self._changed = threading.Condition()
 
     # ---- shared chunks ---------------------------------------------------------------------------------------------
 
@@ -227,7 +232,7 @@ class Fetching:
         self.counts.wasted += sum(
             int((rows[: len(run.names)] < 0).sum()) for run, rows in parts.items() if run.is_shared
         )
-        path.transfer = transfer = Transfer(self.pages, list(parts.items()), self._changed)
+        path.transfer = transfer = Transfer(self.pages, list(parts.items()), self.changed, self.clock)
         path.arriving = names
         self.arriving.update(names)
         num_bytes = sum(run_bytes(self.pages, run) for run in parts)

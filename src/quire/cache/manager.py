@@ -11,6 +11,7 @@ own, and the whole prompt stays cached. Reservations of undecided sequences expe
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from quire.cache.counts import ChunkCounts
@@ -44,6 +45,7 @@ class CacheManager(Paths):
     swapping    what preempted sequences have in a store
     exports     what sequences left that another engine goes on with
     capacity    most sealed chunks of one sequence if it is alone
+    clock       seconds, monotonic; times transfers
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class CacheManager(Paths):
         retention: Retention | None = None,
         store: Store | None = None,
         retainer: Callable[[Retention, Eviction], Retainer] = make_retainer,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(table, tree, retention, store or Nowhere(), retainer)
         tree.lifetime = lifetime
-        self.fetching = Fetching(self, self.demotion.store)
+        self.fetching = Fetching(self, self.demotion.store, clock)
         self.swapping = Swapping(self.fetching)
         self.exports = Exports(self)
         self.capacity = self.room.capacity()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +31,13 @@ class Transfer:
     sources    by run, the name of the store that brings it
     """
 
-    def __init__(self, table: ChunkTable, parts: list[tuple[Run, Int32s]], changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        table: ChunkTable,
+        parts: list[tuple[Run, Int32s]],
+        changed: threading.Condition,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """parts: runs, and for each of their rows the row of the table that takes it; -1: not needed.
         changed: shared by all transfers of an engine.
         """
@@ -41,10 +47,12 @@ class Transfer:
         self.lost: Run | None = None
         self.is_shared = all(run.is_shared for run, _ in parts)
         self.sources: dict[Run, str] = {}
-        self._begun, self._ended = time.monotonic(), 0.0
+        self._clock = clock
+        self._begun, self._ended = clock(), 0.0
         self._is_closed = False
         self._table = table
-        self._parts = {run: Arrival(table, run, rows) for run, rows in parts}
+        self._parts = dict(parts)
+        self._arrivals: dict[Run, Arrival] = {}
         self._missing = [set(self._parts) for _ in range(num_layers)]
         self._held = table.hold(np.concatenate([rows[rows >= 0] for _, rows in parts]))
         self._lock = threading.Lock()
@@ -58,18 +66,20 @@ class Transfer:
             if self._is_closed or self.error is not None:
                 return
             try:
-                layer = self._parts[run].unpack(extent)
+                layer = self._arrival(run).unpack(extent)
             except ExtentError as error:
                 self._fail(error, run)
                 return
             except Exception as error:  # otherwise waiting threads would wait for ever
                 self._fail(QuireError(f"an extent could not be read: {error}"), run)
                 raise
-            self._missing[layer].discard(run)
-            if not self._missing[layer]:
-                self._ended = time.monotonic()
-                self.ready[layer] = 1
-                self._tell()
+            self._note(run, layer)
+
+    def note(self, run: Run, layer: int) -> None:
+        """A layer of a run is there: for simulated stores, whose runs have no bytes."""
+        with self._lock:
+            if not self._is_closed and self.error is None:
+                self._note(run, layer)
 
     def fail(self, error: QuireError, lost: Run | None = None) -> None:
         """Fails the transfer: the missing layers will not arrive. lost: the run to blame, if it is one."""
@@ -113,6 +123,19 @@ class Transfer:
             self._is_closed = True
             self._table.ledger.release(self._held)
             return bool((self.ready == 1).all())
+
+    def _arrival(self, run: Run) -> Arrival:
+        found = self._arrivals.get(run)
+        if found is None:
+            found = self._arrivals[run] = Arrival(self._table, run, self._parts[run])
+        return found
+
+    def _note(self, run: Run, layer: int) -> None:
+        self._missing[layer].discard(run)
+        if not self._missing[layer]:
+            self._ended = self._clock()
+            self.ready[layer] = 1
+            self._tell()
 
     def _fail(self, error: QuireError, lost: Run | None) -> None:
         self.error, self.lost = error, lost

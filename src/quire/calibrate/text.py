@@ -50,7 +50,7 @@ def write(
     """
     draw = random.Random(seed)
     ordinary = sorted(
-        set(range(min(tokenizer.vocab_size, engine.runner.model.shape.vocab_size))) - tokenizer.special_ids
+        set(range(min(tokenizer.vocab_size, engine.vocab_size))) - tokenizer.special_ids
     )
     windows: dict[str, list[int]] = {}
     for index in range(num_windows):

@@ -279,7 +279,8 @@ def _cap(folder: Path, cap: int | None) -> int:
 
 def _namespace(model: str, config: EngineConfig) -> Namespace:
     """What the model's pages depend on, without loading it."""
-    from quire.engine.build import namespace_of, resolve
+    from quire.engine.build import resolve
+    from quire.engine.control import namespace_of
     from quire.load import find_calibration
     from quire.models.digest import digest_of
     from quire.models.resolve import resolve_model

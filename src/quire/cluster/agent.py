@@ -188,20 +188,33 @@ class Agent:
 
     def run(self, desk: Desk) -> None:
         """Until `stop`, or until the router is gone."""
+        self.begin(desk)
+        while self.turn(max(0.0, self.next_timer - self._clock())):
+            pass
+
+    def begin(self, desk: Desk) -> None:
+        """Says that the instance is alive, from now on again and again."""
         self._desk = desk
         self._say_alive()
-        while True:
-            seconds = max(0.0, self._timers[0][0] - self._clock()) if self._timers else None
-            try:
-                call = self._inbox.get(timeout=seconds)
-                if call is None:
-                    return
-                call()
-            except queue.Empty:
-                pass
-            now = self._clock()
-            while self._timers and self._timers[0][0] <= now:
-                heapq.heappop(self._timers)[2]()
+
+    def turn(self, seconds: float) -> bool:
+        """Waits for something in the inbox, for `seconds` at most, and does it and what is due. False after `stop`."""
+        try:
+            call = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
+            if call is None:
+                return False
+            call()
+        except queue.Empty:
+            pass
+        now = self._clock()
+        while self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        return True
+
+    @property
+    def next_timer(self) -> float:
+        """When the next thing is due, on its clock."""
+        return self._timers[0][0]
 
     def _hear(self, sender: str, message: Any) -> None:
         match message:

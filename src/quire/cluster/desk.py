@@ -16,6 +16,7 @@ import numpy as np
 
 from quire.cache.exports import shared_pages
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.retention.retainer import Retainer
 from quire.cache.run import Origin, Pages
 from quire.cluster.bodies import CacheState, Elsewhere, First, Job, Load, Told, state_of, swapped_of
 from quire.cluster.cargo import Cargo, Shipment
@@ -380,7 +381,7 @@ class Desk:
 
     @property
     def _retains(self) -> bool:
-        return self.engine.runner.decide is not None
+        return isinstance(self.engine.scheduler.manager.retention, Retainer)
 
     def _begin(self, work: Work, continued: Continued) -> Sequence | None:
         job = work.job

@@ -161,9 +161,8 @@ class Neighbours(Volatile):
         """Takes the extents of a pull: of each layer one for each run. False if one of them is damaged or missing. On a
         link's thread.
         """
-        with self._lock:
-            pull = self._pulls.get(number)
-        if pull is None or pull.transfer.is_over:
+        pull = self.find_pull(number)
+        if pull is None:
             return True  # nobody waits for them
         names = [b"".join(run.names) for run in pull.runs]
         num_layers = len(pull.transfer.ready)
@@ -174,16 +173,26 @@ class Neighbours(Volatile):
             except ExtentError:
                 self._counts["num_damaged"] += 1
                 return False
-            pull.num_bytes += len(extent)
-            self._received[pull.source] = (number, self.received(pull.source)[1] + len(extent))
-            self._counts["bytes_read"] += len(extent)
+            self._note_extent(pull, len(extent))
             pull.transfer.arrive(pull.runs[index], extent)
             if count == num_layers * len(pull.runs):
-                self._counts["num_read"] += len(pull.runs)
-                for run in pull.runs:
-                    self._note_pages(run)
+                self._note_end(pull)
                 return True
         return False
+
+    def find_pull(self, number: int) -> Pull | None:
+        """A pull that somebody waits for."""
+        with self._lock:
+            pull = self._pulls.get(number)
+        return None if pull is None or pull.transfer.is_over else pull
+
+    def note_layer(self, pull: Pull, layer: int, num_bytes: Sequence[int]) -> None:
+        """A layer has come, of simulated bytes: so many of each run."""
+        for run, of_run in zip(pull.runs, num_bytes, strict=True):
+            self._note_extent(pull, of_run)
+            pull.transfer.note(run, layer)
+        if layer + 1 == len(pull.transfer.ready):
+            self._note_end(pull)
 
     def fail(self, number: int, reason: str) -> None:
         """A source has not what a pull asked for, or does not answer."""
@@ -193,6 +202,16 @@ class Neighbours(Volatile):
             pull.offer.has_failed = True
             self._counts["num_failed"] += 1
             pull.transfer.fail(QuireError(reason), pull.runs[0])
+
+    def _note_extent(self, pull: Pull, num_bytes: int) -> None:
+        pull.num_bytes += num_bytes
+        self._received[pull.source] = (pull.number, self.received(pull.source)[1] + num_bytes)
+        self._counts["bytes_read"] += num_bytes
+
+    def _note_end(self, pull: Pull) -> None:
+        self._counts["num_read"] += len(pull.runs)
+        for run in pull.runs:
+            self._note_pages(run)
 
     def _note_pages(self, run: Run) -> None:
         """Counts pages, with their positions, and column sums, which are in the rows at the end. The rest of the bytes

@@ -96,6 +96,7 @@ class Router:
     fetches  whether they fetch such beginnings from each other
     members  by name
     past     counters of the engines of instances that are gone
+    soon     calls something after what happens now; None: the event loop does
     tracer   exports the spans of requests; None: they are not exported
     """
 
@@ -109,6 +110,7 @@ class Router:
         shares: bool = True,
         fetches: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        soon: Callable[[Callable[[], None]], object] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
@@ -120,6 +122,7 @@ class Router:
         self._send = send
         self._timeout, self._tries, self._routing = timeout, tries, routing
         self._clock = clock
+        self._soon = soon or _on_loop
         self._tracer = tracer
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
@@ -315,7 +318,7 @@ class Router:
         ticket.told.clear()
         ticket.deadline = self._clock() + self._timeout
         # Not at once: more instances may be down, and their news are on the way.
-        asyncio.get_running_loop().call_soon(partial(self._try_again, ticket))
+        self._soon(partial(self._try_again, ticket))
 
     def _try_again(self, ticket: Ticket) -> None:
         if ticket.state.phase is Route.QUEUED and not ticket.is_over:
@@ -366,6 +369,10 @@ class Router:
             }  # fmt: skip
             whole = Span("request", ticket.begun, now, "")
             self._tracer.record(ticket.trace, whole, spans, facts, "" if is_answered else how)
+
+
+def _on_loop(call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(call)
 
 
 def _described(ticket: Ticket) -> str:

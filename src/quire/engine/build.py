@@ -10,25 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.cache.arena import Arena
-from quire.cache.codecs import CODECS, DENSE, Codec, CodecInputs, load
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PageLedger
-from quire.cache.manager import CacheManager
-from quire.cache.namespace import Namespace
-from quire.cache.retention.decisions import RANKED, Retention
-from quire.cache.retention.policies import Chain
 from quire.cache.retention.retainer import SUMS_ROWS, Retainer
-from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
-from quire.cache.tree import NoSharing, PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
-from quire.engine.calibration import Calibration, check_tables
+from quire.engine.calibration import Calibration
+from quire.engine.control import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
 from quire.engine.engine import Engine
 from quire.engine.far_cache import far_cache, in_micro_batches, offload_counters
 from quire.engine.machine import available_memory, device_type_of, usable_cores
@@ -42,7 +35,7 @@ from quire.engine.offloading import (
 )
 from quire.engine.runner import Decode, LocalRunner
 from quire.engine.sampler import Sampler
-from quire.engine.scheduler import Scheduler, check_budget
+from quire.engine.scheduler import check_budget
 from quire.engine.sizes import Capacity, Sizes, page_counts, sizes
 from quire.errors import ConfigError
 from quire.kernels import runtime
@@ -217,61 +210,6 @@ def resolve(
     return resolved, fits
 
 
-def sealed_pages(
-    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None, backend: str
-) -> tuple[int | NDArray[np.int32] | None, Sinks | None]:
-    """Bytes of the pages of sealed chunks, None if these stay dense, and the tokens that stay exact beside them.
-
-    Raises ConfigError for a codec that does not store heads of this size, or that the backend has no case of.
-    """
-    row = CODECS[config.cache.codec]
-    if not row.place:
-        return None, None
-    row.check(shape.head_dim, backend)
-    if row.is_calibrated and calibration is None:
-        slots = config.cache.outlier_slots
-        sizes_of: int | NDArray[np.int32] = load(row.place).nominal_page_bytes(shape.head_dim, row.bits, slots)
-    else:
-        sizes_of = _codec(config, shape, calibration, None).page_bytes
-    return sizes_of, _sinks(config, shape, dtype)
-
-
-def _codec(
-    config: EngineConfig, shape: ModelShape, calibration: Calibration | None, key_bias: torch.Tensor | None
-) -> Codec:
-    """The codec of sealed pages; key_bias: the model's, None where only sizes matter."""
-    row = CODECS[config.cache.codec]
-    tables = _checked(config, shape, calibration).tables[row.name] if row.is_calibrated else None
-    codec: Codec = load(row.place).of(CodecInputs(row.name, shape.head_dim, tables, key_bias))
-    return codec
-
-
-def _checked(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> Calibration:
-    """The calibration. Raises ConfigError for none, and for one without sound tables of the codec for the model."""
-    cache = config.cache
-    if calibration is None:
-        raise ConfigError(f"cache.codec {cache.codec} needs a calibration; make one with quire calibrate MODEL")
-    if cache.codec not in calibration.tables:
-        raise ConfigError(
-            f"the calibration is for {', '.join(calibration.tables)}, not for {cache.codec}; make one with"
-            f" quire calibrate MODEL --bits {CODECS[cache.codec].bits}"
-        )
-    slots = calibration.settings.get("outlier_slots")
-    if slots != cache.outlier_slots:
-        raise ConfigError(
-            f"the calibration was made with cache.outlier_slots {slots}, not {cache.outlier_slots}; make one with"
-            f" quire calibrate MODEL --outlier-slots {cache.outlier_slots}"
-        )
-    check_tables(calibration.tables[cache.codec], shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    return calibration
-
-
-def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks | None:
-    if not config.cache.num_sinks:
-        return None
-    return Sinks(config.cache.num_sinks, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-
-
 def _enough(arena_of: Callable[[int], Capacity], memory: int) -> str:
     """About the smallest memory, as one would write it, whose arena holds LEAST_CHUNKS, where `memory` does not."""
     low, high = memory, max(2 * memory, UNIT)
@@ -339,11 +277,8 @@ def assemble(
     """
     shape = model.shape
     device = torch.device(config.runtime.device)
-    dtype = torch_dtype(config.model.dtype)
-    sealed = () if config.cache.codec == DENSE else (_codec(config, shape, calibration, model.key_bias),)
-    codecs = (DenseCodec(shape.head_dim, dtype), *sealed)
-    retention, sinks = _retention(config, tokenizer), _sinks(config, shape, dtype)
-    sums, far = None if retention is None else SumsCodec(), None
+    dtype, far = torch_dtype(config.model.dtype), None
+    codecs, sinks, sums = formats_of(config, shape, calibration, model.key_bias)
     if fits.disk_bytes:
         table, far = far_cache(model, config, fits, codecs, sinks, sums)
     else:
@@ -377,22 +312,10 @@ def assemble(
         config.cache.sparse_values,
     )
     eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
-    assert config.scheduler.token_budget is not None
     attention, padded_rows = _attention(config, spec), _padded_rows(config)
     if config.offload.is_on:
         attention = in_micro_batches(attention, config, far, padded_rows)
-    manager = CacheManager(
-        table,
-        (PrefixTree if config.cache.share else NoSharing)((shape.num_layers, shape.num_kv_heads)),
-        config.cache.lifetime,
-        retention,
-        tiers,
-    )
-    if config.cache.sparse_values < 1:
-        manager.retention.replays = True
-    scheduler = Scheduler(
-        manager, config.scheduler.token_budget, config.scheduler.max_running, config.scheduler.max_queue
-    )
+    scheduler = scheduler_of(config, table, retention_of(config, lambda: find_marks(tokenizer)), tiers)
     runner = LocalRunner(
         model,
         attention,
@@ -400,7 +323,7 @@ def assemble(
         device,
         # A layer that is loaded while others are computed cannot be in a graph.
         decode=None if config.offload.is_on else _decode(model, attention, device),
-        decide=manager.retention.choose if isinstance(manager.retention, Retainer) else None,
+        decide=retainer.choose if isinstance(retainer := scheduler.manager.retention, Retainer) else None,
         padded_rows=padded_rows,
     )
     return Engine(
@@ -421,20 +344,6 @@ def _context_limit(fits: Sizes, shape: ModelShape) -> str:
     if fits.max_context < fits.model_context:
         return "what fits offload.cache" if fits.disk_bytes else "what fits cache.memory"
     return "what the model was made for" if fits.model_context == shape.max_context else "model.max_context"
-
-
-def namespace_of(config: EngineConfig, shape: ModelShape, model_id: str, calibration: Calibration | None) -> Namespace:
-    """What the bytes of pages depend on besides tokens. config is resolved; the others are as of `assemble`."""
-    cache = config.cache
-    return Namespace(
-        model=model_id,
-        dtype=config.model.dtype,
-        weights=config.model.weights,
-        codec=f"{cache.codec} sinks {cache.num_sinks}" if cache.num_sinks else cache.codec,
-        calibration=calibration.hash if calibration is not None else "",
-        strict=cache.strict,
-        rope=repr(shape.rope),
-    )
 
 
 def _check_sparse_values(share: float, backend: str, is_on_disk: bool) -> None:
@@ -474,19 +383,6 @@ def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, toke
             f" retain.profile_rows {retain.profile_rows} it must be at least {least}, or the rows that are profiled"
             " together find no room beside a full batch"
         )
-
-
-def _retention(config: EngineConfig, tokenizer: Tokenizer) -> Retention | None:
-    retain = config.retain
-    if not retain.is_on:
-        return None
-    marks = find_marks(tokenizer)
-    budget = None if retain.budget == "off" else retain.budget
-    chain = RANKED
-    if retain.threshold != "off":
-        chain = Chain(retain.threshold, retain.frequent, retain.local, retain.members)
-    first = max(1, config.cache.num_sinks)
-    return Retention(chain, marks.special, marks.punctuation, retain.profile_rows, first, budget)
 
 
 def ops_type(backend: str) -> type[CpuOps] | type[TritonOps] | type[TorchOps]:

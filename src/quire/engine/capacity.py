@@ -6,7 +6,6 @@ batching decoding sequences pays until computing bounds it. Differs from it: bot
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from quire.cache.ledger import PAGE_TOKENS
@@ -67,13 +66,13 @@ def _saturating_rows(engine: Engine) -> tuple[int, float]:
 
 
 def _prefill(engine: Engine, rows: int, trial: int) -> float:
-    begun = time.perf_counter()
+    begun = engine.clock()
     engine.add(
         "measured", None, _prompt(engine, rows, 2 * rows + trial), SamplingParams(max_tokens=1, detokenize=False)
     )
     while engine.has_work:
         engine.step()
-    return time.perf_counter() - begun
+    return engine.clock() - begun
 
 
 def _useful_batch(engine: Engine) -> tuple[int, float]:
@@ -99,14 +98,14 @@ def _decode(engine: Engine, batch: int) -> float | None:
     while engine.has_work:
         is_whole = len(scheduler.running) == batch and not scheduler.waiting
         is_decoding = is_whole and all(each.num_pending == 1 for each in scheduler.running)
-        begun = time.perf_counter()
+        begun = engine.clock()
         engine.step()
         if is_decoding and len(scheduler.running) == batch:
-            times.append(time.perf_counter() - begun)
+            times.append(engine.clock() - begun)
     return sorted(times)[len(times) // 2] if times else None
 
 
 def _prompt(engine: Engine, rows: int, number: int) -> list[int]:
     """Differs from others within its first chunk, so that nothing is found in the cache."""
-    vocab_size = engine.runner.model.shape.vocab_size
+    vocab_size = engine.vocab_size
     return [(number * PAGE_TOKENS + 7919 * each + number) % vocab_size for each in range(rows)]

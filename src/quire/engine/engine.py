@@ -27,7 +27,7 @@ from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import Counters, Sampled, Scheduler
-from quire.engine.step import NO_TOKEN, Guide, Result, Step, Wait
+from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
 from quire.errors import QuireError, RequestError
 from quire.stores.tiers import Tiers
 
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: LocalRunner,
+        runner: Runner,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         *,
@@ -71,7 +71,7 @@ class Engine:
         context_limit: str = "model.max_context",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.runner = runner
+        self._runner = runner
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_context = max_context
@@ -89,15 +89,24 @@ class Engine:
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
 
     @property
+    def runner(self) -> LocalRunner:
+        """The runner of an engine that has a model."""
+        assert isinstance(self._runner, LocalRunner), "a simulated engine has no model"
+        return self._runner
+
+    @property
+    def vocab_size(self) -> int:
+        """Valid token ids are below it."""
+        return self._runner.vocab_size
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._requests)
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams, hints: CacheHints = NO_HINTS) -> None:
         """Raises RequestError, naming the value and the limit, if a request can never run."""
-        limits = Limits(
-            self.runner.model.shape.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue
-        )
+        limits = Limits(self._runner.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue)
         limits.check(prompt_ids, params)
         if hints.cache_pin:
             self._check_pin(len(prompt_ids), hints.pin_tier)
@@ -175,7 +184,7 @@ class Engine:
             step.sleep(WAIT_SECONDS)
             return []
         begun = self.clock()
-        result = self.runner.run(step)
+        result = self._runner.run(step)
         self.moving.note(step, self.clock() - begun)
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
@@ -210,7 +219,7 @@ class Engine:
         Nothing of it stays.
         """
         num_tokens = min(MEASURED_TOKENS, self.max_context - 2)
-        vocab_size = self.runner.model.shape.vocab_size
+        vocab_size = self.vocab_size
         with self.leaving_nothing():
             for index in range(2):  # the first one also warms up
                 self.scheduler.manager.fetching.costs.forget_prefill()
@@ -278,7 +287,7 @@ class Engine:
         """Proves that nothing is leaked: scheduler, manager, table, ledger."""
         self.scheduler.check()
         assert self._requests or not self._answers, "answers of finished requests are kept"
-        self.runner.check(self.scheduler.begun)
+        self._runner.check(self.scheduler.begun)
 
     def _check_pin(self, num_tokens: int, tier: str) -> None:
         manager = self.scheduler.manager

@@ -57,7 +57,7 @@ def read_continuation(engine: Engine, tokens: Sequence[int], prompt_tokens: int)
     request lives until the generator is closed or resumed after the last of them.
     """
     assert engine.runner.observer is None and not engine.has_work, "an engine that evaluates does nothing else"
-    sampler, forced = engine.runner.sampler, _Forced(tokens[prompt_tokens:], engine.runner.model.shape.vocab_size)
+    sampler, forced = engine.runner.sampler, _Forced(tokens[prompt_tokens:], engine.vocab_size)
     engine.runner.sampler, engine.runner.observer = forced, lambda *_: None
     params = SamplingParams(
         max_tokens=len(forced.token_ids), temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0

@@ -90,6 +90,11 @@ class LocalRunner:
         self._histories: list[SampleRow] = []
         self._sampling: list[SampleRow] = []
 
+    @property
+    def vocab_size(self) -> int:
+        """See Runner."""
+        return self.model.shape.vocab_size
+
     @torch.inference_mode()
     def run(self, step: Step) -> Result:
         """See Runner."""

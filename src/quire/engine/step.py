@@ -166,6 +166,15 @@ class Guide(Protocol):
 class Runner(Protocol):
     """Computes steps in the order of their creation."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Valid token ids are below it."""
+        ...
+
     def run(self, step: Step) -> Result:
         """Computes a step."""
+        ...
+
+    def check(self, live: set[int]) -> None:
+        """Proves that it remembers only sequences in `live`, by id."""
         ...

@@ -12,7 +12,8 @@ import torch
 from quire.cache.codecs import CODECS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
-from quire.engine.build import TOKEN_BUDGET, sealed_pages
+from quire.engine.build import TOKEN_BUDGET
+from quire.engine.control import sealed_pages
 from quire.engine.machine import device_type_of, processor_name, usable_cores
 from quire.engine.sizes import page_counts
 from quire.kernels import runtime
