@@ -20,7 +20,7 @@ from pathlib import Path
 LAYERS = (
     "version", "errors", "interrupt", "collecting", "folders", "cache.codecs", "habits", "arguments", "options",
     "config", "kernels", "models", "cache", "stores", "attention", "offload", "engine", "planning", "calibrate",
-    "check", "load", "importing", "engine_thread", "llm", "async_prefixes", "async_llm", "cluster", "evaluation",
+    "check", "load", "importing", "engine_thread", "llm", "async_prefixes", "async_llm", "cluster", "simulation", "evaluation",
     "server", "cli", "__main__",
 )  # fmt: skip
 

@@ -159,6 +159,11 @@ class Pages:
             self._fill(layer, at, extent)
             yield extent.data
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages and of their positions."""
+        return run_bytes(self._table, self.run)
+
     def release(self) -> None:
         """Ends the hold: the bytes are copied, or not needed."""
         self._table.ledger.release(self._held)

@@ -35,6 +35,11 @@ class Cargo:
                 self.num_bytes += len(extent)
                 yield extent
 
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes of the pages of each run: all but headers."""
+        return [each.num_bytes for each in self._pages]
+
     def done(self) -> None:
         """Ends the holds."""
         self._let_go(self._pages)

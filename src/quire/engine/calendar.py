@@ -16,8 +16,13 @@ def imagined_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]
     """Stand-ins for the tokens that a model would sample for positions [start, start + count). They are negative, so
     in no vocabulary, and differ between sequences.
     """
-    first = _LEAST_TOKEN + sequence.sequence_id * 1_000_003 % (-_LEAST_TOKEN - _MOST_POSITIONS)
-    return range(first + start, first + start + count)
+    first = imagined_token(sequence.sequence_id, start)
+    return range(first, first + count)
+
+
+def imagined_token(sequence_id: int, position: int) -> int:
+    """The stand-in for one token; see `imagined_tokens`."""
+    return _LEAST_TOKEN + sequence_id * 1_000_003 % (-_LEAST_TOKEN - _MOST_POSITIONS) + position
 
 
 class Calendar:

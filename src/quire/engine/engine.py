@@ -49,6 +49,7 @@ class Engine:
     proves the other invariants.
 
     namespace      what must be equal, besides a salt, for two requests to share pages
+    any_runner     computes steps; with a model it is `runner`
     tiers          stores of the cache, which end with the engine; None: there are none
     offloaded      counters of what is on the disk instead of in memory; None: nothing is
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
@@ -71,7 +72,7 @@ class Engine:
         context_limit: str = "model.max_context",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._runner = runner
+        self.any_runner = runner
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_context = max_context
@@ -91,13 +92,13 @@ class Engine:
     @property
     def runner(self) -> LocalRunner:
         """The runner of an engine that has a model."""
-        assert isinstance(self._runner, LocalRunner), "a simulated engine has no model"
-        return self._runner
+        assert isinstance(self.any_runner, LocalRunner), "a simulated engine has no model"
+        return self.any_runner
 
     @property
     def vocab_size(self) -> int:
         """Valid token ids are below it."""
-        return self._runner.vocab_size
+        return self.any_runner.vocab_size
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +107,7 @@ class Engine:
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams, hints: CacheHints = NO_HINTS) -> None:
         """Raises RequestError, naming the value and the limit, if a request can never run."""
-        limits = Limits(self._runner.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue)
+        limits = Limits(self.any_runner.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue)
         limits.check(prompt_ids, params)
         if hints.cache_pin:
             self._check_pin(len(prompt_ids), hints.pin_tier)
@@ -184,7 +185,7 @@ class Engine:
             step.sleep(WAIT_SECONDS)
             return []
         begun = self.clock()
-        result = self._runner.run(step)
+        result = self.any_runner.run(step)
         self.moving.note(step, self.clock() - begun)
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
@@ -287,7 +288,7 @@ class Engine:
         """Proves that nothing is leaked: scheduler, manager, table, ledger."""
         self.scheduler.check()
         assert self._requests or not self._answers, "answers of finished requests are kept"
-        self._runner.check(self.scheduler.begun)
+        self.any_runner.check(self.scheduler.begun)
 
     def _check_pin(self, num_tokens: int, tier: str) -> None:
         manager = self.scheduler.manager

@@ -1,0 +1,101 @@
+"""The work of a step, from its slices: the features of a latency model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.planning.latency import StepWork
+
+if TYPE_CHECKING:
+    from quire.engine.step import Slice, Step
+
+Shared = tuple[tuple[int, int], ...]
+
+NOTHING: Shared = ()
+
+
+def work_of(step: Step, window: int | None = None) -> StepWork:
+    """What a step computes.
+
+    A slice of several rows is a prompt's, and so is the single row that ends a prompt. All others decode, drafts too.
+    With retention a decoding sequence attends to at most 64 tokens in each chunk that it keeps. Heads that keep less
+    than its longest head attend to less, which a fit shares out among all tokens.
+
+    window  tokens that a row attends to at most; None: all
+    """
+    return WorkMeter(window).of(step)
+
+
+class WorkMeter:
+    """Counts the work of consecutive steps. A step whose rows are those of the step before, one token later, costs
+    nothing but a sum. It sees every step before the step is committed.
+
+    window  see `work_of`
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self._last = StepWork()
+        self._first = -2
+        self._dropped: list[int] = []
+        self._shared: list[Shared] = []
+
+    def of(self, step: Step) -> StepWork:
+        """The work of a step."""
+        first = int(step.positions[0])
+        is_next = first == self._first + 1 and len(self._dropped) == len(step.slices)
+        found = self._moved(step.slices, step.moved) if step.moved is not None and is_next else None
+        self._first = first
+        if found is None:
+            found = self._count(step.slices)
+        self._last = found
+        return found
+
+    def _moved(self, slices: Sequence[Slice], moved: Sequence[int]) -> StepWork | None:
+        """The work of the last step's rows one token later; None if they must be counted again."""
+        last = self._last
+        if self.window is not None or last.prompt_rows:
+            return None
+        grown = last.decode_rows
+        for index in moved:
+            piece = slices[index]
+            if piece.shared != self._shared[index]:
+                return None
+            grown -= (piece.num_dropped - self._dropped[index]) * PAGE_TOKENS
+            self._dropped[index] = piece.num_dropped
+        return StepWork(0, 0.0, last.decode_rows, last.context + grown, last.unique + grown, 0)
+
+    def _count(self, slices: Sequence[Slice]) -> StepWork:
+        most = math.inf if self.window is None else self.window
+        prompts = [piece for piece in slices if piece.num_rows > 1 or piece.reads_all]
+        decodes = [piece for piece in slices if not (piece.num_rows > 1 or piece.reads_all)] if prompts else slices
+        pairs = sum(piece.num_rows * min(piece.start + piece.num_rows / 2, most) for piece in prompts)
+        self._dropped, self._shared = [piece.num_dropped for piece in slices], [piece.shared for piece in slices]
+        # Retention has packed the tokens that are left into the chunks that are left.
+        contexts = [piece.start + 1 - piece.num_dropped * PAGE_TOKENS for piece in decodes]
+        if self.window is not None:
+            contexts = [min(context, self.window) for context in contexts]
+        common = _common([piece.shared for piece in decodes], contexts) if any(self._shared) else 0
+        context = sum(contexts)
+        num_rows = sum(piece.num_rows for piece in prompts)
+        return StepWork(num_rows, float(pairs), len(decodes), float(context), float(context - common), len(prompts))
+
+
+def _common(paths: Sequence[Shared], contexts: Sequence[int]) -> int:
+    """Tokens of a row's context that the row before it attends to as well, summed over all rows. Equal beginnings are
+    neighbours.
+    """
+    found, before = 0, NOTHING
+    for shared, context in zip(paths, contexts, strict=True):
+        num_chunks = 0
+        for (number, count), (other, limit) in zip(before, shared, strict=False):
+            if number != other:
+                break
+            num_chunks += count if count < limit else limit
+        before = shared
+        num_tokens = num_chunks * PAGE_TOKENS
+        found += num_tokens if num_tokens < context else context
+    return found

@@ -1,0 +1,284 @@
+"""One simulated engine: the real `Engine` with a runner that takes time instead of computing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.retention.decisions import Decided, Retention
+from quire.cache.retention.policies import keep_on
+from quire.cache.retention.retainer import Retainer
+from quire.config import EngineConfig
+from quire.engine.answers import Detokenizer
+from quire.engine.calendar import imagined_token
+from quire.engine.calibration import Calibration
+from quire.engine.control import Formats, formats_of, namespace_of, retention_of, scheduler_of
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+from quire.engine.sizes import Sizes
+from quire.engine.step import Result, Slice, Step
+from quire.engine_thread import ROOM_SECONDS
+from quire.models.marks import Marks
+from quire.models.shape import ModelShape
+from quire.planning.latency import Latency, Link
+from quire.planning.work import WorkMeter
+from quire.simulation.arrivals import Arrivals, Disk
+from quire.simulation.events import Events, StepClock
+from quire.simulation.table import PagesOnly
+from quire.stores.tiers import Tier, Tiers
+
+NO_MARKS = Marks((), frozenset())
+"""Imagined tokens have no meaning. Retention keeps the first ones as special in any case."""
+
+
+class NoText:
+    """A tokenizer for requests without text."""
+
+    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
+        """Nothing."""
+        return ""
+
+    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> Detokenizer:
+        """Never called: requests are not detokenized."""
+        raise AssertionError("a simulated request has no text")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine is simulated from.
+
+    config    resolved: without automatic values
+    sizes     what fits under it
+    latency   of its steps
+    policies  uint8 [L, H], what heads keep with a threshold: the same in every request; None without one
+    model_id  the checkpoint's fingerprint
+    """
+
+    shape: ModelShape
+    config: EngineConfig
+    sizes: Sizes
+    latency: Latency
+    calibration: Calibration | None = None
+    policies: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    model_id: str = ""
+
+    @property
+    def formats(self) -> Formats:
+        """Of the cache's chunks."""
+        return formats_of(self.config, self.shape, self.calibration)
+
+
+class SimulatedRunner:
+    """A `Runner` whose steps take the time of a latency model. Its tokens are imagined.
+
+    clock     of the engine
+    arrivals  of chunks; None: nothing is fetched
+    decide    what retention keeps of a prompt, by a slice that ends it; None without retention
+    num_out   steps outside of the range for which the latency model has been measured
+    """
+
+    def __init__(
+        self, latency: Latency, clock: StepClock, vocab_size: int, decide: Callable[[Slice], Decided] | None = None
+    ) -> None:
+        self.latency, self.clock, self.decide = latency, clock, decide
+        self.num_out = 0
+        self.arrivals: Arrivals | None = None
+        self._vocab_size = vocab_size
+        self._meter = WorkMeter()
+
+    @property
+    def vocab_size(self) -> int:
+        """See Runner."""
+        return self._vocab_size
+
+    def run(self, step: Step) -> Result:
+        """Lets the time of the step pass."""
+        work = self._meter.of(step)
+        seconds = self.latency.seconds(work)
+        if step.ready is not None:  # its layers follow chunks in transfer
+            assert self.arrivals is not None
+            seconds = max(seconds, self.arrivals.last(step.ready) - self.clock())
+        self.num_out += not self.latency.covers(work)
+        self.clock.spend(seconds)
+        if step.ready is not None and self.arrivals is not None:
+            self.arrivals.finish(step.ready)
+        result = Result()
+        for index, piece in enumerate(step.slices):
+            if piece.samples:
+                result.token_ids.append(imagined_token(piece.sequence_id, piece.start + piece.num_rows))
+            if piece.decides:
+                assert self.decide is not None, "a prompt is to be decided on without retention"
+                result.decided[index] = self.decide(piece)
+        return result
+
+    def check(self, live: set[int]) -> None:
+        """See Runner: it remembers nothing."""
+
+
+class Changed:
+    """Stands for the condition on which an engine waits for chunks in transfer: it notes the wait, and does not."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.wake: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        """The engine would wait for `seconds` at most."""
+        self.seconds = seconds
+
+    def notify_all(self) -> None:
+        """Ends a wait."""
+        self.wake()
+
+
+EngineOf = Callable[[StepClock, Arrivals, Tiers | None], Engine]
+"""Makes an engine on a clock, with stores."""
+
+StoresOf = Callable[[Events, Arrivals], Sequence[Tier]]
+"""Makes the stores of an engine, nearest first."""
+
+
+def no_stores(events: Events, arrivals: Arrivals) -> Sequence[Tier]:
+    """Nothing beside the arena."""
+    return ()
+
+
+def disk_of(cap: int, link: Link) -> StoresOf:
+    """A disk of `cap` bytes. link: of reads."""
+    return lambda events, arrivals: [Disk("disk", cap, link, events, arrivals)]
+
+
+def with_stores(engine_of: EngineOf, clock: StepClock, arrivals: Arrivals, tiers: Sequence[Tier]) -> Engine:
+    """An engine over these stores."""
+    engine = engine_of(clock, arrivals, Tiers(tiers) if tiers else None)
+    fetching = engine.scheduler.manager.fetching
+    for tier in tiers:
+        if isinstance(tier, Disk):
+            tier.table = fetching.table  # type: ignore[assignment]
+    if tiers and (speed := Tiers(tiers).measure()) is not None:
+        fetching.costs.speed = speed
+    return engine
+
+
+def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers | None = None) -> Engine:
+    """An engine without a model."""
+    config, shape, formats = plan.config, plan.shape, plan.formats
+    ledger = PageLedger(plan.sizes.cache_bytes, plan.sizes.arena.slab_bytes)
+    table = PagesOnly(ledger, (shape.num_layers, shape.num_kv_heads), formats)
+    scheduler = scheduler_of(config, table, retention_of(config, lambda: NO_MARKS), tiers, arrivals.clock)
+    manager = scheduler.manager
+    decide = None
+    if isinstance(manager.retention, Retainer):
+        decide = partial(_decided, manager.retention.retention, plan.policies, table.shape)
+    runner = SimulatedRunner(plan.latency, clock, shape.vocab_size, decide)
+    runner.arrivals = arrivals
+    namespace = namespace_of(config, shape, plan.model_id, plan.calibration)
+    limit = "what fits cache.memory" if plan.sizes.max_context < plan.sizes.model_context else "model.max_context"
+    return Engine(
+        runner, NoText(), scheduler, max_context=plan.sizes.max_context, eos_token_ids=(), namespace=namespace,
+        tiers=tiers, context_limit=limit, clock=clock,
+    )  # fmt: skip
+
+
+def _decided(
+    retention: Retention, policies: np.ndarray[Any, np.dtype[np.uint8]] | None, shape: tuple[int, int], piece: Slice
+) -> Decided:
+    """What heads keep of the prompt that a slice ends, if all its tokens get the same attention."""
+    n = piece.start + piece.num_rows
+    nothing = np.zeros((*shape, n), np.float32)
+    if retention.budget is not None:
+        return retention.decide([-1] * n, nothing, None)
+    assert policies is not None, "a threshold needs policies"
+    positions = np.broadcast_to(np.arange(n, dtype=np.int32), nothing.shape)
+    kept = keep_on(retention.chain, policies, positions, retention.marks([-1] * n), nothing, n, n)
+    kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True
+    return Decided(policies, kept, np.ones((*shape, retention.chain.full + 1)), retention.chain)
+
+
+class EngineLoop:
+    """Commands and steps of an engine, in the order of `EngineThread`, as events.
+
+    has_stepped  is told the outputs of each step at its end, and after commands
+    busy         seconds of all steps
+    num_steps    steps that took time
+    """
+
+    def __init__(
+        self, events: Events, engine: Engine, clock: StepClock, has_stepped: Callable[[list[RequestOutput]], None]
+    ) -> None:
+        self.engine = engine
+        self._events, self._clock, self._has_stepped = events, clock, has_stepped
+        self._commands: deque[Callable[[], object]] = deque()
+        self._is_busy = self._is_waiting = False
+        self.busy, self.num_steps = 0.0, 0
+        self._turn_at = float("inf")  # of the next turn; later ones were called off
+        self.changed = Changed()
+        self.changed.wake = self._has_arrived
+        engine.scheduler.manager.fetching.changed = self.changed  # type: ignore[assignment]
+
+    @property
+    def num_out(self) -> int:
+        """Steps outside of what the latency model is known for."""
+        runner = self.engine.any_runner
+        return runner.num_out if isinstance(runner, SimulatedRunner) else 0
+
+    def submit(self, command: Callable[[], object]) -> None:
+        """Runs a command between two steps."""
+        self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_busy:
+            self._is_waiting = False
+            self._plan(self._events.now)
+
+    def _has_arrived(self) -> None:
+        if self._is_waiting:
+            self._wake()
+
+    def _plan(self, time: float) -> None:
+        if time < self._turn_at:
+            self._turn_at = time
+            self._events.at(time, partial(self._turn, time))
+
+    def _turn(self, planned: float) -> None:
+        if self._is_busy or planned != self._turn_at:
+            return
+        self._turn_at, self._is_busy = float("inf"), True
+        while self._commands:
+            self._commands.popleft()()
+        outputs = self.engine.step()
+        seconds = self._clock() - self._events.now
+        self.busy += seconds
+        self.num_steps += seconds > 0
+        self._events.after(seconds, partial(self._end, outputs))
+
+    def _end(self, outputs: list[RequestOutput]) -> None:
+        self._is_busy = False
+        self._has_stepped(outputs)
+        now, engine = self._events.now, self.engine
+        waited, self.changed.seconds = self.changed.seconds, None
+        self._is_waiting = waited is not None
+        if self._commands:
+            self._plan(now)
+        elif not engine.has_work:
+            assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
+            if (seconds := engine.idle()) is not None:
+                self._plan(now + seconds)
+        elif engine.lacks_room:
+            self._plan(now + ROOM_SECONDS)
+        else:
+            self._plan(now if waited is None else now + waited)

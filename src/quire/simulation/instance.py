@@ -1,0 +1,177 @@
+"""A simulated instance of a cluster: the real agent and desk around a simulated engine, on links that take time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.bodies import Extents, Ready
+from quire.cluster.cargo import Cargo
+from quire.cluster.desk import Desk, Notice
+from quire.cluster.neighbours import Neighbours, Pull
+from quire.engine.capacity import Capacity
+from quire.engine.outputs import RequestOutput
+from quire.planning.latency import Link
+from quire.simulation.arrivals import Arrivals
+from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
+from quire.simulation.events import Events, StepClock
+from quire.stores.seal import SECRET_BYTES, Seal
+
+SEAL = Seal(bytes(SECRET_BYTES))
+
+
+class Hearer(Protocol):
+    """Whoever gets messages."""
+
+    def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
+        """A message has come."""
+        ...
+
+
+@dataclass(eq=False)
+class Network:
+    """Messages between processes, and caches that travel: those from one instance to another follow one another.
+
+    hop    seconds of a message
+    bulk   how fast caches travel
+    """
+
+    events: Events
+    hop: float
+    bulk: Link
+    hearers: dict[str, Hearer] = field(default_factory=dict)
+    bytes_sent: int = 0
+    _free_at: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def send(self, sender: str, to: str, message: Any) -> None:
+        """Sends a message."""
+        self.events.after(self.hop, partial(self._deliver, sender, to, message))
+
+    def carry(self, sender: str, to: str, message: Extents, cargo: Cargo) -> None:
+        """Sends pages, layer by layer, and then the message that they have come."""
+        receiver, sizes = self.hearers[to], cargo.page_bytes
+        assert isinstance(receiver, SimulatedInstance), "pages go to instances"
+        begun = max(self.events.now + self.bulk.latency, self._free_at.get((sender, to), 0.0))
+        seconds = sum(sizes) / self.bulk.bytes_per_second
+        self._free_at[sender, to] = end = begun + seconds
+        self.bytes_sent += sum(sizes)
+        receiver.expect(message.pull, begun, seconds, cargo)
+        self.events.at(end, cargo.done)
+        self.events.at(end, partial(self._deliver, sender, to, message))
+
+    def _deliver(self, sender: str, to: str, message: Any) -> None:
+        self.hearers[to].receive(sender, message, iter(()))
+
+
+class Parted(Neighbours):
+    """Neighbours whose extents were noted layer by layer before the message about them comes."""
+
+    def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
+        """They were whole."""
+        return True
+
+
+class _Links:
+    """What an agent asks of its links."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        self._network, self._name = network, name
+
+    def send(self, to: str, message: Any, bulk: Cargo | None = None) -> bool:
+        if bulk is None:
+            self._network.send(self._name, to, message)
+        else:
+            self._network.carry(self._name, to, message, bulk)
+        return True
+
+    def learn(self, name: str, address: str) -> None:
+        """Everybody is known."""
+
+    def forget(self, name: str) -> None:
+        """Nobody is."""
+
+
+class SimulatedInstance:
+    """An engine, a desk and an agent.
+
+    stores_of  makes its stores beside those of all instances
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        role: str,
+        engine_of: EngineOf,
+        capacity: Capacity,
+        *,
+        stores_of: StoresOf = no_stores,
+        timeout: float = 60.0,
+    ) -> None:
+        self.name, self.role = name, role
+        self._events = events = network.events
+        self.arrivals = Arrivals(events)
+        self.neighbours = Parted(SEAL)
+        clock = StepClock(events)
+        stores = [*stores_of(events, self.arrivals), self.neighbours]
+        self.engine = engine = with_stores(engine_of, clock, self.arrivals, stores)
+        if role == "prefill":
+            engine.scheduler.prompt_rows = capacity.prompt_rows
+        self.loop = EngineLoop(events, engine, clock, self._has_stepped)
+        self._agent = Agent(
+            name, _Links(network, name), self.neighbours, self.loop.submit,  # type: ignore[arg-type]
+            Deadlines.within(timeout), clock=lambda: events.now,
+        )  # fmt: skip
+        self._desk = Desk(engine, self.neighbours, SEAL, self._notice, self.loop.submit)
+        self.ready = Ready(
+            name, "", capacity.prompt_rows, capacity.batch, engine.max_context, engine.context_limit,
+            capacity.seconds_per_row, capacity.seconds_per_step,
+            cache_bytes=engine.scheduler.manager.stats()["bytes_total"], namespace=engine.namespace,
+        )  # fmt: skip
+        self._timer = math.inf
+        network.hearers[name] = self
+        self._agent.begin(self._desk)
+        self._plan()
+
+    def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
+        """See Hearer."""
+        self._agent.receive(sender, message, extents)
+        self._turn()
+
+    def expect(self, number: int, begun: float, seconds: float, cargo: Cargo) -> None:
+        """The pages of a pull are on their way, for some seconds."""
+        pull = self.neighbours.find_pull(number)
+        if pull is not None:
+            count = len(pull.transfer.ready)
+            times = [begun + seconds * (layer + 1) / count for layer in range(count)]
+            self.arrivals.bring(pull.transfer, times, self.unload(pull, cargo))
+
+    def unload(self, pull: Pull, cargo: Cargo) -> Callable[[int], None]:
+        """What happens when a layer arrives."""
+        of_layer = [size // len(pull.transfer.ready) for size in cargo.page_bytes]
+        return lambda layer: self.neighbours.note_layer(pull, layer, of_layer)
+
+    def _has_stepped(self, outputs: list[RequestOutput]) -> None:
+        self._desk.has_stepped(outputs)
+
+    def _notice(self, notices: list[Notice]) -> None:
+        self._agent.notice(notices)
+        self._turn()
+
+    def _turn(self) -> None:
+        self._agent.turn(0.0)
+        self._plan()
+
+    def _plan(self) -> None:
+        if (due := self._agent.next_timer) < self._timer:
+            self._timer = due
+            self._events.at(due, partial(self._tick, due))
+
+    def _tick(self, planned: float) -> None:
+        if planned == self._timer:
+            self._timer = math.inf
+            self._turn()

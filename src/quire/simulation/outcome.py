@@ -1,0 +1,120 @@
+"""What came of a load: times of requests, and the shares of them that meet their targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+STAGES = ("queue", "prefill", "transfer", "decode")
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Latency targets.
+
+    ttft        most seconds to the first token
+    tpot        most seconds per token after it, on average over a request
+    attainment  share of requests that should meet both
+    """
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+    attainment: float = 0.9
+
+    def scaled(self, scale: float) -> Slo:
+        """Both targets times `scale`: smaller is tighter."""
+        return Slo(self.ttft * scale, self.tpot * scale, self.attainment)
+
+
+@dataclass(frozen=True)
+class Used:
+    """What an instance did.
+
+    busy       seconds of steps
+    num_steps  steps
+    num_out    steps outside of the range that its latency model is known for
+    counters   of its engine, and of its tiers
+    """
+
+    name: str
+    role: str
+    busy: float
+    num_steps: int
+    num_out: int
+    counters: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Requests by index, in the order of the workload. Times in seconds since the beginning.
+
+    arrived     when each came
+    first       its first token; inf if it failed
+    last        its last token; inf if it failed
+    num_out     tokens of its answer
+    num_in      tokens of its prompt
+    num_cached  prompt tokens that were cached
+    by_tier     the same by tier
+    stages      seconds of each stage by name; nan where unknown
+    used        instances
+    seconds     until the last token of all
+    """
+
+    arrived: Floats
+    first: Floats
+    last: Floats
+    num_out: Ints
+    num_in: Ints
+    num_cached: Ints
+    by_tier: Mapping[str, Ints]
+    stages: Mapping[str, Floats]
+    used: tuple[Used, ...]
+    seconds: float
+
+    @property
+    def ttft(self) -> Floats:
+        """Seconds to the first token (DistServe, section 2.1)."""
+        return self.first - self.arrived
+
+    @property
+    def tpot(self) -> Floats:
+        """Seconds per token after the first one; 0 for answers of one token."""
+        with np.errstate(invalid="ignore"):
+            found = (self.last - self.first) / np.maximum(1, self.num_out - 1)
+        return np.where(np.isfinite(self.last), found, np.inf)
+
+    def met(self, slo: Slo) -> NDArray[np.bool_]:
+        """Which requests meet both targets. Those that failed meet none."""
+        return np.asarray((self.ttft <= slo.ttft) & (self.tpot <= slo.tpot))
+
+    def attainment(self, slo: Slo) -> float:
+        """Share of requests that meet both targets: jointly, not the smaller one of two shares."""
+        return float(self.met(slo).mean()) if len(self.arrived) else math.nan
+
+    @property
+    def num_failed(self) -> int:
+        """Requests without an answer."""
+        return int((~np.isfinite(self.last)).sum())
+
+    @property
+    def hit_rate(self) -> dict[str, float]:
+        """Share of the prompts' tokens that came from each tier."""
+        total = max(1, int(self.num_in.sum()))
+        return {tier: float(counts.sum() / total) for tier, counts in self.by_tier.items()}
+
+    def utilisation(self) -> dict[str, float]:
+        """Share of the time in which each instance computed."""
+        return {each.name: each.busy / self.seconds if self.seconds else 0.0 for each in self.used}
+
+    def shares(self) -> dict[str, float]:
+        """Share of the latency of answered requests in each stage."""
+        sums = {name: float(np.nansum(seconds)) for name, seconds in self.stages.items()}
+        total = sum(sums.values())
+        return {name: seconds / total if total else 0.0 for name, seconds in sums.items()}
