@@ -1,0 +1,385 @@
+"""How long a step takes on hardware that is not here: a roofline of a model's layers on a device.
+
+A layer multiplies all rows with its matrices, attends, and with tensor parallelism adds up twice what its GPUs have
+found. Products take their operations or their reads of weights, whichever is longer, and `exposed` of the other one.
+Attention takes the longer of its operations and its reads of the cache. Launches come on top. The output head
+multiplies the rows that are sampled.
+
+Tensor parallelism divides products, attention and cache by `tp`; each all-reduce is a ring.
+
+Pipeline parallelism divides the layers into `pp` stages. Prompts pass one stage after the other, and the next step may
+begin when the widest stage is free. Decoding sequences are divided into as many micro-batches as there are stages. Each
+stage computes another micro-batch at the same time, and a micro-batch begins again when it has left the last stage. A
+decode step is one way of a micro-batch through all layers, in which every sequence gets a token. If stages differ, the
+micro-batches wait for the widest. A step with both is divided likewise, prompts included, and ends when the last
+micro-batch has left the pipeline, which had to fill.
+
+It knows neither kernels nor the scheduler. What kernels reach of a device's peaks is `Efficiency`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError
+from quire.offload.records import above
+from quire.planning.devices import Device
+from quire.planning.latency import Link, Origin, StepWork
+
+if TYPE_CHECKING:
+    from quire.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """A model in numbers.
+
+    layers    number of layers
+    hidden    width of its rows
+    ffn       width of the inner layer
+    heads     query heads
+    kv_heads  key heads, as many as value heads
+    head_dim  channels of a head
+    vocab     tokens of the vocabulary
+    params    elements of all tensors
+    gated     whether the inner layer has a gate, a third matrix
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    params: int
+    gated: bool
+
+    @property
+    def layer_params(self) -> int:
+        """Elements of the matrices of a layer."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        return attention + (3 if self.gated else 2) * self.ffn * self.hidden
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a query and a token that it attends to, over all layers and heads."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    def kv_bytes(self, bits: float = 16.0) -> float:
+        """Bytes of a token's keys and values over all layers.
+
+        bits  of a number as it is cached: those of the dtype, or what a codec needs with all it stores
+        """
+        return 2 * self.layers * self.kv_heads * self.head_dim * bits / 8
+
+    @classmethod
+    def from_shape(cls, shape: ModelShape) -> ModelNumbers:
+        """The numbers of a checkpoint."""
+        return cls(
+            layers=shape.num_layers,
+            hidden=shape.hidden_size,
+            ffn=shape.ffn_size,
+            heads=shape.num_q_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab=shape.vocab_size,
+            params=shape.num_parameters,
+            gated=shape.architecture != "opt",
+        )
+
+
+MODELS = {
+    "opt-13b": ModelNumbers(40, 5120, 20480, 40, 40, 128, 50272, 12_853_473_280, gated=False),
+    "opt-66b": ModelNumbers(64, 9216, 36864, 72, 72, 128, 50272, 65_719_701_504, gated=False),
+    "opt-175b": ModelNumbers(96, 12288, 49152, 96, 96, 128, 50272, 174_604_468_224, gated=False),
+    "llama-2-7b": ModelNumbers(32, 4096, 11008, 32, 32, 128, 32000, 6_738_415_616, gated=True),
+    "llama-3-8b": ModelNumbers(32, 4096, 14336, 32, 8, 128, 128256, 8_030_261_248, gated=True),
+}
+"""Models by name."""
+
+
+def model_named(name: str) -> ModelNumbers:
+    """A model of MODELS. Raises ConfigError that lists them."""
+    found = MODELS.get(name.lower())
+    if found is None:
+        raise ConfigError(f"model {name!r} has no numbers here; those with numbers are {', '.join(MODELS)}")
+    return found
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What kernels reach of a device, as shares of its peaks, and what comes on top.
+
+    products   of the operations, in products with weights
+    attention  of the operations, in attention
+    memory     of the bandwidth, reading weights
+    cache      of the bandwidth, reading the cache
+    exposed    share of the shorter one of operations and reads that products do not hide behind the longer one
+    launch     seconds a layer: kernels that start, norms, activations
+    network    of the bandwidth between GPUs
+    hop        seconds from one GPU to the next, beside the bytes
+
+    The defaults are those of DistServe's engine on A100 GPUs with 80 GB, from its published latencies of OPT-13B
+    (`quire.planning.paper`): prompts of 64 to 2,048 tokens, and 1 to 256 sequences with contexts of 128 to 1,024 tokens
+    as far as they fit. `attention` is their quadratic term; `memory` is set, because these latencies hardly tell reads
+    of weights from launches; `products`, `cache`, `exposed` and `launch` are fitted to one GPU, and `network` and `hop`
+    to two and four. Predicted against published seconds, largest deviations:
+
+                     prompts          decoding
+        13B, tp 1    -4 to +2 %       -9 to +15 %      fitted
+        13B, tp 2    -15 to -5 %      -16 to +2 %      network and hop fitted
+        13B, tp 4    -4 to +16 %      -16 to +13 %     network and hop fitted
+        66B, tp 2    -2 to +4 %       -5 to +5 %       predicted
+        66B, tp 3    +1 to +8 %       -1 to +20 %      predicted
+        66B, tp 4    +3 to +15 %      0 to +19 %       predicted
+        66B, tp 8    +4 to +13 %      -24 to +29 %     predicted
+
+    Other engines do better: attention kernels that keep scores on the chip reach two to three times that share, and
+    recorded launches a fraction of these seconds. Devices with other ratios of operations to bytes have not been tried.
+    """
+
+    products: float = 0.77
+    attention: float = 0.184
+    memory: float = 0.9
+    cache: float = 0.77
+    exposed: float = 0.75
+    launch: float = 145e-6
+    network: float = 0.24
+    hop: float = 4.7e-6
+
+    def __post_init__(self) -> None:
+        for name in ("products", "attention", "memory", "cache", "network"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; a share of a peak is above 0 and at most 1")
+        if not 0 <= self.exposed <= 1:
+            raise ConfigError(f"exposed is {self.exposed!r}; it must lie within 0 and 1")
+        for name in ("launch", "hop"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be seconds of at least 0")
+
+
+IDEAL = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
+"""Peaks alone: no kernel is faster."""
+
+
+@dataclass(frozen=True)
+class AnalyticModel:
+    """The latencies of a model on devices. See Latency.
+
+    model         what is computed
+    device        a GPU of the instance; all are alike
+    tp            GPUs that share each layer
+    pp            stages that share the layers
+    dtype_bytes   bytes of a number of an activation
+    weight_bytes  bytes of all weights as they are stored; 0: `dtype_bytes` each
+    kv_bytes      bytes of a cached token over all layers; 0: of the dtype. See ModelNumbers.kv_bytes
+    kept          share of their context that decoding sequences attend to and that is cached, as retention keeps it
+    usable        share of the memory for weights and cache; the rest is for activations and the driver
+    tp_link       from one GPU of a layer to the next; None: within the node of the device
+    pp_link       from one stage to the next; None: the same
+    efficiency    what kernels reach
+    """
+
+    model: ModelNumbers
+    device: Device
+    tp: int = 1
+    pp: int = 1
+    dtype_bytes: float = 2.0
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    kept: float = 1.0
+    usable: float = 0.9
+    tp_link: Link | None = None
+    pp_link: Link | None = None
+    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def __post_init__(self) -> None:
+        model = self.model
+        if self.tp < 1 or model.heads % self.tp:
+            raise ConfigError(f"tp is {self.tp}; it must divide the {model.heads} heads")
+        if not 1 <= self.pp <= model.layers:
+            raise ConfigError(f"pp is {self.pp}; it must lie between 1 and the number of layers, {model.layers}")
+        for name in ("kept", "usable"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0 and at most 1")
+        above(self.dtype_bytes, "dtype_bytes")
+        above(self.total_bytes, "weight_bytes")
+        above(self.token_bytes, "kv_bytes")
+
+    @property
+    def origin(self) -> Origin:
+        """Nothing is measured on this hardware."""
+        return Origin.MODELLED
+
+    def seconds(self, work: StepWork) -> float:
+        """See Latency."""
+        if not work.decode_rows:
+            return self._through(work, 1)
+        batches = self._batches(work)
+        found = self._through(work, batches) * max(1.0, batches * self._widest)
+        return found * (2 - 1 / batches) if work.prompt_rows else found
+
+    def occupancy(self, work: StepWork) -> float:
+        """See Latency. Prompts leave the first stages before the last one: the widest stage's share of the seconds."""
+        return self.seconds(work) * (1.0 if work.decode_rows else self._widest)
+
+    def quiet(self, work: StepWork, count: int) -> float:
+        """See Latency. Exact: only reads of the cache, or the operations of attention, grow, by the same each step."""
+        assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
+        batches, costs = self._batches(work), self._costs
+        fixed = dataclasses.replace(work, context=0.0, unique=0.0)
+        attended, read = costs.context / batches, costs.unique / batches
+        growing = _sum_of_larger(
+            (attended * work.context, attended * work.decode_rows), (read * work.unique, read * work.decode_rows), count
+        )
+        return (count * self._through(fixed, batches) + growing) * max(1.0, batches * self._widest)
+
+    def covers(self, work: StepWork) -> bool:
+        """See Latency. A formula has no measured range, but a cache has a size."""
+        return work.unique <= self.cache_tokens
+
+    # Memory.
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the instance."""
+        return self.tp * self.pp
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.weight_bytes or self.model.params * self.dtype_bytes
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a cached token over all layers."""
+        return self.kv_bytes or self.model.kv_bytes(8 * self.dtype_bytes)
+
+    @property
+    def gpu_weight_bytes(self) -> float:
+        """Bytes of the weights of a GPU of the widest stage."""
+        return self.total_bytes * self._widest / self.tp
+
+    @property
+    def gpu_cache_bytes(self) -> float:
+        """Bytes of memory that the weights leave the cache on such a GPU; below 0: the weights do not fit."""
+        return self.usable * self.device.memory - self.gpu_weight_bytes
+
+    @property
+    def cache_tokens(self) -> float:
+        """Tokens of contexts that the cache of the instance has room for; those that retention drops count too."""
+        per_gpu = self.token_bytes * self.kept * self._widest / self._kv_parts
+        return max(0.0, self.gpu_cache_bytes) / per_gpu
+
+    def fits(self, num_tokens: float = 1) -> bool:
+        """Whether the weights and a cache of `num_tokens` tokens have room."""
+        return self.cache_tokens >= num_tokens
+
+    def transfer_bytes(self, num_tokens: float) -> float:
+        """Bytes of the cache of a sequence with a context of `num_tokens`."""
+        return num_tokens * self.kept * self.token_bytes
+
+    def transfer_seconds(self, num_tokens: float, link: Link) -> float:
+        """Until that cache has passed a link."""
+        return link.seconds(self.transfer_bytes(num_tokens))
+
+    # Seconds of the parts of a step.
+
+    def _batches(self, work: StepWork) -> int:
+        """Micro-batches of a step with decoding sequences."""
+        return min(self.pp, max(1, work.decode_rows))
+
+    def _through(self, work: StepWork, batches: int) -> float:
+        """Seconds of one of `batches` equal parts of a step through all stages."""
+        assert work.unique > 0 or not work.context, "a step with context needs `unique`"
+        costs, exposed = self._costs, self.efficiency.exposed
+        rows = (work.prompt_rows + work.decode_rows) / batches
+        sampled = (work.num_prompts + work.decode_rows) / batches
+        found = costs.fixed + costs.row * rows
+        for operations, reads in (
+            (costs.product * rows, costs.weights),
+            (costs.head * sampled, costs.head_weights if sampled else 0.0),
+        ):
+            found += max(operations, reads) + exposed * min(operations, reads)
+        attention = max(costs.context * work.context, costs.unique * work.unique)
+        return found + (costs.pair * work.prompt_pairs + attention) / batches
+
+    @cached_property
+    def _widest(self) -> float:
+        """Share of the layers in the widest stage."""
+        return math.ceil(self.model.layers / self.pp) / self.model.layers
+
+    @property
+    def _kv_parts(self) -> int:
+        """GPUs of a stage with different key heads: with more GPUs than heads, some have the same."""
+        return min(self.tp, self.model.kv_heads)
+
+    @cached_property
+    def _costs(self) -> _Costs:
+        model, device, reached, tp = self.model, self.device, self.efficiency, self.tp
+        link = Link(reached.hop, device.between * reached.network)
+        ring, hops = self.tp_link or link, self.pp_link or link
+        products, attention = device.flops * reached.products * tp, device.flops * reached.attention * tp
+        memory = device.bandwidth * reached.memory * tp
+        layers, head = model.layers * model.layer_params, model.hidden * model.vocab
+        weight = self.total_bytes / model.params
+        row_bytes, reduces = model.hidden * self.dtype_bytes, 2 * model.layers
+        # A ring passes each part of a row on 2 (tp - 1) times, a tp-th of its bytes each time.
+        passes = reduces * 2 * (tp - 1)
+        return _Costs(
+            fixed=reached.launch * model.layers + passes * ring.latency + (self.pp - 1) * hops.latency,
+            row=row_bytes * (passes / tp / ring.bytes_per_second + (self.pp - 1) / hops.bytes_per_second),
+            product=2 * layers / products,
+            weights=layers * weight / memory,
+            head=2 * head / products,
+            head_weights=head * weight / memory,
+            pair=model.pair_flops / attention,
+            context=self.kept * model.pair_flops / attention,
+            unique=self.kept * self.token_bytes / (self._kv_parts * device.bandwidth * reached.cache),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Seconds of what a step has, over all layers.
+
+    fixed         launches, and the way of the first byte between GPUs
+    row           a row's bytes between GPUs
+    product       operations of a row's products
+    weights       reads of the weights of all layers
+    head          operations of a sampled row's output head
+    head_weights  reads of its weights
+    pair          operations of a pair of a prompt
+    context       operations of a token of context
+    unique        reads of a distinct one
+    """
+
+    fixed: float
+    row: float
+    product: float
+    weights: float
+    head: float
+    head_weights: float
+    pair: float
+    context: float
+    unique: float
+
+
+def _sum_of_larger(first: tuple[float, float], second: tuple[float, float], count: int) -> float:
+    """Sum over k < count of the larger one of two straight lines in k, (at 0, slope) each."""
+
+    def total(line: tuple[float, float], begin: int, end: int) -> float:
+        number = end - begin
+        return number * line[0] + line[1] * number * (begin + end - 1) / 2
+
+    ahead, change = first[0] - second[0], first[1] - second[1]
+    before, after = (first, second) if ahead > 0 or (ahead == 0 and change > 0) else (second, first)
+    if ahead * change >= 0:
+        return total(before, 0, count)
+    crossing = min(count, math.ceil(-ahead / change))
+    return total(before, 0, crossing) + total(after, crossing, count)
