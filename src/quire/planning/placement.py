@@ -1,0 +1,415 @@
+"""DistServe's placement algorithms: which instances serve a model's requests with the fewest GPUs or machines.
+
+Knows candidates and their rates; the goodput of a candidate and an upper bound of it are callables. An option is what
+is chosen as one: a candidate, or a pair of candidates.
+
+    place_apart  prompts and decoding on different instances that are searched for separately (Algorithm 1)
+    place_pairs  the same, but caches stay within machines: pairs are searched for as one (Algorithm 2)
+    place_mixed  instances that do both
+
+With a wanted rate, each algorithm takes the option with the best goodput per unit and as many of it as reach the rate.
+Without one, it looks for the instances with which the whole cluster serves most.
+
+Source: DistServe, arXiv 2401.09670, section 4. Ours differs: the second form is new; options are tried in the order of
+an upper bound, and those that cannot win are skipped; every option that is not taken has a reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import QuireError
+from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, pairs
+from quire.planning.cluster_file import ClusterSpec
+from quire.planning.goodput import Goodput, Verdict
+from quire.planning.packing import ROUNDING, fit, mix, most, replicas
+from quire.planning.placement_file import Instances, Placement, Predicted, Rejected, Why
+
+NO_ROOM = "the cluster has no room for an instance of each role; plan for mixed instances"
+
+ORDER = "of equals the one with fewer slots, and then with fewer stages, is taken"
+
+
+class PlacementError(QuireError):
+    """No instances serve the requests. The message says what the best of them lacks, and what would help."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The time that a search may take. An option that is being tried when it is over is finished.
+
+    clock  seconds from any beginning
+    """
+
+    seconds: float
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched for, and with what.
+
+    goodput_of  goodput of one instance or pair, in requests/s; of a candidate that only computes prompts or only
+                decodes, with regard to its own latency target
+    rate        wanted requests/s; None: as many as the cluster can serve
+    bound_of    requests/s per unit that an option never exceeds; None: no option is skipped
+    budget      None: no limit. One option of each role is tried in any case
+    progress    called with the number of options that are done, the number of all, and the option that was done last
+    options_of  settings of an instance's engine, by key
+    """
+
+    cluster: ClusterSpec
+    needs: Needs
+    goodput_of: Callable[[Option], Goodput]
+    rate: float | None = None
+    bound_of: Callable[[Option], float] | None = None
+    budget: Budget | None = None
+    progress: Callable[[int, int, Option], None] | None = None
+    options_of: Callable[[Candidate], Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.rate is None or 0 < self.rate < math.inf, f"a rate of {self.rate}"
+
+    def cost(self, option: Option) -> float:
+        """Units that an option takes."""
+        return option.num_slots / self.cluster.slots_of_unit
+
+    def bound(self, option: Option) -> float:
+        """The upper bound of an option's requests/s per unit."""
+        return math.inf if self.bound_of is None else self.bound_of(option)
+
+
+def place(search: Search) -> Placement:
+    """The placement with prompts and decoding apart that suits the network between machines. Raises PlacementError."""
+    return place_apart(search) if search.cluster.is_fast else place_pairs(search)
+
+
+def place_apart(search: Search) -> Placement:
+    """Prompts and decoding on different instances. Raises PlacementError.
+
+    The predicted attainment is the product of both roles': the share if they miss their targets independently.
+    """
+    layers = search.needs.num_layers
+    roles = [candidates(search.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)]
+    walk = _walk(search, roles)
+    if not search.cluster.is_fast:
+        walk.warnings.append(
+            "caches cross a network between machines that is not fast (network.fast), and their time is not part of the"
+            " goodput; pairs keep them within machines"
+        )
+    return walk.placement("apart")
+
+
+def place_pairs(search: Search) -> Placement:
+    """Pairs of an instance for prompts and one that decodes, within machines. Raises PlacementError."""
+    return _walk(search, [pairs(search.cluster, search.needs.num_layers)]).placement("pairs")
+
+
+def place_mixed(search: Search) -> Placement:
+    """Instances that compute prompts and decode. Raises PlacementError."""
+    return _walk(search, [candidates(search.cluster, search.needs.num_layers, Role.MIXED)]).placement("mixed")
+
+
+class _Phase:
+    """The options of which a placement takes one.
+
+    left       not tried, by decreasing upper bound
+    tried      the goodput of the others
+    best       the one with the best goodput per unit; None if no goodput is above 0
+    best_rate  its requests/s per unit; 0 if there is none
+    """
+
+    def __init__(self, search: Search, options: Sequence[Option]) -> None:
+        self.search = search
+        self.bounds = {option: search.bound(option) for option in options}
+        self.left = sorted(options, key=lambda option: (-self.bounds[option], option.order))
+        self.tried: dict[Option, Goodput] = {}
+        self.best: Option | None = None
+        self.best_rate = 0.0
+
+    def try_next(self) -> Option:
+        """Tries the option with the highest bound, and returns it."""
+        option = self.left.pop(0)
+        self.tried[option] = self.search.goodput_of(option)
+        rate = self.rate(option)
+        is_first_equal = rate == self.best_rate and self.best is not None and option.order < self.best.order
+        if rate > self.best_rate or is_first_equal:
+            self.best, self.best_rate = option, rate
+        return option
+
+    def rate(self, option: Option) -> float:
+        """Requests/s per unit of an option that was tried."""
+        return self.tried[option].rate / self.search.cost(option)
+
+    @property
+    def ceiling(self) -> float:
+        """An upper bound of the requests/s per unit of any option."""
+        return max(self.best_rate, self.bounds[self.left[0]] if self.left else 0.0)
+
+
+class _Walk(ABC):
+    """Tries options until none that is left can win, or the time is over.
+
+    Each phase tries its options by decreasing bound. Phases take turns, so that a budget is spent on all of them.
+    """
+
+    def __init__(self, search: Search, roles: Sequence[Sequence[Option]]) -> None:
+        self.search = search
+        self.rejected: list[Rejected] = []
+        self.warnings: list[str] = []
+        self.phases = [_Phase(search, self._admit(options)) for options in roles]
+        self._num_options = sum(len(phase.left) for phase in self.phases)
+        self._num_done = 0
+
+    @abstractmethod
+    def excluded(self, phase: _Phase, option: Option) -> str | None:
+        """Why an option that was not tried cannot be part of the best placement; None if it may be."""
+
+    @abstractmethod
+    def learn(self, phase: _Phase, option: Option) -> None:
+        """Takes note of an option that was tried and has a goodput."""
+
+    @abstractmethod
+    def chosen(self) -> dict[Option, int]:
+        """The options of the placement and their numbers of instances or pairs. Raises PlacementError."""
+
+    @abstractmethod
+    def against(self, phase: _Phase, option: Option) -> str:
+        """Why an option that was tried and has a goodput is not part of the placement."""
+
+    def placement(self, algorithm: str) -> Placement:
+        """Walks, and returns the best placement. Raises PlacementError."""
+        self._try_all()
+        stuck = [phase for phase in self.phases if phase.best is None]
+        if stuck:
+            raise self._failed(min(stuck, key=lambda phase: len(phase.left)))
+        counts = self.chosen()
+        for phase in self.phases:
+            self._explain(phase, counts)
+        if untried := sum(each.why is Why.UNTRIED for each in self.rejected):
+            self.warnings.append(f"{untried} of {self._num_options} options were not tried: the time was over")
+        goodputs = {option: phase.tried[option] for phase in self.phases for option in counts if option in phase.tried}
+        for option, goodput in goodputs.items():
+            self.warnings += [f"{option}: {doubt}" for doubt in goodput.doubts]
+        cluster = self.search.cluster
+        rate = min(count * goodputs[option].rate for option, count in counts.items())
+        cost = sum(count * option.num_slots for option, count in counts.items()) / cluster.slots_of_unit
+        fits = fit(cluster, counts)
+        if not fits:
+            room = f"{cluster.nodes.count} x {cluster.slots} {'GPUs' if cluster.has_gpus else 'cores'}"
+            self.warnings.append(
+                f"the placement takes {cost:.4g} {cluster.unit}s, for which the cluster's {room} have no room; plan"
+                " without a rate for as much as they can serve"
+            )
+        predicted = Predicted(
+            rate, cost, cluster.unit, rate / cost, math.prod(each.attainment for each in goodputs.values()), fits
+        )
+        instances = tuple(
+            Instances(candidate.role.value, count, candidate.tp, candidate.pp, self._settings(candidate))
+            for option, count in counts.items()
+            for candidate in ((option.prefill, option.decode) if isinstance(option, Pair) else (option,))
+        )
+        return Placement(
+            instances, predicted, tuple(self.rejected), tuple(self.warnings), made={"algorithm": algorithm}
+        )
+
+    def _failed(self, phase: _Phase) -> PlacementError:
+        """The error of a phase without a goodput: what the most promising option lacks."""
+        if phase.tried:
+            best = max(phase.tried, key=lambda option: phase.tried[option].attainment)
+            untried = f"{len(phase.left)} options were not tried in time; " if phase.left else ""
+            return PlacementError(
+                f"no option meets the latency targets; the best is {best}: {_missed(phase.tried[best])}; {untried}raise"
+                " slo.ttft or slo.tpot, or plan for faster machines"
+            )
+        if not self.rejected:
+            return PlacementError(NO_ROOM)
+        largest = max(self.rejected, key=lambda each: (self.search.needs.divides(each.option), each.option.num_slots))
+        return PlacementError(
+            f"no option fits; {largest.option}: {largest.reason}; plan for machines with more memory, or make the"
+            " cache smaller with cache.codec, retain.budget or model.max_context"
+        )
+
+    def _admit(self, options: Sequence[Option]) -> list[Option]:
+        found = []
+        for option in options:
+            lack = self.search.needs.lack(option, self.search.cluster)
+            if lack is None:
+                found.append(option)
+            else:
+                self.rejected.append(Rejected(option, Why.UNFIT, lack))
+        return found
+
+    def _try_all(self) -> None:
+        budget = self.search.budget
+        end = math.inf if budget is None else budget.clock() + budget.seconds
+        while all(phase.left or phase.best for phase in self.phases):
+            waiting = [phase for phase in self.phases if phase.left and not self.excluded(phase, phase.left[0])]
+            phase = min(waiting, key=lambda each: len(each.tried), default=None)
+            if phase is None or (phase.tried and budget is not None and budget.clock() >= end):
+                return
+            option = phase.try_next()
+            if phase.rate(option) > phase.bounds[option] * (1 + ROUNDING):
+                self.warnings.append(
+                    f"{option}: its goodput of {self._per_unit(phase.rate(option))} is above its upper bound of"
+                    f" {phase.bounds[option]:.4g}, so options may have been skipped that are better"
+                )
+            if phase.rate(option) > 0:
+                self.learn(phase, option)
+            self._done(option)
+
+    def _explain(self, phase: _Phase, counts: Mapping[Option, int]) -> None:
+        for option, goodput in phase.tried.items():
+            if goodput.rate <= 0:
+                self.rejected.append(Rejected(option, Why.MISSES, _missed(goodput), 0.0))
+            elif option not in counts:
+                more = "at least " if goodput.verdict is Verdict.UNBOUNDED else ""
+                reason = f"{more}{self._per_unit(phase.rate(option))}: {self.against(phase, option)}"
+                self.rejected.append(Rejected(option, Why.SLOWER, reason, phase.rate(option)))
+        for option in phase.left:
+            excluded = self.excluded(phase, option)
+            if excluded is not None:
+                self.rejected.append(Rejected(option, Why.BOUND, excluded))
+            else:
+                assert self.search.budget is not None, f"{option} was left out"
+                over = f"the search's {self.search.budget.seconds:.4g} s were over before it was tried"
+                self.rejected.append(Rejected(option, Why.UNTRIED, over))
+            self._done(option)
+
+    def _done(self, option: Option) -> None:
+        self._num_done += 1
+        if self.search.progress is not None:
+            self.search.progress(self._num_done, self._num_options, option)
+
+    def _settings(self, candidate: Candidate) -> dict[str, Any]:
+        threads = {"runtime.threads": candidate.cores} if candidate.cores else {}
+        return threads | dict(self.search.options_of(candidate) if self.search.options_of else {})
+
+    def _per_unit(self, rate: float) -> str:
+        return f"{rate:.4g} requests/s per {self.search.cluster.unit}"
+
+
+class _PerUnit(_Walk):
+    """The option with the best goodput per unit in each phase, and as many of it as the wanted rate needs."""
+
+    def excluded(self, phase: _Phase, option: Option) -> str | None:
+        """See _Walk: a bound that equals the best goodput may still win, by its order."""
+        if phase.bounds[option] >= phase.best_rate * (1 - ROUNDING):
+            return None
+        return f"at most {self._per_unit(phase.bounds[option])}, but {phase.best} has {phase.best_rate:.4g}"
+
+    def learn(self, phase: _Phase, option: Option) -> None:
+        """See _Walk: phases know their best."""
+
+    def chosen(self) -> dict[Option, int]:
+        """See _Walk."""
+        assert self.search.rate is not None
+        best = [(phase, phase.best) for phase in self.phases]
+        return {option: replicas(self.search.rate, phase.tried[option].rate) for phase, option in best if option}
+
+    def against(self, phase: _Phase, option: Option) -> str:
+        """See _Walk."""
+        if phase.rate(option) == phase.best_rate:
+            return f"no more than {phase.best}; {ORDER}"
+        less = 1 - phase.rate(option) / phase.best_rate
+        return f"{less:.1%} less than {phase.best}, which has {phase.best_rate:.4g}"
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Instances that fill the cluster as well as they can."""
+
+    rate: float
+    counts: dict[Option, int]
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The best filling has the smallest order: most requests/s, then fewest slots."""
+        slots = sum(count * option.num_slots for option, count in self.counts.items())
+        return -self.rate, slots, [option.order for option in self.counts]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} x {option}" for option, count in self.counts.items())
+
+
+class _Whole(_Walk):
+    """The instances with which the cluster serves most: with roles apart, min(n * prefill's, m * decode's goodput).
+
+    fillings  the best filling that each option is part of
+    best      the best of them; None so far if there is none
+    """
+
+    def __init__(self, search: Search, roles: Sequence[Sequence[Option]]) -> None:
+        super().__init__(search, roles)
+        self.fillings: dict[Option, _Filling] = {}
+        self.best: _Filling | None = None
+
+    def excluded(self, phase: _Phase, option: Option) -> str | None:
+        """See _Walk.
+
+        An option and its partners share the units. With upper bounds b and d per unit, they serve at most
+        units / (1 / b + 1 / d): then both roles are equally fast.
+        """
+        seconds = [_seconds(phase.bounds[option])]
+        seconds += [_seconds(other.ceiling) for other in self.phases if other is not phase]
+        ceiling = self.search.cluster.num_units / sum(seconds) if sum(seconds) else math.inf
+        if self.best is None or ceiling >= self.best.rate * (1 - ROUNDING):
+            return None
+        return f"the cluster serves at most {ceiling:.4g} requests/s with it, but {self.best.rate:.4g} with {self.best}"
+
+    def learn(self, phase: _Phase, option: Option) -> None:
+        """See _Walk: combines the option with all partners that were tried."""
+        if len(self.phases) == 1:
+            count = most(self.search.cluster, option)
+            self._note(_Filling(count * phase.tried[option].rate, {option: count}))
+            return
+        prefill, decode = self.phases
+        firsts = [option] if phase is prefill else prefill.tried
+        seconds = [option] if phase is decode else decode.tried
+        for first, second in itertools.product(firsts, seconds):
+            assert isinstance(first, Candidate) and isinstance(second, Candidate)
+            rates = prefill.tried[first].rate, decode.tried[second].rate
+            rate, *counts = mix(self.search.cluster, first, rates[0], second, rates[1])
+            if rate:
+                self._note(_Filling(rate, dict(zip((first, second), counts, strict=True))))
+
+    def _note(self, filling: _Filling) -> None:
+        for option in filling.counts:
+            known = self.fillings.get(option)
+            if known is None or filling.order < known.order:
+                self.fillings[option] = filling
+        if self.best is None or filling.order < self.best.order:
+            self.best = filling
+
+    def chosen(self) -> dict[Option, int]:
+        """See _Walk."""
+        if self.best is None:
+            raise PlacementError(NO_ROOM)
+        return self.best.counts
+
+    def against(self, phase: _Phase, option: Option) -> str:
+        """See _Walk."""
+        assert self.best is not None
+        own = self.fillings.get(option)
+        if own is None:
+            return "it leaves no room for an instance of the other role"
+        if own.rate == self.best.rate:
+            return f"the cluster serves no more with {own} than with {self.best}; {ORDER}"
+        return f"the cluster serves {own.rate:.4g} requests/s with {own}, but {self.best.rate:.4g} with {self.best}"
+
+
+def _walk(search: Search, roles: Sequence[Sequence[Option]]) -> _Walk:
+    return _Whole(search, roles) if search.rate is None else _PerUnit(search, roles)
+
+
+def _seconds(rate: float) -> float:
+    return 1 / rate if rate else math.inf
+
+
+def _missed(goodput: Goodput) -> str:
+    return goodput.doubts[0] if goodput.doubts else "no rate meets the latency targets"

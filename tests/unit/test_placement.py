@@ -1,0 +1,740 @@
+"""The placement algorithms against worked numbers of DistServe's paper and against an exhaustive search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.errors import ConfigError
+from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, degrees, pairs
+from quire.planning.cluster_file import ClusterSpec, Network, Nodes, read_cluster
+from quire.planning.goodput import Goodput, Verdict
+from quire.planning.packing import fit, mix, replicas, room_beside
+from quire.planning.placement import (
+    Budget,
+    PlacementError,
+    Search,
+    place,
+    place_apart,
+    place_mixed,
+    place_pairs,
+)
+from quire.planning.placement_file import Instances, Placement, Predicted, Why, read_placement
+from tests.effort import tries
+
+GB, GIB = 10**9, 1 << 30
+SMALL = Needs(num_layers=4, weight_bytes=GB, request_bytes=GB)
+"""A model that fits everywhere."""
+
+
+def gpus(nodes: int, each: int, memory: int = 80 * GB, fast: bool = True) -> ClusterSpec:
+    between = 25 * GB // 8 if nodes > 1 else None
+    return ClusterSpec(Nodes(count=nodes, gpus=each, gpu_memory=memory), Network(between=between, fast=fast))
+
+
+def cpus(nodes: int, cores: int, memory: int = 64 * GIB) -> ClusterSpec:
+    between = 125_000_000 if nodes > 1 else None
+    return ClusterSpec(Nodes(count=nodes, cores=cores, memory=memory), Network(between=between))
+
+
+def rates(known: dict[str, float]) -> Callable[[Option], Goodput]:
+    """The goodput of options by their names; of all others no rate meets the targets."""
+    return lambda option: Goodput(known.get(str(option), 0.0), 0.95)
+
+
+def counts(placement: Placement) -> list[tuple[str, int, int, int]]:
+    return [(each.role, each.count, each.tp, each.pp) for each in placement.instances]
+
+
+def reasons(placement: Placement, why: Why) -> dict[str, str]:
+    return {str(each.option): each.reason for each in placement.rejected if each.why is why}
+
+
+# Worked numbers.
+
+TOY = {"mixed tp 1 pp 1": 2.0, "mixed tp 2 pp 1": 5.0, "mixed tp 1 pp 2": 4.4, "mixed tp 4 pp 1": 9.0}
+
+
+def test_the_toy_takes_three_replicas_of_tp_2() -> None:
+    placement = place_mixed(Search(gpus(2, 4), SMALL, rates(TOY), rate=12.0))
+    assert counts(placement) == [("mixed", 3, 2, 1)]
+    assert placement.predicted == Predicted(15.0, 6.0, "GPU", 2.5, 0.95)
+    rejected = {str(each.option): each.rate_per_unit for each in placement.rejected if each.why is Why.SLOWER}
+    assert rejected == {"mixed tp 1 pp 1": 2.0, "mixed tp 1 pp 2": 2.2, "mixed tp 4 pp 1": 2.25}
+    assert reasons(placement, Why.SLOWER)["mixed tp 4 pp 1"] == (
+        "2.25 requests/s per GPU: 10.0% less than mixed tp 2 pp 1, which has 2.5"
+    )
+    others = candidates(gpus(2, 4), SMALL.num_layers, Role.MIXED)
+    assert len(placement.rejected) == len(others) - 1
+    assert set(reasons(placement, Why.MISSES)) == {str(each) for each in others} - set(TOY)
+
+
+@pytest.mark.parametrize("rate", [2.0, 100.0])
+def test_goodput_counts_per_gpu_and_not_per_instance(rate: float) -> None:
+    known = {"mixed tp 1 pp 1": 2.6, "mixed tp 2 pp 1": 5.0}
+    placement = place_mixed(Search(gpus(100, 2), SMALL, rates(known), rate=rate))
+    assert counts(placement) == [("mixed", -(-rate // 2.6), 1, 1)] and placement.predicted.rate_per_unit == 2.6
+
+
+MOTIVATION = {"prefill tp 1 pp 1": 5.6, "decode tp 1 pp 1": 10.0, "mixed tp 1 pp 1": 1.6}
+"""OPT-13B on an A100 (DistServe, Figure 1)."""
+
+
+@pytest.mark.parametrize(("rate", "machine"), [(10.0, 8), (None, 3)])
+def test_two_gpus_for_prompts_and_one_that_decodes_serve_twice_what_three_mixed_ones_do(
+    rate: float | None, machine: int
+) -> None:
+    search = Search(gpus(1, machine), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION), rate=rate)
+    apart = place_apart(search)
+    assert counts(apart) == [("prefill", 2, 1, 1), ("decode", 1, 1, 1)]
+    assert (apart.predicted.rate, apart.predicted.cost) == (10.0, 3.0)
+    assert apart.predicted.rate_per_unit == pytest.approx(3.33, abs=0.005)
+    assert apart.predicted.attainment == pytest.approx(0.95**2)
+    mixed = place_mixed(search)
+    assert mixed.predicted.rate_per_unit == pytest.approx(1.6)
+    assert apart.predicted.rate_per_unit / mixed.predicted.rate_per_unit == pytest.approx(2.1, abs=0.02)
+
+
+def test_a_whole_cluster_balances_replicas() -> None:
+    search = Search(gpus(1, 6), dataclasses.replace(SMALL, num_layers=1), rates(MOTIVATION))
+    placement = place_apart(search)
+    assert counts(placement) == [("prefill", 4, 1, 1), ("decode", 2, 1, 1)] and placement.predicted.rate == 20.0
+    assert mix(gpus(1, 6), *_ones(5.6, 10.0)) == (20.0, 4, 2)
+    assert mix(gpus(1, 5), *_ones(5.6, 10.0)) == (pytest.approx(16.8), 3, 2)
+    assert mix(gpus(1, 4), *_ones(5.6, 10.0)) == (11.2, 2, 2)
+    assert mix(gpus(1, 4), *_ones(5.0, 10.0)) == (10.0, 2, 1), "a second instance that decodes would be idle"
+    assert mix(gpus(1, 2), *_ones(5.6, 10.0)) == (5.6, 1, 1)
+    assert mix(gpus(1, 1), *_ones(5.6, 10.0)) == (0.0, 0, 0)
+
+
+def _ones(prefill: float, decode: float) -> tuple[Candidate, float, Candidate, float]:
+    return Candidate(Role.PREFILL), prefill, Candidate(Role.DECODE), decode
+
+
+@pytest.mark.parametrize(
+    ("rate", "goodput", "wanted"), [(12, 5, 3), (10, 10, 1), (10.001, 10, 2), (0.1, 5, 1), (3 * 0.1, 0.1, 3)]
+)
+def test_replicas_are_whole_and_enough(rate: float, goodput: float, wanted: int) -> None:
+    assert replicas(rate, goodput) == wanted
+
+
+# Candidates and their memory.
+
+
+def test_a_stage_s_gpus_share_a_machine_and_stages_are_as_many_as_layers_and_machines_allow() -> None:
+    assert degrees(8) == [1, 2, 4, 8] and degrees(6) == [1, 2, 3, 4, 6]
+    found = candidates(gpus(2, 4), 5, Role.PREFILL)
+    most = {tp: max(each.pp for each in found if each.tp == tp) for tp in (1, 2, 4)}
+    assert most == {1: 5, 2: 4, 4: 2} and len(found) == len(set(found)) == 11
+    # Two stages of 4 GPUs in machines of 6: one in each.
+    assert max(each.pp for each in candidates(gpus(2, 6), 99, Role.PREFILL) if each.tp == 4) == 2
+
+
+def test_the_number_of_candidates_grows_with_machines_and_their_gpus_as_in_the_paper() -> None:
+    nodes, each = 4, 8
+    for role in Role:
+        assert 2 * len(candidates(gpus(nodes, each), 96, role)) <= nodes * each**2
+    assert len(pairs(gpus(nodes, each, fast=False), 96)) <= nodes * each**2
+
+
+def test_segments_of_a_pair_have_equal_stages_and_share_a_machine() -> None:
+    found = pairs(gpus(3, 4), 5)
+    assert all(each.prefill.pp == each.decode.pp and each.prefill.tp + each.decode.tp <= 4 for each in found)
+    shapes = {(each.prefill.tp, each.decode.tp, each.pp) for each in found}
+    # Two stages of 1 + 1 GPUs fit into a machine of 4, one of 1 + 2 or 2 + 2.
+    assert shapes == {
+        (first, second, pp)
+        for first, second, most in [(1, 1, 5), (1, 2, 3), (2, 1, 3), (2, 2, 3)]
+        for pp in range(1, most + 1)
+    }
+    with pytest.raises(AssertionError, match="different layers"):
+        Pair(Candidate(Role.PREFILL, 1, 2), Candidate(Role.DECODE, 1, 1))
+
+
+def test_an_instance_needs_room_for_its_weights_and_the_longest_request() -> None:
+    """OPT-66B in 16 bits, 2048 tokens: 132 GB and 4.5 GiB on GPUs of 80 GB."""
+    needs = Needs(num_layers=64, weight_bytes=132 * GB, request_bytes=4.5 * GIB)
+    cluster = gpus(1, 8)
+    fitting = {(each.tp, each.pp) for each in candidates(cluster, 64, Role.DECODE) if not needs.lack(each, cluster)}
+    assert (1, 1) not in fitting and {(2, 1), (1, 2)} < fitting
+    assert needs.lack(Candidate(Role.DECODE), cluster) == (
+        "127.4GiB are needed (122.9GiB of weights, 4.5GiB for the longest request), and a GPU has 74.51GiB"
+    )
+    # 66 GB and 4.83 GB / 2 of 68.4159 GB: the memory must be more than what is needed.
+    needed = 66 * GB + 2.25 * GIB
+    assert needs.lack(Candidate(Role.DECODE, 2), gpus(1, 8, int(needed)))
+    assert not needs.lack(Candidate(Role.DECODE, 2), gpus(1, 8, int(needed) + 1))
+    more = dataclasses.replace(needs, fixed_bytes=0.5 * GIB)
+    assert "512MiB beside them" in str(more.lack(Candidate(Role.DECODE, 2), gpus(1, 8, int(needed) + 1)))
+
+
+def test_the_largest_stage_decides_and_few_cache_heads_are_copied() -> None:
+    needs = Needs(num_layers=4, weight_bytes=40.0, request_bytes=80.0, num_heads=8, num_kv_heads=2)
+    uneven = Candidate(Role.MIXED, 1, 3)  # stages of 2, 1 and 1 layers
+    assert needs.lack(uneven, gpus(1, 4, 60)) and not needs.lack(uneven, gpus(1, 4, 61))
+    copied = Candidate(Role.MIXED, 4)  # 10 of weights, and half of the cache
+    assert needs.lack(copied, gpus(1, 4, 50)) and not needs.lack(copied, gpus(1, 4, 51))
+    assert needs.lack(Candidate(Role.MIXED, 3), gpus(1, 6)) == "8 heads cannot be divided among 3 GPUs"
+    pair = Pair(Candidate(Role.PREFILL, 4), Candidate(Role.DECODE, 3))
+    assert needs.lack(pair, gpus(1, 8)) and not needs.divides(pair)
+
+
+def test_what_does_not_fit_is_not_tried() -> None:
+    needs = Needs(num_layers=2, weight_bytes=132 * GB, request_bytes=4.5 * GIB)
+    known = {"mixed tp 2 pp 1": 3.0, "mixed tp 1 pp 1": 50.0}
+    placement = place_mixed(Search(gpus(1, 2), needs, rates(known)))
+    assert counts(placement) == [("mixed", 1, 2, 1)]
+    assert list(reasons(placement, Why.UNFIT)) == ["mixed tp 1 pp 1"]
+
+
+# The exhaustive search. It shares no code with the algorithms.
+
+Shape = tuple[int, int]
+"""GPUs of a stage, and stages; a pair's stage has the GPUs of both."""
+
+
+def room(bins: list[int], items: list[int]) -> bool:
+    """Whether items fit into bins, by trying all ways."""
+    if not items:
+        return True
+    for size in {size for size in bins if size >= items[0]}:
+        left = sorted(bins)
+        left.remove(size)
+        if room([*left, size - items[0]], items[1:]):
+            return True
+    return False
+
+
+@dataclasses.dataclass
+class World:
+    """A small cluster with random goodputs below random bounds. Values are multiples of 1/4: ties are exact."""
+
+    nodes: int
+    each: int
+    layers: int
+    memory: int
+    weights: int
+    request: int
+    rates: dict[tuple[Any, ...], float] = dataclasses.field(default_factory=dict)
+    bounds: dict[tuple[Any, ...], float] = dataclasses.field(default_factory=dict)
+    calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+
+    def search(self, rate: float | None, *, pruned: bool) -> Search:
+        def name(option: Option) -> tuple[Any, ...]:
+            if isinstance(option, Pair):
+                return "pair", option.prefill.tp, option.decode.tp, option.pp
+            return option.role.value, option.tp, option.pp
+
+        def goodput_of(option: Option) -> Goodput:
+            self.calls.append(name(option))
+            return Goodput(self.rates[name(option)], 0.95)
+
+        bound_of = (lambda option: self.bounds[name(option)]) if pruned else None
+        return Search(
+            gpus(self.nodes, self.each, self.memory), Needs(self.layers, self.weights, self.request), goodput_of,
+            rate=rate, bound_of=bound_of,
+        )  # fmt: skip
+
+    def shapes(self, role: str) -> Iterator[tuple[tuple[Any, ...], Shape, float]]:
+        """Every feasible option: its name, its shape and its goodput."""
+        for name, rate in self.rates.items():
+            if name[0] == role:
+                *sizes, pp = name[1:]
+                layers = -(-self.layers // pp) / self.layers
+                if rate and all((self.weights + self.request) * layers / tp < self.memory for tp in sizes):
+                    yield name, (sum(sizes), pp), rate
+
+    def fits(self, *kinds: tuple[Shape, int]) -> bool:
+        stages = [size for (size, pp), count in kinds for _ in range(pp * count)]
+        return sum(stages) <= self.nodes * self.each and room([self.each] * self.nodes, sorted(stages, reverse=True))
+
+
+def world(seed: int) -> World:
+    random = np.random.default_rng(seed)
+    found = World(
+        nodes=int(random.integers(1, 4)), each=int(random.choice([1, 2, 3, 4, 4])), layers=int(random.integers(1, 4)),
+        memory=100, weights=int(random.choice([30, 90, 150])), request=int(random.choice([5, 20])),
+    )  # fmt: skip
+    total = found.nodes * found.each
+    sizes = [size for size in range(1, found.each + 1) if found.each % size == 0 or size in (1, 2, 4)]
+
+    def add(name: tuple[Any, ...], cost: int) -> None:
+        per_gpu = float(random.choice([0.0, *np.arange(1, 13) / 4]))
+        found.rates[name] = per_gpu * cost
+        found.bounds[name] = per_gpu + float(random.choice([0.0, 0.25, 0.5, 2.0]))
+
+    for tp, pp in itertools.product(sizes, range(1, min(found.layers, total) + 1)):
+        if found.fits(((tp, pp), 1)):
+            for role in ("prefill", "decode", "mixed"):
+                add((role, tp, pp), tp * pp)
+        for other in sizes:
+            if tp + other <= found.each and found.fits(((tp + other, pp), 1)):
+                add(("pair", tp, other, pp), (tp + other) * pp)
+    return found
+
+
+Found = list[tuple[tuple[Any, ...], int]] | None
+"""The options that were taken, by name, and how many of each."""
+
+
+def best_per_gpu(world: World, rate: float, roles: list[str]) -> Found:
+    found = []
+    for role in roles:
+        options = [(-rate / (size * pp), size * pp, pp, name, rate) for name, (size, pp), rate in world.shapes(role)]
+        if not options:
+            return None
+        *_, name, goodput = min(options)
+        found.append((name, -int(-rate // goodput)))
+    return found
+
+
+def best_of_all(world: World, roles: list[str]) -> tuple[float, int, Found]:
+    """The highest rate of the whole cluster, then the fewest GPUs, then the order of options."""
+    best: tuple[Any, ...] = (0.0, 0, (), None)
+    total = world.nodes * world.each
+    for options in itertools.product(*(list(world.shapes(role)) for role in roles)):
+        for numbers in itertools.product(range(1, total + 1), repeat=len(roles)):
+            slots = sum(size * pp * count for (_, (size, pp), _), count in zip(options, numbers, strict=True))
+            rate = min(goodput * count for (_, _, goodput), count in zip(options, numbers, strict=True))
+            order = [(size * pp, pp, *name[1:]) for name, (size, pp), _ in options]
+            key = (-rate, slots, order)
+            if slots > total or (best[3] is not None and key >= best[:3]):
+                continue
+            if world.fits(*((shape, count) for (_, shape, _), count in zip(options, numbers, strict=True))):
+                best = (*key, [(name, count) for (name, _, _), count in zip(options, numbers, strict=True)])
+    return -best[0], best[1], best[3]
+
+
+ALGORITHMS: dict[str, tuple[Callable[[Search], Placement], list[str]]] = {
+    "apart": (place_apart, ["prefill", "decode"]),
+    "pairs": (place_pairs, ["pair"]),
+    "mixed": (place_mixed, ["mixed"]),
+}
+
+
+def taken(placement: Placement, algorithm: str) -> Found:
+    if algorithm == "pairs":
+        prefill, decode = placement.instances
+        assert prefill.count == decode.count
+        return [(("pair", prefill.tp, decode.tp, prefill.pp), prefill.count)]
+    return [((each.role, each.tp, each.pp), each.count) for each in placement.instances]
+
+
+def attempt(algorithm: str, search: Search) -> tuple[Found, Placement | None]:
+    try:
+        placement = ALGORITHMS[algorithm][0](search)
+    except PlacementError:
+        return None, None
+    return taken(placement, algorithm), placement
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("rate", [None, 7.0])
+def test_a_pruned_search_takes_exactly_what_an_exhaustive_one_takes(algorithm: str, rate: float | None) -> None:
+    calls, everything, found = 0, 0, 0
+    for seed in range(tries(30)):
+        case = world(seed)
+        wanted, placement = attempt(algorithm, case.search(rate, pruned=True))
+        calls += len(case.calls)
+        case.calls.clear()
+        assert attempt(algorithm, case.search(rate, pruned=False))[0] == wanted, seed
+        everything += len(case.calls)
+        if rate is not None:
+            assert wanted == best_per_gpu(case, rate, ALGORITHMS[algorithm][1]), seed
+            continue
+        most, slots, exact = best_of_all(case, ALGORITHMS[algorithm][1])
+        assert wanted == exact, seed
+        if placement is not None:
+            found += 1
+            assert (placement.predicted.rate, placement.predicted.cost) == (most, slots), seed
+            assert placement.predicted.fits and not placement.warnings
+    assert calls < 0.9 * everything, f"{calls} of {everything} options were tried"
+    assert rate is not None or found > 10
+
+
+def test_options_are_tried_by_decreasing_bound_and_every_other_one_has_a_reason() -> None:
+    for seed in range(tries(30)):
+        for algorithm, rate in itertools.product(ALGORITHMS, (None, 7.0)):
+            case = world(seed)
+            _, placement = attempt(algorithm, case.search(rate, pruned=True))
+            for role in {name[0] for name in case.calls}:
+                bounds = [case.bounds[name] for name in case.calls if name[0] == role]
+                assert bounds == sorted(bounds, reverse=True)
+            if placement is not None:
+                roles = ALGORITHMS[algorithm][1]
+                names = [str(each.option) for each in placement.rejected]
+                assert len(set(names)) == len(names) == sum(name[0] in roles for name in case.rates) - len(roles)
+                assert sum(each.why is Why.BOUND for each in placement.rejected) + len(case.calls) == sum(
+                    each.why is not Why.UNFIT for each in placement.rejected
+                ) + len(roles)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "slots", "first", "second"), [(2, 6, 4, 3), (3, 4, 3, 1), (2, 5, 2, 3), (1, 8, 3, 2)]
+)
+def test_the_room_for_two_sizes_of_stages_is_exact(nodes: int, slots: int, first: int, second: int) -> None:
+    found = room_beside(nodes, slots, first, second)
+    for count in range(nodes * (slots // first) + 2):
+        exact = [
+            others for others in range(nodes * slots + 1)
+            if room([slots] * nodes, sorted([first] * count + [second] * others, reverse=True))
+        ]  # fmt: skip
+        assert (count < len(found)) == bool(exact) and (not exact or found[count] == max(exact))
+
+
+# Reasons, bounds and time.
+
+
+def test_a_bound_below_the_best_goodput_is_the_reason_to_skip() -> None:
+    bounds = {"mixed tp 2 pp 1": 4.0, "mixed tp 1 pp 1": 3.0, "mixed tp 4 pp 1": 2.5, "mixed tp 1 pp 2": 2.25}
+    tried: list[str] = []
+
+    def goodput_of(option: Option) -> Goodput:
+        tried.append(str(option))
+        return rates(TOY)(option)
+
+    placement = place_mixed(
+        Search(gpus(1, 4), SMALL, goodput_of, rate=12.0, bound_of=lambda option: bounds.get(str(option), 0.5))
+    )
+    assert tried == ["mixed tp 2 pp 1", "mixed tp 1 pp 1", "mixed tp 4 pp 1"], "2.5 may still be equalled"
+    skipped = reasons(placement, Why.BOUND)
+    assert skipped["mixed tp 1 pp 2"] == "at most 2.25 requests/s per GPU, but mixed tp 2 pp 1 has 2.5"
+    assert "mixed tp 2 pp 2" in skipped and all(each.rate_per_unit is None for each in placement.rejected[-4:])
+
+
+def test_a_whole_cluster_skips_what_cannot_serve_more_with_the_best_partner() -> None:
+    """4 GPUs serve 10 requests/s with 5 per GPU on both sides, and at most 4 / (1 / 4 + 1 / 5) = 8.9 with 4 on one."""
+    tried: list[Option] = []
+
+    def goodput_of(option: Option) -> Goodput:
+        tried.append(option)
+        return Goodput(5.0, 0.95)
+
+    needs = dataclasses.replace(SMALL, num_layers=1)
+    bounds = {1: 6.0, 2: 4.0, 4: 4.0}
+    placement = place_apart(Search(gpus(1, 4), needs, goodput_of, bound_of=lambda option: bounds[option.num_slots]))
+    assert tried == [Candidate(Role.PREFILL), Candidate(Role.DECODE)] and placement.predicted.rate == 10.0
+    assert reasons(placement, Why.BOUND)["prefill tp 2 pp 1"] == (
+        "the cluster serves at most 8.889 requests/s with it, but 10 with 2 x prefill tp 1 pp 1, 2 x decode tp 1 pp 1"
+    )
+
+
+def test_a_bound_excludes_nothing_that_an_untried_partner_could_make_the_best() -> None:
+    """The second decoding option may have 9 per GPU; with it the second one for prompts may serve 6.5 requests/s."""
+    clock = Clock()
+    bounds = {"prefill tp 1 pp 1": 6.0, "decode tp 1 pp 1": 10.0, "prefill tp 2 pp 1": 2.0, "decode tp 2 pp 1": 9.0}
+    known = {"prefill tp 1 pp 1": 5.0, "decode tp 1 pp 1": 1.0}
+
+    def goodput_of(option: Option) -> Goodput:
+        clock.now += 10
+        return rates(known)(option)
+
+    placement = place_apart(
+        Search(
+            gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), goodput_of,
+            bound_of=lambda option: bounds.get(str(option), 0.5), budget=Budget(15, clock),
+        )
+    )  # fmt: skip
+    assert placement.predicted.rate == 3.0
+    assert [str(each) for each in placement.untried] == ["prefill tp 2 pp 1", "decode tp 2 pp 1"]
+    assert set(reasons(placement, Why.BOUND)) == {"prefill tp 4 pp 1", "decode tp 4 pp 1"}
+
+
+def test_a_goodput_above_its_bound_is_reported() -> None:
+    placement = place_mixed(Search(gpus(1, 4), SMALL, rates(TOY), rate=1.0, bound_of=lambda option: 2.3))
+    assert [each[:15] for each in placement.warnings] == ["mixed tp 2 pp 1"]
+    assert "2.5 requests/s per GPU is above its upper bound of 2.3" in placement.warnings[0]
+
+
+class Clock:
+    """A clock that an evaluation moves by 10 seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def goodput_of(self, option: Option) -> Goodput:
+        self.now += 10
+        return Goodput(2.0 * option.num_slots, 0.95)
+
+
+@pytest.mark.parametrize("rate", [None, 3.0])
+@pytest.mark.parametrize(("seconds", "num_tried"), [(0, 2), (15, 2), (25, 3), (35, 4), (1000, 14)])
+def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
+    rate: float | None, seconds: float, num_tried: int
+) -> None:
+    clock, done = Clock(), []
+    placement = place_apart(
+        Search(
+            gpus(1, 4), SMALL, clock.goodput_of, rate=rate, budget=Budget(seconds, clock),
+            progress=lambda *at: done.append(at),
+        )
+    )  # fmt: skip
+    assert clock.now == 1000 + 10 * num_tried
+    assert len(placement.untried) == 14 - num_tried
+    assert [at[:2] for at in done] == [(number, 14) for number in range(1, 15)]
+    assert {option for _, _, option in done[:2]} == {Candidate(Role.PREFILL), Candidate(Role.DECODE)}
+    assert placement.untried == tuple(option for *_, option in done[num_tried:])
+    said = [warning for warning in placement.warnings if "not tried" in warning]
+    assert said == ([f"{14 - num_tried} of 14 options were not tried: the time was over"] if num_tried < 14 else [])
+    assert len(set(reasons(placement, Why.UNTRIED).values())) == (num_tried < 14)
+
+
+def test_doubts_about_the_chosen_goodput_become_warnings() -> None:
+    placement = place_mixed(Search(gpus(1, 1), SMALL, lambda option: Goodput(16.0, 0.95, Verdict.UNBOUNDED), rate=16.0))
+    assert placement.warnings == (
+        "mixed tp 1 pp 1: the goodput is at least 16 requests/s, the highest rate that was tried",
+    )
+
+
+def test_a_rate_beyond_the_cluster_is_planned_and_said_not_to_fit() -> None:
+    placement = place_mixed(Search(gpus(1, 4), SMALL, rates(TOY), rate=12.0))
+    assert placement.predicted.cost == 6 and not placement.predicted.fits
+    assert "takes 6 GPUs, for which the cluster's 1 x 4 GPUs have no room" in placement.warnings[0]
+    # 6 of 8 GPUs, but two stages of 3 do not fit into machines of 4 beside each other.
+    assert fit(gpus(2, 4), {Candidate(Role.MIXED, 3): 2}) and not fit(gpus(1, 8), {Candidate(Role.MIXED, 3): 3})
+
+
+def test_without_any_goodput_the_error_says_what_the_best_option_lacks() -> None:
+    shares = {"mixed tp 1 pp 1": 0.2, "mixed tp 2 pp 1": 0.7}
+
+    def misses(option: Option) -> Goodput:
+        return Goodput(0.0, shares.get(str(option), 0.1), Verdict.INFEASIBLE, confirmed=False)
+
+    with pytest.raises(
+        PlacementError, match=r"the best is mixed tp 2 pp 1: .* 70\.0% of .* raise slo\.ttft or slo\.tp"
+    ):
+        place_mixed(Search(gpus(1, 4), SMALL, misses, rate=1.0))
+    with pytest.raises(PlacementError, match=r"3 options were not tried in time"):
+        place_pairs(Search(gpus(1, 4), dataclasses.replace(SMALL, num_layers=1), misses, budget=Budget(-1, lambda: 0)))
+    large = Needs(num_layers=96, weight_bytes=350 * GB, request_bytes=GB, num_heads=96)
+    with pytest.raises(PlacementError, match=r"no option fits; mixed tp 4 pp 1: 81\.72GiB are needed .* cache\.codec"):
+        place_mixed(Search(gpus(1, 4), large, misses))
+    with pytest.raises(PlacementError, match="no room for an instance of each role; plan for mixed"):
+        place_pairs(Search(gpus(1, 1), SMALL, misses))
+    with pytest.raises(PlacementError, match="no room for an instance of each role; plan for mixed"):
+        place_apart(Search(gpus(1, 1), SMALL, rates(MOTIVATION)))
+
+
+def test_a_role_without_a_goodput_ends_the_search_of_the_other() -> None:
+    tried: list[Option] = []
+
+    def goodput_of(option: Option) -> Goodput:
+        tried.append(option)
+        return Goodput(float(isinstance(option, Candidate) and option.role is Role.PREFILL), 0.5)
+
+    needs = dataclasses.replace(SMALL, num_layers=1)
+    with pytest.raises(PlacementError, match="no option meets the latency targets; the best is decode"):
+        place_apart(Search(gpus(8, 1), needs, goodput_of, rate=1.0))
+    assert len(tried) == 2
+
+
+def test_the_network_decides_between_the_algorithms() -> None:
+    known = MOTIVATION | {"prefill tp 1 pp 1 with decode tp 1 pp 1": 5.6}
+    for cluster, algorithm in [(gpus(1, 4), "apart"), (gpus(2, 4), "apart"), (gpus(2, 4, fast=False), "pairs")]:
+        placement = place(Search(cluster, SMALL, rates(known), rate=5.0))
+        assert placement.made == {"algorithm": algorithm} and not placement.warnings
+    slow = place_apart(Search(gpus(2, 4, fast=False), SMALL, rates(known), rate=5.0))
+    assert "not fast (network.fast)" in slow.warnings[0]
+
+
+def test_an_instance_without_gpus_takes_cores_and_their_memory() -> None:
+    cluster = cpus(2, 4, 40 * GIB)
+    needs = Needs(num_layers=30, weight_bytes=15 * GIB, request_bytes=GIB)
+    known = {"prefill on 2 cores": 2.0, "decode on 2 cores": 1.9, "decode on 4 cores": 5.0}
+    placement = place_apart(Search(cluster, needs, rates(known)))
+    assert [(str(each.option), each.reason) for each in placement.rejected if each.why is Why.UNFIT] == [
+        (f"{role} on 1 core", "16GiB are needed (15GiB of weights, 1GiB for the longest request), and a core has 10GiB")
+        for role in ("prefill", "decode")
+    ]
+    assert counts(placement) == [("prefill", 2, 1, 1), ("decode", 1, 1, 1)]
+    assert [each.options for each in placement.instances] == [{"runtime.threads": 2}, {"runtime.threads": 4}]
+    assert (placement.predicted.cost, placement.predicted.unit, placement.predicted.rate) == (2.0, "machine", 4.0)
+    assert placement.predicted.rate_per_unit == 2.0
+    pair = place_pairs(Search(cluster, needs, rates({"prefill on 2 cores with decode on 2 cores": 1.5}), rate=3.0))
+    assert [each.count for each in pair.instances] == [2, 2] and pair.predicted.rate_per_unit == 1.5
+
+
+def test_the_caller_s_settings_are_part_of_the_instances() -> None:
+    placement = place_mixed(
+        Search(
+            cpus(1, 2), SMALL, rates({"mixed on 2 cores": 1.0}),
+            options_of=lambda candidate: {"scheduler.token_budget": 256 * candidate.cores},
+        )
+    )  # fmt: skip
+    assert placement.instances[0].options == {"runtime.threads": 2, "scheduler.token_budget": 512}
+
+
+# The cluster file.
+
+GPU_FILE = """
+[nodes]
+count = 4
+gpus = 8
+gpu_memory = "80GB"
+device = "a100-80g"
+[network]
+inside = "300GB"
+between = "3.125GB"
+"""
+
+
+def test_a_cluster_file_has_the_machines_of_the_paper(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(GPU_FILE)
+    cluster = read_cluster(file)
+    assert (cluster.num_units, cluster.unit, cluster.slot_memory, cluster.is_fast) == (32, "GPU", 80 * GB, False)
+    assert (cluster.network.between, cluster.network.inside) == (25 * GB // 8, 300 * GB)
+    file.write_text(GPU_FILE + "fast = true\n")
+    assert read_cluster(file).is_fast
+    file.write_text('[nodes]\ncores = 16\nmemory = "64GiB"\n')
+    cluster = read_cluster(file)
+    assert (cluster.num_units, cluster.slots, cluster.unit, cluster.slot_memory) == (1, 16, "machine", 4 * GIB)
+    assert cluster.is_fast, "nothing leaves a single machine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes = ", "cannot read the configuration file"),
+        ("[node]\ncount = 2", "unknown section [node] in"),
+        ("[[nodes]]\ncount = 2", "'nodes' in"),
+        ("[nodes]\ngpu = 8", "did you mean nodes.gpus?"),
+        ("[nodes]\ncount = 0", "nodes.count is 0; it must be a whole number of at least 1"),
+        ("[nodes]\ncount = 2", "nodes.gpus is 0 and nodes.cores is missing: set one of them"),
+        ("[nodes]\ngpus = 8", "nodes.gpus is 8: set nodes.gpu_memory"),
+        ("[nodes]\ngpus = 8\ngpu_memory = 'much'", "nodes.gpu_memory is 'much'; it must be a size such as"),
+        ("[nodes]\ngpus = 8\ngpu_memory = '80GB'\ncores = 4", "nodes.cores is for machines without GPUs"),
+        ("[nodes]\ncores = 8", "nodes.cores is 8: set nodes.memory"),
+        ("[nodes]\ncores = 8\nmemory = '8GB'\ndevice = 'a100'", "nodes.device is for GPUs, and nodes.gpus is 0"),
+        ("[nodes]\ncount = 2\ncores = 8\nmemory = '8GB'", "nodes.count is 2: set network.between"),
+        ("[nodes]\ncores = 8\nmemory = '8GB'\n[network]\nbetween = '1GB'", "network.between is for several machines"),
+        (GPU_FILE.replace("3.125GB", "0"), "network.between is 0; it must be bytes per second above 0"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused_with_the_key_and_the_way_out(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_cluster(file)
+    assert message in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+# The placement file.
+
+
+def planned() -> Placement:
+    needs = dataclasses.replace(SMALL, num_layers=2)
+    placement = place_apart(
+        Search(gpus(1, 4), needs, rates(MOTIVATION), rate=10.0, options_of=lambda candidate: {"cache.memory": "1GiB"})
+    )
+    slo = {"ttft": 0.25, "tpot": 0.1, "attainment": 0.9}
+    return dataclasses.replace(placement, workload={"name": "chat", "rate": 10.0}, slo=slo)
+
+
+def test_a_placement_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    placement, file = planned(), tmp_path / "placement.json"
+    placement.write(file)
+    found = read_placement(file)
+    for name in ("instances", "predicted", "workload", "slo"):
+        assert getattr(found, name) == getattr(placement, name)
+    assert found.to_json() == placement.to_json()
+    assert found.count(Role.PREFILL) == 2 and found.count(Role.MIXED) == 0
+    rejected = found.made["rejected"]
+    assert len(rejected) == len(placement.rejected) > 0 and rejected[0]["option"] == str(placement.rejected[0].option)
+    assert found.made["algorithm"] == "apart"
+
+
+def test_the_format_of_a_placement_file(tmp_path: Path) -> None:
+    fields = {
+        "version": 1,
+        "instances": [
+            {"role": "prefill", "count": 1, "tp": 1, "pp": 1,
+             "options": {"scheduler.token_budget": 512, "cache.memory": "1GiB", "runtime.threads": 1}},
+            {"role": "decode", "count": 1},
+        ],
+        "predicted": {"rate": 2.0, "cost": 2.0, "unit": "machine", "rate_per_unit": 1.0, "attainment": 0.93},
+    }  # fmt: skip
+    file = tmp_path / "placement.json"
+    file.write_text(json.dumps(fields))
+    placement = read_placement(file)
+    assert placement.instances[0].options["scheduler.token_budget"] == 512
+    assert placement.instances[1] == Instances("decode", 1) and placement.predicted.fits
+    written = json.loads(placement.to_json())
+    assert list(written) == ["version", "instances", "predicted", "workload", "slo", "made"]
+    assert written["instances"][0] == fields["instances"][0]  # type: ignore[index]
+
+
+def edited(path: str, value: Any) -> str:
+    """The text of a placement file with another value at a path; without the field if the value is Ellipsis."""
+    fields = json.loads(planned().to_json())
+    *way, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+    inner = fields
+    for part in way:
+        inner = inner[part]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("version", 2, "not a placement of version 1; quire plan placement makes one"),
+        ("extra", 1, "unknown field 'extra'"),
+        ("instances", [], "instances is empty"),
+        ("instances", {}, "instances is {}; it must be a list"),
+        ("instances/0", 3, "instances[0] is 3; it must be an object"),
+        ("instances/0/role", "both", "instances[0]: role is 'both'; it must be prefill, decode, mixed"),
+        ("instances/0/count", 0, "instances[0]: count is 0; it must be at least 1"),
+        ("instances/0/count", 1.5, "instances[0].count is 1.5; it must be a whole number"),
+        ("instances/0/tp", True, "instances[0].tp is True; it must be a whole number"),
+        ("instances/0/count", ..., "instances[0].count is missing"),
+        ("instances/0/cores", 1, "unknown field 'instances[0].cores'"),
+        ("instances/0/options", {"cache.memry": "1GiB"}, "did you mean cache.memory?"),
+        ("instances/0/options", {"cache.memory": "x"}, "cache.memory is 'x'; it must be a size"),
+        ("instances/0/options", {"cache.memory": [1]}, "instances[0].options.cache.memory is [1]"),
+        ("instances/1/role", "prefill", "instances have the role prefill alone"),
+        ("instances/0/role", "decode", "instances have the role decode alone"),
+        ("predicted/rate", ..., "predicted.rate is missing"),
+        ("predicted/rate", 0, "predicted: rate is 0; it must be a number above 0"),
+        ("predicted/attainment", 1.5, "predicted: attainment is 1.5; it must be a share"),
+        ("predicted/unit", 3, "predicted.unit is 3; it must be a text"),
+        ("slo/ttft", -1, "slo.ttft is -1; it must be a number of at least 0"),
+        ("slo/ttfb", 1, "unknown field 'slo.ttfb'; the fields are ttft, tpot, attainment"),
+        ("slo/ttft", "fast", "slo.ttft is 'fast'; it must be"),
+        ("workload", 3, "workload is 3; it must be an object"),
+        ("made", None, "made is None; it must be an object"),
+        ("predicted/rate", float("inf"), "Infinity is no number"),
+    ],
+)
+def test_a_bad_placement_file_is_refused_with_the_field(path: str, value: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "placement.json"
+    file.write_text(edited(path, value))
+    with pytest.raises(ConfigError) as error:
+        read_placement(file)
+    assert message in str(error.value) and str(error.value).startswith(f"placement {file}: ")
+
+
+def test_a_placement_file_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a file that can be read"):
+        read_placement(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("{")
+    with pytest.raises(ConfigError, match="not a file that can be read"):
+        read_placement(tmp_path / "text.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a placement of version 1"):
+        read_placement(tmp_path / "list.json")
+    with pytest.raises(ConfigError, match="cannot write the placement"):
+        planned().write(tmp_path / "no folder" / "placement.json")
