@@ -53,8 +53,8 @@ from tiers import (
 )
 
 from quire.cli.bench_trace import Trace
-from quire.cli.traces import CHUNK_TOKENS, make_prompts, read_trace, scaled
 from quire.llm import LLM
+from quire.planning.traces import CHUNK_TOKENS, make_prompts, read_trace, scaled
 
 DISK = "disk"
 SIDES = (DROPPING, DISK)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from quire.cli import main
-from quire.cli.traces import count_chunks, count_matches, make_prompts, read_trace, scaled
 from quire.errors import ConfigError
+from quire.planning.traces import count_chunks, count_matches, make_prompts, read_trace, scaled
 from tests.effort import EFFORT, full_only, tries
 from tests.tiny_models import save_tiny
 

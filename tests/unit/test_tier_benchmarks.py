@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from quire.cache.costs import Costs
-from quire.cli import traces
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.models.weights import open_model
+from quire.planning import traces
 from tests.benchmark_scripts import benchmark
 from tests.effort import tries
 from tests.tiny_models import save_tiny

@@ -9,6 +9,10 @@ trace: replays the requests of a trace (JSON lines with timestamp, input_length,
 blocks), scaled down, with prefix sharing. The number of cached prompt tokens of each request is compared with an
 expected number, computed from the hash ids alone. If requests run one after the other and nothing is evicted, any
 difference ends the command with exit code 1. By default the cache is large enough for the whole trace.
+
+latency: makes the engine run steps of many kinds: prompts of many lengths, alone and together, in slices and behind
+cached tokens; decoding batches with short, long and shared contexts; and prompts that join them. Prints their seconds,
+and fits a latency model, which --output writes for the commands that predict.
 """
 
 from __future__ import annotations
@@ -19,11 +23,16 @@ from pathlib import Path
 
 from quire.arguments import Arguments
 from quire.cli import shared
+from quire.cli.bench_latency import Latencies
 from quire.cli.bench_throughput import Throughput
 from quire.cli.bench_trace import Trace
 from quire.errors import ConfigError
 
-BENCHMARKS: dict[str, type[Throughput] | type[Trace]] = {"throughput": Throughput, "trace": Trace}
+BENCHMARKS: dict[str, type[Throughput] | type[Trace] | type[Latencies]] = {
+    "throughput": Throughput,
+    "trace": Trace,
+    "latency": Latencies,
+}
 
 
 def add_arguments(parser: Arguments) -> None:

@@ -1,8 +1,8 @@
 """`quire bench trace`: replays a trace with shared prefixes and checks the number of cached tokens of each request.
 
-The expected number (`quire.cli.traces`) is computed from the hash ids, without the engine. It is exact for the prompts
-sent: equal ids at equal places are equal tokens, and chunks of different ids differ. Every generated token is forced to
-be one that no prompt has, so a cached answer never matches a prompt.
+The expected number (`quire.planning.traces`) is computed from the hash ids, without the engine. It is exact for the
+prompts sent: equal ids at equal places are equal tokens, and chunks of different ids differ. Every generated token is
+forced to be one that no prompt has, so a cached answer never matches a prompt.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.arguments import Arguments
 from quire.cache.codecs import DENSE
-from quire.cli import shared, traces
-from quire.cli.traces import TraceRequest
+from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError, ModelError, QuireError
+from quire.planning import traces
+from quire.planning.traces import TraceRequest
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,6 +28,11 @@ ALONE = 0.01
 OUTLIER, LEAST_OUTLIER = 5.0, 0.03
 """Median absolute deviations from its like beyond which a step is an outlier, and least relative deviation."""
 
+STIFFNESS = 0.3
+"""Expected difference between the slopes of neighbouring pieces, in mean seconds of a row. It decides what noisy steps
+leave open; exact ones leave nothing open.
+"""
+
 LIKE = 5
 """Steps alike from which on one is compared with them, and not with all of its kind."""
 
@@ -47,7 +52,8 @@ def fit(records: Iterable[Record], about: About, links: Mapping[str, Link] | Non
     """Fits a model to measured steps, by non-negative least squares on relative errors.
 
     Steps that are alike count together as the square root of their number. Steps that took much longer than their like
-    are left out. Raises ConfigError if there are no steps.
+    are left out. The noisier the steps, the more neighbouring pieces are pulled towards one slope. Raises ConfigError
+    if there are no steps.
     """
     steps = [(work, seconds) for work, seconds in records if work.rows and seconds > 0]
     if not steps:
@@ -65,13 +71,15 @@ def fit(records: Iterable[Record], about: About, links: Mapping[str, Link] | Non
     cells = _cells(features, kinds)
     weights = (np.bincount(cells)[cells] ** -0.25).astype(np.float64)
     solver = _Solver(columns, measured, weights)
-    predicted, is_fitted = measured, np.ones(len(works), bool)
-    for _ in range(PASSES):
-        coefficients, dropped = solver.solve(predicted, is_fitted)
+    predicted, is_fitted, pull = measured, np.ones(len(works), bool), 0.0
+    seconds_of_row = measured.sum() / features["rows"].sum()
+    for last in (False,) * PASSES + (True,):
+        coefficients, dropped = solver.solve(predicted, is_fitted, pull)
         predicted = np.maximum(solver.predict(coefficients), 1e-3 * measured)
-        is_fitted = ~_outliers(measured / predicted, cells, kinds)
-    coefficients, dropped = solver.solve(predicted, is_fitted)
-    predicted = np.maximum(solver.predict(coefficients), 1e-3 * measured)
+        if not last:
+            is_fitted = ~_outliers(measured / predicted, cells, kinds)
+            noise = float(np.median(np.abs(measured / predicted - 1)[is_fitted]))
+            pull = noise / STIFFNESS / seconds_of_row
     counts = {kind: int(np.count_nonzero(is_fitted & (kinds == index))) for index, kind in enumerate(KINDS)}
     decodes = features["context"] > 0
     shares = features["unique"][decodes] / features["context"][decodes] if decodes.any() else np.ones(1)
@@ -103,9 +111,11 @@ class _Solver:
         self.names, self.matrix = [*columns], np.stack([*columns.values()], 1)
         self.measured, self.weights = measured, weights
 
-    def solve(self, scale: Floats, chosen: Bools) -> tuple[dict[str, float], list[str]]:
-        """Coefficients by term, and the terms that the chosen steps do not tell apart. scale: seconds that errors are
-        relative to.
+    def solve(self, scale: Floats, chosen: Bools, pull: float = 0.0) -> tuple[dict[str, float], list[str]]:
+        """Coefficients by term, and the terms that the chosen steps do not tell apart.
+
+        scale  seconds that errors are relative to
+        pull   weight of differences between neighbouring pieces
         """
         from scipy.optimize import nnls
 
@@ -114,7 +124,12 @@ class _Solver:
         kept, lengths = _independent(matrix)
         # With the triangle of a QR decomposition the same problem has as many rows as there are terms.
         q, r = np.linalg.qr(matrix[:, kept] / lengths[kept])
-        values, _ = nnls(r, q.T @ (self.measured[chosen] * weights))
+        wanted = q.T @ (self.measured[chosen] * weights)
+        pieces = [place for place, index in enumerate(kept) if self.names[index].startswith(ROWS)]
+        smooth = np.zeros((max(0, len(pieces) - 1), len(kept)))
+        for line, pair in zip(smooth, itertools.pairwise(pieces), strict=True):
+            line[[*pair]] = (pull, -pull) / lengths[kept][[*pair]]
+        values, _ = nnls(np.concatenate((r, smooth)), np.append(wanted, np.zeros(len(smooth))))
         found = dict(zip(kept, (values / lengths[kept]).tolist(), strict=True))
         named = {name: found[index] for index, name in enumerate(self.names) if index in found}
         return named, [name for index, name in enumerate(self.names) if index not in found]

@@ -1,0 +1,175 @@
+"""`quire bench latency`: seconds of an engine's steps by what they compute, and the latency model that is fitted."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from quire.arguments import Arguments
+from quire.cli import shared
+from quire.config import options_from
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from quire.evaluation.latency_bench import Measurement
+    from quire.llm import LLM
+    from quire.planning.latency import LatencyModel
+    from quire.planning.latency_fit import Record
+
+POINTS = ("prompt", "prefix", "decode")
+"""Those of `quire.evaluation.latency_points`, which takes a second to import."""
+
+LARGE = 0.15
+"""Relative error of nine of ten steps above which a model is called poor."""
+
+
+class Latencies:
+    """The benchmark; see `quire.cli.bench`."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {"output": None, "plot": None, "seconds": 120.0, "points": list(POINTS)}
+
+    @staticmethod
+    def add_arguments(group: Arguments) -> None:
+        """The flags that only this benchmark has."""
+
+        def add(flag: str, metavar: str | None, text: str, **more: Any) -> None:
+            group.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text, **more)
+
+        add("--output", "FILE", "write the latency model as JSON", type=Path)
+        add("--plot", "FILE", "draw measured over predicted seconds; the ending selects PNG, SVG or PDF", type=Path)
+        add("--seconds", "X", "time to measure for (default: 120)", type=float)
+        text = (
+            "steps to measure: prompts, prompts behind cached tokens, decoding batches that prompts join (default: all)"
+        )
+        add("--points", None, text, nargs="+", choices=POINTS)
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Raises ConfigError for invalid arguments."""
+        if not args.seconds > 0:
+            raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
+        if args.output is not None:
+            shared.check_writable(args.output)
+        if args.plot is not None:
+            from quire.evaluation.plot import check_figure
+
+            check_figure(args.plot)
+            shared.check_writable(args.plot)
+        self._args = args
+
+    def options(self) -> dict[str, Any]:
+        """Settings of the engine to measure."""
+        return options_from(self._args, shared.ENGINE_SECTIONS)
+
+    def measure(self, llm: LLM, console: Console) -> tuple[list[dict[str, Any]], bool]:
+        """Prints the steps by kind, and the model. Returns a row per kind, and True: it checks no result."""
+        from quire.evaluation.latency_bench import about_of, links_of, measure
+        from quire.models.fingerprint import fingerprint
+        from quire.models.resolve import resolve_model
+        from quire.planning.latency_fit import fit
+
+        args = self._args
+        with shared.progress("seconds") as progress:
+            found = measure(
+                llm.engine,
+                args.seconds,
+                progress=lambda done, total: progress(int(min(done, total)), int(total)),
+                kinds=args.points,
+            )
+        about = about_of(llm.model_name, fingerprint(resolve_model(args.model)), llm.config, llm.engine)
+        model = fit(found.records, about, links_of(llm.engine, llm.config))
+        rows = _rows(model, found.records)
+        _print(model, rows, found, console)
+        if args.output is not None:
+            model.write(args.output)
+        if args.plot is not None:
+            draw(args.plot, model, found.records)
+        return rows, True
+
+
+def _rows(model: LatencyModel, records: list[Record]) -> list[dict[str, Any]]:
+    from quire.planning.latency import KINDS, QUANTILES
+
+    rows = []
+    for kind in KINDS:
+        times = [seconds for work, seconds in records if work.kind == kind]
+        if model.counts.get(kind):
+            residuals = {name: model.residuals[f"{kind}.{name}"] for name in (*QUANTILES, "within", "total")}
+            median = statistics.median(times)
+            rows.append({"kind": kind, "steps": len(times), "median_seconds": median, **residuals})
+    return rows
+
+
+def _print(model: LatencyModel, rows: list[dict[str, Any]], found: Measurement, console: Console) -> None:
+    from quire.planning.latency import QUANTILES
+    from quire.planning.latency_fit import describe
+
+    shared.print_table(
+        ("steps", "number", "median ms", *(f"{100 * share:.0f} %" for share in QUANTILES.values()), "sum"),
+        [
+            (
+                row["kind"],
+                f"{row['steps']:,}",
+                f"{1e3 * row['median_seconds']:.2f}",
+                *(f"{row[name]:.3f}" for name in QUANTILES),
+                f"{row['total']:.3f}",
+            )
+            for row in rows
+        ],
+    )
+    num_steps, outliers = len(found.records), model.counts["outliers"]
+    console.print(
+        f"measured / predicted seconds: quantiles, and the sum of all measured over all predicted; {num_steps:,} steps,"
+        f" without {outliers:,} ({outliers / num_steps:.1%}) that took much longer than their like"
+    )
+    console.print(
+        f"{len(found.visits)} of {len(found.points)} points in {found.num_visits} visits; other programs were busy in"
+        f" {found.num_disturbed} of them"
+    )
+    if len(found.visits) < len(found.points):
+        console.print("the largest points are missing, and the model does not cover them: raise --seconds")
+    console.print("")
+    shared.print_table(
+        ("seconds (fitted)", "ours", "DistServe, Appendix A"), describe(model), left=("ours", "DistServe, Appendix A")
+    )
+    for name, link in model.links.items():
+        console.print(f"{name} (measured): {link.bytes_per_second / 1e6:,.0f} MB/s after {1e3 * link.latency:.0f} ms")
+    for row in rows:
+        if row["within"] > LARGE:
+            console.print(
+                f"poor fit: a tenth of the {row['kind']} steps is off by more than {row['within']:.0%}; measure longer,"
+                " or while nothing else runs"
+            )
+
+
+def draw(file: Path, model: LatencyModel, records: list[Record]) -> None:
+    """Draws measured over predicted seconds, and their ratio over the rows of a step."""
+    from quire.evaluation.plot import load_figure, save_figure
+    from quire.planning.latency import KINDS
+
+    figure = load_figure()(figsize=(9.6, 4.0), dpi=150, layout="constrained")
+    seconds, ratios = figure.subplots(1, 2)
+    for kind in KINDS:
+        of_kind = [(work, taken, model.seconds(work)) for work, taken in records if work.kind == kind]
+        if of_kind:
+            style = {"marker": ".", "linestyle": "", "markersize": 3, "alpha": 0.5}
+            seconds.plot([said for _, _, said in of_kind], [taken for _, taken, _ in of_kind], label=kind, **style)
+            rows = [work.rows for work, _, _ in of_kind]
+            ratios.plot(rows, [taken / said for _, taken, said in of_kind], label=kind, **style)
+    ends = [op(model.seconds(work) for work, _ in records) for op in (min, max)]
+    seconds.plot(ends, ends, color="black", linewidth=0.8)
+    ratios.axhline(1, color="black", linewidth=0.8)
+    for axes in (seconds, ratios):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    seconds.set_xlabel("predicted seconds of a step")
+    seconds.set_ylabel("measured seconds")
+    ratios.set_xlabel("rows of a step")
+    ratios.set_ylabel("measured / predicted")
+    figure.suptitle(f"{model.about['model']}, {model.about['processor']}", parse_math=False)
+    save_figure(figure, file)

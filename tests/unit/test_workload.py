@@ -1,0 +1,359 @@
+"""Workloads: read from files, counted, scaled and made into tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.errors import ConfigError
+from quire.planning import workload as module
+from quire.planning.traces import CHUNK_TOKENS, TraceRequest, count_matches, read_trace, read_workload, tokens
+from quire.planning.workload import Arrival, Arrivals, Span, Workload
+from tests.effort import tries
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:15:46.6805900,374,44\n"
+    "2023-11-16 18:15:47.6805900,396,109\n"
+    "2023-11-16 18:15:50.6805900,91,0\n"
+)
+MOONCAKE = (
+    '{"timestamp": 6000, "input_length": 1200, "output_length": 5, "hash_ids": [70, 71, 72]}\n'
+    '{"timestamp": 9000, "input_length": 700, "output_length": 0, "hash_ids": [70, 80]}\n'
+    '{"timestamp": 9000, "input_length": 1536, "output_length": 9, "hash_ids": [70, 71, 72]}\n'
+)
+OWN = (
+    '{"workload": "talk"}\n'
+    '{"at": 0.5, "prompt": [[0, 512], [7, 30]], "num_out": 129}\n'
+    '{"at": 0.0, "prompt": [[8, 25]], "num_out": 64, "after": 0, "pause": 4.0}\n'
+    '{"at": 2.5, "prompt": [[0, 512], [9, 1]], "num_out": 1}\n'
+)
+TALK = (
+    Arrival(0.5, (Span(0, 512), Span(7, 30)), 129),
+    Arrival(0.0, (Span(8, 25),), 64, after=0, pause=4.0),
+    Arrival(2.5, (Span(0, 512), Span(9, 1)), 1),
+)
+
+
+def written(folder: Path, text: str, name: str = "some.trace") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def plain(*rows: tuple[float, int, int]) -> Workload:
+    """Requests (at, num_in, num_out) that share nothing."""
+    return Workload("w", tuple(Arrival(at, (Span(index, size),), out) for index, (at, size, out) in enumerate(rows)))
+
+
+def test_an_azure_trace_is_read_as_prompts_that_share_nothing(tmp_path: Path) -> None:
+    workload = read_workload(written(tmp_path, AZURE))
+    assert workload == Workload(
+        "some",
+        (
+            Arrival(0.0, (Span(0, 374),), 44),
+            Arrival(1.0, (Span(1, 396),), 109),
+            Arrival(4.0, (Span(2, 91),), 1),
+        ),
+    )
+    assert workload.rate == pytest.approx(2 / 4) and workload.cv == pytest.approx(0.5)  # gaps 1 and 3
+    assert workload.mean_in == pytest.approx(287) and workload.mean_out == pytest.approx(154 / 3)
+    assert workload.shared == 0
+
+
+def test_columns_of_an_azure_trace_may_come_in_any_order_and_with_others(tmp_path: Path) -> None:
+    rows = [line.split(",") for line in AZURE.splitlines()]
+    text = "".join(f"x,{out},{time}+00:00,{size}\r\n" for time, size, out in rows).replace("AMP+00:00", "AMP")
+    assert read_workload(written(tmp_path, "\ufeff" + text)) == read_workload(written(tmp_path, AZURE))
+
+
+def test_a_mooncake_trace_is_read_as_spans_of_512_tokens(tmp_path: Path) -> None:
+    workload = read_workload(written(tmp_path, MOONCAKE))
+    whole, last = (Span(0, 512), Span(1, 512)), 1200 - 1024
+    assert list(workload.arrivals) == [
+        Arrival(0.0, (*whole, Span(2, last)), 5),
+        Arrival(3.0, (Span(0, 512), Span(3, 188)), 1),
+        Arrival(3.0, (*whole, Span(2, 512)), 9),
+    ]
+    assert workload.cached_tokens.tolist() == [0, 512, 1200 // 64 * 64]
+    assert workload.shared == pytest.approx((512 + 1152) / (1200 + 700 + 1536))
+
+
+def test_our_own_lines_carry_everything(tmp_path: Path) -> None:
+    workload = read_workload(written(tmp_path, OWN))
+    assert workload == Workload("talk", TALK)
+    workload.write(tmp_path / "again")
+    assert read_workload(tmp_path / "again") == workload
+    assert (tmp_path / "again").read_text().splitlines()[1] == OWN.splitlines()[1]
+    odd = Workload("odd", (Arrival(0.1 + 0.2, (Span(1 << 61, 3),), 2), Arrival(7.25, (Span(0, 1),), 3, 0, 1 / 3)))
+    odd.write(tmp_path / "odd")
+    assert read_workload(tmp_path / "odd") == odd
+
+
+@pytest.mark.parametrize("text", [AZURE, MOONCAKE, OWN])
+def test_only_the_first_requests_are_read_if_a_limit_says_so(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, text + "what is no request\n")
+    assert read_workload(path, 2) == read_workload(written(tmp_path, text)).first(2)
+    with pytest.raises(ConfigError, match=rf"trace line {len(text.splitlines()) + 1}: "):
+        read_workload(written(tmp_path, text + "what is no request\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "said"),
+    [
+        (AZURE, "396", "39.6", "line 3: ContextTokens is '39.6'; it must be a whole number of at least 1"),
+        (AZURE, "396", "0", "line 3: ContextTokens is 0"),
+        (AZURE, "396", "+396", "line 3: ContextTokens is '+396'"),
+        (AZURE, "396", "9" * 5000, "line 3: ContextTokens is "),
+        (AZURE, "109", "-1", "line 3: GeneratedTokens is '-1'"),
+        (AZURE, ",109", "", "line 3: 2 cells; the header asks for 3"),
+        (AZURE, "18:15:47.6805900", "noon", "line 3: TIMESTAMP is '2023-11-16 noon'"),
+        (AZURE, "18:15:47", "18:15:45", "line 3: its timestamp is before that of the line above"),
+        (AZURE, "Generated", "Made", "line 1: the header has no column GeneratedTokens"),
+        (
+            AZURE,
+            "TIMESTAMP",
+            "TIME",
+            "starts with 'TIME,ContextTokens,GeneratedTokens'; a workload is CSV with TIMESTAMP",
+        ),
+        (AZURE, AZURE[40:], "", "has no requests"),
+        (AZURE, AZURE, "", "starts with ''"),
+        (MOONCAKE, "9000", "5999", "line 2: its timestamp is before that of the line above"),
+        (MOONCAKE, ": 9,", ": 9", "line 3: not JSON"),
+        (MOONCAKE, '"output_length": 5', f'"output_length": {10**9}', "line 1: output_length is 1000000000"),
+        (MOONCAKE, "timestamp", "stamp", "line 1: timestamp is None"),
+        (OWN, "[7, 30]", "[7]", "line 2: prompt is [[0, 512], [7]]"),
+        (OWN, "[7, 30]", "[7, 0]", "line 2: a span of its prompt is 0"),
+        (OWN, "[7, 30]", "[-7, 30]", "line 2: an id of its prompt is -7"),
+        (OWN, "[[8, 25]]", "[]", "line 3: its prompt has no tokens"),
+        (OWN, ": 64", ": 0", "line 3: num_out is 0; it must be a whole number of at least 1"),
+        (OWN, ": 64", ": true", "line 3: num_out is True"),
+        (OWN, '"after": 0', '"after": 1', "line 3: after is 1; it must be the index of an earlier request"),
+        (OWN, '"after": 0', '"after": -2', "line 3: after is -2"),
+        (OWN, '"pause": 4.0', '"pause": -4.0', "line 3: pause is -4.0"),
+        (OWN, '"at": 2.5', '"at": 0.25', "line 4: at is 0.25, which is before the request above"),
+        (OWN, '"at": 2.5', '"at": NaN', "line 4: at is nan"),
+        (OWN, '"at": 2.5', '"at": "2.5"', "line 4: at is '2.5'; it must be seconds"),
+        (OWN, '{"at": 2.5', '[{"at": 2.5', "line 4: "),
+        (OWN, OWN[21:], "3\n", "line 2: a request is an object, not 3"),
+        (OWN, OWN[21:], "", "has no requests"),
+    ],
+)
+def test_what_is_no_request_is_named_by_file_and_line(text: str, old: str, new: str, said: str, tmp_path: Path) -> None:
+    assert old in text
+    path = written(tmp_path, text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        read_workload(path)
+    assert said in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read_or_written_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe{")
+    for path in (tmp_path, tmp_path / "none", tmp_path / "bytes"):
+        with pytest.raises(ConfigError, match="cannot read the workload"):
+            read_workload(path)
+    with pytest.raises(ConfigError, match="cannot write the workload"):
+        plain((0, 1, 1)).write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "said"),
+    [
+        ((), "the workload w has no requests"),
+        ((Arrival(0.0, (Span(0, 1),), 0),), "request 0 of the workload w: num_out is 0"),
+        ((Arrival(0.0, (), 1),), "request 0 of the workload w: its prompt has no tokens"),
+        ((TALK[0], Arrival(0.6, (Span(0, 1), Span(1, 0)), 1)), "request 1 of the workload w: a span"),
+        ((TALK[0], Arrival(0.6, (Span(-1, 1),), 1)), "request 1 of the workload w: a span"),
+        ((TALK[0], Arrival(0.4, (Span(0, 1),), 1)), "request 1 of the workload w: at is 0.4"),
+        ((TALK[1],), "request 0 of the workload w: after is 0"),
+        ((TALK[0], Arrival(math.inf, (Span(0, 1),), 1)), "request 1 of the workload w: at is inf"),
+        ((TALK[0], Arrival(0.0, (Span(0, 1),), 1, 0, math.inf)), "request 1 of the workload w: pause is inf"),
+        ((TALK[0], Arrival(0.4, (Span(0, 1),), 0), Arrival(0.0, (), 1)), "request 1 of the workload w: num_out is 0"),
+    ],
+)
+def test_a_workload_that_cannot_be_is_refused(arrivals: tuple[Arrival, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Workload("w", arrivals)
+    assert str(error.value).startswith(said)
+
+
+def test_columns_are_the_requests_that_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    prompts = [tuple(Span(draw.randrange(9), draw.randint(1, 9)) for _ in range(1 + index % 3)) for index in range(40)]
+    arrivals = tuple(Arrival(float(index), prompt, 1 + index) for index, prompt in enumerate(prompts))
+    columns = Arrivals.of(arrivals)
+    for piece in (1, 7, 40, 100):
+        monkeypatch.setattr(module, "PIECE", piece)
+        assert tuple(columns) == arrivals
+    assert columns == arrivals and arrivals == columns and columns == Arrivals.of(arrivals)
+    assert columns != arrivals[1:] and columns != Arrivals.of((*arrivals[:-1], arrivals[0]))
+    for index in (0, 5, 39, -1, -40):
+        assert columns[index] == arrivals[index]
+    assert columns[3:20:4] == arrivals[3:20:4]
+    assert columns[5].num_in == sum(span.num_tokens for span in arrivals[5].prompt)
+    for index in (40, -41):
+        with pytest.raises(IndexError):
+            columns[index]
+    with pytest.raises(ValueError, match="read-only"):
+        columns.at[0] = 1.0
+
+
+def test_a_conversation_counts_whole_prompts_and_all_its_requests() -> None:
+    turns = (
+        Arrival(0.0, (Span(0, 100),), 29),
+        Arrival(0.0, (Span(1, 10),), 64, after=0, pause=1.0),  # 100 + 29 + 10
+        Arrival(0.0, (Span(2, 1),), 5, after=1, pause=1.0),  # 139 + 64 + 1
+        Arrival(10.0, (Span(0, 100),), 1),
+        Arrival(0.0, (Span(1, 10),), 1, after=0),  # goes on from the first answer again
+        Arrival(0.0, (Span(3, 10),), 1, after=0),  # and elsewhere
+    )
+    workload = Workload("talk", turns)
+    assert workload.prompt_tokens.tolist() == [100, 139, 204, 100, 139, 139]
+    assert workload.mean_in == pytest.approx((100 + 139 + 204 + 100 + 139 + 139) / 6)
+    # Two gaps would be needed for a variation; six requests come in two conversations, 10 s apart.
+    assert workload.rate == pytest.approx(0.1 * 6 / 2) and workload.cv == 0
+    # The last token of an answer is not computed: 128 of 129 tokens are whole chunks, and 192 of 202.
+    assert workload.cached_tokens.tolist() == [0, 128, 192, 64, 128, 128]
+    shorter = Workload("talk", (turns[0], Arrival(0.0, (Span(1, 63),), 1, after=0)))
+    assert Workload("talk", (Arrival(0.0, (Span(0, 100),), 28), shorter.arrivals[1])).cached_tokens[1] == 64
+
+
+@pytest.mark.parametrize("seed", range(tries(4)))
+def test_cached_tokens_are_those_of_the_trace_replay(seed: int) -> None:
+    draw = random.Random(seed)
+    requests: list[TraceRequest] = []
+    for index in range(60):
+        ids = list(draw.choice(requests).blocks) if requests and draw.random() < 0.8 else []
+        ids = ids[: draw.randint(0, len(ids))]
+        ids += [draw.randrange(30) for _ in range(draw.randint(0 if ids else 1, 3))]
+        size = 512 * len(ids) - draw.choice([0, 0, 1, 17, 448, 500, 511])
+        requests.append(TraceRequest(index, float(index), size, 1, tuple(ids)))
+    arrivals = []
+    for each in requests:
+        sizes = [min(512, each.input_tokens - 512 * place) for place in range(len(each.blocks))]
+        arrivals.append(Arrival(each.seconds, tuple(map(Span, each.blocks, sizes)), 1))
+    expected = count_matches(requests, 512, is_dense=True)
+    assert Workload("w", arrivals).cached_tokens.tolist() == expected and sum(expected) > 0
+
+
+@pytest.mark.parametrize("seed", range(tries(4)))
+def test_cached_tokens_are_the_common_prefixes_of_the_tokens(seed: int) -> None:
+    """Of spans of any length, with conversations. Lengths are multiples of 4, so that no chunk ends too early."""
+    draw = random.Random(seed)
+    arrivals: list[Arrival] = []
+    for index in range(40):
+        before = draw.randrange(index) if index and draw.random() < 0.4 else -1
+        spans = tuple(Span(draw.randrange(4), 4 * draw.choice([8, 20, 21, 40])) for _ in range(draw.randint(1, 4)))
+        arrivals.append(Arrival(float(index), spans, 4 * draw.randint(1, 30), before))
+    workload = Workload("w", tuple(arrivals))
+    held: list[list[int]] = []
+    whole: list[list[int]] = []
+    found = []
+    for index, own in enumerate(tokens(workload, range(1000, 1100), seed)):
+        before = arrivals[index].after
+        answer = [-index - 1] * arrivals[index].num_out
+        prompt = [*(whole[before] if before >= 0 else ()), *own]
+        common = max((_equal(prompt, each) for each in held), default=0)
+        found.append(min(common // CHUNK_TOKENS * CHUNK_TOKENS, len(prompt) - 1))
+        whole.append(prompt + answer)
+        held.append(whole[-1][:-1])
+    assert workload.cached_tokens.tolist() == found and sum(found) > 0
+
+
+def _equal(one: list[int], other: list[int]) -> int:
+    least = min(len(one), len(other))
+    return next((place for place in range(least) if one[place] != other[place]), least)
+
+
+def test_another_rate_scales_times_and_nothing_else() -> None:
+    workload = Workload("talk", TALK)
+    assert workload.rate == pytest.approx(1 / 2 * 3 / 2)
+    faster = workload.at_rate(7.5)
+    assert faster.rate == pytest.approx(7.5) and faster.cv == workload.cv
+    assert [each.at for each in faster.arrivals] == pytest.approx([0.05, 0.0, 0.25])
+    assert faster.arrivals[1].pause == 4.0 and faster.shared == workload.shared
+    assert workload.at_rate(workload.rate) == workload
+    for rate in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="a rate is"):
+            workload.at_rate(rate)
+    at_once = plain((1, 3, 1), (1, 3, 1))
+    assert at_once.rate == math.inf and at_once.cv == 0
+    with pytest.raises(ConfigError, match="arrive at once"):
+        at_once.at_rate(1.0)
+
+
+def test_the_first_requests_are_a_workload() -> None:
+    workload = Workload("talk", TALK)
+    assert workload.first(2).arrivals == TALK[:2] and workload.first(9) == workload
+
+
+def test_equal_spans_are_equal_tokens_and_others_differ_at_once() -> None:
+    ids = range(5000, 5011)
+    spans = [Span(index, 4 + index % 30) for index in range(900)]
+    arrivals = [Arrival(0.0, (spans[index], spans[-index - 1], Span(7, 3)), 1) for index in range(900)]
+    made = tokens(Workload("w", arrivals), ids, 3)
+    parts: dict[int, list[int]] = {}
+    for arrival, prompt in zip(arrivals, made, strict=True):
+        assert len(prompt) == arrival.num_in and all(token in ids for token in prompt)
+        for span in arrival.prompt:
+            part, prompt = prompt[: span.num_tokens], prompt[span.num_tokens :]
+            longest = parts.setdefault(span.id, part)
+            parts[span.id] = max(part, longest, key=len)
+            assert longest[: len(part)] == part[: len(longest)]
+    assert len({tuple(part[:4]) for part in parts.values()}) == 900
+    assert made == tokens(Workload("w", arrivals), ids, 3) != tokens(Workload("w", arrivals), ids, 4)
+    (long,) = tokens(Workload("w", (Arrival(0.0, (Span(0, 20_000),), 1),)), ids, 3)
+    counts = np.bincount(np.array(long) - ids.start)
+    assert counts.min() > 0.9 * counts.mean() and counts.max() < 1.1 * counts.mean(), "tokens are drawn evenly"
+
+
+def test_ids_that_four_tokens_cannot_tell_apart_are_refused() -> None:
+    every = Workload("w", [Arrival(0.0, (Span(index, 4),), 1) for index in range(81)])
+    assert len(set(map(tuple, tokens(every, range(3), 0)))) == 81
+    with pytest.raises(ConfigError, match="4 of 3 tokens cannot tell span 81 apart"):
+        tokens(Workload("w", (Arrival(0.0, (Span(81, 4),), 1),)), range(3), 0)
+
+
+def trace(data_dir: Path, name: str) -> Path:
+    path = data_dir / "traces" / name
+    if not path.is_file():
+        pytest.skip(f"no trace at {path}")
+    return path
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "count", "median_in", "median_out"), [("conv", 19366, 1020, 129), ("code", 8819, 1469, 13)]
+)
+def test_the_azure_traces_have_their_known_sizes(
+    data_dir: Path, name: str, count: int, median_in: int, median_out: int
+) -> None:
+    workload = read_workload(trace(data_dir, f"AzureLLMInferenceTrace_{name}.csv"))
+    assert len(workload.arrivals) == count and workload.shared == 0
+    assert np.median(workload.prompt_tokens) == median_in and np.median(workload.columns.num_out) == median_out
+
+
+@pytest.mark.data
+def test_the_mooncake_trace_repeats_the_known_share_of_its_blocks(data_dir: Path) -> None:
+    workload = read_workload(trace(data_dir, "mooncake_conversation.jsonl"))
+    ids = workload.columns.ids
+    assert len(workload.arrivals) == 12031
+    assert round(1 - len(np.unique(ids)) / len(ids), 3) == 0.366
+
+
+@pytest.mark.data
+def test_the_shared_tokens_of_a_real_trace_are_those_of_its_replay(data_dir: Path) -> None:
+    path = trace(data_dir, "mooncake_conversation.jsonl")
+    expected = count_matches(read_trace(path, 1500), 512, is_dense=True)
+    assert read_workload(path, 1500).cached_tokens.tolist() == expected and sum(expected) > 0
+
+
+def test_lines_are_json_that_others_can_read(tmp_path: Path) -> None:
+    Workload("talk", TALK).write(tmp_path / "file")
+    lines = [json.loads(line) for line in (tmp_path / "file").read_text().splitlines()]
+    assert lines[0] == {"workload": "talk"}
+    assert lines[2] == {"at": 0.0, "prompt": [[8, 25]], "num_out": 64, "after": 0, "pause": 4.0}
