@@ -12,6 +12,7 @@ import pytest
 from quire.cluster.cluster import Cluster
 from quire.cluster.instance import Order
 from quire.cluster.members import Health, Index, Member, choose
+from quire.cluster.messages import Attempt
 from quire.cluster.on_ray import OnRay, _cache_bytes, _plain
 from quire.cluster.placing import Needs, groups_of, most_cores
 from quire.cluster.processes import places_of
@@ -127,13 +128,13 @@ def test_a_receiver_of_the_same_group_is_preferred() -> None:
     ]
     for busy, chosen in ((2, "1"), (3, "0")):
         for member in members:
-            member.rows.clear()
-        members[busy].rows = {(1, 1): 500}  # type: ignore[dict-item]
+            member.forget(Attempt(1, 1))
+        members[busy].take(Attempt(1, 1), 500)
         choice = choose(members, Index(), [], 100)
         assert choice is not None and choice.source is not None
         assert (choice.source.group, choice.receiver.group) == (chosen, chosen)
     members[1].health = Health.DOWN
-    members[2].rows = {(1, 1): 500}  # type: ignore[dict-item]
+    members[2].take(Attempt(1, 1), 500)
     choice = choose(members, Index(), [], 100)
     assert choice is not None and choice.receiver.name == "decode-0", "another machine is better than none"
 

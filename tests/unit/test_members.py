@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.cluster.bodies import Elsewhere, Load, Ready
 from quire.cluster.members import Choice, Health, Index, Member, choose, index_keys
 from quire.cluster.messages import Attempt
+from tests.effort import examples
 
 SECONDS_PER_ROW = 1e-3
 
@@ -21,7 +24,7 @@ def member(place: str, role: str, *, rows: int = 0, sequences: int = 0, free: fl
     found.ready = Ready(found.name, "", 512, batch, 4096, "", SECONDS_PER_ROW, 0.01)
     found.load = Load(found.name, 0, 0, 0, 0, int(free * 1000), 1000)
     if rows:
-        found.rows[Attempt(1000, 1)] = rows
+        found.take(Attempt(1000, 1), rows)
     found.sequences = {Attempt(number, 1) for number in range(sequences)}
     return found
 
@@ -52,12 +55,12 @@ def test_a_prompt_goes_where_its_first_token_comes_earliest() -> None:
     found = choose(members, index, KEYS, 640)
     assert chosen(found) == ("prefill-0", "decode-0"), "400 + 320 rows against fetching and 320"
     assert found is not None and found.num_rows == 320 and found.elsewhere == Elsewhere(warm.name, 5)
-    warm.rows = {Attempt(1000, 1): 5}
+    warm.take(Attempt(1000, 1), 5)
     found = choose(members, index, KEYS, 640)
     assert chosen(found) == ("prefill-1", "decode-0"), "5 rows are less than fetching 320 tokens"
     assert found is not None and found.num_rows == 320 and found.elsewhere is None
     assert chosen(choose(members, index, KEYS, 640, "queue")) == ("prefill-0", "decode-0")
-    warm.rows = {Attempt(1000, 1): 40_000}
+    warm.take(Attempt(1000, 1), 40_000)
     assert chosen(choose(members, index, KEYS, 640, "affinity")) == ("prefill-1", "decode-0"), "a hot spot"
 
 
@@ -133,15 +136,53 @@ def test_only_serving_instances_get_attempts(health: Health) -> None:
 
 
 def test_the_index_is_bounded_and_forgets_who_failed() -> None:
-    index = Index(most=20)
+    index = Index(most=15)
     index.add("a", KEYS)
     index.add("b", KEYS[:4])
-    assert index.matched("a", KEYS) == 10 and index.matched("b", KEYS) == 4
+    assert index.matched(KEYS) == {"a": 10, "b": 4} and len(index) == 10, "a key counts once for all instances"
     other = keys_of("", [7 + each for each in PROMPT])
     index.add("a", other)
-    assert len(index) == 20 and index.matched("a", other) == 10 and index.matched("a", KEYS) < 10
+    assert len(index) == 15 and index.matched(other) == {"a": 10}
+    assert index.matched(KEYS) == {"a": 5, "b": 4}, "the end of a prompt is forgotten first"
     index.forget("a")
-    assert index.matched("a", other) == 0 and index.matched("b", KEYS) == 4
+    assert index.matched(other) == {} and index.matched(KEYS) == {"b": 4}
+    index.add("c", other[:2])
+    assert index.matched(other) == {"c": 2}, "it takes the place of who failed, and has nothing of theirs"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 3), st.integers(0, 10)), max_size=30))
+@examples(60)
+def test_the_index_of_all_is_an_index_of_each(given: list[tuple[str, int, int]]) -> None:
+    index, prompts = Index(), [keys_of("", [number + each for each in PROMPT]) for number in range(4)]
+    longest: dict[tuple[str, int], int] = {}
+    for name, number, count in given:
+        index.add(name, prompts[number][:count])
+        longest[name, number] = max(count, longest.get((name, number), 0))
+    for number, keys in enumerate(prompts):
+        expected = {name: count for (name, of), count in longest.items() if of == number and count}
+        assert index.matched(keys) == expected and index.matched(keys[:3]) == {
+            name: min(3, count) for name, count in expected.items()
+        }
+
+
+@given(st.data())
+@examples(60)
+def test_many_members_are_compared_as_few_are(data: st.DataObject) -> None:
+    members = []
+    for number in range(6):
+        rows, sequences = data.draw(st.sampled_from([0, 0, 5, 700])), data.draw(st.integers(0, 3))
+        members.append(member(f"mixed-{number}", "mixed", rows=rows, sequences=sequences))
+    index = Index()
+    for each in members:
+        index.add(each.name, KEYS[: data.draw(st.sampled_from([0, 0, 3, 10]))])
+    matched = index.matched(KEYS)
+
+    def first_token(each: Member) -> tuple[float, float]:
+        rows = max(1, 650 - 64 * matched.get(each.name, 0))
+        return round((sum(each.rows.values()) + rows) * each.seconds_per_row, 9), each.fullness()
+
+    found = choose(members, index, KEYS, 650, fetches=False)
+    assert found is not None and first_token(found.receiver) == min(map(first_token, members))
 
 
 def test_salts_and_beginnings_separate_prompts() -> None:

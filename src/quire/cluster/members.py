@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Member:
     stats       counters of its engine, a little older
     seen        when, on the router's clock
     is_loading  whether it has said that it loads
-    rows        of prompts that it computes, by attempt
+    rows        of prompts that it computes, by attempt; `num_rows` together
     sequences   attempts that it decodes or will
     group       of instances on one machine, among which caches should stay
     """
@@ -67,15 +67,26 @@ class Member:
     rows: dict[Attempt, int] = field(default_factory=dict)
     sequences: set[Attempt] = field(default_factory=set)
     group: str = ""
+    num_rows: int = 0
 
     @property
     def serves(self) -> bool:
         """Whether it gets attempts."""
         return self.health is Health.SERVING
 
+    def take(self, attempt: Attempt, num_rows: int) -> None:
+        """It is to compute a prompt."""
+        self.has_computed(attempt)
+        self.rows[attempt] = num_rows
+        self.num_rows += num_rows
+
+    def has_computed(self, attempt: Attempt) -> None:
+        """It has computed the prompt of an attempt, or will not."""
+        self.num_rows -= self.rows.pop(attempt, 0)
+
     def queue_seconds(self) -> float:
         """Time to compute the prompts that it has."""
-        return sum(self.rows.values()) * self.seconds_per_row
+        return self.num_rows * self.seconds_per_row
 
     @property
     def seconds_per_row(self) -> float:
@@ -97,47 +108,74 @@ class Member:
 
     def fullness(self) -> float:
         """How full it is as a receiver: by sequences or by memory, whichever is more. Full is 1."""
-        batch = max(1, self.ready.batch if self.ready is not None else 1)
-        by_batch = len(self.sequences) / batch
-        if self.load is None or not self.load.total_bytes:
+        ready, load = self.ready, self.load
+        by_batch = len(self.sequences) / (ready.batch if ready is not None and ready.batch else 1)
+        if load is None or not load.total_bytes:
             return by_batch
-        return max(by_batch, 1 - self.load.free_bytes / self.load.total_bytes)
+        by_memory = 1 - load.free_bytes / load.total_bytes
+        return by_memory if by_memory > by_batch else by_batch
 
     def forget(self, attempt: Attempt) -> None:
         """An attempt has ended."""
-        self.rows.pop(attempt, None)
+        self.has_computed(attempt)
         self.sequences.discard(attempt)
 
 
 class Index:
-    """Which instance may have which chunks: those that it was given. Approximate, for instances evict. Only choices
+    """Which instances may have which chunks: those that they were given. Approximate, for instances evict. Only choices
     depend on it.
+
+    One table serves all instances: a key has a bit for each of them.
     """
 
     def __init__(self, most: int = MOST_KEYS) -> None:
         self._most = most
-        self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+        self._numbers: dict[str, int] = {}
 
     def add(self, instance: str, keys: Sequence[bytes]) -> None:
         """An instance is about to have these chunks. The end of a prompt is forgotten before its beginning."""
+        known, bit = self._known, 1 << self._number(instance)
         for key in reversed(keys):
-            self._known[instance, key] = None
-            self._known.move_to_end((instance, key))
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
+            known[key] = known.get(key, 0) | bit
+            known.move_to_end(key)
+        while len(known) > self._most:
+            known.popitem(last=False)
 
-    def matched(self, instance: str, keys: Sequence[bytes]) -> int:
-        """Number of first chunks that an instance may have."""
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if (instance, keys[middle - 1]) in self._known else (low, middle - 1)
-        return low
+    def matched(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """Number of first chunks that instances may have, by name; those without any are left out."""
+        having, counts = -1, dict[int, int]()
+        for count, key in enumerate(keys):
+            still = having & self._known.get(key, 0)
+            if count and still != having:
+                counts[having & ~still] = count
+            having = still
+            if not having:
+                break
+        if keys and having:
+            counts[having] = len(keys)
+        if not counts:
+            return {}
+        return {
+            name: count
+            for name, number in self._numbers.items()
+            for some, count in counts.items()
+            if some >> number & 1
+        }
 
     def forget(self, instance: str) -> None:
         """An instance has lost everything."""
-        for each in [known for known in self._known if known[0] == instance]:
-            del self._known[each]
+        number = self._numbers.pop(instance, None)
+        if number is not None:
+            kept = ~(1 << number)
+            self._known = OrderedDict((key, some & kept) for key, some in self._known.items() if some & kept)
+
+    def _number(self, instance: str) -> int:
+        number = self._numbers.get(instance)
+        if number is None:
+            used = {*self._numbers.values()}
+            number = self._numbers[instance] = next(each for each in range(len(used) + 1) if each not in used)
+        return number
 
     def __len__(self) -> int:
         return len(self._known)
@@ -183,45 +221,65 @@ def choose(
     alone       whether one instance must do all of it, with the help of no other one
     fetches     whether instances fetch prefixes from each other
     """
-    serving = [each for each in members if each.serves]
+    serving = [each for each in members if each.health is Health.SERVING]
     if not serving:
         return None
-    computing = [each for each in serving if each.role == "prefill"] or [
-        each for each in serving if each.role == "mixed"
-    ]
-    decoding = [each for each in serving if each.role == "decode"] or [each for each in serving if each.role == "mixed"]
+    mixed = [each for each in serving if each.role == "mixed"]
+    computing = [each for each in serving if each.role == "prefill"] or mixed
+    decoding = [each for each in serving if each.role == "decode"] or mixed
 
-    cached = {each.name: index.matched(each.name, keys) for each in serving}
-    others = [] if alone or not fetches else [each for each in serving if each.name not in avoided]
+    cached = index.matched(keys)
+    others = (
+        [] if alone or not fetches else [each for each in serving if each.name in cached and each.name not in avoided]
+    )
 
     def work_of(member: Member) -> Work:
         near = [Elsewhere(each.name, cached[each.name]) for each in others if each.group == member.group]
         most = max(near, key=lambda each: each.num_chunks, default=None)
-        return _work(member, num_tokens, cached[member.name], most)
+        return _work(member, num_tokens, cached.get(member.name, 0), most)
 
     def first_token(member: Member) -> tuple[float, ...]:
-        work, comes_last = work_of(member), member.name in avoided
+        comes_last = member.name in avoided
         if routing == "queue":
-            return (comes_last, sum(member.rows.values()), len(member.sequences))
+            return (comes_last, member.num_rows, len(member.sequences))
         if routing == "affinity":
-            return (comes_last, -cached[member.name], sum(member.rows.values()))
-        return (comes_last, member.queue_seconds() + work.seconds, member.fullness())
+            return (comes_last, -cached.get(member.name, 0), member.num_rows)
+        return (comes_last, member.queue_seconds() + work_of(member).seconds, member.fullness())
 
-    if alone or not computing or not decoding:
-        computes = min(serving, key=first_token)  # half of the roles may be down
-    else:
-        computes = min(computing, key=first_token)
+    def first_of(candidates: list[Member]) -> Member:
+        if routing == "expected" and not others and not avoided:
+            return min(_soonest(candidates, cached, num_tokens), key=Member.fullness)
+        return min(candidates, key=first_token)
+
+    is_half = not computing or not decoding  # the roles of one half may be down
+    computes = first_of(serving if alone or is_half else computing)
     work = work_of(computes)
     if alone or not computing or computes in decoding or not decoding:
         return Choice(None, computes, work.num_rows, work.elsewhere)
 
     def to_decode(member: Member) -> tuple[float, ...]:
-        lacking = num_tokens - PAGE_TOKENS * cached[member.name]
+        lacking = num_tokens - PAGE_TOKENS * cached.get(member.name, 0)
         full = member.fullness()
         return (member.name in avoided, full >= 1, full + lacking * member.transfer_seconds)
 
     near = [each for each in decoding if each.group == computes.group]
     return Choice(computes, min(near or decoding, key=to_decode), work.num_rows, work.elsewhere)
+
+
+def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) -> list[Member]:
+    """The members with the earliest first token, of many that compute what they have not cached. As `choose`, but with
+    little work for each.
+    """
+    seconds = [
+        (each.num_rows + num_tokens) * (1e-3 if each.ready is None else each.ready.seconds_per_row) for each in members
+    ]
+    if cached:
+        for place, each in enumerate(members):
+            if (count := cached.get(each.name)) is not None:
+                rows = max(1, num_tokens - PAGE_TOKENS * count)
+                seconds[place] = (each.num_rows + rows) * each.seconds_per_row
+    least = min(seconds)
+    return [each for each, time in zip(members, seconds, strict=True) if time <= least * (1 + 1e-9)]
 
 
 class Work(NamedTuple):

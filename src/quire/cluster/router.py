@@ -243,7 +243,7 @@ class Router:
         self._route(ticket, Begin(source, choice.receiver.name))
         attempt = ticket.state.attempt
         computing = choice.source or choice.receiver
-        computing.rows[attempt] = choice.num_rows
+        computing.take(attempt, choice.num_rows)
         choice.receiver.sequences.add(attempt)
         for member in (computing, choice.receiver):
             self.index.add(member.name, keys)
@@ -302,7 +302,7 @@ class Router:
             ticket.computed_by = ticket.state.source or ticket.state.receiver
         if ticket.choice is not None:
             computing = ticket.choice.source or ticket.choice.receiver
-            computing.rows.pop(ticket.state.attempt, None)
+            computing.has_computed(ticket.state.attempt)
         ticket.answer(told)
 
     def _again(self, ticket: Ticket, before: Routed) -> None:

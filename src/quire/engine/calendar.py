@@ -16,25 +16,22 @@ def imagined_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]
     """Stand-ins for the tokens that a model would sample for positions [start, start + count). They are negative, so
     in no vocabulary, and differ between sequences.
     """
-    first = imagined_token(sequence.sequence_id, start)
-    return range(first, first + count)
-
-
-def imagined_token(sequence_id: int, position: int) -> int:
-    """The stand-in for one token; see `imagined_tokens`."""
-    return _LEAST_TOKEN + sequence_id * 1_000_003 % (-_LEAST_TOKEN - _MOST_POSITIONS) + position
+    first = _LEAST_TOKEN + sequence.sequence_id * 1_000_003 % (-_LEAST_TOKEN - _MOST_POSITIONS)
+    return range(first + start, first + start + count)
 
 
 class Calendar:
     """Sequences that take one row in every step until their next event: a chunk begins or is full, or their length is
     reached. Their number of computed tokens follows from the clock; `settle` writes it down.
 
-    clock    steps so far
-    members  the sequences, each with the clock of its next event
+    clock      steps so far
+    members    the sequences, each with the clock of its next event
+    sum_leads  sum of the members' leads
     """
 
     def __init__(self) -> None:
         self.clock = 0
+        self.sum_leads = 0
         self.members: dict[Sequence, int] = {}
         self._events: list[tuple[int, int, int, Sequence]] = []  # a heap; entries of those that left are skipped
         self._pushes = itertools.count()
@@ -53,6 +50,7 @@ class Calendar:
         assert steps > 0 and sequence.num_pending == 1, f"{steps} steps of {sequence.num_pending} rows"
         event = self.clock + steps
         sequence.lead, sequence.is_quiet = sequence.path.num_tokens - self.clock, True
+        self.sum_leads += sequence.lead
         self.members[sequence] = event
         heapq.heappush(self._events, (event, sequence.admitted, next(self._pushes), sequence))
 
@@ -61,6 +59,7 @@ class Calendar:
         if self.members.get(sequence) is not None:
             self.settle(sequence)
             del self.members[sequence]
+            self.sum_leads -= sequence.lead
             sequence.is_quiet = False
 
     def due(self) -> list[Sequence]:
@@ -71,6 +70,11 @@ class Calendar:
             self.leave(sequence)
             found.append(sequence)
         return found
+
+    @property
+    def context(self) -> int:
+        """Tokens that the members' next rows attend to, these rows included."""
+        return self.sum_leads + len(self.members) * (self.clock + 1)
 
     @property
     def quiet_steps(self) -> int:

@@ -58,6 +58,24 @@ class Sampled(NamedTuple):
     logprobs: Logprobs
 
 
+@dataclass(slots=True)
+class Passed:
+    """What `Scheduler.advance` computed in its last step.
+
+    num_quiet  rows of sequences in the calendar
+    context    tokens that these attend to
+    prompts    first position and number of rows of each prompt's slice
+    decodes    positions of rows of other decoding sequences
+    sampled    tokens of prompts and of these sequences
+    """
+
+    num_quiet: int = 0
+    context: int = 0
+    prompts: list[tuple[int, int]] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
+
+
 class _Rows(NamedTuple):
     """Rows of an active sequence in a step, and its guide's proposal for them."""
 
@@ -119,6 +137,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     calendar: Calendar = field(default_factory=Calendar)
+    passed: Passed = field(default_factory=Passed)
     _active: dict[Sequence, None] = field(default_factory=dict)
     _queued: int = 0
     _admitted: int = 0
@@ -234,7 +253,16 @@ class Scheduler:
         self._joined.clear()
         return steps
 
+    @property
+    def num_quiet(self) -> int:
+        """Number of next steps in which nothing happens but that each sequence of the batch gets a token."""
+        may_admit = self.waiting and len(self.running) < self.max_running
+        if self._active or not self.calendar or (may_admit and not self.manager.refuses(self.waiting[0])):
+            return 0
+        return self.calendar.quiet_steps
+
     def _advance(self, steps: int, decide: Callable[[Sequence], Decided] | None) -> int:
+        self.passed = Passed()
         num_running, done = len(self.running), 0
         while done < steps and len(self.running) == num_running:
             passed = self._skip(steps - done)
@@ -253,7 +281,11 @@ class Scheduler:
                 assert decide is not None, "nobody says what retention keeps"
                 decided = decide(sequence)
             tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(each.samples))]
-            self._commit(sequence, end, each.num_rows, tokens, decided)
+            if each.num_rows > 1 or each.start < sequence.num_prompt:
+                self.passed.prompts.append((each.start, each.num_rows))
+            else:
+                self.passed.decodes.append(each.start)
+            self.passed.sampled += self._commit(sequence, end, each.num_rows, tokens, decided)
         return 1
 
     def sequence_of(self, index: int) -> Sequence:
@@ -602,6 +634,7 @@ class Scheduler:
 
     def _pass_steps(self, count: int) -> None:
         """Counts steps that the calendar's sequences have taken."""
+        self.passed.num_quiet, self.passed.context = len(self.calendar), self.calendar.context
         self.counters.steps += count
         self.counters.decode_tokens += count * len(self.calendar)
         self.calendar.clock += count
@@ -688,7 +721,9 @@ class Scheduler:
         self._pass_steps(1)
         for sequence in active:
             end = sequence.num_computed + 1
-            self._commit(sequence, end, 1, [(token_id, None) for token_id in imagined_tokens(sequence, end, 1)])
+            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, 1)]
+            self.passed.decodes.append(end - 1)
+            self.passed.sampled += self._commit(sequence, end, 1, tokens)
         return 1
 
     def _count(self, sequence: Sequence, end: int, count: int) -> None:

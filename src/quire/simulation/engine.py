@@ -17,7 +17,6 @@ from quire.cache.retention.policies import keep_on
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.answers import Detokenizer
-from quire.engine.calendar import imagined_token
 from quire.engine.calibration import Calibration
 from quire.engine.control import Formats, formats_of, namespace_of, retention_of, scheduler_of
 from quire.engine.engine import Engine
@@ -112,11 +111,15 @@ class SimulatedRunner:
         result = Result()
         for index, piece in enumerate(step.slices):
             if piece.samples:
-                result.token_ids.append(imagined_token(piece.sequence_id, piece.start + piece.num_rows))
+                result.token_ids.append(self._token(piece.sequence_id, piece.start + piece.num_rows))
             if piece.decides:
                 assert self.decide is not None, "a prompt is to be decided on without retention"
                 result.decided[index] = self.decide(piece)
         return result
+
+    def _token(self, sequence_id: int, position: int) -> int:
+        """A token of an answer. Unlike the scheduler's stand-ins it may stand in the prompt of a later request."""
+        return (sequence_id * 1_000_003 + position * 7919) % self._vocab_size
 
     def check(self, live: set[int]) -> None:
         """See Runner: it remembers nothing."""

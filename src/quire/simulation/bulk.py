@@ -1,0 +1,172 @@
+"""A simulated cluster for loads of a million requests: instances that skip steps, behind the router's own choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import numpy as np
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cluster.bodies import Load, Ready
+from quire.cluster.members import Health, Index, Member, choose
+from quire.cluster.messages import Attempt
+from quire.collecting import uncollected
+from quire.engine.params import SamplingParams
+from quire.engine.request import Request
+from quire.engine.request import Sequence as Running
+from quire.planning.workload import Span, Workload
+from quire.simulation.cluster import capacity_of
+from quire.simulation.engine import Plan
+from quire.simulation.events import Events
+from quire.simulation.outcome import Outcome, Used
+from quire.simulation.skipping import SkippingInstance, SpanKeys, counting_scheduler
+
+LOAD_SECONDS = 0.2
+"""As often as instances tell how full they are."""
+
+MOST_KEYS = 4_000_000
+"""Keys that the router's index remembers."""
+
+ANSWERS = 1 << 40
+"""The answer of request i is the span with id ANSWERS + i: no trace has as many spans."""
+
+PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+
+_PARTS = 1 << 20
+
+
+def simulate_bulk(
+    workload: Workload,
+    plan: Plan,
+    num_instances: int,
+    *,
+    routing: str = "expected",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """What comes of a workload on equal instances that compute prompts and decode.
+
+    progress  is told the number of requests that have ended, and of all
+    """
+    return _Bulk(workload, plan, num_instances, routing, progress).run()
+
+
+class _Bulk:
+    def __init__(
+        self, workload: Workload, plan: Plan, count: int, routing: str, progress: Callable[[int, int], None]
+    ) -> None:
+        self._events, self._columns, self._routing, self._progress = Events(), workload.columns, routing, progress
+        self._index = Index(MOST_KEYS)
+        capacity = capacity_of(plan)
+        ready = Ready(
+            "", "", capacity.prompt_rows, capacity.batch, plan.sizes.max_context, "", capacity.seconds_per_row,
+            capacity.seconds_per_step,
+        )  # fmt: skip
+        names = [f"mixed-{number}" for number in range(count)]
+        self._members = {name: Member(name, name, "mixed", Health.SERVING, ready) for name in names}
+        self._instances = {
+            name: SkippingInstance(self._events, counting_scheduler(plan), plan.latency, partial(self._told, member))
+            for name, member in self._members.items()
+        }
+        self._most = plan.sizes.max_context
+        self._shares = plan.config.cache.share
+        self._prefixes: dict[tuple[int, int, int], int] = {}
+        self._spans: dict[int, tuple[Span, ...]] = {}  # of prompts that others follow
+        self._following: dict[int, list[int]] = {}
+        n = len(workload.arrivals)
+        self._arrived, self._first, self._last = np.zeros(n), np.full(n, np.inf), np.full(n, np.inf)
+        self._num_in, self._num_out, self._num_cached = (np.zeros(n, np.int64) for _ in range(3))
+        self._num_done = 0
+
+    def run(self) -> Outcome:
+        """Lets all requests arrive, and end."""
+        arrivals = self._columns
+        for index in np.flatnonzero(arrivals.after >= 0).tolist():
+            self._following.setdefault(int(arrivals.after[index]), []).append(index)
+        roots = np.flatnonzero(arrivals.after < 0)
+        self._next = zip(roots.tolist(), arrivals.at[roots].tolist(), strict=True)
+        self._await_next()
+        with uncollected():
+            self._events.run(lambda: self._num_done == len(self._arrived))
+        unknown = np.full(len(self._arrived), np.nan)
+        used = tuple(
+            Used(name, "mixed", each.busy, each.num_steps, each.num_out, asdict(each.scheduler.counters))
+            for name, each in self._instances.items()
+        )
+        stages = {"queue": unknown, "prefill": unknown, "transfer": unknown, "decode": self._last - self._first}
+        return Outcome(
+            self._arrived, self._first, self._last, self._num_out, self._num_in, self._num_cached,
+            {"arena": self._num_cached}, stages, used, self._events.now,
+        )  # fmt: skip
+
+    def _await_next(self) -> None:
+        """Only the next arrival is in the queue."""
+        index, at = next(self._next, (-1, 0.0))
+        if index >= 0:
+            self._events.at(at, partial(self._arrive, index))
+
+    def _arrive(self, index: int) -> None:
+        self._begin(index, self._columns[index].prompt)
+        self._await_next()
+
+    def _begin(self, index: int, spans: tuple[Span, ...]) -> None:
+        num_out = int(self._columns.num_out[index])
+        num_in = sum(span.num_tokens for span in spans)
+        now = self._events.now
+        self._arrived[index], self._num_in[index], self._num_out[index] = now, num_in, num_out
+        if num_in + num_out > self._most:
+            self._done(index)
+            return
+        whole = (*spans, Span(ANSWERS + index, num_out))
+        keys = SpanKeys(whole, num_in + num_out, self._prefixes)
+        known = keys.first(num_in // PAGE_TOKENS) if self._shares else []
+        choice = choose(self._members.values(), self._index, known, num_in, self._routing, fetches=False)
+        assert choice is not None, "nobody serves"
+        member, attempt = choice.receiver, Attempt(index, 0)
+        member.take(attempt, choice.num_rows)
+        member.sequences.add(attempt)
+        self._index.add(member.name, known)
+        self._instances[member.name].add(sequence_of(index, num_in, num_out, keys, now))
+        if index in self._following:
+            self._spans[index] = whole
+
+    def _told(self, member: Member, sequence: Running, is_last: bool) -> None:
+        index, now, attempt = int(sequence.request.request_id), self._events.now, Attempt(sequence.seed, 0)
+        if self._first[index] == math.inf:
+            self._first[index] = now
+            self._num_cached[index] = sequence.num_cached_tokens
+            member.has_computed(attempt)
+        instance = self._instances[member.name]
+        if member.load is None or now >= member.seen + LOAD_SECONDS:
+            member.seen = now
+            member.load = Load(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS)
+        if is_last:
+            sequence.request.sequences.clear()  # a circle: nothing is collected while this runs
+            self._last[index] = now
+            member.forget(attempt)
+            if self._shares:
+                self._index.add(
+                    member.name, sequence.keys.first((sequence.num_prompt + sequence.max_tokens - 1) // PAGE_TOKENS)
+                )
+            self._done(index)
+
+    def _done(self, index: int) -> None:
+        self._num_done += 1
+        if self._num_done % 1000 == 0:
+            self._progress(self._num_done, len(self._arrived))
+        before = self._spans.pop(index, ())
+        for later in self._following.pop(index, ()):
+            arrival = self._columns[later]
+            self._events.after(arrival.pause, partial(self._begin, later, before + arrival.prompt))
+
+
+def sequence_of(index: int, num_in: int, num_out: int, keys: SpanKeys, now: float) -> Running:
+    """A request of one sequence. Its tokens are known by its keys alone."""
+    tokens = [0] * num_in
+    request = Request(str(index), None, tokens, PARAMS, now)
+    sequence = Running(request, 0, tokens.copy(), num_out, seed=index)
+    sequence.keys = keys
+    request.sequences.append(sequence)
+    return sequence

@@ -1,0 +1,257 @@
+"""What to simulate on GPUs that are not here, or with more of them for an instance than engines can have.
+
+Latencies are those of `AnalyticModel`. The cache is the memory that weights leave free, in a flat table: a shape of one
+layer and one key head, whose page holds a whole chunk of all layers and heads. Decisions are the same, because all
+pages of a chunk are taken and given back together; tables by layer and head would be slow for 64 layers of 72 heads.
+With an encoded cache a chunk is encoded from its first token on, while an engine keeps the chunk that a sequence writes
+to dense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS
+from quire.config import (
+    AttentionConfig,
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SchedulerConfig,
+)
+from quire.engine.build import TOKEN_BUDGET, resolve
+from quire.engine.control import sealed_pages
+from quire.engine.sizes import page_counts
+from quire.errors import ConfigError
+from quire.models.families import shape_from_config
+from quire.models.files import read_json
+from quire.models.layers import torch_dtype
+from quire.models.loading import held_kind
+from quire.models.quants import BLOCK_KINDS, held_bytes
+from quire.models.resolve import resolve_model
+from quire.models.shape import ITEM_BYTES, ModelShape
+from quire.models.weights import open_model
+from quire.options import format_bytes
+from quire.planning.analytic import MODELS, AnalyticModel, ModelNumbers
+from quire.planning.devices import Device
+from quire.planning.latency import Link
+from quire.simulation.cluster import capacity_of
+from quire.simulation.engine import Plan
+from quire.simulation.setup import HOP_SECONDS, Replicas, Setup, Ways, setup_of, tiers_of
+
+CONTEXTS = {"opt": 2048, "llama-2": 4096, "llama-3": 8192}
+"""Positions of the models in MODELS, by the beginning of their names."""
+
+FLAT_HIDDEN = 64
+"""Width of the flat shape: no number follows from it."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Equal instances of several GPUs. options: settings of their engines beside those of all, by key."""
+
+    role: str
+    count: int = 1
+    tp: int = 1
+    pp: int = 1
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model on a kind of GPU.
+
+    name             in MODELS, a config.json, or any model
+    options, file    as for `LLM`
+    usable           share of a GPU's memory for weights and cache
+    tp_link          between the GPUs of a layer; None: the device's own
+    slow_link        between machines, for stages that do not fit on one; None: as tp_link
+    gpus             of a machine
+    """
+
+    name: str
+    device: Device
+    options: Mapping[str, Any]
+    file: Path | None = None
+    usable: float = 0.9
+    tp_link: Link | None = None
+    slow_link: Link | None = None
+    gpus: int = 8
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """What the options and the file say."""
+        return self.given({})
+
+    def given(self, options: Mapping[str, Any]) -> EngineConfig:
+        """The same with other options. Raises ConfigError for what cannot be simulated."""
+        config = EngineConfig.from_options({**self.options, **options}, self.file)
+        if config.retain.threshold != "off":
+            raise ConfigError(
+                "what retain.threshold keeps is known only after a prompt; simulate with retain.budget instead"
+            )
+        for key, is_on in (
+            ("offload.mode", config.offload.is_on),
+            ("cache.sparse_values", config.cache.sparse_values < 1),
+        ):
+            if is_on:
+                raise ConfigError(f"{key} is set, and no formula for other hardware knows it; leave it out")
+        return config
+
+    @cached_property
+    def _checkpoint(self) -> tuple[ModelShape, dict[str, str]]:
+        """The shape, and the types of the stored tensors."""
+        if self._is_named:
+            shape = shape_of(self.name)
+        elif self.name.endswith(".json"):
+            shape = shape_from_config(read_json(Path(self.name), required=True), {})
+        else:
+            with open_model(resolve_model(self.name)) as checkpoint:
+                return checkpoint.shape, {name: checkpoint.kind(name) for name in checkpoint.shape.tensor_shapes}
+        return shape, dict.fromkeys(shape.tensor_shapes, "BF16")
+
+    @property
+    def _is_named(self) -> bool:
+        return self.name.lower() in MODELS and not Path(self.name).exists()
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the model."""
+        return self._checkpoint[0]
+
+    @property
+    def numbers(self) -> ModelNumbers:
+        """Of the model."""
+        return MODELS[self.name.lower()] if self._is_named else ModelNumbers.from_shape(self.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Of weights, activations and dense pages."""
+        return self.shape.dtype if self.config.model.dtype == "auto" else self.config.model.dtype
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Of all weights, as they are held."""
+        shape, kinds = self._checkpoint
+        found = 0.0
+        for name, size in shape.tensor_shapes.items():
+            kind = held_kind(name, size, kinds[name], self.config.model.weights, BLOCK_KINDS)
+            found += math.prod(size) * ITEM_BYTES[self.dtype] if kind is None else size[0] * held_bytes(kind, size[1])
+        return found
+
+    def token_bytes(self, config: EngineConfig) -> float:
+        """Of a cached token over all layers, as the codec stores it."""
+        shape = self.shape
+        pages, _ = sealed_pages(config, shape, torch_dtype(self.dtype), None, "triton")
+        if pages is None:
+            return float(shape.kv_bytes_per_token(ITEM_BYTES[self.dtype]))
+        chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
+        return sum(size * count for size, count in chunk.items()) / PAGE_TOKENS
+
+    def latency(self, tp: int, pp: int, config: EngineConfig | None = None) -> AnalyticModel:
+        """Of an instance with tp * pp GPUs."""
+        is_large = tp * pp > self.gpus
+        return AnalyticModel(
+            self.numbers, self.device, tp, pp, float(ITEM_BYTES[self.dtype]), self.weight_bytes,
+            self.token_bytes(config or self.config), usable=self.usable, tp_link=self.tp_link,
+            pp_link=(self.slow_link if is_large else None) or self.tp_link,
+        )  # fmt: skip
+
+    def setup(
+        self, divisions: Sequence[Division], settings: ClusterConfig, bulk: Link | None = None, *, alone: bool = False
+    ) -> Setup:
+        """Instances of the model.
+
+        bulk   of caches between instances; None: the device's own links
+        alone  whether the only instance is an engine without a router
+        """
+        configs = [self.given(each.options) for each in divisions]
+        latencies = [self.latency(each.tp, each.pp, config) for each, config in zip(divisions, configs, strict=True)]
+        memories = [_memory(each, config) for each, config in zip(latencies, configs, strict=True)]
+        grain = max(1, *(-(-memory // MAX_ARENA_BYTES) for memory in memories))
+        bulk = bulk or Link(HOP_SECONDS, self.device.between)
+        ways = _coarser(Ways(bulk=bulk, pinned=Link(HOP_SECONDS, self.device.pcie)), grain)
+        replicas = []
+        for each, config, latency, memory in zip(divisions, configs, latencies, memories, strict=True):
+            plan = self._plan(latency, config, memory, grain)
+            tiers = [dataclasses.replace(tier, cap=tier.cap // grain) for tier in tiers_of(config.tiers, ways)]
+            unit = f"{self.device.name}, tp {each.tp} pp {each.pp}"
+            replicas.append(Replicas(each.role, plan, capacity_of(plan), each.count, tuple(tiers), unit))
+        if alone:
+            return Setup(tuple(replicas), ways, is_cluster=False)
+        return setup_of(replicas, ways, settings)
+
+    def _plan(self, latency: AnalyticModel, config: EngineConfig, memory: int, grain: int) -> Plan:
+        """An engine with a flat table. grain: bytes that one byte of its cache stands for."""
+        context = config.model.max_context or self.shape.max_context
+        if not self._is_named and context > self.shape.context_limit:
+            raise ConfigError(f"model.max_context is {context}; this model serves at most {self.shape.context_limit}")
+        limits, cache = config.scheduler, config.cache
+        least = limits.max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
+        budget = limits.token_budget or max(TOKEN_BUDGET["cuda"], least)
+        flat = EngineConfig(
+            model=ModelConfig(dtype="float16"),
+            cache=CacheConfig(memory=memory // grain, share=cache.share, lifetime=cache.lifetime),
+            retain=config.retain,
+            attention=AttentionConfig(backend="reference"),
+            scheduler=dataclasses.replace(limits, token_budget=budget),
+            runtime=RuntimeConfig(device="cpu", threads=1),
+        )
+        assert isinstance(limits, SchedulerConfig)
+        shape = ModelShape(
+            architecture="llama", vocab_size=self.shape.vocab_size, hidden_size=FLAT_HIDDEN, num_layers=1,
+            num_q_heads=1, num_kv_heads=1, head_dim=max(1, round(latency.token_bytes / 4 / grain)), ffn_size=1,
+            max_context=context, norm_eps=1e-5, rope=None, dtype="float16",
+        )  # fmt: skip
+        resolved, sizes = resolve(flat, shape)
+        return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(self.weight_bytes)), latency)
+
+
+def shape_of(name: str) -> ModelShape:
+    """The shape of a model in MODELS. Its biases and norms are those of its family."""
+    numbers = MODELS[name.lower()]
+    is_opt = not numbers.gated
+    context = next(limit for beginning, limit in CONTEXTS.items() if name.lower().startswith(beginning))
+    return ModelShape(
+        architecture="opt" if is_opt else "llama", vocab_size=numbers.vocab, hidden_size=numbers.hidden,
+        num_layers=numbers.layers, num_q_heads=numbers.heads, num_kv_heads=numbers.kv_heads,
+        head_dim=numbers.head_dim, ffn_size=numbers.ffn, max_context=context, norm_eps=1e-5, rope=None,
+        tied_embeddings=is_opt, qkv_bias=is_opt, o_bias=is_opt, mlp_bias=is_opt,
+        activation="relu" if is_opt else "silu", dtype="float16",
+    )  # fmt: skip
+
+
+def _memory(latency: AnalyticModel, config: EngineConfig) -> int:
+    """Bytes of an instance's cache. Raises ConfigError if there is no room for one."""
+    device, room = latency.device, int(latency.cache_tokens * latency.token_bytes)
+    where = f"a {device.name} with tp {latency.tp} pp {latency.pp}"
+    if latency.cache_tokens < 2 * PAGE_TOKENS:
+        raise ConfigError(
+            f"the weights need {format_bytes(int(latency.gpu_weight_bytes))} of {where}, which has"
+            f" {format_bytes(int(latency.usable * device.memory))} for weights and cache; raise --parallel.tp or"
+            " --parallel.pp"
+        )
+    if isinstance(config.cache.memory, int):
+        if config.cache.memory > room:
+            raise ConfigError(
+                f"cache.memory is {format_bytes(config.cache.memory)}, and {where} has room for {format_bytes(room)}"
+            )
+        return config.cache.memory
+    return room
+
+
+def _coarser(ways: Ways, grain: int) -> Ways:
+    """The same ways for bytes that stand for more."""
+    links = {
+        name: Link(link.latency, link.bytes_per_second / grain)
+        for name, link in (("bulk", ways.bulk), ("disk", ways.disk), ("pinned", ways.pinned))
+    }
+    return dataclasses.replace(ways, **links)

@@ -1,0 +1,318 @@
+"""What to simulate: instances, their stores, and the ways between them, as a server of this machine would have them.
+
+`LocalModel` resolves a configuration for each role as an instance does when it starts: with its share of the cores and
+of the memory, and with the options that a placement gives it. `quire.simulation.hardware` does the same for GPUs that
+are not here. A `Setup` is a value that other processes can have too.
+
+What differs from a server: each instance has a disk of its own, where instances of one machine share a folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cache.costs import LATENCY
+from quire.cluster.placing import groups_of
+from quire.cluster.processes import share_cores, share_memory
+from quire.config import ClusterConfig, EngineConfig, TiersConfig
+from quire.engine.build import resolve
+from quire.engine.capacity import Capacity
+from quire.engine.sizes import Sizes
+from quire.errors import ConfigError
+from quire.load import find_calibration
+from quire.models.fingerprint import fingerprint
+from quire.models.resolve import resolve_model
+from quire.models.weights import open_model
+from quire.planning.latency import Latency, Link
+from quire.simulation.arrivals import Arrivals, Disk
+from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster, capacity_of
+from quire.simulation.engine import Plan, make_engine
+from quire.simulation.events import Events
+
+if TYPE_CHECKING:
+    from quire.engine.calibration import Calibration
+    from quire.planning.placement_file import Placement
+    from quire.stores.tiers import Tier
+
+SERVER_SECONDS = 0.001
+"""From a client to the engine or the router, if that was not measured: HTTP and JSON on the same machine."""
+
+HOP_SECONDS = 0.0004
+"""Of a message between the router and an instance, if that was not measured."""
+
+LINKS = {
+    "shm": Link(LATENCY, 0.93e9),
+    "tcp": Link(LATENCY, 0.50e9),
+    "disk": Link(LATENCY, 0.5e9),
+    "pinned": Link(LATENCY, 10e9),
+}
+"""Ways of the cache, if they were not measured. shm and tcp: `benchmarks/links.py` on two cores of an EPYC. disk: an
+SSD on SATA. pinned: half of what PCIe gen 4 can do."""
+
+ROLES = ("prefill", "decode", "mixed")
+
+LatencyOf = Callable[[str, EngineConfig, str], Latency]
+"""The latencies of an instance, by its role, its configuration without automatic values, and the checkpoint's
+fingerprint."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How long messages and caches take.
+
+    server        seconds from a client to the engine or the router, and back
+    hop           seconds of a message between the router and an instance
+    bulk          of caches between instances
+    disk, pinned  of reads from tiers
+    measured      names of what was measured: server, hop, shm, tcp, disk, pinned. The others are defaults
+    """
+
+    server: float = SERVER_SECONDS
+    hop: float = HOP_SECONDS
+    bulk: Link = LINKS["shm"]
+    disk: Link = LINKS["disk"]
+    pinned: Link = LINKS["pinned"]
+    measured: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, links: Mapping[str, Link], transport: str = "shm") -> Ways:
+        """The ways that were measured, and defaults for the others.
+
+        links      of latency models, by name; of `server` and `hop` only the latency counts
+        transport  of caches between instances: shm or tcp
+        """
+        known = {**LINKS, **links}
+        seconds = {"server": SERVER_SECONDS, "hop": HOP_SECONDS}
+        seconds |= {name: links[name].latency for name in seconds if name in links}
+        return cls(
+            **seconds, bulk=known[transport], disk=known["disk"], pinned=known["pinned"], measured=frozenset(links)
+        )
+
+
+@dataclass(frozen=True)
+class TierSize:
+    """A tier beside the cache. name: disk or memory; cap: bytes."""
+
+    name: str
+    cap: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Equal instances.
+
+    capacity  what each measures when it starts
+    tiers     beside its cache, nearest first
+    unit      GPUs, or threads, of one
+    """
+
+    role: str
+    plan: Plan
+    capacity: Capacity
+    count: int = 1
+    tiers: tuple[TierSize, ...] = ()
+    unit: str = ""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Without automatic values."""
+        return self.plan.config
+
+    def stores(self, events: Events, arrivals: Arrivals) -> Sequence[Tier]:
+        """See StoresOf."""
+        return [Disk(each.name, each.cap, each.link, events, arrivals) for each in self.tiers]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What takes the requests.
+
+    is_cluster  whether a router and instances do; otherwise one engine in the server's process does
+    in_pairs    whether caches stay within pairs of an instance for prompts and one that decodes
+    """
+
+    replicas: tuple[Replicas, ...]
+    ways: Ways = field(default_factory=Ways)
+    is_cluster: bool = True
+    in_pairs: bool = False
+    routing: str = "expected"
+    shares: bool = True
+    fetches: bool = True
+    timeout: float = 60.0
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self.replicas[0].plan.shape.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a request that every instance has room for."""
+        return min(each.plan.sizes.max_context for each in self.replicas)
+
+    @property
+    def places(self) -> dict[str, Replicas]:
+        """The instances by name."""
+        numbers, found = Counter[str](), {}
+        for each in self.replicas:
+            for _ in range(each.count):
+                found[f"{each.role}-{numbers[each.role]}"] = each
+                numbers[each.role] += 1
+        return found
+
+    def front_of(self, events: Events) -> Front:
+        """What `simulate` gives the requests to."""
+        if not self.is_cluster:
+            (only,) = self.replicas
+            engine_of = partial(make_engine, only.plan)
+            return Alone(events, engine_of, only.stores, overhead=self.ways.server)
+        places = self.places
+        cluster = SimulatedCluster(
+            events,
+            [
+                Place(name, each.role, partial(make_engine, each.plan), each.capacity, each.stores)
+                for name, each in places.items()
+            ],
+            hop=self.ways.hop,
+            bulk=self.ways.bulk,
+            routing=self.routing,
+            shares=self.shares,
+            fetches=self.fetches,
+            overhead=self.ways.server,
+            timeout=self.timeout,
+        )
+        if self.in_pairs:
+            groups = groups_of({name: each.role for name, each in places.items()}, "pairs")
+            for number, names in enumerate(groups):
+                for name in names:
+                    cluster.router.members[name].group = f"group-{number}"
+        return cluster
+
+
+class LocalModel:
+    """A checkpoint, and the engines that this machine would make of it. Equal ones are planned once.
+
+    name, options, file  as for `LLM`
+    latency_of           their latencies
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], file: Path | None, latency_of: LatencyOf) -> None:
+        self.name, self.options, self.file = name, options, file
+        self.path = resolve_model(name)
+        self.model_id = fingerprint(self.path)
+        self._latency_of = latency_of
+        self._planned: dict[tuple[object, ...], Replicas] = {}
+        self.config, self.sizes, _ = self.resolved({})
+
+    def given(self, options: Mapping[str, Any]) -> EngineConfig:
+        """The configuration with other options, automatic values included."""
+        return EngineConfig.from_options({**self.options, **options}, self.file)
+
+    def resolved(self, options: Mapping[str, Any]) -> tuple[EngineConfig, Sizes, Calibration | None]:
+        """The configuration with other options and without automatic values, and what fits under it. Raises ConfigError
+        for what cannot be simulated.
+        """
+        config = self.given(options)
+        if config.retain.threshold != "off":
+            raise ConfigError(
+                "what retain.threshold keeps is known only after a prompt; simulate with retain.budget instead"
+            )
+        with open_model(self.path) as checkpoint:
+            calibration = find_calibration(self.path, config)
+            if calibration is None and config.cache.is_calibrated:
+                raise ConfigError(
+                    f"cache.codec {config.cache.codec} needs a calibration; make one with quire calibrate {self.name}"
+                )
+            return *resolve(config, checkpoint.shape, checkpoint, calibration), calibration
+
+    def replicas(self, role: str, options: Mapping[str, Any], count: int = 1) -> Replicas:
+        """Equal instances with these options."""
+        key = (role, *sorted((name, str(value)) for name, value in options.items()))
+        if key not in self._planned:
+            config, sizes, calibration = self.resolved(options)
+            latency = self._latency_of(role, config, self.model_id)
+            with open_model(self.path) as checkpoint:
+                plan = Plan(checkpoint.shape, config, sizes, latency, calibration, None, self.model_id)
+            threads = config.runtime.threads
+            unit = f"{threads} thread{'s' * (threads != 1)}" if config.runtime.device == "cpu" else "1 GPU"
+            self._planned[key] = Replicas(role, plan, capacity_of(plan), unit=unit)
+        found = self._planned[key]
+        tiers = tiers_of(found.config.tiers, ways_of([found.plan.latency]))
+        return Replicas(role, found.plan, found.capacity, count, tiers, found.unit)
+
+    def setup(self, settings: ClusterConfig, placement: Placement | None = None) -> Setup:
+        """What a server with these settings has. placement: of instances, in place of their numbers."""
+        wanted = _wanted(settings, placement)
+        if not wanted:
+            alone = self.replicas("mixed", {})
+            return Setup((alone,), ways_of([alone.plan.latency]), is_cluster=False)
+        roles = [(role, options) for role, count, options in wanted for _ in range(count)]
+        is_local = settings.address is None
+        shares = share_cores(len(roles)) if is_local else [()] * len(roles)
+        found: dict[tuple[object, ...], Replicas] = {}
+        for (role, options), cores in zip(roles, shares, strict=True):
+            config, more = self.given(options), dict(options)
+            if cores and config.runtime.threads is None:
+                more["runtime.threads"] = len(cores)
+            if config.cache.memory == "auto" and is_local:
+                more["cache.memory"] = share_memory(len(roles), self.sizes.weight_bytes, self.sizes.cache_bytes)
+            key = (role, *sorted((name, str(value)) for name, value in more.items()))
+            count = found[key].count + 1 if key in found else 1
+            found[key] = self.replicas(role, more, count)
+        transport = "tcp" if settings.transport == "tcp" or not is_local else "shm"
+        replicas = tuple(found.values())
+        ways = ways_of([each.plan.latency for each in replicas], transport)
+        return setup_of(replicas, ways, settings)
+
+
+def setup_of(replicas: Sequence[Replicas], ways: Ways, settings: ClusterConfig, *, in_pairs: bool = False) -> Setup:
+    """Instances behind a router, as `Supervisor` has it."""
+    config = replicas[0].config
+    return Setup(
+        tuple(replicas),
+        ways,
+        in_pairs=in_pairs or settings.placement == "pairs",
+        routing=settings.routing,
+        shares=config.cache.share,
+        fetches=config.cache.share and not config.retain.is_on,
+        timeout=settings.timeout,
+    )
+
+
+def ways_of(latencies: Sequence[Latency], transport: str = "shm") -> Ways:
+    """The ways that came with latency models: of two that were measured the one of the first model."""
+    links: dict[str, Link] = {}
+    for latency in latencies:
+        links = {**getattr(latency, "links", {}), **links}
+    return Ways.of(links, transport)
+
+
+def tiers_of(config: TiersConfig, ways: Ways) -> tuple[TierSize, ...]:
+    """The tiers beside a cache, nearest first."""
+    found = [] if config.memory is None else [TierSize("memory", config.memory, ways.pinned)]
+    if config.disk is not None:
+        link = ways.disk
+        if config.disk_bandwidth is not None:
+            link = Link(link.latency, min(link.bytes_per_second, float(config.disk_bandwidth)))
+        found.append(TierSize("disk", config.disk_bytes, link))
+    return tuple(found)
+
+
+def _wanted(settings: ClusterConfig, placement: Placement | None) -> list[tuple[str, int, Mapping[str, Any]]]:
+    """Role, number and options of the instances. Raises ConfigError for those that no engine here can be."""
+    if placement is None:
+        counts = [(role, getattr(settings, role)) for role in ROLES]
+        return [(role, count, {}) for role, count in counts if count]
+    for each in placement.instances:
+        if each.tp * each.pp > 1:
+            raise ConfigError(
+                f"the placement has instances with tp {each.tp} pp {each.pp}, and engines here have one device;"
+                " --hardware NAME simulates others"
+            )
+    return [(each.role, each.count, each.options) for each in placement.instances]
