@@ -43,7 +43,7 @@ SIMILAR = 0.01
 REGULAR = 1e-6
 """Gaps with a smaller coefficient of variation differ by rounding alone."""
 JUDGED = 20_000
-"""Requests that are drawn to measure this distance: of themselves they are about 0.006 away from what they are drawn
+"""Requests that are drawn to measure distances of lengths. On average so few are 0.006 away from what they are drawn
 from."""
 
 
