@@ -6,11 +6,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from quire.engine.outputs import RequestOutput
 from quire.errors import QuireError
 from quire.load import Loaded
+from quire.planning.step_log import StepLog
 
 log = logging.getLogger("quire")
 
@@ -83,6 +85,7 @@ class EngineThread:
     def _main(self) -> None:
         try:
             self.loaded = self._load()
+            steps = self._step_log(self.loaded)
         except BaseException as error:
             self._listener.has_started(error)
             return
@@ -99,7 +102,12 @@ class EngineThread:
                 self._wake.clear()
                 while self._commands:
                     self._commands.popleft()()
+                if steps is None:
+                    self._listener.has_stepped(engine.step())
+                    continue
+                steps.begin()
                 self._listener.has_stepped(engine.step())
+                steps.end(goes_on=engine.has_work)
         except _Stopped:
             engine.moving.close()
             self.loaded = None
@@ -112,6 +120,13 @@ class EngineThread:
             self._listener.has_failed(self.failure)
             if engine.moving.tiers is not None:  # what they were given is whole
                 engine.moving.tiers.close()
+        finally:
+            if steps is not None:
+                steps.close()
+
+    def _step_log(self, loaded: Loaded) -> StepLog | None:
+        file = loaded.config.runtime.step_log
+        return None if file is None else StepLog(Path(file), loaded.engine, loaded.asked_for, loaded.config)
 
 
 def is_loading() -> bool:

@@ -12,7 +12,8 @@ difference ends the command with exit code 1. By default the cache is large enou
 
 latency: makes the engine run steps of many kinds: prompts of many lengths, alone and together, in slices and behind
 cached tokens; decoding batches with short, long and shared contexts; and prompts that join them. Prints their seconds,
-and fits a latency model, which --output writes for the commands that predict.
+and fits a latency model, which --output writes for the commands that predict. With --steps it measures nothing, and
+fits the steps that a server has logged (runtime.step_log), with the time that answers take between them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
@@ -65,13 +67,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.json is not None:
         shared.check_writable(args.json)
-    options = benchmark.options()
     from rich.console import Console
 
     from quire.llm import LLM
 
     console = Console(highlight=False, soft_wrap=True)
-    with LLM(args.model, options, args.config) as llm:
+    if isinstance(benchmark, Latencies) and args.steps:
+        _append(args.json, benchmark.fit_log(console))
+        return 0
+    with LLM(args.model, benchmark.options(), args.config) as llm:
         config = llm.config
         count = config.runtime.threads
         threads = f", {count} thread{'' if count == 1 else 's'}" if config.runtime.device == "cpu" else ""
@@ -79,7 +83,11 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{llm.model_name}: {config.model.dtype} on {where}")
         rows, is_right = benchmark.measure(llm, console)
         rows = [row | {"model": llm.model_name, "dtype": config.model.dtype} for row in rows]
-    if args.json is not None:
-        with args.json.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    _append(args.json, rows)
     return 0 if is_right else 1
+
+
+def _append(file: Path | None, rows: list[dict[str, Any]]) -> None:
+    if file is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in rows)

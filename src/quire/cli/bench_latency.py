@@ -15,7 +15,6 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from quire.evaluation.latency_bench import Measurement
     from quire.llm import LLM
     from quire.planning.latency import LatencyModel
     from quire.planning.latency_fit import Record
@@ -30,7 +29,9 @@ LARGE = 0.15
 class Latencies:
     """The benchmark; see `quire.cli.bench`."""
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {"output": None, "plot": None, "seconds": 120.0, "points": list(POINTS)}
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "output": None, "plot": None, "seconds": 120.0, "points": list(POINTS), "steps": None,
+    }  # fmt: skip
 
     @staticmethod
     def add_arguments(group: Arguments) -> None:
@@ -46,6 +47,8 @@ class Latencies:
             "steps to measure: prompts, prompts behind cached tokens, decoding batches that prompts join (default: all)"
         )
         add("--points", None, text, nargs="+", choices=POINTS)
+        text = "logs of a server's steps (runtime.step_log), to be fitted in place of measuring"
+        add("--steps", "FILE", text, nargs="+", type=Path)
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises ConfigError for invalid arguments."""
@@ -82,12 +85,43 @@ class Latencies:
         about = about_of(llm.model_name, fingerprint(resolve_model(args.model)), llm.config, llm.engine)
         model = fit(found.records, about, links_of(llm.engine, llm.config))
         rows = _rows(model, found.records)
-        _print(model, rows, found, console)
-        if args.output is not None:
-            model.write(args.output)
-        if args.plot is not None:
-            draw(args.plot, model, found.records)
+        _print(model, rows, console)
+        console.print(
+            f"{len(found.visits)} of {len(found.points)} points in {found.num_visits} visits; other programs were busy"
+            f" in {found.num_disturbed} of them"
+        )
+        if len(found.visits) < len(found.points):
+            console.print("the largest points are missing, and the model does not cover them: raise --seconds")
+        self._keep(model, found.records)
         return rows, True
+
+    def fit_log(self, console: Console) -> list[dict[str, Any]]:
+        """Prints the steps of logs by kind, and the model. Returns a row per kind."""
+        from quire.cache.costs import LATENCY
+        from quire.evaluation.latency_bench import settings_of
+        from quire.models.fingerprint import fingerprint
+        from quire.models.resolve import resolve_model
+        from quire.planning.latency import Link
+        from quire.planning.latency_fit import fit
+        from quire.planning.step_log import read_steps
+
+        logged = read_steps(self._args.steps)
+        path = resolve_model(self._args.model)
+        about = {"model": self._args.model, **settings_of(fingerprint(path), logged.config)}
+        links = {}
+        if logged.speeds:
+            links["fetch"] = Link(LATENCY, statistics.median(logged.speeds))
+        model = fit(logged.records, about, links)
+        rows = _rows(model, logged.records)
+        _print(model, rows, console)
+        self._keep(model, logged.records)
+        return rows
+
+    def _keep(self, model: LatencyModel, records: list[Record]) -> None:
+        if self._args.output is not None:
+            model.write(self._args.output)
+        if self._args.plot is not None:
+            draw(self._args.plot, model, records)
 
 
 def _rows(model: LatencyModel, records: list[Record]) -> list[dict[str, Any]]:
@@ -103,7 +137,7 @@ def _rows(model: LatencyModel, records: list[Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def _print(model: LatencyModel, rows: list[dict[str, Any]], found: Measurement, console: Console) -> None:
+def _print(model: LatencyModel, rows: list[dict[str, Any]], console: Console) -> None:
     from quire.planning.latency import QUANTILES
     from quire.planning.latency_fit import describe
 
@@ -120,17 +154,12 @@ def _print(model: LatencyModel, rows: list[dict[str, Any]], found: Measurement, 
             for row in rows
         ],
     )
-    num_steps, outliers = len(found.records), model.counts["outliers"]
+    outliers = model.counts["outliers"]
+    num_steps = sum(row["steps"] for row in rows)
     console.print(
         f"measured / predicted seconds: quantiles, and the sum of all measured over all predicted; {num_steps:,} steps,"
         f" without {outliers:,} ({outliers / num_steps:.1%}) that took much longer than their like"
     )
-    console.print(
-        f"{len(found.visits)} of {len(found.points)} points in {found.num_visits} visits; other programs were busy in"
-        f" {found.num_disturbed} of them"
-    )
-    if len(found.visits) < len(found.points):
-        console.print("the largest points are missing, and the model does not cover them: raise --seconds")
     console.print("")
     shared.print_table(
         ("seconds (fitted)", "ours", "DistServe, Appendix A"), describe(model), left=("ours", "DistServe, Appendix A")

@@ -118,6 +118,9 @@ class Instance:
         self._faults = Faults.switched_on()
         self._links = self._faults.links(order.name, secret, self, order.transport, about=about())
         config = EngineConfig.from_options(order.options, Path(order.config_file) if order.config_file else None)
+        if (log_file := config.runtime.step_log) is not None:
+            own = Path(log_file).with_suffix(f".{order.name}{Path(log_file).suffix}")
+            config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, step_log=str(own)))
         load = functools.partial(load_engine, order.model, config, show_progress=False, neighbours=[self._neighbours])
         self.thread = EngineThread(load, self)
         self._shelf = Shelf(self.thread, self._links)

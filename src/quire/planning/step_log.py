@@ -1,0 +1,138 @@
+"""A log of an engine's steps while it serves: what each computed, and how long it took with all that happens between.
+
+The first line of a file describes the engine. Every other line is a step: the fields of `StepWork`, seconds, and the
+bytes a second of fetched chunks or null. `quire bench latency MODEL --steps FILE` fits a model to it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.step import Result, Step
+from quire.errors import ConfigError
+from quire.planning.latency import StepWork
+from quire.planning.work import WorkMeter
+
+FLUSHED = 100
+"""Steps after which the file is written."""
+
+
+class StepLog:
+    """Writes the log of one engine, whose runner it wraps.
+
+    A step's seconds run from the end of the one before, if the engine then had more to do: they include scheduling,
+    answers, and what other threads of the process take. Otherwise they run from the beginning of the step.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        engine: Engine,
+        model: str,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Raises ConfigError if the file cannot be written."""
+        try:
+            self._file = file.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"runtime.step_log {file} cannot be written: {error.strerror or error}") from None
+        self._file.write(json.dumps({"model": model, "options": config.to_options()}) + "\n")
+        self._inner, engine.any_runner = engine.any_runner, self
+        self._costs = engine.scheduler.manager.fetching.costs
+        self._clock, self._meter = clock, WorkMeter()
+        self._work: StepWork | None = None
+        self._begun = self._ended = 0.0
+        self._goes_on = False
+        self._num_written = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """See Runner."""
+        return self._inner.vocab_size
+
+    def run(self, step: Step) -> Result:
+        """See Runner."""
+        self._work = None if step.ready is not None else self._meter.of(step)  # such a step waits for chunks
+        return self._inner.run(step)
+
+    def check(self, live: set[int]) -> None:
+        """See Runner."""
+        self._inner.check(live)
+
+    def begin(self) -> None:
+        """The engine is about to take a step."""
+        self._work = None
+        self._begun = self._clock()
+
+    def end(self, *, goes_on: bool) -> None:
+        """A step and its answers are done. goes_on: whether the engine has more to do."""
+        now, work = self._clock(), self._work
+        if work is not None:
+            seconds = now - (self._ended if self._goes_on else self._begun)
+            self._file.write(json.dumps([*astuple(work), seconds, self._costs.speed]) + "\n")
+            self._num_written += 1
+            if self._num_written % FLUSHED == 0:
+                self._file.flush()
+        self._ended, self._goes_on = now, goes_on
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What logs say. All are of engines with equal settings.
+
+    records  steps and their seconds
+    speeds   last bytes a second of fetched chunks in each log that knows them
+    """
+
+    model: str
+    config: EngineConfig
+    records: list[tuple[StepWork, float]]
+    speeds: list[float]
+
+
+def read_steps(files: Iterable[Path]) -> Logged:
+    """Reads logs. Raises ConfigError with file and line for one that cannot be read, or of other settings."""
+    heads: list[dict[str, Any]] = []
+    records: list[tuple[StepWork, float]] = []
+    speeds: list[float] = []
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the log of steps {file}: {error}") from None
+        speed = None
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    heads.append({"model": found["model"], "options": found["options"]})
+                    continue
+                *work, seconds, speed = found
+                records.append((StepWork(*work), float(seconds)))
+            except (ValueError, TypeError, KeyError):
+                if number == len(lines):
+                    break  # the engine is writing it
+                raise ConfigError(f"{file} line {number} is no step of a log") from None
+        if speed is not None:
+            speeds.append(float(speed))
+    if not heads or not records:
+        raise ConfigError("the log has no steps; set runtime.step_log for a server that answers requests")
+    for head in heads[1:]:
+        for key, value in head["options"].items():
+            other = heads[0]["options"].get(key)
+            if value != other and key != "runtime.step_log":
+                raise ConfigError(f"the logs are of engines with other settings: {key} is {other!r} and {value!r}")
+    options = {key: value for key, value in heads[0]["options"].items() if key != "runtime.step_log"}
+    return Logged(heads[0]["model"], EngineConfig.from_options(options), records, speeds)
