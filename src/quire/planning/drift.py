@@ -1,0 +1,221 @@
+"""When a placement should be searched again: requests have changed, and have stayed changed. No clock, no cluster.
+
+quiet --a window differs--> suspect --the next windows differ too--> search --better--> switch --> quiet
+                               |                                        |
+                               +------- a window is as planned          +--- not better by enough: quiet, and what is
+                                        again: quiet                         now counts as planned
+
+A window of requests differs from what was planned for if its rate, a mean length or its hit rate is off by more than a
+share, and by more than chance explains. Searches are rare: see `Patience`.
+
+Source: DistServe, arXiv 2401.09670, section 4.3, which searches again when the pattern of requests shifts, and does not
+say when that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from quire.errors import ConfigError
+from quire.offload.records import above
+
+NAMES = {"rate": "requests/s", "mean_in": "prompt tokens", "mean_out": "answer tokens", "shared": "cached share"}
+"""What is watched, in words."""
+
+LONGEST = 20
+"""Windows that last this many times as long as wanted end, however few requests they have."""
+
+
+class Seen(NamedTuple):
+    """A request that has ended.
+
+    at          seconds, when it arrived
+    num_in      tokens of its prompt
+    num_out     tokens of its answer
+    num_cached  prompt tokens that were cached
+    """
+
+    at: float
+    num_in: int
+    num_out: int
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a placement was planned for, or what requests are now.
+
+    rate      requests/s
+    mean_in   tokens of a prompt
+    mean_out  tokens of an answer
+    shared    share of the prompts' tokens that are cached
+    errors    standard error of each of these by name; empty: they are exact
+    """
+
+    rate: float
+    mean_in: float
+    mean_out: float
+    shared: float
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "mean_in", "mean_out"):
+            above(getattr(self, name), name)
+        if not 0 <= self.shared <= 1:
+            raise ConfigError(f"shared is {self.shared!r}; it must be a share from 0 to 1")
+
+    @classmethod
+    def of(cls, requests: Iterable[Seen], seconds: float) -> Load | None:
+        """What the requests of some seconds are like; None for fewer than two of them."""
+        found = list(requests)
+        count = len(found)
+        if count < 2 or seconds <= 0:
+            return None
+        ins, outs = [each.num_in for each in found], [each.num_out for each in found]
+        total = sum(ins)
+        shares = [each.num_cached / each.num_in for each in found]
+        errors = {
+            "rate": math.sqrt(count) / seconds,
+            "mean_in": _error(ins),
+            "mean_out": _error(outs),
+            "shared": _error(shares),
+        }
+        cached = sum(each.num_cached for each in found)
+        return cls(count / seconds, total / count, sum(outs) / count, cached / total, errors)
+
+
+def _error(values: list[int] | list[float]) -> float:
+    """Standard error of the mean."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1) / len(values))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A feature that is not as planned."""
+
+    feature: str
+    planned: float
+    now: float
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.feature]} {self.planned:.3g} -> {self.now:.3g}"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How much has to change, and how often a search may run.
+
+    share        relative change of rate and lengths, and absolute change of the hit rate, that matters
+    deviations   standard errors of a window beyond which a change is not chance
+    windows      consecutive windows that must differ
+    seconds      of a window, at least
+    requests    of a window, at least, unless it takes much too long
+    pause        least seconds from one search to the next
+    gain         relative gain in goodput for which a switch pays
+    """
+
+    share: float = 0.25
+    deviations: float = 4.0
+    windows: int = 3
+    seconds: float = 60.0
+    requests: int = 50
+    pause: float = 600.0
+    gain: float = 0.1
+
+
+def changes(planned: Load, now: Load, patience: Patience) -> list[Change]:
+    """What has changed by more than matters and by more than chance."""
+    found = []
+    for name in NAMES:
+        before, after = getattr(planned, name), getattr(now, name)
+        least = patience.share * (1.0 if name == "shared" else before)
+        if abs(after - before) > max(least, patience.deviations * now.errors.get(name, 0.0)):
+            found.append(Change(name, before, after))
+    return found
+
+
+class Phase(Enum):
+    """Where a replanner is; see the module."""
+
+    QUIET = "quiet"
+    SUSPECT = "suspect"
+    SEARCH = "search"
+    SWITCH = "switch"
+
+
+class Replanner:
+    """Decides when to search, and whether to switch. Times are seconds of the caller's clock.
+
+    planned   what the placement was planned for
+    phase     where it is
+    reason    what has changed, since it suspects that anything has
+    """
+
+    def __init__(self, planned: Load, patience: Patience, now: float) -> None:
+        self.planned, self.phase = planned, Phase.QUIET
+        self.reason: list[Change] = []
+        self._patience = patience
+        self._seen: deque[Seen] = deque()
+        self._window_begun = now
+        self._differing = 0
+        self._searched = -math.inf
+        self._current: Load | None = None
+
+    def note(self, request: Seen) -> None:
+        """A request has ended."""
+        self._seen.append(request)
+
+    def tick(self, now: float) -> bool:
+        """Looks at the window if it is over. Returns whether a search should begin now."""
+        seconds = now - self._window_begun
+        least, is_busy = self._patience.seconds, self.phase in (Phase.SEARCH, Phase.SWITCH)
+        is_long = len(self._seen) >= self._patience.requests or seconds >= LONGEST * least
+        if seconds < least or not is_long or is_busy:
+            return False
+        current = Load.of(self._seen, seconds)
+        self._seen.clear()
+        self._window_begun = now
+        if current is None:
+            return False
+        found = changes(self.planned, current, self._patience)
+        self._differing = self._differing + 1 if found else 0
+        self.reason = found
+        self.phase = Phase.SUSPECT if found else Phase.QUIET
+        if self._differing < self._patience.windows or now < self._searched + self._patience.pause:
+            return False
+        self.phase, self._searched, self._current = Phase.SEARCH, now, current
+        return True
+
+    def found(self, goodput: float, present: float) -> bool:
+        """A search has ended. Returns whether to switch.
+
+        goodput  requests/s of the placement that it found
+        present  requests/s that the present placement is predicted to serve of the same requests
+        """
+        assert self.phase is Phase.SEARCH and self._current is not None, f"a search that was not wanted: {self.phase}"
+        if goodput >= present * (1 + self._patience.gain):
+            self.phase = Phase.SWITCH
+            return True
+        self._settle()
+        return False
+
+    def failed(self) -> None:
+        """A search has found nothing, or a switch did not succeed. What requests are now counts as planned."""
+        self._settle()
+
+    def switched(self) -> None:
+        """The cluster runs the placement that was found."""
+        assert self.phase is Phase.SWITCH, f"a switch that was not wanted: {self.phase}"
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._current is not None:
+            self.planned = Load(self._current.rate, self._current.mean_in, self._current.mean_out, self._current.shared)
+        self.phase, self._differing, self.reason, self._current = Phase.QUIET, 0, [], None
+        self._seen.clear()
