@@ -1,0 +1,210 @@
+"""Searches a better placement when a cluster's requests change, and switches to it while requests go on.
+
+`planning.drift` decides when. The search is `quire plan placement` on the last requests, in a process of its own that
+takes only what the instances leave of the processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.errors import ConfigError, QuireError
+from quire.planning.drift import Load, Patience, Replanner, Seen
+from quire.planning.placement_file import Placement, read_placement
+from quire.planning.workload import Arrival, Span, Workload
+
+log = logging.getLogger("quire")
+
+MOST_REQUESTS = 2000
+"""Last requests that a search gets."""
+
+TICK_SECONDS = 1.0
+
+NICE = 19
+"""Of the search's process: it runs when nobody else wants to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that was answered.
+
+    at          seconds on the router's clock, when it arrived
+    keys        of its prompt's whole chunks
+    num_cached  prompt tokens that were cached
+    """
+
+    at: float
+    keys: tuple[bytes, ...]
+    num_in: int
+    num_out: int
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a search has found.
+
+    present  requests/s that the present placement is predicted to serve of the same requests
+    """
+
+    placement: Placement
+    present: float
+
+
+Search = Callable[[Workload, Placement], Awaitable[Proposal]]
+"""Searches for some requests, beside the present placement. Raises QuireError if there is no placement."""
+
+
+def workload_of(requests: Sequence[Ended]) -> Workload:
+    """Requests as a workload: a span for each whole chunk of a prompt, and one for the rest, which nobody shares."""
+    ordered = sorted(requests, key=lambda each: each.at)
+    numbers: dict[bytes, int] = {}
+    arrivals = []
+    for place, each in enumerate(ordered):
+        spans = [Span(numbers.setdefault(key, len(numbers)), PAGE_TOKENS) for key in each.keys]
+        if left := each.num_in - PAGE_TOKENS * len(each.keys):
+            spans.append(Span((1 << 32) + place, left))
+        arrivals.append(Arrival(each.at - ordered[0].at, tuple(spans), each.num_out))
+    return Workload("the last requests", arrivals)
+
+
+class Replanning:
+    """Watches the requests of one cluster.
+
+    switch     brings the cluster to a placement; raises QuireError if it cannot
+    placement  that the cluster runs
+    counts     of searches, of switches, and of what failed
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        search: Search,
+        switch: Callable[[Placement], Awaitable[None]],
+        clock: Callable[[], float],
+        patience: Patience | None = None,
+    ) -> None:
+        """Raises ConfigError for a placement that does not say what it was planned for."""
+        self.placement = placement
+        self.counts = {"searches": 0, "switches": 0, "failed": 0}
+        self._search, self._switch, self._clock = search, switch, clock
+        self._replanner = Replanner(_planned(placement), patience or Patience(), clock())
+        self._last: deque[Ended] = deque(maxlen=MOST_REQUESTS)
+
+    def note(self, request: Ended) -> None:
+        """A request was answered."""
+        self._last.append(request)
+        self._replanner.note(Seen(request.at, request.num_in, request.num_out, request.num_cached))
+
+    @property
+    def phase(self) -> str:
+        """quiet, suspect, search or switch."""
+        return self._replanner.phase.value
+
+    async def watch(self) -> None:
+        """Looks at the requests until it is cancelled."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            if self._replanner.tick(self._clock()):
+                await self._replan()
+
+    async def _replan(self) -> None:
+        self.counts["searches"] += 1
+        log.info("requests have changed (%s): a placement is searched", ", ".join(map(str, self._replanner.reason)))
+        try:
+            found = await self._search(workload_of(self._last), self.placement)
+            rate = found.placement.predicted.rate
+            if not self._replanner.found(rate, found.present):
+                log.info("the placement stays: %.4g requests/s, and %.4g with the best one", found.present, rate)
+                return
+            log.info("the cluster switches: %.4g requests/s instead of %.4g", rate, found.present)
+            await self._switch(found.placement)
+        except QuireError as error:
+            self.counts["failed"] += 1
+            log.warning("no other placement: %s", error)
+            self._replanner.failed()
+            return
+        self.placement = found.placement
+        self.counts["switches"] += 1
+        self._replanner.switched()
+
+
+def _planned(placement: Placement) -> Load:
+    found = placement.workload
+    try:
+        return Load(float(found["rate"]), float(found["mean_in"]), float(found["mean_out"]), float(found["shared"]))
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            "cluster.replan needs a placement that says what it was planned for (workload: rate, mean_in, mean_out,"
+            " shared); make it with quire plan placement"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Command:
+    """The search in a process of its own.
+
+    model     as on the command line
+    options   settings of the engine, by key
+    machines  cluster file
+    slo       settings of the latency targets, by key
+    seconds   that the search may take
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    config_file: Path | None
+    machines: Path
+    slo: Mapping[str, Any]
+    seconds: float = 120.0
+
+    async def search(self, workload: Workload, present: Placement) -> Proposal:
+        """See Search."""
+        with tempfile.TemporaryDirectory(prefix="quire-") as name:
+            folder = Path(name)
+            trace, now, found = folder / "requests.jsonl", folder / "present.json", folder / "found.json"
+            workload.write(trace)
+            present.write(now)
+            common = [*self._settings(), "--trace", str(trace)]
+            await _run(
+                "plan", "placement", self.model, *common, "--cluster.file", str(self.machines), "--plan.seconds",
+                f"{self.seconds:g}", "--output", str(found),
+            )  # fmt: skip
+            said = await _run("simulate", self.model, *common, "--cluster.placement", str(now), "--goodput", "--json")
+            return Proposal(read_placement(found), float(json.loads(said)["goodput"]["rate"]))
+
+    def _settings(self) -> list[str]:
+        words = [] if self.config_file is None else ["--config", str(self.config_file)]
+        for key, value in {**self.options, **self.slo}.items():
+            words += [f"--{key}", str(value)]
+        return words
+
+
+async def _run(*words: str) -> str:
+    """Runs a command of ours. Returns what it printed. Raises QuireError with its last line if it fails."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "quire", *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        preexec_fn=lambda: os.nice(NICE),
+    )  # fmt: skip
+    try:
+        output, errors = await process.communicate()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"it ended with {process.returncode}"]
+        raise QuireError(f"quire {words[0]}: {lines[-1]}")
+    return output.decode()

@@ -1,0 +1,150 @@
+"""A cluster searches another placement when its requests change, and switches if that pays."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from quire.cache.keys import ChunkKeys
+from quire.cluster import replanning
+from quire.cluster.replanning import Command, Ended, Proposal, Replanning, workload_of
+from quire.errors import ConfigError, QuireError
+from quire.planning.drift import Patience
+from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.planning.workload import Workload
+
+PREDICTED = Predicted(2.0, 2.0, "machine", 1.0, 0.95)
+PRESENT = Placement(
+    (Instances("mixed", 2),), PREDICTED, workload={"rate": 10.0, "mean_in": 200.0, "mean_out": 20.0, "shared": 0.0}
+)
+APART = dataclasses.replace(
+    PRESENT, instances=(Instances("prefill", 1), Instances("decode", 1)),
+    predicted=dataclasses.replace(PREDICTED, rate=3.0),
+)  # fmt: skip
+PATIENCE = Patience(seconds=1.0, requests=20, windows=2, pause=3.0)
+
+
+class World:
+    """A clock, a search and a switch for one replanning."""
+
+    def __init__(self, answer: Callable[[], Awaitable[Proposal]]) -> None:
+        self.now = 0.0
+        self.searched: list[Workload] = []
+        self.switched: list[Placement] = []
+        self.fails = False
+        self.answer = answer
+        self.replanning = Replanning(PRESENT, self.search, self.switch, lambda: self.now, PATIENCE)
+
+    async def search(self, workload: Workload, present: Placement) -> Proposal:
+        self.searched.append(workload)
+        return await self.answer()
+
+    async def switch(self, placement: Placement) -> None:
+        if self.fails:
+            raise QuireError("an instance did not start")
+        self.switched.append(placement)
+
+    def requests(self, num_in: int, count: int = 10) -> None:
+        for number in range(count):
+            self.replanning.note(Ended(self.now + number / count, (), num_in, 20, 0))
+
+    async def seconds(self, count: int, num_in: int) -> None:
+        for _ in range(count):
+            self.requests(num_in)
+            self.now += 1.0
+            await asyncio.sleep(0.005)
+
+
+async def found(present: float) -> Proposal:
+    return Proposal(APART, present)
+
+
+def run(world: World, story: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replanning, "TICK_SECONDS", 0.002)
+
+    async def main() -> None:
+        watching = asyncio.create_task(world.replanning.watch())
+        await story(world)
+        watching.cancel()
+
+    asyncio.run(main())
+
+
+def test_longer_prompts_lead_to_a_search_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(world: World) -> None:
+        await world.seconds(8, 200)
+        assert not world.searched
+        await world.seconds(12, 2000)
+        await world.seconds(12, 2000)
+
+    world = World(lambda: found(2.0))
+    run(world, story, monkeypatch)
+    assert len(world.searched) == 1 and world.switched == [APART], "once: then that is what was planned for"
+    assert world.replanning.placement is APART
+    assert world.replanning.counts == {"searches": 1, "switches": 1, "failed": 0}
+    assert world.searched[0].mean_in > 500 and world.searched[0].rate == pytest.approx(10, rel=0.1)
+
+
+def test_a_placement_that_is_hardly_better_is_not_worth_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(lambda: found(2.9))
+    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
+    assert len(world.searched) == 1 and not world.switched and world.replanning.placement is PRESENT
+
+
+def test_a_search_or_a_switch_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing() -> Proposal:
+        raise QuireError("no option meets the latency targets")
+
+    world = World(nothing)
+    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
+    assert world.replanning.counts == {"searches": 1, "switches": 0, "failed": 1}
+    world = World(lambda: found(2.0))
+    world.fails = True
+    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
+    assert world.replanning.placement is PRESENT and world.replanning.counts["failed"] == 1
+    assert world.replanning.phase == "quiet"
+
+
+def test_requests_are_not_lost_while_a_search_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = asyncio.Event()
+
+    async def slow() -> Proposal:
+        await done.wait()
+        return await found(2.0)
+
+    async def story(world: World) -> None:
+        await world.seconds(8, 2000)
+        assert world.replanning.phase == "search"
+        await world.seconds(8, 2000)
+        assert len(world.searched) == 1, "one at a time"
+        done.set()
+        await asyncio.sleep(0.02)
+
+    world = World(slow)
+    run(world, story, monkeypatch)
+    assert world.switched == [APART]
+
+
+def test_the_last_requests_are_a_workload_that_shares_what_they_shared() -> None:
+    tokens = list(range(300))
+    keys = ChunkKeys("", tokens).first(4)
+    requests = [Ended(7.0, tuple(keys[:2]), 150, 9, 0), Ended(5.0, tuple(keys), 300, 3, 128)]
+    found = workload_of(requests)
+    assert found.columns.at.tolist() == [0.0, 2.0] and found.columns.num_out.tolist() == [3, 9]
+    assert found.prompt_tokens.tolist() == [300, 150] and found.cached_tokens.tolist() == [0, 128]
+
+
+def test_a_placement_must_say_what_it_was_planned_for() -> None:
+    bare = dataclasses.replace(PRESENT, workload={})
+    with pytest.raises(ConfigError, match="planned for"):
+        Replanning(bare, None, None, lambda: 0.0)  # type: ignore[arg-type]
+
+
+def test_a_command_that_fails_says_why_in_one_line(tmp_path) -> None:
+    command = Command("nowhere.gguf", {}, None, tmp_path / "machines.toml", {"slo.ttft": 1.0, "slo.tpot": 0.1})
+    workload = workload_of([Ended(float(number), (), 20, 3, 0) for number in range(30)])
+    with pytest.raises(QuireError, match="^quire plan: .*machines.toml"):
+        asyncio.run(command.search(workload, PRESENT))
