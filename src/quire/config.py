@@ -334,6 +334,9 @@ class RuntimeConfig(Group):
     settings, the environment variables ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of weights and cache. auto: cuda if there is a GPU."""
+    step_log: str | None = None
+    """File to which a server appends what each step computed and its seconds, for `quire bench latency --steps`. Every
+    instance of a cluster has its own, with its name before the ending. none: nothing is written."""
 
     @property
     def level(self) -> str | None:
@@ -396,7 +399,9 @@ class ServeConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(Group):
-    """Several instances behind one server (docs/disaggregation.md). Every instance has the settings of the engine."""
+    """Several instances behind one server (docs/disaggregation.md). Every instance has the settings of the engine; a
+    placement may change some of them for a role.
+    """
 
     key: ClassVar[str] = "cluster"
 
@@ -421,9 +426,11 @@ class ClusterConfig(Group):
     address: str | None = None
     """Ray cluster on whose machines the instances run: HOST:PORT of its head, or auto for the one that this machine
     belongs to. none: they are processes of this machine."""
-    placement: Literal["pack", "spread", "pairs"] = "pack"
+    placement: Literal["pack", "spread", "pairs"] | str = "pack"
     """Which machines of a Ray cluster the instances get. pack: as few as possible. spread: as many as possible. pairs:
-    an instance that computes prompts and one that decodes always share a machine, and caches move within it."""
+    an instance that computes prompts and one that decodes always share a machine, and caches move within it. Otherwise
+    a file made by `quire plan placement`: it has the numbers of instances, here or on a Ray cluster, and settings of
+    the engine for each role."""
     cores: Count | None = None
     """Cores of each instance on a Ray cluster. auto: `runtime.threads`, or else as many as all instances can have."""
     prefill_labels: str | None = None
@@ -438,10 +445,22 @@ class ClusterConfig(Group):
     @property
     def is_on(self) -> bool:
         """Whether there are instances."""
-        return self.prefill + self.decode + self.mixed > 0
+        return self.prefill + self.decode + self.mixed > 0 or self.placement_file is not None
+
+    @property
+    def placement_file(self) -> Path | None:
+        """The file that has the instances."""
+        return None if self.placement in ("pack", "spread", "pairs") else Path(self.placement)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("prefill", "decode", "mixed") if self.placement_file is not None else ():
+            if number := getattr(self, name):
+                raise ConfigError(
+                    f"cluster.placement is {self.placement!r}, a file with the numbers of instances, and"
+                    f" cluster.{name} is {number}; leave one of them out, or set cluster.placement to pack, spread or"
+                    " pairs"
+                )
         if self.prefill and not self.decode and not self.mixed:
             raise ConfigError("cluster.prefill needs instances that decode: set cluster.decode or cluster.mixed")
         if self.decode and not self.prefill and not self.mixed:
@@ -451,7 +470,7 @@ class ClusterConfig(Group):
         for role in ("prefill", "decode", "mixed"):
             self.labels(role)
         if self.address is None:
-            given = {"cores": self.cores, "placement": self.placement != "pack"}
+            given = {"cores": self.cores, "placement": self.placement in ("spread", "pairs")}
             given |= {name: getattr(self, name) for name in ("prefill_labels", "decode_labels", "mixed_labels")}
             for name in (name for name, value in given.items() if value):
                 raise ConfigError(f"cluster.{name} is for machines of a Ray cluster: set cluster.address")
@@ -538,7 +557,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Group):
-    """Memory of the machine that `quire plan` plans for."""
+    """What `quire plan` plans for: memory of the machine, and for `quire plan auto` the quality that may be lost."""
 
     key: ClassVar[str] = "plan"
 
@@ -548,6 +567,11 @@ class PlanConfig(Group):
     """Memory of the host. auto: what is free here; 64GiB for `--hardware t4`."""
     disk: Bytes | None = None
     """Room on the disk. auto: what is free in the folder that was measured; 500GiB for `--hardware t4`."""
+    memory: Bytes | None = None
+    """Memory for all processes of a server together: weights, caches and what else they need. auto: what is free here.
+    """
+    quality: Annotated[float, AtLeast(0)] = 0.01
+    """Quality that may be lost: perplexity over that of the same model with a dense cache of all tokens, less 1."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> PlanConfig:

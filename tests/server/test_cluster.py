@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.cli import main
 from quire.cluster.members import ROLES, Health
 from quire.cluster.stages import Stages, StageTimes
-from quire.errors import EngineStoppedError, InstancesFailedError, ModelError, RequestError
+from quire.errors import ConfigError, EngineStoppedError, InstancesFailedError, ModelError, RequestError
 from quire.server import shapes
 from quire.server.cluster_schema import RoleRequest
 from tests.server.fake_engine import FakeEngine
@@ -41,8 +41,9 @@ class FakeOperations:
     """Two instances, one of which is down.
 
     done    what was asked of them
-    gate    a drain or restart ends once it is set
+    gate    a drain, restart or switch ends once it is set
     error   which it then raises
+    placed  the placement and the switch
     """
 
     def __init__(self):
@@ -51,12 +52,14 @@ class FakeOperations:
         self.times = StageTimes()
         self.times.add(Stages(0.2, 0.5, 0.004, 2.0))
         self.instances = [copy.deepcopy(READY), copy.deepcopy(DOWN)]
+        self.placed = {"placement": None, "switch": None}
 
     def state(self):
         return {
             "instances": self.instances,
             "counts": {"attempts": 7, "again": 1},
             "stages": self.times.quantiles(),
+            **self.placed,
         }
 
     async def drain(self, place, *, restart=True):
@@ -72,8 +75,20 @@ class FakeOperations:
             raise self.error
         self.done.append(what)
 
+    async def place(self, placement, *, may_pause=False):
+        await self._do("place", *((each.role, each.count, each.options) for each in placement.instances), may_pause)
+
     def set_role(self, place, role):
         self.done.append(("role", place, role))
+
+
+PLACEMENT = {
+    "version": 1,
+    "instances": [{"role": "mixed", "count": 2, "tp": 1, "pp": 1, "options": {"cache.memory": "1GiB"}}],
+    "predicted": {"rate": 3.5, "cost": 2.0, "unit": "GPU", "rate_per_unit": 1.75, "attainment": 0.95},
+}  # fmt: skip
+PLACED = {"name": "plan.json", "rate": 3.5, "cost": 2.0, "unit": "GPU", "attainment": 0.95}
+UNDER_WAY = {"to": "plan.json", "num_all": 5, "num_done": 2, "now": "end prefill-0", "error": ""}
 
 
 def engine():
@@ -111,6 +126,8 @@ CHANGES = [
     ("drain", {"instance": "decode-0", "restart": None}, ("drain", "decode-0", True)),
     ("restart", {}, ("restart",)),
     ("role", {"instance": "prefill-0", "role": "mixed"}, ("role", "prefill-0", "mixed")),
+    ("placement", PLACEMENT, ("place", ("mixed", 2, {"cache.memory": "1GiB"}), False)),
+    ("placement?pause=true", PLACEMENT, ("place", ("mixed", 2, {"cache.memory": "1GiB"}), True)),
 ]
 
 
@@ -140,6 +157,12 @@ async def test_what_is_not_there_or_not_possible_is_refused_by_name():
             ("drain", {}, 400, "missing_required_parameter", "instance"),
             ("drain", {"instance": "p" * 65}, 400, "invalid_type", "instance"),
             ("restart", {"instance": "prefill-0"}, 400, "unknown_parameter", "instance"),
+            ("placement", {}, 400, "missing_required_parameter", "version"),
+            ("placement", PLACEMENT | {"instance": "prefill-0"}, 400, "unknown_parameter", "instance"),
+            ("placement", PLACEMENT | {"version": 2}, 400, "invalid_value", None),
+            ("placement", PLACEMENT | {"instances": [{"role": "king", "count": 1}]}, 400, "invalid_value", None),
+            ("placement?pause=maybe", PLACEMENT, 400, "invalid_value", "pause"),
+            ("placement?wait=true", PLACEMENT, 400, "unknown_parameter", "wait"),
         ):
             answer = await http.post(f"/v1/cluster/{action}", json=body)
             error = error_of(answer)
@@ -152,8 +175,12 @@ async def test_what_is_not_there_or_not_possible_is_refused_by_name():
         answer = await http.post("/v1/cluster/drain", json={"instance": "prefill-0", "restart": False})
         assert answer.status_code == 400 and error_of(answer)["param"] == "restart"
         fake.operations.error = ModelError("instance prefill-0.2 did not start")
-        answer = await http.post("/v1/cluster/restart", json={})
-        assert answer.status_code == 503 and error_of(answer)["code"] == "instance_failed"
+        for action, body in (("restart", {}), ("placement", PLACEMENT)):
+            answer = await http.post(f"/v1/cluster/{action}", json=body)
+            assert answer.status_code == 503 and error_of(answer)["code"] == "instance_failed"
+        fake.operations.error = ConfigError("the placement needs a pause")
+        answer = await http.post("/v1/cluster/placement", json=PLACEMENT)
+        assert answer.status_code == 400 and error_of(answer)["message"] == "the placement needs a pause"
 
 
 async def test_on_a_public_server_without_keys_instances_are_shown_and_not_changed():
@@ -180,6 +207,33 @@ async def test_a_drain_goes_on_without_its_client_and_the_next_one_waits():
     await asyncio.wait_for(second.task, 5)
     assert second.status == 200
     assert operations.done[1:3] == [("drain", "prefill-0", True), ("begins", "drain", "decode-0", True)]
+
+
+async def test_a_second_switch_is_refused_until_the_first_one_has_ended():
+    app = application(fake := engine())
+    operations = fake.operations
+    operations.gate.clear()
+    drain = RawCall(app, "/v1/cluster/drain", {"instance": "prefill-0"})
+    while not operations.done:
+        await asyncio.sleep(0.001)
+    first = RawCall(app, "/v1/cluster/placement", PLACEMENT)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    for path, body in (("placement", PLACEMENT), ("role", {"instance": "prefill-0", "role": "mixed"})):
+        refused = RawCall(app, f"/v1/cluster/{path}", body)
+        await refused.task
+        assert refused.status == 409 and json.loads(refused.body)["error"]["code"] == "switch_under_way"
+    first.leave()
+    await first.task
+    operations.gate.set()
+    await asyncio.wait_for(drain.task, 5)
+    while operations.done[-1][0] != "place":
+        await asyncio.sleep(0.001)
+    operations.error = ModelError("an instance did not start")
+    for _ in range(2):
+        failed = RawCall(app, "/v1/cluster/placement", PLACEMENT)
+        await failed.task
+        assert failed.status == 503, "nothing is under way after a failure"
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -315,6 +369,44 @@ async def test_the_status_is_a_table_of_instances_and_one_of_stages(capsys):
             assert lines[-1] == "attempts 7, again 1".split()
         assert await cluster("status", "--url", url, "--json") == 0
         check(shapes.Cluster, json.loads(capsys.readouterr().out))
+
+
+async def test_the_status_tells_the_placement_and_a_switch(capsys):
+    async with served(fake := engine()) as url:
+        for placed, switch, lines in (
+            (PLACED, None, [
+                "placement plan.json: 3.5 requests/s predicted on 2 GPUs, 95.0% within the latency targets"
+            ]),
+            (None, UNDER_WAY, ["a switch to plan.json is under way: 2 of 5 actions are done, now: end prefill-0"]),
+            (None, UNDER_WAY | {"now": "", "error": "it ended after 2 of 5"}, ["it ended after 2 of 5"]),
+            (None, None, []),
+        ):  # fmt: skip
+            fake.operations.placed = {"placement": placed, "switch": switch}
+            assert await cluster("status", "--url", url) == 0
+            out = capsys.readouterr().out.splitlines()
+            assert [line for line in out if "plan.json" in line or "it ended" in line] == lines
+            assert await cluster("status", "--url", url, "--json") == 0
+            check(shapes.Cluster, json.loads(capsys.readouterr().out))
+
+
+async def test_the_command_sends_a_file_of_instances(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(PLACEMENT))
+    async with served(fake := engine()) as url:
+        for pause in ([], ["--pause"]):
+            assert await cluster("place", str(file), *pause, "--url", url) == 0
+            assert fake.operations.done[-1] == ("place", ("mixed", 2, {"cache.memory": "1GiB"}), bool(pause))
+            told = f"the cluster has the placement of {file}: prefill-0 (prefill), decode-0 (decode)\n"
+            assert capsys.readouterr().out == told
+        for words, reason in (
+            (("place",), "quire cluster place takes one FILE, but got none"),
+            (("place", str(tmp_path / "none")), "not a file that can be read"),
+            (("restart", "--pause"), "--pause is for quire cluster place"),
+            (("place", str(file), "--remove"), "--remove is for quire cluster drain"),
+        ):
+            assert await cluster(*words, "--url", url) == 2
+            assert reason in capsys.readouterr().err
+    assert len(fake.operations.done) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""Show the instances of a running server's cluster, drain or restart them, or change their roles.
+"""Show the instances of a running server's cluster, drain or restart them, or change their roles and numbers.
 
 quire cluster status                    lists instances: what they can do and have to do, and the times of requests
 quire cluster drain INSTANCE            lets an instance finish its requests and starts another one in its place;
                                         with --remove none
 quire cluster restart                   does that with one instance after the other
 quire cluster role INSTANCE ROLE        changes what an instance does: prefill, decode or mixed
+quire cluster place FILE                switches to the instances of a file of `quire plan placement`; with --pause also
+                                        if there is no room for a new one beside any that serves: requests then wait
 
 No request fails by any of these. INSTANCE is a place, such as prefill-0. The command ends when all of it is done. If it
-is interrupted, the server goes on. See docs/server.md.
+is interrupted, the server goes on. See docs/server.md and docs/disaggregation.md.
 """
 
 from __future__ import annotations
@@ -23,24 +25,32 @@ from quire.cli import shared
 from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
 
-ACTIONS = ("status", "drain", "restart", "role")
+ACTIONS = ("status", "drain", "restart", "role", "place")
+PATHS = {"place": "placement"}
+"""Ends of paths that are not the action's name."""
 COLUMNS = (
     "instance", "role", "health", "pid", "L_m", "batch", "running", "waiting", "held", "cache free", "of", "attempts",
 )  # fmt: skip
 
 PATIENCE_SECONDS = 4 * 3600.0
-"""Time in which a drain or restart must end: long answers are finished before."""
+"""Time in which a drain, restart or switch must end: long answers are finished before."""
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     parser.add_argument("action", choices=ACTIONS, metavar="|".join(ACTIONS), help="what to do")
-    parser.add_argument("instance", nargs="?", metavar="INSTANCE", help="with drain and role: the instance's place")
+    parser.add_argument(
+        "instance",
+        nargs="?",
+        metavar="INSTANCE|FILE",
+        help="with drain and role: the instance's place; with place: a file of quire plan placement",
+    )
     parser.add_argument("role", nargs="?", metavar="ROLE", help="with role: prefill, decode or mixed")
     parser.add_argument(
         "--url", default=shared.DEFAULT_URL, metavar="URL", help=f"of the server (default: {shared.DEFAULT_URL})"
     )
     parser.add_argument("--remove", action="store_true", help="with drain: no other instance takes its place")
+    parser.add_argument("--pause", action="store_true", help="with place: requests may wait while no instance serves")
     parser.add_argument(
         "--api-key-file",
         type=Path,
@@ -55,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     body = _body(args)
     from quire.cli import remote
 
-    path = "/v1/cluster" if body is None else f"/v1/cluster/{args.action}"
+    path = "/v1/cluster" if body is None else f"/v1/cluster/{PATHS.get(args.action, args.action)}"
+    if args.pause:
+        path += "?pause=true"
     seconds = remote.TIMEOUT_SECONDS if args.action in ("status", "role") else PATIENCE_SECONDS
     key = remote.read_key(args.api_key_file)
     found = remote.ask(args.url, path, key, "--url", "instances", body, seconds)
@@ -74,17 +86,28 @@ def run(args: argparse.Namespace) -> int:
 def _body(args: argparse.Namespace) -> dict[str, Any] | None:
     """What is posted; None to ask. Raises ConfigError for arguments that do not go together."""
     action, words = args.action, [each for each in (args.instance, args.role) if each is not None]
-    needed = {"drain": "one INSTANCE", "role": "an INSTANCE and a ROLE"}.get(action, "no INSTANCE")
-    if len(words) != {"drain": 1, "role": 2}.get(action, 0):
+    needed = {"drain": "one INSTANCE", "role": "an INSTANCE and a ROLE", "place": "one FILE"}.get(action, "no INSTANCE")
+    if len(words) != {"drain": 1, "role": 2, "place": 1}.get(action, 0):
         raise ConfigError(f"quire cluster {action} takes {needed}, but got {' '.join(words) or 'none'}")
-    if args.remove and action != "drain":
-        raise ConfigError("--remove is for quire cluster drain")
+    for name, of in (("remove", "drain"), ("pause", "place")):
+        if getattr(args, name) and action != of:
+            raise ConfigError(f"--{name} is for quire cluster {of}")
     match action:
+        case "place":
+            return _placement(Path(args.instance))
         case "drain":
             return {"instance": args.instance, "restart": not args.remove}
         case "role":
             return {"instance": args.instance, "role": args.role}
     return {} if action == "restart" else None
+
+
+def _placement(file: Path) -> dict[str, Any]:
+    """The content of a placement's file, with the file's name if the placement has none."""
+    from quire.planning.placement_file import read_placement
+
+    found: dict[str, Any] = json.loads(read_placement(file).to_json())
+    return found | {"made": {"name": file.name, **found["made"]}}
 
 
 def _done(args: argparse.Namespace, found: dict[str, Any]) -> str:
@@ -96,14 +119,19 @@ def _done(args: argparse.Namespace, found: dict[str, Any]) -> str:
             return f"{args.instance} is {names[args.instance]} now"
         case "role":
             return f"the role of {args.instance} is {args.role}"
+        case "place":
+            places = ", ".join(f"{each['place']} ({each['role']})" for each in found["instances"])
+            return f"the cluster has the placement of {args.instance}: {places}"
     return f"restarted: {', '.join(filter(None, names.values()))}"
 
 
 def print_status(found: dict[str, Any]) -> None:
-    """Prints instances, times of stages, and counters, as GET /v1/cluster told them. Raises KeyError, TypeError,
-    ValueError or AttributeError if it has another form.
+    """Prints instances, placement, times of stages, and counters, as GET /v1/cluster told them. Raises KeyError,
+    TypeError, ValueError or AttributeError if it has another form.
     """
     shared.print_table(COLUMNS, [_row(each) for each in found["instances"]], left=("role", "health"))
+    if told := _placed(found):
+        print("\n" + "\n".join(told))
     stages = {name: seconds for name, seconds in found["stages"].items() if seconds}
     if stages:
         shares = list(next(iter(stages.values())))
@@ -112,6 +140,26 @@ def print_status(found: dict[str, Any]) -> None:
         shared.print_table(("stage", *shares), rows)
     if found["counts"]:
         print("\n" + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found["counts"].items()))
+
+
+def _placed(found: dict[str, Any]) -> list[str]:
+    """A line about the placement that the instances are, and one about a switch that is under way or has failed. An
+    older server has neither.
+    """
+    told, placed, switch = [], found.get("placement"), found.get("switch")
+    if placed is not None:
+        told.append(
+            f"placement {placed['name']}: {placed['rate']:.4g} requests/s predicted on {placed['cost']:.4g}"
+            f" {placed['unit']}{'s' * (placed['cost'] != 1)}, {placed['attainment']:.1%} within the latency targets"
+        )
+    if switch is not None and switch["error"]:
+        told.append(switch["error"])
+    elif switch is not None:
+        told.append(
+            f"a switch to {switch['to']} is under way: {switch['done']} of {switch['actions']} actions are done"
+            f"{', now: ' * bool(switch['now'])}{switch['now']}"
+        )
+    return told
 
 
 def _row(instance: dict[str, Any]) -> tuple[str, ...]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.cluster.bodies import Job, Told
+from quire.cluster.placements import Model, check_instances, shared_options
 from quire.cluster.prefixes import by_machine, of_machine
 from quire.cluster.processes import Processes
 from quire.cluster.router import COUNTERS, Ticket
-from quire.cluster.supervisor import Model, Supervisor
+from quire.cluster.supervisor import Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig
 from quire.engine.build import resolve
@@ -30,6 +31,7 @@ from quire.engine.pins import read_pins
 from quire.engine.prefixes import Prefix
 from quire.engine.sampler import sequence_seed
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, EngineStoppedError, QueueFullError
 from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import find_calibration
@@ -37,6 +39,7 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
+from quire.planning.placement_file import Placement, read_placement
 
 ALL = Salts()
 
@@ -63,12 +66,15 @@ class Cluster:
         transport: str = "",
     ) -> None:
         file = None if config_file is None else Path(config_file)
-        self.config = EngineConfig.from_options(options or {}, file)
+        settings = settings or ClusterConfig(mixed=1)
+        placement = None if settings.placement_file is None else _read(settings.placement_file)
+        options = dict(options or {})
+        if placement is not None:
+            is_local = settings.address is None if processes is None else processes.is_local
+            options = shared_options(placement.instances, options, file, is_local=is_local)
+        self.config = EngineConfig.from_options(options, file)
         self._model, self._path = model, resolve_model(model)
-        with open_model(self._path) as checkpoint:
-            self.shape: ModelShape = checkpoint.shape
-            calibration = find_calibration(self._path, self.config)
-            resolved, sizes = resolve(self.config, checkpoint.shape, checkpoint, calibration)
+        resolved, self.shape, sizes = self._resolve(self.config)
         self.tokenizer: Tokenizer = load_tokenizer(
             self._path, self.config.model.tokenizer, self.config.model.chat_template
         )
@@ -78,15 +84,20 @@ class Cluster:
         self._seed = int.from_bytes(os.urandom(6), "little")
         self._tracer = tracer()
         started_with = Model(
-            model, dict(options or {}), file, self.config, sizes.weight_bytes, sizes.cache_bytes, sizes.max_context,
+            model, options, file, self.config, sizes.weight_bytes, sizes.cache_bytes, sizes.max_context,
             () if self.config.cache.pin is None else tuple(read_pins(Path(self.config.cache.pin), self.tokenizer)),
-            self._salts,
+            self._salts, sizes.available_bytes or 0, self._resolve,
         )  # fmt: skip
-        self.operations = Supervisor(
-            started_with, settings or ClusterConfig(mixed=1), processes, transport, self._tracer
-        )
+        self.operations = Supervisor(started_with, settings, processes, transport, self._tracer, placement)
         self.router = self.operations.router
         self._closing = False
+
+    def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, Sizes]:
+        """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
+        with open_model(self._path) as checkpoint:
+            calibration = find_calibration(self._path, config)
+            resolved, sizes = resolve(config, checkpoint.shape, checkpoint, calibration)
+            return resolved, checkpoint.shape, sizes
 
     # ---- start and end ---------------------------------------------------------------------------------------------
 
@@ -264,6 +275,18 @@ _NOTHING: dict[str, Any] = {
     | {"bytes_retention_freed": 0},
 }
 """The counters of no instance."""
+
+
+def _read(file: Path) -> Placement:
+    """The placement of a file, with the file's name if it has none. Raises ConfigError."""
+    if not file.exists():
+        raise ConfigError(
+            f"cluster.placement is {str(file)!r}; it must be pack, spread, pairs, or a file made by `quire plan"
+            " placement`, and there is no such file"
+        )
+    found = read_placement(file)
+    check_instances(found)
+    return dataclasses.replace(found, made={"name": file.name, **found.made})
 
 
 def _added(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import subprocess
@@ -85,22 +84,6 @@ class Processes:
         end = loop.time() + seconds
         while any(process.poll() is None for process in self._killed) and loop.time() < end:
             await asyncio.sleep(0.02)
-
-
-def share_cores(count: int) -> list[tuple[int, ...]]:
-    """Cores of each of `count` instances: a part of those of this process. Empty, with fewer cores than instances: the
-    system then divides them.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < count:
-        return [()] * count
-    bounds = [index * len(cores) // count for index in range(count + 1)]
-    return [tuple(cores[first:end]) for first, end in itertools.pairwise(bounds)]
-
-
-def share_memory(count: int, weight_bytes: int, cache_bytes: int) -> int:
-    """Bytes for the cache of each instance where one alone would take `cache_bytes` beside its weights."""
-    return max(cache_bytes // (4 * count), (weight_bytes + cache_bytes) // count - weight_bytes)
 
 
 def places_of(counts: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:

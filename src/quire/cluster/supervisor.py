@@ -9,11 +9,10 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.cluster.bodies import Hello, Load, Peers, Ready, Role, Stop
 from quire.cluster.instance import Order, about
@@ -21,13 +20,31 @@ from quire.cluster.links import Links
 from quire.cluster.members import ROLES, Health, Member
 from quire.cluster.messages import ROUTER
 from quire.cluster.on_ray import OnRay
+from quire.cluster.placements import (
+    Action,
+    Add,
+    Build,
+    Model,
+    Remove,
+    Restart,
+    Room,
+    SetRole,
+    Spec,
+    check_builds,
+    check_instances,
+    covers,
+    placement_name,
+    plan_switch,
+    specs_of,
+)
 from quire.cluster.prefixes import Answer, Shelves
-from quire.cluster.processes import END_SECONDS, Processes, places_of, share_cores, share_memory
+from quire.cluster.processes import END_SECONDS, Processes, places_of
 from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
-from quire.config import ClusterConfig, EngineConfig
-from quire.engine.pins import Pin
+from quire.config import ClusterConfig
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError, RequestError
+from quire.planning import candidates
+from quire.planning.placement_file import Instances, Placement
 
 log = logging.getLogger("quire")
 
@@ -43,31 +60,28 @@ LEAST_PAUSE, MOST_PAUSE = 0.5, 30.0
 """Seconds before an instance that failed is started again; twice as many after each further failure."""
 
 
-class Model(NamedTuple):
-    """What every instance is started with.
+@dataclass
+class Switch:
+    """A switch to another placement.
 
-    name, options, config_file  as for `LLM`
-    config                      what they say together
-    weight_bytes, cache_bytes   of one engine that has the machine alone
-    max_context                 of that engine, in tokens
-    pins, salts                 prefixes that every instance pins, for each of the salts
+    to       name of the placement
+    num_all  number of its actions, of which num_done are done
+    now      what is done now; empty: nothing
+    error    why it ended before its end
     """
 
-    name: str
-    options: Mapping[str, Any]
-    config_file: Path | None
-    config: EngineConfig
-    weight_bytes: int
-    cache_bytes: int
-    max_context: int
-    pins: tuple[Pin, ...] = ()
-    salts: tuple[str, ...] = ("",)
+    to: str
+    num_all: int = 0
+    num_done: int = 0
+    now: str = ""
+    error: str = ""
 
 
 class Supervisor:
     """The instances of a cluster, and the router that knows them.
 
     processes, transport  in place of the settings': for tests
+    placement             which instances there are at first, in place of the settings' numbers
 
     `context` is the most tokens of a request that every instance has room for, and the setting that limits them.
     """
@@ -79,8 +93,14 @@ class Supervisor:
         processes: Processes | None = None,
         transport: str = "",
         tracer: Tracer | None = None,
+        placement: Placement | None = None,
     ) -> None:
+        if placement is not None:  # Ray finds machines as it does without a file
+            prefill, decode, mixed = map(placement.count, candidates.Role)
+            settings = dataclasses.replace(settings, placement="pack", prefill=prefill, decode=decode, mixed=mixed)
         self._model, self._settings = model, settings
+        self._placement = placement
+        self._switch: Switch | None = None
         self.context: tuple[int, str] = (model.max_context, "model.max_context")
         self._secret = os.urandom(32)
         self._starts = itertools.count(1)
@@ -88,7 +108,9 @@ class Supervisor:
         self._closing = False
         self._pauses: dict[str, float] = {}
         self._roles: dict[str, str] = {}
+        self._builds: dict[str, Build] = {}
         self._cores: dict[str, tuple[int, ...]] = {}
+        self._reserved: tuple[str, ...] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._all_ready = asyncio.Event()
         self._start_error: QuireError | None = None
@@ -109,10 +131,12 @@ class Supervisor:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         self._loop = asyncio.get_running_loop()
         counts = [(role, getattr(self._settings, role)) for role in ROLES]
-        places = places_of(counts)
-        shares = share_cores(len(places)) if self.processes.is_local else [()] * len(places)
-        for (place, role), cores in zip(places, shares, strict=True):
-            self._roles[place], self._cores[place] = role, cores
+        instances = tuple(Instances(role, count) for role, count in counts if count)
+        specs = self._specs(instances if self._placement is None else self._placement.instances)
+        for (place, role), spec in zip(places_of(counts), sorted(specs, key=_order), strict=True):
+            assert spec.role == role, f"{spec} at {place}"
+            self._seat(place, spec)
+        self._reserved = None if self.processes.is_local else tuple(self._roles)
         host = await self.processes.open(self._roles, self._model.config, self._model.weight_bytes)
         self._address = self._links.listen(host)
         for place in self._roles:
@@ -158,7 +182,15 @@ class Supervisor:
             ],
             "counts": dict(self.router.counts),
             "stages": self.router.times.quantiles(),
-        }
+            "placement": None if self._placement is None else {
+                "name": placement_name(self._placement),
+                "rate": self._placement.predicted.rate,
+                "cost": self._placement.predicted.cost,
+                "unit": self._placement.predicted.unit,
+                "attainment": self._placement.predicted.attainment,
+            },
+            "switch": None if self._switch is None else asdict(self._switch),
+        }  # fmt: skip
 
     def _described(self, member: Member) -> dict[str, Any]:
         ready, load = member.ready, member.load
@@ -169,7 +201,7 @@ class Supervisor:
             "health": member.health.value,
             "pid": self.processes.pid(member.name),
             "attempts": self.router.num_attempts(member.name),
-            "cores": list(self._cores[member.place]),
+            "cores": list(self._cores.get(member.place, ())),
             "prompt_rows": None if ready is None else ready.prompt_rows,
             "seconds_per_row": None if ready is None else ready.seconds_per_row,
             "batch": None if ready is None else ready.batch,
@@ -184,18 +216,31 @@ class Supervisor:
         Raises RequestError if no other one would be left, EngineStoppedError if the cluster is closed meanwhile, and
         ModelError if the other one does not start; it is then tried again.
         """
+        self._check_no_switch()
         member = self._member_at(place)
         if not restart:
             if not any(each.serves for each in self.router.members.values() if each is not member):
                 raise RequestError(f"{place} is the only instance that serves; it can be restarted", "restart")
             self._roles.pop(place, None)
+            self._placement = None
+        if not await self._finish(member):  # it is started again
+            await self._serving(place)
+        elif restart:
+            await self._serving(place, self._launch(place))
+        else:
+            await self._has_ended(member.name)
+
+    async def _finish(self, member: Member) -> bool:
+        """Lets an instance finish what it has, and tells it to end. Returns false if it failed meanwhile.
+
+        Raises EngineStoppedError if the cluster is closed meanwhile.
+        """
         member.health = Health.DRAINING
         log.info("instance %s: finishes %d attempts", member.name, self.router.num_attempts(member.name))
         while self.router.num_attempts(member.name) and self.router.members.get(member.name) is member:
             await asyncio.sleep(0.02)
-        if self.router.members.get(member.name) is not member:  # it failed meanwhile, and is started again
-            await self._serving(place)
-            return
+        if self.router.members.get(member.name) is not member:
+            return False
         self._links.send(member.name, Stop())
         self.router.down(member.name)
         self._tell_peers()
@@ -203,8 +248,16 @@ class Supervisor:
         self._loop.call_later(END_SECONDS, self.processes.kill, member.name)
         if self._closing:
             raise EngineStoppedError("the cluster is closed")
-        if restart:
-            await self._serving(place, self._launch(place))
+        return True
+
+    async def _has_ended(self, name: str) -> None:
+        """Waits until an instance that was told to end has ended, and kills it if it does not."""
+        end = time.monotonic() + END_SECONDS
+        while name not in self.processes.ended():
+            if time.monotonic() > end:
+                self.processes.kill(name)
+                return
+            await asyncio.sleep(0.02)
 
     async def _serving(self, place: str, name: str = "") -> None:
         """Waits until an instance serves at a place. Raises EngineStoppedError or ModelError: see `drain`.
@@ -223,6 +276,7 @@ class Supervisor:
 
     async def restart(self) -> None:
         """Restarts one instance after the other, without a failed request."""
+        self._check_no_switch()
         for place in list(self._roles):
             if any(each.place == place for each in self.router.members.values()):
                 await self.drain(place)
@@ -233,12 +287,18 @@ class Supervisor:
         """Changes what an instance does. Attempts that it has go on."""
         if role not in ROLES:
             raise RequestError(f"{role!r} is no role; there are {', '.join(ROLES)}", "role")
-        member = self._member_at(place)
-        member.role = role
+        self._check_no_switch()
+        self._member_at(place)
+        self._placement = None
+        self._change_role(place, role)
+
+    def _change_role(self, place: str, role: str) -> None:
         if place in self._roles:
             self._roles[place] = role
-        log.info("instance %s: its role is %s", member.name, role)
-        self._links.send(member.name, Role(role))
+        for member in [each for each in self.router.members.values() if each.place == place]:
+            member.role = role
+            log.info("instance %s: its role is %s", member.name, role)
+            self._links.send(member.name, Role(role))
 
     def _member_at(self, place: str) -> Member:
         found = [each for each in self.router.members.values() if each.place == place]
@@ -247,17 +307,137 @@ class Supervisor:
             raise RequestError(f"there is no instance {place!r} that runs; there are {known}", "instance")
         return found[-1]
 
+    # ---- placements ------------------------------------------------------------------------------------------------
+
+    async def place(self, placement: Placement, *, may_pause: bool = False) -> None:
+        """Switches to the instances of another placement, without a failed request; see `plan_switch`.
+
+        may_pause  requests may wait while no instance serves, if there is no other way
+        Raises RequestError while another switch is under way, ConfigError if there is no way, ModelError if an
+        instance does not start, and EngineStoppedError if the cluster is closed meanwhile. After a ModelError the
+        cluster goes on with what it has, and a restarted instance gets the settings that it had.
+        """
+        self._check_no_switch()
+        self._switch = switch = Switch(placement_name(placement))
+        try:
+            actions = await self._planned(placement, may_pause=may_pause)
+        except BaseException:
+            self._switch = None
+            raise
+        self._placement, switch.num_all = None, len(actions)
+        try:
+            for action in actions:
+                switch.now = str(action)
+                log.info("switch to %s, %d of %d: %s", switch.to, switch.num_done + 1, switch.num_all, action)
+                await self._do(action)
+                switch.num_done += 1
+        except BaseException as error:
+            done, why = f"after {switch.num_done} of {switch.num_all} actions", str(error) or type(error).__name__
+            switch.error = f"the switch to {switch.to} ended {done}, at {switch.now!r}: {why}"
+            switch.now = ""
+            if isinstance(error, ModelError):
+                left = ", ".join(f"{place} ({role})" for place, role in self._roles.items())
+                raise ModelError(f"{switch.error}; the cluster goes on with {left}") from error
+            raise
+        self._switch, self._placement = None, placement
+        self._find_context()
+
+    async def _planned(self, placement: Placement, *, may_pause: bool) -> list[Action]:
+        if self._closing:
+            raise EngineStoppedError("the cluster is closed")
+        check_instances(placement)
+        wanted = self._specs(placement.instances)
+        await asyncio.to_thread(check_builds, wanted, self._model)
+        present = {place: Spec(role, self._builds[place]) for place, role in self._roles.items()}
+        serving = {each.place for each in self.router.members.values() if each.serves}
+        taken = [sum(spec.build.memory for spec in specs) for specs in (present.values(), wanted)]
+        # What both placements are is allowed: weights that instances map from one file are counted for each of them.
+        room = Room(self._num_cores, max(self._model.available_bytes, *taken), self._reserved)
+        return plan_switch(present, wanted, room, down=present.keys() - serving, may_pause=may_pause)
+
+    async def _do(self, action: Action) -> None:
+        match action:
+            case SetRole(place, role):
+                self._change_role(place, role)
+            case Remove(place):
+                await self._end(place)
+            case Add(place, spec):
+                await self._begin(place, spec)
+            case Restart(place, spec, pauses):
+                before = Spec(self._roles[place], self._builds[place])
+                await self._end(place, pauses=pauses)
+                await self._begin(place, spec, before)
+
+    async def _end(self, place: str, *, pauses: bool = False) -> None:
+        """Lets an instance finish what it has, and waits until it has ended. pauses: no other one serves."""
+        if not pauses:
+            await self._others_serve(place)
+        del self._roles[place]
+        for member in [each for each in self.router.members.values() if each.place == place]:
+            if member.serves:
+                if await self._finish(member):
+                    await self._has_ended(member.name)
+            else:  # it hears nothing while it loads
+                self._links.forget(member.name)
+                self.processes.kill(member.name)
+                self.router.down(member.name)
+
+    async def _begin(self, place: str, spec: Spec, before: Spec | None = None) -> None:
+        """Starts an instance. before: what is started again in its place if it does not start."""
+        if self._closing:
+            raise EngineStoppedError("the cluster is closed")
+        self._seat(place, spec)
+        try:
+            await self._serving(place, self._launch(place))
+        except ModelError:
+            if before is None:
+                del self._roles[place]
+            else:
+                self._seat(place, before)
+            raise
+
+    async def _others_serve(self, place: str) -> None:
+        """Waits, if the instance at a place serves, until others compute prompts and decode, too. One of them may have
+        failed meanwhile, and be started again.
+        """
+        end = time.monotonic() + START_SECONDS
+        while True:
+            serving = [each for each in self.router.members.values() if each.serves]
+            others = [each.role for each in serving if each.place != place]
+            if len(others) == len(serving) or covers(others):
+                return
+            if self._closing:
+                raise EngineStoppedError("the cluster is closed")
+            if time.monotonic() > end:
+                raise ModelError(f"instance {place} cannot end, because the others do not serve; see the log")
+            await asyncio.sleep(0.02)
+
+    def _check_no_switch(self) -> None:
+        if self._switch is not None and not self._switch.error:
+            raise RequestError(f"a switch to {self._switch.to} is under way; try again when it has ended")
+
+    @property
+    def _num_cores(self) -> int:
+        return len(os.sched_getaffinity(0))
+
+    def _specs(self, instances: Sequence[Instances]) -> list[Spec]:
+        return specs_of(instances, self._model, self._num_cores, is_local=self.processes.is_local)
+
+    def _seat(self, place: str, spec: Spec) -> None:
+        """Gives a place what the next instance there is started with, and cores that no other one has."""
+        held = {core for each in self._roles if each != place for core in self._cores[each]}
+        free = [core for core in sorted(os.sched_getaffinity(0)) if core not in held]
+        assert spec.build.cores <= len(free), f"{place} is to have {spec.build.cores} cores, and {free} are free"
+        self._roles[place], self._builds[place] = spec
+        self._cores[place] = tuple(free[: spec.build.cores])
+
     # ---- instances -------------------------------------------------------------------------------------------------
 
     def _launch(self, place: str) -> str:
         """Starts an instance; returns its name."""
         name, cores = f"{place}.{next(self._starts)}", self._cores[place]
         model = self._model
-        options = dict(model.options)
-        if cores and model.config.runtime.threads is None:
-            options["runtime.threads"] = len(cores)
-        if model.config.cache.memory == "auto" and self.processes.is_local:
-            options["cache.memory"] = share_memory(len(self._roles), model.weight_bytes, model.cache_bytes)
+        options = {**model.options, **dict(self._builds[place].options)}
         if model.pins:
             options["cache.pin"] = None  # the file is here, and the instance may be elsewhere
         order = Order(
@@ -326,7 +506,8 @@ class Supervisor:
             self._loop.call_later(pause, partial(self._relaunch, member.place))
 
     def _relaunch(self, place: str) -> None:
-        if not self._closing and place in self._roles:
+        is_there = any(each.place == place for each in self.router.members.values())
+        if not self._closing and place in self._roles and not is_there:
             self._launch(place)
 
     def _tell_peers(self) -> None:
@@ -345,11 +526,7 @@ class Supervisor:
         member.ready, member.health, member.seen = ready, Health.SERVING, time.monotonic()
         self._pauses.pop(member.place, None)
         self._links.send(member.name, Role(member.role))  # it may be another one than when the instance was started
-        self.context = min(
-            (each.ready.max_context, each.ready.context_limit)
-            for each in self.router.members.values()
-            if each.ready is not None
-        )
+        self._find_context()
         # The first ones are printed together when the server is ready.
         log.log(
             logging.INFO if self._all_ready.is_set() else logging.DEBUG,
@@ -360,6 +537,10 @@ class Supervisor:
         self._tell_peers()
         if all(each.serves for each in self.router.members.values()):
             self._all_ready.set()
+
+    def _find_context(self) -> None:
+        ready = [each.ready for each in self.router.members.values() if each.ready is not None]
+        self.context = min(((each.max_context, each.context_limit) for each in ready), default=self.context)
 
     def _fail_to_start(self, member: Member, reason: str) -> None:
         if not self._all_ready.is_set():
@@ -406,3 +587,7 @@ class Supervisor:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _order(spec: Spec) -> int:
+    return ROLES.index(spec.role)

@@ -21,7 +21,7 @@ from quire.server import shapes
 from quire.server.auth import ApiKeys, Names
 from quire.server.chat import create_chat
 from quire.server.cluster import Operator
-from quire.server.cluster_schema import DrainRequest, RestartRequest, RoleRequest
+from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.completions import create_completion
 from quire.server.debug import LIMIT, show_cache
 from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
@@ -275,10 +275,18 @@ def _add_cluster(app: FastAPI, operator: Operator) -> None:
         """Drain and restart one instance after the other."""
         return await operator.restart(request)
 
-    @app.post("/v1/cluster/role", **operation(shapes.Cluster, *changes, body=RoleRequest))
+    @app.post("/v1/cluster/role", **operation(shapes.Cluster, *changes, 409, body=RoleRequest))
     async def change_role(request: Request) -> Response:
         """Change what an instance does. Requests that it has go on."""
         return await operator.role(request)
+
+    @app.post(
+        "/v1/cluster/placement",
+        **operation(shapes.Cluster, *changes, 409, body=PlaceRequest, query={"pause": PAUSE}),
+    )
+    async def place_instances(request: Request) -> Response:
+        """Switch to the instances of a placement, without a failed request."""
+        return await operator.place(request)
 
 
 def _document(app: FastAPI, service: Service) -> None:

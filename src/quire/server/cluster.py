@@ -1,6 +1,7 @@
-"""/v1/cluster: operators see the instances behind a server, drain and restart them, and change their roles.
+"""/v1/cluster: operators see the instances behind a server, drain and restart them, and change their roles and numbers.
 
-A drain or restart goes on if its client leaves. There is one at a time; others wait.
+A drain, restart or switch goes on if its client leaves. There is one at a time; others wait, but a second switch is
+refused.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import EngineStoppedError, ModelError
+from quire.errors import ConfigError, EngineStoppedError, ModelError
+from quire.planning.placement_file import Placement, placement_of
 from quire.server import shapes
 from quire.server.auth import is_loopback
-from quire.server.cluster_schema import DrainRequest, RestartRequest, RoleRequest
-from quire.server.errors import ApiError, json_response
+from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
+from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.protocol import Operations
 from quire.server.service import Service
 from quire.server.wire import unless_disconnected
@@ -32,6 +34,7 @@ class Operator:
         self._service = service
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Future[None]] = set()
+        self._switches = False
 
     async def show(self) -> Response:
         """The instances and the stages."""
@@ -56,8 +59,34 @@ class Operator:
         """Changes what an instance does from now on."""
         async with self._service.bodies.read(request, RoleRequest) as body:
             operations = self._named(body.instance)
+        self._check_no_switch()
         operations.set_role(body.instance, body.role)
         return self._answer(operations)
+
+    async def place(self, request: Request) -> Response:
+        """Switches to the instances of a placement."""
+        may_pause = _pauses(request)
+        async with self._service.bodies.read(request, PlaceRequest) as body:
+            operations, placement = self._changeable(), _placement(body)
+        self._check_no_switch()
+
+        async def switch() -> None:
+            try:
+                await operations.place(placement, may_pause=may_pause)
+            except ConfigError as error:
+                raise bad_request(str(error)) from error
+            finally:
+                self._switches = False
+
+        self._switches = True
+        await self._finish(request, switch)
+        return self._answer(operations)
+
+    def _check_no_switch(self) -> None:
+        """Raises ApiError 409 while a switch is under way, or waits for its turn."""
+        if self._switches:
+            message = "a switch to another placement is under way; try again when it has ended"
+            raise ApiError(409, message, code="switch_under_way")
 
     def _operations(self) -> Operations:
         found = self._service.engine.operations
@@ -104,7 +133,7 @@ class Operator:
     def _has_ended(self, task: asyncio.Future[None]) -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, EngineStoppedError):
+        if error is not None and not isinstance(error, EngineStoppedError | ApiError):
             log.error("an operation on instances failed: %s", error)
 
     def _answer(self, operations: Operations) -> Response:
@@ -113,8 +142,41 @@ class Operator:
             "instances": [_instance(each) for each in state["instances"]],
             "counts": state["counts"],
             "stages": state["stages"],
+            "placement": state["placement"],
+            "switch": _switch(state["switch"]),
         }
         return json_response(found)
+
+
+def _pauses(request: Request) -> bool:
+    """Whether a switch may pause. Raises ApiError 400."""
+    unknown = next((name for name in request.query_params if name != "pause"), None)
+    if unknown is not None:
+        raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
+    words = {"true": True, "false": False}
+    *given, text = ["true" if PAUSE["default"] else "false", *request.query_params.getlist("pause")]
+    if len(given) > 1 or text not in words:
+        raise bad_request("'pause' must be true or false, and given once", "pause")
+    return words[text]
+
+
+def _placement(body: PlaceRequest) -> Placement:
+    try:
+        return placement_of(body.model_dump(exclude_none=True))
+    except ConfigError as error:
+        raise bad_request(str(error)) from error
+
+
+def _switch(found: dict[str, Any] | None) -> shapes.Switch | None:
+    if found is None:
+        return None
+    return {
+        "to": found["to"],
+        "actions": found["num_all"],
+        "done": found["num_done"],
+        "now": found["now"],
+        "error": found["error"],
+    }
 
 
 def _instance(found: dict[str, Any]) -> shapes.Instance:

@@ -1,8 +1,8 @@
-"""The bodies of /v1/cluster: what an operator asks of instances."""
+"""The requests of /v1/cluster: what an operator asks of instances."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,3 +27,20 @@ class RoleRequest(Model):
 
     instance: Place
     role: Literal["prefill", "decode", "mixed"]
+
+
+class PlaceRequest(Model):
+    """The body of POST /v1/cluster/placement: the content of a file of `quire plan placement`."""
+
+    version: int
+    instances: list[dict[str, Any]] = Field(
+        description="Equal instances: `role`, `count`, and settings of the engine in `options`. `tp` and `pp` are 1."
+    )
+    predicted: dict[str, Any]
+    workload: dict[str, Any] | None = None
+    slo: dict[str, Any] | None = None
+    made: dict[str, Any] | None = None
+
+
+PAUSE: dict[str, Any] = {"type": "boolean", "default": False}
+"""Schema of the parameter `pause` of POST /v1/cluster/placement: requests may wait while no instance serves."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, TypeAdapter
 
 from quire.server import shapes
-from quire.server.cluster_schema import DrainRequest, RestartRequest, RoleRequest
+from quire.server.cluster_schema import DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.errors import TYPES
 from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -20,6 +20,7 @@ _REQUESTS = (
     DetokenizeRequest,
     DrainRequest,
     DropRequest,
+    PlaceRequest,
     PrefixRequest,
     RestartRequest,
     RoleRequest,

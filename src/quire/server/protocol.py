@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quire.engine.params import SamplingParams
     from quire.engine.prefixes import Prefix
     from quire.engine.sampling_defaults import SamplingDefaults
+    from quire.planning.placement_file import Placement
 
 
 class Tokenizer(Protocol):
@@ -48,7 +49,7 @@ class Operations(Protocol):
     """What an operator sees and does of the instances behind an engine. An instance is named by its place."""
 
     def state(self) -> dict[str, Any]:
-        """The instances, counters, and quantiles of stages."""
+        """The instances, counters, quantiles of stages, the placement, and a switch to another one."""
         ...
 
     async def drain(self, place: str, *, restart: bool = True) -> None:
@@ -59,6 +60,9 @@ class Operations(Protocol):
 
     def set_role(self, place: str, role: str) -> None:
         """Changes what an instance does. Requests that it has go on."""
+
+    async def place(self, placement: Placement, *, may_pause: bool = False) -> None:
+        """Switches to the instances of a placement. may_pause: requests may wait while no instance serves."""
 
 
 class Engine(Protocol):

@@ -329,12 +329,38 @@ class Instance(TypedDict):
     load: InstanceLoad | None
 
 
+class Placed(TypedDict):
+    """A placement, and what it is predicted to serve: requests per second on GPUs or machines, and the share of
+    requests within the latency targets.
+    """
+
+    name: str
+    rate: Annotated[float, Field(ge=0)]
+    cost: Annotated[float, Field(ge=0)]
+    unit: str
+    attainment: Rate
+
+
+class Switch(TypedDict):
+    """A switch to another placement that is under way, or that has ended before its end; then `error` says why."""
+
+    to: str
+    actions: Count
+    done: Count
+    now: str
+    error: str
+
+
 class Cluster(TypedDict):
-    """The instances behind a server, counters of its router, and quantiles of seconds by stage."""
+    """The instances behind a server, counters of its router, and quantiles of seconds by stage. The placement is null
+    unless the instances are those of one, and the switch unless one is under way or the last one has failed.
+    """
 
     instances: list[Instance]
     counts: dict[str, Count]
     stages: dict[str, dict[str, Seconds]]
+    placement: Placed | None
+    switch: Switch | None
 
 
 class WarmPrefix(TypedDict):

@@ -1,0 +1,476 @@
+"""From a placement to the instances that it wants, and from those that run to those: what is started, ended and
+changed, in which order. Pure: the supervisor does it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.config import EngineConfig, RetainConfig, format_bytes
+from quire.engine.pins import Pin
+from quire.errors import ConfigError
+from quire.planning.placement_file import Instances, Placement
+
+_CACHES = "instances exchange caches"
+_SERVER = "the server itself uses it"
+_RAY = "Ray reserves the same for every instance"
+
+SHARED = {
+    **dict.fromkeys(
+        ("model.dtype", "model.weights", "cache.codec", "cache.calibration", "cache.outlier_slots", "cache.sink_tokens",
+         "cache.strict", *(f"retain.{each.name}" for each in fields(RetainConfig))), _CACHES,
+    ),
+    **dict.fromkeys(
+        ("model.name", "model.tokenizer", "model.chat_template", "cache.share", "cache.pin", "scheduler.max_queue"),
+        _SERVER,
+    ),
+    "runtime.device": "instances divide the memory of one device",
+}  # fmt: skip
+"""Settings that all instances must have in common, and why."""
+
+SHARED_ON_RAY = {"cache.memory": _RAY, "runtime.threads": _RAY}
+"""Further ones on a Ray cluster."""
+
+
+MOST_INSTANCES = 1024
+"""Of a placement."""
+
+NAME_CHARS = 100
+"""Of a placement's name, those that are shown."""
+
+
+class Model(NamedTuple):
+    """What every instance is started with.
+
+    name, options, config_file  as for `LLM`
+    config                      what they say together
+    weight_bytes, cache_bytes   of one engine that has the machine alone
+    max_context                 of that engine, in tokens
+    pins, salts                 prefixes that every instance pins, for each of the salts
+    available_bytes             memory of the machine for all instances together
+    check                       raises ConfigError for settings with which the model cannot be loaded
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    config_file: Path | None
+    config: EngineConfig
+    weight_bytes: int
+    cache_bytes: int
+    max_context: int
+    pins: tuple[Pin, ...] = ()
+    salts: tuple[str, ...] = ("",)
+    available_bytes: int = 0
+    check: Callable[[EngineConfig], object] = lambda config: None
+
+
+# ---- what a placement wants ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Build:
+    """What an instance is started with. Instances with equal builds differ in their roles alone.
+
+    options  settings that override those of all instances: pairs of key and value
+    cores    number of cores of this machine that it has to itself; 0: the system divides them
+    memory   bytes of its weights and its cache on this machine
+    """
+
+    options: tuple[tuple[str, Any], ...] = ()
+    cores: int = 0
+    memory: int = 0
+
+
+class Spec(NamedTuple):
+    """An instance."""
+
+    role: str
+    build: Build
+
+
+def check_instances(placement: Placement) -> None:
+    """Raises ConfigError for instances that have several GPUs or stages, and for too many."""
+    if (count := sum(each.count for each in placement.instances)) > MOST_INSTANCES:
+        raise ConfigError(f"the placement has {count} instances; a cluster has at most {MOST_INSTANCES}")
+    for each in placement.instances:
+        if each.tp * each.pp > 1:
+            raise ConfigError(
+                f"the placement divides an instance with the role {each.role}: tp is {each.tp} and pp is {each.pp}, but"
+                " an instance is one process with one GPU or some cores; the nearest placement that works has tp 1, pp"
+                f" 1 and count {each.count * each.tp * each.pp}"
+            )
+
+
+def shared_options(
+    instances: Sequence[Instances], options: Mapping[str, Any], file: Path | None, *, is_local: bool = True
+) -> dict[str, Any]:
+    """Options of all instances: the given ones, and those of a placement that must be and are equal for all.
+
+    Raises ConfigError for one that must be equal and is not.
+    """
+    found, configs = dict(options), [_config_of(each, options, file).to_options() for each in instances]
+    for key, reason in _shared(is_local).items():
+        values = {each.role: config[key] for each, config in zip(instances, configs, strict=True)}
+        if any(config[key] != configs[0][key] for config in configs):
+            told = " and ".join(f"{value!r} for {role}" for role, value in values.items())
+            raise ConfigError(
+                f"the placement has {key} {told}; {reason}, so all must have the same: give it once for all, as"
+                f" --{key}, or alike for each role"
+            )
+        if any(key in each.options for each in instances):
+            found[key] = configs[0][key]
+    return found
+
+
+def specs_of(instances: Sequence[Instances], model: Model, num_cores: int, *, is_local: bool = True) -> list[Spec]:
+    """The instances that a placement wants, by role.
+
+    model      with the shared options
+    num_cores  of this machine, for all instances
+    is_local   whether instances run on this machine
+    Raises ConfigError for settings that cannot be, for a shared one that is not that of the model, and for more cores
+    than there are. On this machine an automatic cache gets a part of the memory, and an instance without threads of its
+    own a part of the cores.
+    """
+    common, each_of = model.config.to_options(), [each for each in instances for _ in range(each.count)]
+    overrides: list[dict[str, Any]] = []
+    for each in each_of:
+        config = _config_of(each, model.options, model.config_file)
+        own = config.to_options()
+        for key, reason in _shared(is_local).items():
+            if own[key] != common[key]:
+                raise ConfigError(
+                    f"the placement has {key} {own[key]!r} for {each.role}, and the server was started with"
+                    f" {common[key]!r}; {reason}: start the server with that placement"
+                )
+        overrides.append({key: value for key, value in own.items() if value != common[key]})
+    builds = [Build(tuple(own.items())) for own in overrides]
+    if is_local:
+        given = [each.options.get("runtime.threads") for each in each_of]
+        counts = core_counts([None if value in (None, "auto") else int(value) for value in given], num_cores)
+        caches = [own.get("cache.memory", model.config.cache.memory) for own in overrides]
+        sizes = cache_sizes([None if value == "auto" else value for value in caches], model)
+        builds = [_build(*each, model) for each in zip(overrides, counts, caches, sizes, strict=True)]
+    return [Spec(each.role, build) for each, build in zip(each_of, builds, strict=True)]
+
+
+def check_builds(specs: Iterable[Spec], model: Model) -> None:
+    """Raises ConfigError if the model cannot be loaded with the settings of an instance."""
+    for spec in dict.fromkeys(specs):
+        try:
+            model.check(EngineConfig.from_options({**model.options, **dict(spec.build.options)}, model.config_file))
+        except ConfigError as error:
+            raise ConfigError(f"the placement's instances with the role {spec.role}: {error}") from None
+
+
+def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
+    """The number of cores of each instance. Raises ConfigError if there are too few.
+
+    threads  that a placement gives an instance, and so many cores; None: an equal part of what the others leave
+    returns  0 for all if none is given and there are fewer cores than instances: the system divides them
+    """
+    given, count = sum(each or 0 for each in threads), threads.count(None)
+    if given + count > num_cores:
+        if not given:
+            return [0] * len(threads)
+        others = f", and {count} more instances need a core each" if count else ""
+        raise ConfigError(
+            f"the placement takes {given} cores (runtime.threads times count){others}, but this process may use"
+            f" {num_cores}; lower runtime.threads or count"
+        )
+    rest = num_cores - given
+    parts = iter([(index + 1) * rest // count - index * rest // count for index in range(count)])
+    return [next(parts) if each is None else each for each in threads]
+
+
+def cache_sizes(given: Sequence[int | None], model: Model) -> list[int]:
+    """Bytes of the cache of each instance. None: an equal part of what the others leave of the memory that one engine
+    would take, at least a quarter of an equal part of its cache.
+    """
+    count, (weights, alone) = given.count(None), (model.weight_bytes, model.cache_bytes)
+    rest = weights + alone - sum(weights + each for each in given if each is not None)
+    part = max(alone // (4 * len(given)), rest // max(1, count) - weights)
+    return [part if each is None else each for each in given]
+
+
+def placement_name(placement: Placement) -> str:
+    """The name that people know a placement by, without characters that a terminal obeys."""
+    name = "".join(each for each in str(placement.made.get("name", "")) if each.isprintable())
+    return name[:NAME_CHARS] or "placement"
+
+
+def _build(own: Mapping[str, Any], cores: int, cache: int | str, size: int, model: Model) -> Build:
+    options = dict(own)
+    if cores and options.get("runtime.threads", model.config.runtime.threads) is None:
+        options["runtime.threads"] = cores
+    if cache == "auto":
+        options["cache.memory"] = size
+    return Build(tuple(options.items()), cores, model.weight_bytes + size)
+
+
+def _config_of(each: Instances, options: Mapping[str, Any], file: Path | None) -> EngineConfig:
+    try:
+        return EngineConfig.from_options({**options, **each.options}, file)
+    except ConfigError as error:
+        raise ConfigError(f"the placement's instances with the role {each.role}: {error}") from None
+
+
+def _shared(is_local: bool) -> dict[str, str]:
+    return SHARED if is_local else SHARED | SHARED_ON_RAY
+
+
+# ---- the way there ---------------------------------------------------------------------------------------------------
+
+
+class SetRole(NamedTuple):
+    """An instance gets another role. What it has goes on."""
+
+    place: str
+    role: str
+
+    def __str__(self) -> str:
+        return f"make {self.place} {self.role}"
+
+
+class Remove(NamedTuple):
+    """An instance finishes what it has, and ends."""
+
+    place: str
+
+    def __str__(self) -> str:
+        return f"end {self.place}"
+
+
+class Add(NamedTuple):
+    """An instance starts."""
+
+    place: str
+    spec: Spec
+
+    def __str__(self) -> str:
+        return f"start {self.place} as {self.spec.role}"
+
+
+class Restart(NamedTuple):
+    """An instance ends as with Remove, and then another one starts in its place. pauses: none serves in between."""
+
+    place: str
+    spec: Spec
+    pauses: bool = False
+
+    def __str__(self) -> str:
+        return f"restart {self.place} as {self.spec.role}"
+
+
+Action = SetRole | Remove | Add | Restart
+
+
+@dataclass(frozen=True)
+class Room:
+    """What all instances together may take.
+
+    cores, memory  of this machine
+    places         the only ones that instances may have; None: any
+    """
+
+    cores: int
+    memory: int
+    places: tuple[str, ...] | None = None
+
+    def holds(self, builds: Iterable[Build]) -> bool:
+        """Whether instances with these builds may run at once."""
+        found = list(builds)
+        return (
+            sum(each.cores for each in found) <= self.cores
+            and sum(each.memory for each in found) <= self.memory
+            and (self.places is None or len(found) <= len(self.places))
+        )
+
+    def __str__(self) -> str:
+        if self.places is not None:
+            return f"{len(self.places)} places"
+        return f"{self.cores} cores and {format_bytes(self.memory)}"
+
+
+def covers(roles: Collection[str]) -> bool:
+    """Whether instances with these roles compute prompts and decode."""
+    return "mixed" in roles or {"prefill", "decode"} <= {*roles}
+
+
+def match(present: Mapping[str, Spec], wanted: Sequence[Spec]) -> tuple[dict[str, str], list[Spec]]:
+    """The places that go on, each with the role it gets, and the instances that must be started.
+
+    As many as possible go on, and of these as many as possible keep their roles.
+    """
+    free, coming, kept = dict(present), list(wanted), dict[str, str]()
+    for keeps_role in (True, False):
+        for spec in list(coming):
+            for place, each in free.items():
+                if each.build == spec.build and (each.role == spec.role or not keeps_role):
+                    kept[place] = spec.role
+                    del free[place]
+                    coming.remove(spec)
+                    break
+    return kept, coming
+
+
+def plan_switch(
+    present: Mapping[str, Spec],
+    wanted: Sequence[Spec],
+    room: Room,
+    *,
+    down: Collection[str] = (),
+    may_pause: bool = False,
+) -> list[Action]:
+    """The actions that bring a cluster from the present instances to the wanted ones, with the fewest starts.
+
+    At every moment some instances that serve compute prompts and decode, and what runs has room. An instance starts
+    before another one ends where there is room for both. Roles change in between where others' work needs it.
+
+    present    by place
+    down       places whose instances do not serve; they are ended first
+    may_pause  whether no instance may serve for a while if there is no other way; the actions then say when
+    Raises ConfigError if the wanted instances have no room, or need a pause that may not be.
+    """
+    if not room.holds(each.build for each in wanted):
+        raise ConfigError(f"the placement has no room: {_total(wanted)} are needed, and there are {room}")
+    way = _Way(present, wanted, room, down, may_pause)
+    return list(way.actions())
+
+
+@dataclass
+class _Way:
+    """A switch, action by action.
+
+    here   instances that serve, by place
+    goal   roles in the end of those that stay
+    """
+
+    present: Mapping[str, Spec]
+    wanted: Sequence[Spec]
+    room: Room
+    down: Collection[str]
+    may_pause: bool
+    here: dict[str, Spec] = field(init=False)
+    goal: dict[str, str] = field(init=False)
+    coming: list[Spec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.here = {place: spec for place, spec in self.present.items() if place not in self.down}
+        self.goal, self.coming = match(self.here, self.wanted)
+
+    def actions(self) -> Iterator[Action]:
+        """All of them. What one does has been done when the next one is asked for."""
+        yield from (Remove(place) for place in self.present if place in self.down)
+        while self.coming or self._leaving():
+            spec = self._first_that_fits(self.here.values())
+            if spec is not None:
+                place = self._free_place(spec.role)
+                self._start(spec, place)
+                yield Add(place, spec)
+            else:
+                yield from self._one_leaves()
+        yield from self._settling()
+
+    def _one_leaves(self) -> Iterator[Action]:
+        leaves = self._next_to_leave()
+        rest = self._without(leaves)
+        yield from self._covering(rest)
+        role = self.here.pop(leaves).role
+        spec = self._first_that_fits(rest.values(), role)
+        if spec is None:
+            assert rest, f"{self.coming} have no room alone"
+            yield Remove(leaves)
+        else:
+            self._start(spec, leaves)
+            yield Restart(leaves, spec, pauses=not rest)
+
+    def _leaving(self) -> list[str]:
+        return [place for place in self.here if place not in self.goal]
+
+    def _without(self, place: str) -> dict[str, Spec]:
+        return {each: spec for each, spec in self.here.items() if each != place}
+
+    def _fits(self, spec: Spec, beside: Iterable[Spec]) -> bool:
+        return self.room.holds([spec.build, *(each.build for each in beside)])
+
+    def _first_that_fits(self, beside: Iterable[Spec], role: str = "") -> Spec | None:
+        """The first one to start for which there is room, one with this role before all others."""
+        found = [spec for spec in self.coming if self._fits(spec, beside)]
+        return min(found, key=lambda spec: spec.role != role, default=None)
+
+    def _start(self, spec: Spec, place: str) -> None:
+        self.coming.remove(spec)
+        self.here[place], self.goal[place] = spec, spec.role
+
+    def _free_place(self, role: str) -> str:
+        names = self.room.places
+        if names is None:
+            names = tuple(f"{role}-{index}" for index in range(len(self.here) + 1))
+        free = [name for name in names if name not in self.here]
+        return min(free, key=lambda name: name.rpartition("-")[0] != role)
+
+    def _next_to_leave(self) -> str:
+        """Who ends next: one after whom another one has room, rather of the same role, whose role most others have."""
+        leaving = self._leaving()
+        safe = [place for place in leaving if self._is_safe(place)]
+        if not safe and not self.may_pause:
+            raise ConfigError(
+                f"the placement needs a pause: {_smallest(self.coming)}, the smallest new instance, and"
+                f" {_smallest(self.here.values())}, the smallest that serves, do not fit into {self.room} together;"
+                " allow a pause, in which requests wait (quire cluster place --pause)"
+            )
+        numbers = Counter(spec.role for spec in self.here.values())
+
+        def merit(place: str) -> tuple[bool, bool, int]:
+            role = self.here[place].role
+            follows = self._first_that_fits(self._without(place).values(), role)
+            return follows is not None, follows is not None and follows.role == role, numbers[role]
+
+        return max(safe or leaving, key=merit)
+
+    def _is_safe(self, place: str) -> bool:
+        """Whether somebody serves from then on until the end."""
+        rest = self._without(place)
+        if any(each in self.goal for each in rest):
+            return True
+        return any(self._fits(spec, [last]) for last in rest.values() for spec in self.coming)
+
+    def _covering(self, rest: Mapping[str, Spec]) -> Iterator[Action]:
+        """Gives one of those that stay for now another role if the others do only prompts, or only decode."""
+        roles = [spec.role for spec in rest.values()]
+        if not rest or covers(roles):
+            return
+        others = roles[1:]  # all have one role
+        place = next((each for each in rest if each in self.goal and covers([self.goal[each], *others])), None)
+        if place is not None:
+            yield self._with_role(place, self.goal[place])
+        else:
+            yield self._with_role(min(rest, key=lambda each: each not in self.goal), "mixed")
+
+    def _settling(self) -> Iterator[Action]:
+        """Gives all their roles. The first one does both meanwhile if no change alone leaves prompts and decoding."""
+        while changing := [place for place, spec in self.here.items() if spec.role != self.goal[place]]:
+            place = next((each for each in changing if self._covers_with(each)), None)
+            yield self._with_role(place or changing[0], "mixed" if place is None else self.goal[place])
+
+    def _covers_with(self, place: str) -> bool:
+        return covers([self.goal[place], *(spec.role for spec in self._without(place).values())])
+
+    def _with_role(self, place: str, role: str) -> SetRole:
+        self.here[place] = self.here[place]._replace(role=role)
+        return SetRole(place, role)
+
+
+def _smallest(specs: Iterable[Spec]) -> str:
+    return _total([min(specs, key=lambda spec: (spec.build.cores, spec.build.memory))])
+
+
+def _total(specs: Sequence[Spec]) -> str:
+    cores, memory = (sum(getattr(spec.build, name) for spec in specs) for name in ("cores", "memory"))
+    needs = f"{cores} core{'s' * (cores != 1)} and {format_bytes(memory)}"
+    return needs if len(specs) == 1 else f"{len(specs)} instances" + f" with {needs}" * bool(cores or memory)
