@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quire import LLM
 from quire.cache.keys import ChunkKeys
 from quire.cluster import replanning
+from quire.cluster.cluster import Cluster
 from quire.cluster.replanning import Command, Ended, Proposal, Replanning, workload_of
+from quire.config import ClusterConfig, SloConfig
+from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.planning.drift import Patience
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.workload import Workload
+
+from ..clusters import SMALL, Running, Threads
+from ..tiny_models import save_tiny
 
 PREDICTED = Predicted(2.0, 2.0, "machine", 1.0, 0.95)
 PRESENT = Placement(
@@ -35,8 +45,9 @@ class World:
         self.searched: list[Workload] = []
         self.switched: list[Placement] = []
         self.fails = False
+        self.present = PRESENT
         self.answer = answer
-        self.replanning = Replanning(PRESENT, self.search, self.switch, lambda: self.now, PATIENCE)
+        self.replanning = Replanning(lambda: self.present, self.search, self.switch, lambda: self.now, PATIENCE)
 
     async def search(self, workload: Workload, present: Placement) -> Proposal:
         self.searched.append(workload)
@@ -46,6 +57,7 @@ class World:
         if self.fails:
             raise QuireError("an instance did not start")
         self.switched.append(placement)
+        self.present = placement
 
     def requests(self, num_in: int, count: int = 10) -> None:
         for number in range(count):
@@ -83,7 +95,7 @@ def test_longer_prompts_lead_to_a_search_and_a_switch(monkeypatch: pytest.Monkey
     world = World(lambda: found(2.0))
     run(world, story, monkeypatch)
     assert len(world.searched) == 1 and world.switched == [APART], "once: then that is what was planned for"
-    assert world.replanning.placement is APART
+    assert world.present is APART
     assert world.replanning.counts == {"searches": 1, "switches": 1, "failed": 0}
     assert world.searched[0].mean_in > 500 and world.searched[0].rate == pytest.approx(10, rel=0.1)
 
@@ -91,7 +103,7 @@ def test_longer_prompts_lead_to_a_search_and_a_switch(monkeypatch: pytest.Monkey
 def test_a_placement_that_is_hardly_better_is_not_worth_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(lambda: found(2.9))
     run(world, lambda world: world.seconds(12, 2000), monkeypatch)
-    assert len(world.searched) == 1 and not world.switched and world.replanning.placement is PRESENT
+    assert len(world.searched) == 1 and not world.switched and world.present is PRESENT
 
 
 def test_a_search_or_a_switch_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +116,7 @@ def test_a_search_or_a_switch_that_fails_changes_nothing(monkeypatch: pytest.Mon
     world = World(lambda: found(2.0))
     world.fails = True
     run(world, lambda world: world.seconds(12, 2000), monkeypatch)
-    assert world.replanning.placement is PRESENT and world.replanning.counts["failed"] == 1
+    assert world.present is PRESENT and world.replanning.counts["failed"] == 1
     assert world.replanning.phase == "quiet"
 
 
@@ -140,7 +152,7 @@ def test_the_last_requests_are_a_workload_that_shares_what_they_shared() -> None
 def test_a_placement_must_say_what_it_was_planned_for() -> None:
     bare = dataclasses.replace(PRESENT, workload={})
     with pytest.raises(ConfigError, match="planned for"):
-        Replanning(bare, None, None, lambda: 0.0)  # type: ignore[arg-type]
+        Replanning(lambda: bare, None, None, lambda: 0.0)  # type: ignore[arg-type]
 
 
 def test_a_command_that_fails_says_why_in_one_line(tmp_path) -> None:
@@ -148,3 +160,71 @@ def test_a_command_that_fails_says_why_in_one_line(tmp_path) -> None:
     workload = workload_of([Ended(float(number), (), 20, 3, 0) for number in range(30)])
     with pytest.raises(QuireError, match="^quire plan: .*machines.toml"):
         asyncio.run(command.search(workload, PRESENT))
+
+
+def test_a_switch_by_hand_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = dataclasses.replace(APART, workload={**PRESENT.workload, "mean_in": 2000.0})
+
+    async def story(world: World) -> None:
+        await world.seconds(4, 200)
+        world.present = longer
+        await world.seconds(12, 2000)
+
+    world = World(lambda: found(2.0))
+    run(world, story, monkeypatch)
+    assert not world.searched, "requests are what the other placement was planned for"
+
+
+def test_a_cluster_whose_prompts_grow_tenfold_switches_while_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean prompt of 20 tokens becomes one of 200. The plan changes, and every request ends as if alone."""
+    model = save_tiny(tmp_path / "model", max_position_embeddings=512)
+    file = tmp_path / "plan.json"
+    dataclasses.replace(PRESENT, workload={"rate": 30.0, "mean_in": 20.0, "mean_out": 8.0, "shared": 0.0}).write(file)
+    asked: list[Workload] = []
+
+    async def search(command: Command, workload: Workload, present: Placement) -> Proposal:
+        asked.append(workload)
+        assert (command.machines.name, command.slo["slo.ttft"]) == ("machines.toml", 1.0)
+        return Proposal(APART, 2.0)
+
+    monkeypatch.setattr(Command, "search", search)
+    monkeypatch.setattr(replanning, "Patience", lambda: Patience(seconds=0.4, requests=6, windows=2, pause=60.0))
+    monkeypatch.setattr(replanning, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr("quire.cluster.cluster.SloConfig", lambda: SloConfig(ttft=1.0, tpot=0.1))
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    def prompts(num_tokens: int) -> list[Any]:
+        return [{"prompt_token_ids": [rng.randrange(200) for _ in range(num_tokens)]} for _ in range(6)]
+
+    given = [prompts(20), *(prompts(200) for _ in range(60))]
+    settings = {"mixed": 0, "placement": str(file), "replan": str(tmp_path / "machines.toml")}
+    answers: list[list[int]] = []
+    with Running(model, SMALL, Threads(), "local", **settings) as running:
+        operations = running.cluster.operations
+        for each in given:
+            answers += [found.outputs[0].token_ids for found in running.generate(each, params)]
+            roles = sorted(each["role"] for each in operations.state()["instances"])
+            if roles == ["decode", "prefill"] and operations.state()["switch"] is None:
+                break
+        assert roles == ["decode", "prefill"], "the plan did not change"
+        answers += [found.outputs[0].token_ids for found in running.generate(given[-1], params)]
+        assert operations.router.counts["failed"] == 0 and operations.state()["placement"]["rate"] == 3.0
+    assert len(asked) == 1 and asked[0].mean_in > 100
+    with LLM(str(model), SMALL) as alone:
+        flat = [prompt for each in given for prompt in each][: len(answers) - 6] + given[-1]
+        assert [found.outputs[0].token_ids for found in alone.generate(flat, params, use_tqdm=False)] == answers
+
+
+@pytest.mark.parametrize(
+    "settings,problem", [({"mixed": 2}, "set cluster.placement"), ({"placement": "plan.json"}, "set slo.ttft")]
+)
+def test_what_it_needs_is_said(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
+    model = save_tiny(tmp_path / "model")
+    PRESENT.write(tmp_path / "plan.json")
+    if "placement" in settings:
+        settings = {"placement": str(tmp_path / "plan.json")}
+    with pytest.raises(ConfigError, match=problem):
+        Cluster(str(model), SMALL, settings=ClusterConfig(replan="machines.toml", **settings), processes=Threads())

@@ -79,7 +79,10 @@ def _engine(args: argparse.Namespace, salts: list[str]) -> AsyncLLM | Cluster:
         return shared.engine(args, pins_at_start=False)
     from quire.cluster.cluster import Cluster
 
-    return Cluster(args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings, salts=salts)
+    slo = SloConfig.from_options(options_from(args, ("slo",)), args.config)
+    return Cluster(
+        args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings, salts=salts, slo=slo
+    )
 
 
 def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:

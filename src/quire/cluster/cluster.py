@@ -14,14 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster.bodies import Job, Told
 from quire.cluster.placements import Model, check_instances, shared_options
 from quire.cluster.prefixes import by_machine, of_machine
 from quire.cluster.processes import Processes
+from quire.cluster.replanning import Command, Ended, Replanning
 from quire.cluster.router import COUNTERS, Ticket
 from quire.cluster.supervisor import Supervisor
 from quire.cluster.tracing import trace_of, tracer
-from quire.config import ClusterConfig, EngineConfig
+from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.build import resolve
 from quire.engine.known import DISK, KnownPrefix, Salts, key_of, read_key
 from quire.engine.limits import Limits
@@ -50,6 +52,7 @@ class Cluster:
     model, options, config_file  as for `LLM`: every instance has them
     settings                     numbers of instances, and how they work together
     salts                        for each of which the prefixes of cache.pin are pinned
+    slo                          latency targets, for cluster.replan
     processes, transport         where instances run, and how caches travel, in place of the settings': for tests
     `async with Cluster(...) as cluster` starts and ends the instances.
     """
@@ -64,6 +67,7 @@ class Cluster:
         salts: Sequence[str] = ("",),
         processes: Processes | None = None,
         transport: str = "",
+        slo: SloConfig | None = None,
     ) -> None:
         file = None if config_file is None else Path(config_file)
         settings = settings or ClusterConfig(mixed=1)
@@ -91,6 +95,11 @@ class Cluster:
         self.operations = Supervisor(started_with, settings, processes, transport, self._tracer, placement)
         self.router = self.operations.router
         self._closing = False
+        self._replanning = None
+        self._watching: asyncio.Task[None] | None = None
+        if settings.replan is not None:
+            self._replanning = self._replanner(Path(settings.replan), options, file, slo or SloConfig())
+            self.router.ended = self._note
 
     def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, Sizes]:
         """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
@@ -99,12 +108,28 @@ class Cluster:
             resolved, sizes = resolve(config, checkpoint.shape, checkpoint, calibration)
             return resolved, checkpoint.shape, sizes
 
+    def _replanner(self, machines: Path, options: dict[str, Any], file: Path | None, slo: SloConfig) -> Replanning:
+        if self.operations.placement is None:
+            raise ConfigError("cluster.replan needs a placement to begin with: set cluster.placement to its file")
+        if slo.ttft is None or slo.tpot is None:
+            raise ConfigError("cluster.replan needs latency targets: set slo.ttft and slo.tpot")
+        command = Command(self._model, options, file, machines, slo.to_options())
+        return Replanning(lambda: self.operations.placement, command.search, self.operations.place, time.monotonic)
+
+    def _note(self, ticket: Ticket) -> None:
+        assert self._replanning is not None
+        num_in = len(ticket.job.prompt_ids)
+        keys = tuple(ticket.keys.first(num_in // PAGE_TOKENS))
+        self._replanning.note(Ended(ticket.begun, keys, num_in, len(ticket.token_ids), ticket.num_cached))
+
     # ---- start and end ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         try:
             await self.operations.start()
+            if self._replanning is not None:
+                self._watching = asyncio.create_task(self._replanning.watch())
         except BaseException:
             await self.close()
             raise
@@ -124,6 +149,9 @@ class Cluster:
         if self._closing:
             return
         self._closing = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await self.operations.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)

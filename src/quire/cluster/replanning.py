@@ -83,24 +83,28 @@ def workload_of(requests: Sequence[Ended]) -> Workload:
 class Replanning:
     """Watches the requests of one cluster.
 
-    switch     brings the cluster to a placement; raises QuireError if it cannot
-    placement  that the cluster runs
-    counts     of searches, of switches, and of what failed
+    present  the placement that the cluster runs; None: it does not run one as planned, and nothing is searched
+    search   see Search
+    switch   brings the cluster to a placement; raises QuireError if it cannot
+    counts   of searches, of switches, and of what failed
     """
 
     def __init__(
         self,
-        placement: Placement,
+        present: Callable[[], Placement | None],
         search: Search,
         switch: Callable[[Placement], Awaitable[None]],
         clock: Callable[[], float],
         patience: Patience | None = None,
     ) -> None:
-        """Raises ConfigError for a placement that does not say what it was planned for."""
-        self.placement = placement
+        """Raises ConfigError if the present placement does not say what it was planned for."""
         self.counts = {"searches": 0, "switches": 0, "failed": 0}
-        self._search, self._switch, self._clock = search, switch, clock
-        self._replanner = Replanner(_planned(placement), patience or Patience(), clock())
+        self._present, self._search, self._switch, self._clock = present, search, switch, clock
+        self._patience = patience or Patience()
+        placement = present()
+        assert placement is not None, "nothing was planned"
+        self._placement = placement
+        self._replanner = Replanner(_planned(placement), self._patience, clock())
         self._last: deque[Ended] = deque(maxlen=MOST_REQUESTS)
 
     def note(self, request: Ended) -> None:
@@ -117,14 +121,27 @@ class Replanning:
         """Looks at the requests until it is cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            if self._replanner.tick(self._clock()):
+            present = self._present()
+            if present is None:
+                continue
+            if present is not self._placement:
+                self._take(present)
+            elif self._replanner.tick(self._clock()):
                 await self._replan()
+
+    def _take(self, placement: Placement) -> None:
+        """Somebody has switched the cluster to another placement."""
+        self._placement = placement
+        try:
+            self._replanner = Replanner(_planned(placement), self._patience, self._clock())
+        except ConfigError as error:
+            log.warning("%s; the requests before it still count as planned", error)
 
     async def _replan(self) -> None:
         self.counts["searches"] += 1
         log.info("requests have changed (%s): a placement is searched", ", ".join(map(str, self._replanner.reason)))
         try:
-            found = await self._search(workload_of(self._last), self.placement)
+            found = await self._search(workload_of(self._last), self._placement)
             rate = found.placement.predicted.rate
             if not self._replanner.found(rate, found.present):
                 log.info("the placement stays: %.4g requests/s, and %.4g with the best one", found.present, rate)
@@ -136,7 +153,7 @@ class Replanning:
             log.warning("no other placement: %s", error)
             self._replanner.failed()
             return
-        self.placement = found.placement
+        self._placement = found.placement
         self.counts["switches"] += 1
         self._replanner.switched()
 

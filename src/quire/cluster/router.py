@@ -56,6 +56,7 @@ class Ticket:
     known      tokens of the prompt and of the answer so far; `keys` are those of their chunks for the index
     told       tokens by position, until the client gets them
     avoided    instances of the last attempt, if it failed
+    num_cached  prompt tokens that whoever computed it had cached
     token_ids  that the client has; `cumulative` is the sum of their log-probabilities
     answer     is told what the client gets: tokens, then None after the last one, or an error
     deadline   when the attempt is given up
@@ -79,6 +80,7 @@ class Ticket:
     token_ids: list[int] = field(default_factory=list)
     cumulative: float = 0.0
     first: float | None = None
+    num_cached: int = 0
     taken: float | None = None
     reason: str = ""
 
@@ -97,6 +99,7 @@ class Router:
     members  by name
     past     counters of the engines of instances that are gone
     soon     calls something after what happens now; None: the event loop does
+    ended    is told each request that was answered
     tracer   exports the spans of requests; None: they are not exported
     """
 
@@ -118,6 +121,7 @@ class Router:
         self.counts: Counter[str] = Counter()
         self.times = StageTimes()
         self.past: Counter[str] = Counter()
+        self.ended: Callable[[Ticket], None] = lambda ticket: None
         self._shares, self._fetches = shares, fetches
         self._send = send
         self._timeout, self._tries, self._routing = timeout, tries, routing
@@ -297,6 +301,7 @@ class Router:
         ticket.cumulative = told.output.cumulative_logprob or 0.0
         if ticket.first is None:
             ticket.first = self._clock()
+            ticket.num_cached = 0 if told.first is None else told.first.num_cached_tokens
             seconds = 0.0 if told.first is None else told.first.seconds
             ticket.admitted = max(ticket.begun, ticket.first - seconds)
             ticket.computed_by = ticket.state.source or ticket.state.receiver
@@ -355,6 +360,7 @@ class Router:
                 Span("decode", taken, now, receiver),
             ]
         if is_answered:
+            self.ended(ticket)
             self.times.add(Stages(*(each.ended - each.begun for each in spans)))
         told = ", ".join(f"{each.name} {each.ended - each.begun:.3f} s" for each in spans) or "no token"
         how = str(error) if error else "ended" if is_answered else "aborted"

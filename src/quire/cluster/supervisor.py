@@ -171,6 +171,11 @@ class Supervisor:
 
     # ---- operations ------------------------------------------------------------------------------------------------
 
+    @property
+    def placement(self) -> Placement | None:
+        """The placement that the instances are; None if they are of none, or are being switched."""
+        return None if self._switch is not None else self._placement
+
     def state(self) -> dict[str, Any]:
         """The instances, a place without one included, counters of the router, and quantiles of stages in seconds."""
         members = {each.place: each for each in self.router.members.values()}
