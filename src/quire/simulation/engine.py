@@ -81,6 +81,8 @@ class SimulatedRunner:
     arrivals  of chunks; None: nothing is fetched
     decide    what retention keeps of a prompt, by a slice that ends it; None without retention
     num_out   steps outside of the range for which the latency model has been measured
+    lag       seconds from the moment at which the next step may begin until the tokens of the last one are there: in a
+              pipeline, prompts enter while others are in later stages
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class SimulatedRunner:
     ) -> None:
         self.latency, self.clock, self.decide = latency, clock, decide
         self.num_out = 0
+        self.lag = 0.0
         self.arrivals: Arrivals | None = None
         self._vocab_size = vocab_size
         self._meter = WorkMeter()
@@ -100,7 +103,8 @@ class SimulatedRunner:
     def run(self, step: Step) -> Result:
         """Lets the time of the step pass."""
         work = self._meter.of(step)
-        seconds = self.latency.seconds(work)
+        seconds = self.latency.occupancy(work)
+        self.lag = self.latency.seconds(work) - seconds
         if step.ready is not None:  # its layers follow chunks in transfer
             assert self.arrivals is not None
             seconds = max(seconds, self.arrivals.last(step.ready) - self.clock())
@@ -271,6 +275,10 @@ class EngineLoop:
 
     def _end(self, outputs: list[RequestOutput]) -> None:
         self._is_busy = False
+        runner = self.engine.any_runner
+        if outputs and isinstance(runner, SimulatedRunner) and runner.lag > 0:
+            self._events.after(runner.lag, partial(self._has_stepped, outputs))
+            outputs = []
         self._has_stepped(outputs)
         now, engine = self._events.now, self.engine
         waited, self.changed.seconds = self.changed.seconds, None

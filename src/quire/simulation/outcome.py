@@ -92,7 +92,7 @@ class Outcome:
 
     def met(self, slo: Slo) -> NDArray[np.bool_]:
         """Which requests meet both targets. Those that failed meet none."""
-        return np.asarray((self.ttft <= slo.ttft) & (self.tpot <= slo.tpot))
+        return np.asarray((self.ttft <= slo.ttft) & (self.tpot <= slo.tpot) & np.isfinite(self.last))
 
     def attainment(self, slo: Slo) -> float:
         """Share of requests that meet both targets: jointly, not the smaller one of two shares."""

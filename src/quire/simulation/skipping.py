@@ -18,7 +18,7 @@ from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.cache.retention.decisions import Decided
 from quire.engine.control import retention_of, scheduler_of
 from quire.engine.request import Sequence as Running
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import Sampled, Scheduler
 from quire.errors import ConfigError
 from quire.planning.latency import Latency, StepWork
 from quire.planning.workload import Span
@@ -155,11 +155,13 @@ class SkippingInstance:
         count = scheduler.num_quiet
         if count:
             rows, context = len(scheduler.calendar), scheduler.calendar.context
-            work = StepWork(0, 0.0, rows, context, self._unique(context, rows), 0)
+            work = StepWork(0, 0.0, rows, context, self._unique(context, rows, scheduler.manager.tree.num_read), 0)
             self._quiet = now, work, count
             self._version += 1
             self._events.at(now + self.latency.quiet(work, count), partial(self._wake, self._version))
             return
+        tree = scheduler.manager.tree
+        num_read = tree.num_read
         if not scheduler.advance(1, self._decide):
             self._is_idle = True
             return
@@ -168,12 +170,19 @@ class SkippingInstance:
         num_rows = sum(rows for _, rows in passed.prompts)
         pairs = sum(rows * (start + rows / 2) for start, rows in passed.prompts)
         decode_rows = passed.num_quiet + len(passed.decodes)
-        work = StepWork(num_rows, pairs, decode_rows, context, self._unique(context, decode_rows), len(passed.prompts))
-        self._end_at(now + self._spend(self.latency.seconds(work), 1, work))
+        unique = self._unique(context, decode_rows, max(num_read, tree.num_read))
+        work = StepWork(num_rows, pairs, decode_rows, context, unique, len(passed.prompts))
+        seconds, occupied = self.latency.seconds(work), self.latency.occupancy(work)
+        self._spend(occupied, 1, work)
+        if occupied < seconds:  # of a pipeline: the next prompts enter while these are in later stages
+            self._events.at(now + seconds, partial(self._tell, passed.sampled))
+            passed.sampled = []
+        self._end_at(now + occupied)
 
-    def _unique(self, context: int, rows: int) -> float:
-        """About as many tokens of a context as are distinct: those of the tree's chunks count once."""
-        return min(context, (self.scheduler.manager.tree.num_read + rows) * PAGE_TOKENS)
+    @staticmethod
+    def _unique(context: int, rows: int, num_read: int) -> float:
+        """About as many tokens of a context as are distinct: those of the tree's chunks that are read count once."""
+        return min(context, (num_read + rows) * PAGE_TOKENS)
 
     def _wake(self, version: int) -> None:
         if version == self._version and self._quiet is not None:
@@ -183,7 +192,10 @@ class SkippingInstance:
     def _end(self, version: int) -> None:
         if version != self._version:
             return
-        for sequence, _, is_last, _ in self.scheduler.passed.sampled:
+        self._tell(self.scheduler.passed.sampled)
+        self._turn()
+
+    def _tell(self, sampled: list[Sampled]) -> None:
+        for sequence, _, is_last, _ in sampled:
             if is_last or sequence.num_generated == 1:
                 self._told(sequence, is_last)
-        self._turn()

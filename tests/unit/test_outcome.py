@@ -1,0 +1,103 @@
+"""What simulations say of requests, and that a simulated engine is the queue that formulas describe."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from quire.planning.latency import LatencyModel, Origin, StepWork
+from quire.planning.queueing import poisson_arrivals, tandem, waits
+from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.bulk import simulate_bulk
+from quire.simulation.cluster import Alone
+from quire.simulation.engine import make_engine
+from quire.simulation.outcome import Outcome, Slo
+from quire.simulation.simulate import simulate
+from tests.unit.test_bulk import plan_of
+
+
+def outcome(ttft: list[float], tpot: list[float], num_out: int = 11) -> Outcome:
+    arrived = np.arange(len(ttft), dtype=np.float64)
+    first = arrived + ttft
+    last = first + np.array(tpot) * (num_out - 1)
+    counts = np.full(len(ttft), num_out)
+    return Outcome(arrived, first, last, counts, counts * 10, counts * 0, {}, {}, (), 100.0)
+
+
+def test_a_request_must_meet_both_targets() -> None:
+    found = outcome([0.9, *[0.1] * 9], [0.01] * 9 + [0.5])
+    slo = Slo(0.5, 0.1)
+    assert found.attainment(slo) == pytest.approx(0.8)
+    assert (found.ttft <= 0.5).mean() == (found.tpot <= 0.1).mean() == pytest.approx(0.9)
+    assert found.attainment(slo.scaled(2)) == pytest.approx(0.9) and found.attainment(slo.scaled(5.01)) == 1.0
+
+
+def test_the_time_per_token_leaves_out_the_first() -> None:
+    """Tokens at 0.5, 0.6, 0.72 and 0.8 s."""
+    one = np.zeros(1)
+    found = Outcome(one, one + 0.5, one + 0.8, np.array([4]), np.array([9]), np.array([0]), {}, {}, (), 1.0)
+    assert found.ttft.tolist() == [0.5] and found.tpot[0] == pytest.approx(0.1) != 0.075
+
+
+def test_what_failed_meets_nothing() -> None:
+    found = outcome([0.1, np.inf], [0.01, np.inf])
+    assert found.num_failed == 1 and found.attainment(Slo()) == 0.5 and found.tpot[1] == np.inf
+
+
+def served(times: list[float], seconds: float, stages: int = 1) -> dict[str, np.ndarray]:
+    """TTFT of prompts that an instance computes one after the other, each in as many seconds."""
+
+    class Fixed:
+        origin = Origin.MODELLED
+
+        def seconds(self, work: StepWork) -> float:
+            return seconds
+
+        def occupancy(self, work: StepWork) -> float:
+            return seconds / stages
+
+        def quiet(self, work: StepWork, count: int) -> float:
+            return count * seconds
+
+        def covers(self, work: StepWork) -> bool:
+            return True
+
+    plan = plan_of(30, **{"scheduler.max_running": 1})
+    plan = type(plan)(plan.shape, plan.config, plan.sizes, Fixed())  # type: ignore[arg-type]
+    load = Workload("fixed", [Arrival(at, (Span(number, 100),), 1) for number, at in enumerate(times)])
+    prompts = [[number % 200] * 100 for number in range(len(times))]
+    exact = simulate(load, prompts, lambda events: Alone(events, partial(make_engine, plan)))
+    return {"exact": exact.ttft, "bulk": simulate_bulk(load, plan, 1).ttft}
+
+
+@pytest.mark.parametrize("stages,expected", [(1, [0.1, 0.15, 0.1]), (2, [0.1, 0.1, 0.1])])
+def test_three_requests_wait_as_by_hand(stages: int, expected: list[float]) -> None:
+    for name, found in served([0.0, 0.05, 0.3], 0.1, stages).items():
+        assert found.tolist() == pytest.approx(expected), name
+    faster = served([0.0, 0.05, 0.3], 0.0625)
+    assert faster["exact"].tolist() == pytest.approx([0.0625, 0.075, 0.0625])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_instance_is_the_queue_of_the_formulas(stages: int) -> None:
+    times = poisson_arrivals(7.0, 400, np.random.default_rng(0))
+    if stages == 1:
+        expected = waits(times, np.full(len(times), 0.1)) + 0.1
+    else:
+        expected = tandem(times, [0.05, 0.05]) - times
+    for name, found in served(times.tolist(), 0.1, stages).items():
+        np.testing.assert_allclose(found, expected, atol=1e-9, err_msg=name)
+
+
+def test_steps_outside_of_the_measured_range_are_counted() -> None:
+    plan = plan_of(30)
+    known = LatencyModel({}, {"base": 0.01}, (1,), {}, {"decode_rows": (0.0, 4.0), "prompt_rows": (0.0, 50.0)})
+    plan = type(plan)(plan.shape, plan.config, plan.sizes, known)
+    load = Workload("long", [Arrival(0.0, (Span(0, 100),), 5)])
+    for found in (
+        simulate(load, [[7] * 100], lambda events: Alone(events, partial(make_engine, plan))),
+        simulate_bulk(load, plan, 1),
+    ):
+        assert (found.used[0].num_steps, found.used[0].num_out) == (5, 1)
