@@ -95,7 +95,9 @@ class _Bulk:
             Used(name, "mixed", each.busy, each.num_steps, each.num_out, asdict(each.scheduler.counters))
             for name, each in self._instances.items()
         )
-        stages = {"queue": unknown, "prefill": unknown, "transfer": unknown, "decode": self._last - self._first}
+        with np.errstate(invalid="ignore"):
+            decode = self._last - self._first
+        stages = {"queue": unknown, "prefill": unknown, "transfer": unknown, "decode": decode}
         return Outcome(
             self._arrived, self._first, self._last, self._num_out, self._num_in, self._num_cached,
             {"arena": self._num_cached}, stages, used, self._events.now,
