@@ -14,6 +14,10 @@ latency: makes the engine run steps of many kinds: prompts of many lengths, alon
 cached tokens; decoding batches with short, long and shared contexts; and prompts that join them. Prints their seconds,
 and fits a latency model, which --output writes for the commands that predict. With --steps it measures nothing, and
 fits the steps that a server has logged (runtime.step_log), with the time that answers take between them.
+
+compose: runs one load with nothing on, with each of sharing, codec, retention, offload and instances, with each pair,
+and with all five, in the same memory of all processes. Prints the sequences that the caches hold, the requests a second
+that meet both latency targets, the perplexity, and the bytes. See docs/composition.md.
 """
 
 from __future__ import annotations
@@ -25,15 +29,17 @@ from typing import Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
+from quire.cli.bench_compose import Composition
 from quire.cli.bench_latency import Latencies
 from quire.cli.bench_throughput import Throughput
 from quire.cli.bench_trace import Trace
 from quire.errors import ConfigError
 
-BENCHMARKS: dict[str, type[Throughput] | type[Trace] | type[Latencies]] = {
+BENCHMARKS: dict[str, type[Throughput] | type[Trace] | type[Latencies] | type[Composition]] = {
     "throughput": Throughput,
     "trace": Trace,
     "latency": Latencies,
+    "compose": Composition,
 }
 
 
@@ -72,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
     from quire.llm import LLM
 
     console = Console(highlight=False, soft_wrap=True)
+    if isinstance(benchmark, Composition):
+        rows, is_right = benchmark.run(console)
+        _append(args.json, rows)
+        return 0 if is_right else 1
     if isinstance(benchmark, Latencies) and args.steps:
         _append(args.json, benchmark.fit_log(console))
         return 0

@@ -110,7 +110,8 @@ class Latencies:
         about = {"model": self._args.model, **settings_of(fingerprint(path), logged.config)}
         links = {}
         if logged.speeds:
-            links["fetch"] = Link(LATENCY, statistics.median(logged.speeds))
+            names = ("disk",) if logged.config.tiers.disk is not None else ("shm", "tcp")
+            links = dict.fromkeys(names, Link(LATENCY, statistics.median(logged.speeds)))
         model = fit(logged.records, about, links)
         rows = _rows(model, logged.records)
         _print(model, rows, console)

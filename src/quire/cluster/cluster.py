@@ -106,7 +106,12 @@ class Cluster:
         with open_model(self._path) as checkpoint:
             calibration = find_calibration(self._path, config)
             resolved, sizes = resolve(config, checkpoint.shape, checkpoint, calibration)
-            return resolved, checkpoint.shape, sizes
+        if sizes.disk_bytes:
+            raise ConfigError(
+                "instances hand over caches that are in memory, but the offload settings move the cache to the disk;"
+                " leave offload.cache out (weights may be on the disk), or the instances"
+            )
+        return resolved, checkpoint.shape, sizes
 
     def _replanner(self, machines: Path, options: dict[str, Any], file: Path | None, slo: SloConfig) -> Replanning:
         if self.operations.placement is None:

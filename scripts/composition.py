@@ -1,0 +1,201 @@
+"""Writes docs/composition.md from tests/composition.py and docs/composition.json: python scripts/composition.py
+[--check].
+
+The JSON file is what `quire bench compose --output` writes. Without it the page has no measured numbers. --check writes
+nothing, and exits with 1 if the page is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from quire.config import format_bytes  # noqa: E402
+from quire.evaluation.compose import CONFIGURATIONS, IN_INSTANCES, NAMES, PAIRS, SYSTEMS, name_of  # noqa: E402
+from tests.composition import MATRIX, Test  # noqa: E402
+
+PAGE, RESULTS = ROOT / "docs" / "composition.md", ROOT / "docs" / "composition.json"
+
+WIDTH = 120
+
+HOW = {
+    "sharing": "`cache.share`",
+    "codec": "`cache.codec`",
+    "retention": "`retain.budget`",
+    "offload": "`offload.mode`",
+    "instances": "`cluster.prefill`, `cluster.decode`",
+}
+"""Settings that switch a system on."""
+
+HEAD = """\
+# Composition
+
+Generated from `tests/composition.py` and `docs/composition.json` by `python scripts/composition.py`; edit these.
+
+Five systems, each by a setting of its own. Any of them can be combined: all ten pairs, and all five at once.
+"""
+
+MEASURED = """\
+`quire bench compose` runs one load with nothing on, with each system, each pair and all five. Each configuration gets
+the same memory for all of its processes: what weights and processes leave of it is cache, divided among the instances.
+A probe measures what they take.
+
+- **Sequences**: the most that the caches hold at once while more of them wait, in all instances: those that decode, and
+  those that are computed and wait for the instance that decodes. Scheduler, prefix tree, retention and ledger are those
+  of the engine; only the model is not computed. A test holds this number to real engines.
+- **Goodput**: answers a second that meet both latency targets, time to first token and time per token. Clients ask
+  again as soon as they have their answer; the best number of clients counts. Such a load settles within two answers,
+  while the queue of one with a fixed rate grows without end where the rate is too high. What comes of that depends on
+  how long it runs, and a search for the highest rate needs many runs.
+- **Perplexity**: of a continuation, relative to the dense cache that keeps everything ([quality](quality.md)). It is
+  measured with and without the codec and retention. The other systems change no token, which the tests above prove.
+- **PSS**: the most memory that all processes of the run had together. Memory that several of them map counts once.
+"""
+
+LIMITS = f"With `offload` and `instances` together {IN_INSTANCES}. So in instances `offload` is of weights alone."
+
+
+def page(results: Mapping[str, Any] | None) -> str:
+    """The page. results: of the JSON file; None: there are none."""
+    rows = {} if results is None else {row["configuration"]: row for row in results["rows"]}
+    parts = [
+        HEAD,
+        _table(
+            ("system", "paper", "settings"),
+            [(f"[{each.name}]({each.page})", each.paper, HOW[each.name]) for each in SYSTEMS],
+        ),
+        "## Every pair\n",
+        "A cell has the sequences and the goodput relative to none, and the perplexity relative to that of none. The"
+        " diagonal is each\nsystem alone.\n"
+        if rows
+        else "Not measured yet.\n",
+        _matrix(rows),
+        *(_all_five(rows) if rows else ()),
+        "## What is proved\n",
+        _table(
+            ("systems", "what the tests compare", "tests"),
+            [(name_of(systems), MATRIX[systems].claim, _links(MATRIX[systems].tests)) for systems in (*PAIRS, NAMES)],
+        ),
+        "## What is measured\n",
+        MEASURED,
+        _command(results),
+        *(_results(results) if results is not None else ()),
+        "## Limits\n",
+        _filled(LIMITS),
+    ]
+    return "\n".join(parts)
+
+
+def _matrix(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    def cell(one: str, other: str) -> str:
+        systems = tuple(name for name in NAMES if name in (one, other))
+        return _gains(rows.get(name_of(systems)))
+
+    lines = [
+        (one, *(cell(one, other) if place >= index else "" for place, other in enumerate(NAMES)))
+        for index, one in enumerate(NAMES)
+    ]
+    return _table(("", *NAMES), lines)
+
+
+def _gains(row: Mapping[str, Any] | None) -> str:
+    """A cell."""
+    if row is None:
+        return "-"
+    if row["refused"]:
+        return "refused"
+    gains = [f"{row[key]:.2f}" if row[key] is not None else "-" for key in ("gain_sequences", "gain_goodput")]
+    return ", ".join([*gains, f"{row['ratio']:.3f}" if row["ratio"] is not None else "-"])
+
+
+def _all_five(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [f"All five: {_gains(rows.get(name_of(NAMES)))}.\n"]
+
+
+def _links(tests: Sequence[Test]) -> str:
+    return "<br>".join(f"[{test.file.rpartition('/')[2]}](../tests/{test.file}): `{test.name}`" for test in tests)
+
+
+def _command(results: Mapping[str, Any] | None) -> str:
+    model = "smollm2" if results is None else results["about"]["model"]
+    return f"```sh\nquire bench compose {model} --text wiki.test.raw --output docs/composition.json\n```\n"
+
+
+def _results(results: Mapping[str, Any]) -> list[str]:
+    about, load, slo = results["about"], results["about"]["load"], results["about"]["slo"]
+    requests = (
+        f"requests of {load['trace']}"
+        if load["trace"]
+        else f"prompts of {load['prompt']:,} tokens, the first {load['shared']:,} of which are one of"
+        f" {load['prefixes']} prefixes, and {load['output']:,} tokens out"
+    )
+    settings = ", ".join(
+        f"`{key} {value}`" for part in ("codec", "retention", "offload") for key, value in about[part].items()
+    )
+    text = (
+        f"{about['model']} in {format_bytes(about['memory'])}, {requests}; {settings}; at most {slo['ttft']:.2f} s to"
+        f" the first token and {1e3 * slo['tpot']:.0f} ms for each one after it;"
+        f" {' and '.join(map(str, load['clients']))} clients, {load['seconds']:g} s each. {about['processor']},"
+        f" {about['cores']} cores, Quire {about['version']}, {about['date']}."
+    )
+    lines = []
+    for row in _in_order(results["rows"]):
+        if row["refused"]:
+            lines.append((row["configuration"], "refused", *[""] * 8))
+            continue
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.4f} ± {row['ratio_error'] or 0:.4f}"
+        gains = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("gain_sequences", "gain_goodput")]
+        sizes = [format_bytes(row[key]) for key in ("weights", "cache", "pss")]
+        lines.append((
+            row["configuration"], f"{row['sequences']:,}", gains[0], f"{row['goodput']:.2f}", gains[1],
+            str(row["clients"]), ratio, *sizes,
+        ))  # fmt: skip
+    head = ("configuration", "sequences", "to none", "goodput/s", "to none", "clients", "perplexity ratio", "weights",
+            "cache", "PSS")  # fmt: skip
+    refused = [f"- {row['configuration']}: {row['refused']}" for row in results["rows"] if row["refused"]]
+    return [
+        _filled(text),
+        _table(head, lines, numbers=True),
+        *(["\n".join(refused) + "\n"] if refused else ()),
+    ]
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    names = [name_of(each) for each in CONFIGURATIONS]
+    return sorted(rows, key=lambda row: names.index(row["configuration"]))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
+    rule = ["---", *["---:" if numbers else "---"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)) + "\n"
+
+
+def main() -> int:
+    """Writes or checks the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    given = parser.parse_args()
+    text = page(json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else None)
+    if not given.check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    present = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    sys.stdout.writelines(difflib.unified_diff(present.splitlines(True), text.splitlines(True), "docs", "now"))
+    return int(present != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

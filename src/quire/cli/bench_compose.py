@@ -1,0 +1,174 @@
+"""`quire bench compose`: one load with nothing on, with each of the five systems, with each pair and with all five."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from quire.arguments import Arguments
+from quire.cli import shared
+from quire.config import format_bytes, options_from, parse_bytes
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from quire.evaluation.compose import Load
+
+MEMORY = "plan.memory"
+
+QUICK: dict[str, Any] = {
+    "input_tokens": 512, "shared_tokens": 384, "output_tokens": 16, "clients": [4], "seconds": 3.0, "windows": 1,
+}  # fmt: skip
+"""What --quick sets, unless it is given: enough to see that all of it works, too little to compare."""
+
+
+class Composition:
+    """The benchmark; see `quire.cli.bench`. --output, --seconds, --trace and --input-tokens are flags of the others,
+    too.
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        MEMORY: 3 << 29, "text": None, "trace": None, "input_tokens": 2048, "shared_tokens": 1792, "prefixes": 2,
+        "output_tokens": 128, "clients": [8, 48], "seconds": 12.0, "ttft": None, "tpot": None, "windows": 4,
+        "only": None, "quick": False, "output": None,
+    }  # fmt: skip
+
+    @staticmethod
+    def add_arguments(group: Arguments) -> None:
+        """The flags that only this benchmark has."""
+
+        def add(flag: str, metavar: str, text: str, **more: Any) -> None:
+            group.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text, **more)
+
+        add(f"--{MEMORY}", "SIZE", "memory of all processes together (default: 1.5GiB)", dest=MEMORY, type=_bytes)
+        add("--text", "FILE", "text on which the quality is measured; without it, it is not", type=Path)
+        text = "first tokens that prompts have in common (default: 1792 of --input-tokens 2048)"
+        add("--shared-tokens", "N", text, type=int)
+        add("--prefixes", "N", "different beginnings of prompts (default: 2)", type=shared.count)
+        text = "clients at once, one number after the other, each for --seconds (default: 8 48, for 12 s)"
+        add("--clients", "N", text, nargs="+", type=shared.count)
+        add("--ttft", "X", "most seconds to the first token (default: 10 times those of a request alone)", type=float)
+        add("--tpot", "X", "most seconds per token after it (default: likewise)", type=float)
+        add("--windows", "N", "windows of the text (default: 4)", type=shared.count)
+        add("--only", "NAME", "configurations to run beside none, such as sharing, or all five", nargs="+")
+        group.add_argument(
+            "--quick",
+            default=argparse.SUPPRESS,
+            action="store_true",
+            help="a load that is too small to compare, to see that all of it works",
+        )
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Raises ConfigError for invalid arguments."""
+        from quire.evaluation.compose import CONFIGURATIONS, Recipe, systems_of
+
+        self._args = args
+        if args.quick:
+            changed = [name for name in QUICK if getattr(args, name) == self.DEFAULTS[name]]
+            args = self._args = argparse.Namespace(**{**vars(args), **{name: QUICK[name] for name in changed}})
+        for name in ("ttft", "tpot"):
+            if (value := getattr(args, name)) is not None and not value > 0:
+                raise ConfigError(f"--{name} is {value:g}; it must be above 0")
+        if args.output is not None:
+            shared.check_writable(args.output)
+        chosen = {systems_of(name) for name in args.only or ()}
+        self._configurations = [each for each in CONFIGURATIONS if args.only is None or not each or each in chosen]
+        self._recipe = Recipe.of(options_from(args, shared.ENGINE_SECTIONS))
+        self._load = self._load_of(args)
+
+    @staticmethod
+    def _load_of(args: argparse.Namespace) -> Load:
+        from quire.evaluation.compose import Load
+
+        trace = None if args.trace is None else str(args.trace)
+        return Load(
+            args.input_tokens, args.shared_tokens, args.prefixes, args.output_tokens, tuple(args.clients), args.seconds,
+            trace,
+        )  # fmt: skip
+
+    def run(self, console: Console) -> tuple[list[dict[str, Any]], bool]:
+        """Runs all configurations, each in processes of its own, and prints a table. Returns its rows, and whether all
+        could be run.
+        """
+        from quire.evaluation.compose import Targets, name_of
+        from quire.evaluation.compose_bench import Comparison
+
+        args = self._args
+        memory = getattr(args, MEMORY)
+        comparison = Comparison(
+            args.model, self._load, memory, self._configurations, self._recipe, args.config,
+            None if args.text is None else _read(args.text), args.windows, args.ttft, args.tpot,
+        )  # fmt: skip
+        with shared.progress("runs") as progress:
+            found, slo = comparison.measured(progress)
+        rows = [row.told(found[0], slo) for row in found]
+        report = {"about": comparison.about(slo), "rows": rows}
+        console.print(
+            f"{args.model} in {format_bytes(memory)} of all processes; {self._load_text()}; targets: {slo.ttft:.2f} s"
+            f" to the first token, {1e3 * slo.tpot:.0f} ms for each one after it"
+        )
+        print_rows(rows)
+        for note in sorted({f"{row['configuration']}: {row['note']}" for row in rows if row["note"]}):
+            console.print(note)
+        if args.text is None:
+            console.print("the quality was not measured: give --text")
+        for row in rows:
+            if row["refused"]:
+                console.print(f"{row['configuration']}: {row['refused']}")
+        if not args.quick and rows[-1]["configuration"] == name_of(self._configurations[-1]) == "all five":
+            for missed in Targets().missed(rows[-1], memory) if not rows[-1]["refused"] else ():
+                console.print(missed)
+        if args.output is not None:
+            args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return rows, not any(row["refused"].startswith("failed") for row in rows)
+
+    def _load_text(self) -> str:
+        load = self._load
+        if load.trace is not None:
+            return f"requests of {load.trace}"
+        return f"prompts of {load.prompt:,} tokens, {load.shared:,} of them shared, and {load.output:,} out"
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the table."""
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    shared.print_table(
+        ("configuration", "sequences", "to none", "goodput/s", "to none", "clients", "perplexity ratio", "weights",
+         "cache", "PSS"),
+        [
+            (row["configuration"], "refused", *[""] * 8)
+            if row["refused"]
+            else (
+                row["configuration"],
+                f"{row['sequences']:,}",
+                number(row["gain_sequences"], ".2f"),
+                f"{row['goodput']:.2f}",
+                number(row["gain_goodput"], ".2f"),
+                f"{row['clients']}",
+                number(row["ratio"], ".4f"),
+                *(format_bytes(row[name]) for name in ("weights", "cache", "pss")),
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {file}: {error}") from error
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,400 @@
+"""`quire bench compose`: its configurations, what each gets of the memory, and what it says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.cli import main
+from quire.config import EngineConfig
+from quire.errors import ConfigError, QuireError
+from quire.evaluation import compose_run
+from quire.evaluation.compose import (
+    ALL,
+    CONFIGURATIONS,
+    IN_INSTANCES,
+    NAMES,
+    NONE,
+    RESERVE_BYTES,
+    Kind,
+    Load,
+    Recipe,
+    Served,
+    Slo,
+    Stage,
+    Targets,
+    best,
+    cache_of,
+    name_of,
+    note_of,
+    quantile,
+    roles_of,
+    systems_of,
+)
+from quire.evaluation.compose_bench import SLO_FACTOR, Comparison, quality
+from quire.evaluation.compose_load import asked
+from quire.evaluation.compose_room import AHEAD, fill, held
+from quire.evaluation.compose_run import Order, Reply, family, proportional_bytes
+from tests.engines import keep_calibration
+from tests.tiny_models import save_tiny
+
+TINY = {"model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1}
+FLAGS = ["--model.dtype", "float32", "--runtime.device", "cpu", "--runtime.threads", "1"]
+LOAD = Load(prompt=300, shared=200, prefixes=2, output=20, clients=(2, 3), seconds=1.0)
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from quire.kernels import load
+
+    load()  # from the user's cache, before that is another one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = save_tiny(
+        tmp_path_factory.mktemp("tiny"), num_hidden_layers=5, hidden_size=128, intermediate_size=96,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    keep_calibration(path)
+    return str(path)
+
+
+# ---- configurations --------------------------------------------------------------------------------------------------
+
+
+def test_configurations_are_none_each_system_each_pair_and_all_five() -> None:
+    assert len(CONFIGURATIONS) == len(set(CONFIGURATIONS)) == 1 + 5 + 10 + 1
+    assert CONFIGURATIONS[0] == () and CONFIGURATIONS[-1] == NAMES
+    assert [systems_of(name_of(each)) for each in CONFIGURATIONS] == list(CONFIGURATIONS)
+    assert name_of(()) == NONE and name_of(NAMES) == ALL and name_of(("sharing", "codec")) == "sharing + codec"
+    with pytest.raises(ConfigError, match=r"no configuration 'codec \+ sharing'; there are none, sharing"):
+        systems_of("codec + sharing")
+
+
+@pytest.mark.parametrize("systems", CONFIGURATIONS, ids=name_of)
+def test_every_configuration_has_the_options_of_its_systems_and_no_others(systems: tuple[str, ...]) -> None:
+    options = Recipe.of({"model.dtype": "float32"}).options(systems, LOAD, 64 * MIB, 10 * MIB)
+    config = EngineConfig.from_options(options)
+    assert config.cache.share == ("sharing" in systems)
+    assert (config.cache.codec != "dense") == ("codec" in systems)
+    assert config.retain.is_on == ("retention" in systems)
+    assert config.offload.is_on == ("offload" in systems)
+    assert (config.offload.cache is not None) == ("offload" in systems and "instances" not in systems)
+    assert (sum(roles_of(systems).values()) == 2) == ("instances" in systems)
+    assert (note_of(systems) == IN_INSTANCES) == ({"offload", "instances"} <= {*systems})
+    assert config.model.dtype == "float32" and config.cache.memory == 64 * MIB
+    assert config.model.max_context == 320 and config.scheduler.max_running == 3
+
+
+def test_given_options_belong_to_their_systems() -> None:
+    given = {
+        "cache.codec": "nuq4", "cache.sink_tokens": 2, "retain.threshold": 0.9, "offload.memory": "7MiB",
+        "scheduler.max_running": 9, "cache.lifetime": 3,
+    }  # fmt: skip
+    recipe = Recipe.of(given)
+    assert recipe.codec == {"cache.codec": "nuq4", "cache.sink_tokens": 2}
+    assert recipe.retention == {"retain.threshold": 0.9}
+    assert recipe.options(("offload",), LOAD, MIB, 10 * MIB)["offload.memory"] == "7MiB"
+    assert recipe.base == {"scheduler.max_running": 9, "cache.lifetime": 3, "runtime.device": "cpu"}
+    assert recipe.options((), LOAD, MIB, 0)["scheduler.max_running"] == 9
+    policy = Recipe.of({"offload.mode": "policy.json"}).options(("offload",), LOAD, MIB, 10 * MIB)
+    assert {key for key in policy if key.startswith("offload")} == {"offload.mode"}
+
+
+@pytest.mark.parametrize(("key", "instead"), [("cache.share", "--only"), ("cache.memory", "--plan.memory")])
+def test_what_the_benchmark_sets_cannot_be_given(key: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is set by quire bench compose; use {instead}"):
+        Recipe.of({key: 1})
+
+
+def test_the_cache_is_what_processes_and_weights_leave() -> None:
+    assert cache_of((), 1000 * MIB, 300 * MIB) == 700 * MIB - RESERVE_BYTES
+    assert cache_of(("instances",), 1000 * MIB, 300 * MIB) == 350 * MIB - RESERVE_BYTES
+    with pytest.raises(ConfigError, match=r"processes and weights take 990MiB of it \(all five\); give at least"):
+        cache_of(NAMES, 1000 * MIB, 990 * MIB)
+
+
+def test_kinds_tell_what_changes_the_memory_beside_the_cache() -> None:
+    assert {Kind.of(each).systems for each in CONFIGURATIONS} == {
+        (), ("offload",), ("instances",), ("offload", "instances"),
+    }  # fmt: skip
+
+
+# ---- the load --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared": 300}, "--shared-tokens is 300; it must be below --input-tokens, 300"),
+        ({"output": 1}, "--output-tokens of at least 2"),
+        ({"clients": ()}, "clients of at least 1"),
+        ({"seconds": 0.0}, "--seconds is 0; it must be above 0"),
+    ],
+)
+def test_loads_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Load(**{"prompt": 300, "shared": 200, **changes})
+
+
+def test_prompts_take_turns_with_their_prefixes_and_are_the_same_each_time() -> None:
+    first, second = (list(itertools.islice(asked(LOAD, 1000), 6)) for _ in range(2))
+    assert first == second and all(len(each.prompt) == 300 and each.num_out == 20 for each in first)
+    heads = [tuple(each.prompt[:200]) for each in first]
+    assert heads[0] == heads[2] != heads[1] == heads[3]
+    assert len({tuple(each.prompt[200:]) for each in first}) == 6
+    assert all(250 <= token < 500 for each in first for token in each.prompt), "special tokens"
+
+
+def test_a_trace_s_requests_that_fit_come_again_and_again(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [(512, 5, [0]), (1024, 1, [0, 1]), (4096, 5, list(range(8))), (512, 5, [7])]
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": place, "input_length": num_in, "output_length": num_out, "hash_ids": ids}) + "\n"
+            for place, (num_in, num_out, ids) in enumerate(lines)
+        )
+    )
+    load = Load(prompt=2000, shared=0, output=20, trace=str(trace))
+    found = list(itertools.islice(asked(load, 10_000), 6))
+    assert [(len(each.prompt), each.num_out) for each in found[:3]] == [(512, 5), (1024, 2), (512, 5)]
+    assert found[:3] == found[3:] and found[1].prompt[:512] == found[0].prompt != found[2].prompt
+    with pytest.raises(ConfigError, match="has no request of at most 120 tokens"):
+        asked(Load(prompt=100, shared=0, output=20, trace=str(trace)), 10_000)
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+
+ROOM: dict[str, dict[str, Any]] = {
+    "none": {"cache.share": False},
+    "sharing": {"cache.share": True},
+    "codec": {"cache.share": False, "cache.codec": "nuq3"},
+    "sharing + codec": {"cache.share": True, "cache.codec": "nuq3"},
+    "retention": {"cache.share": False, "retain.budget": 0.5, "retain.profile_rows": 32},
+}
+
+
+@pytest.mark.parametrize("name", ROOM)
+def test_a_cache_holds_the_sequences_that_a_real_engine_runs_at_once(model: str, name: str) -> None:
+    options = {
+        **TINY, "cache.check": False, "cache.memory": 4 * MIB, "model.max_context": 320,
+        "scheduler.max_running": 64, "scheduler.token_budget": 4096, **ROOM[name],
+    }  # fmt: skip
+    counted = held(model, options, asked(LOAD, 256))
+    with LLM(model, options) as llm:
+        real = fill(llm.engine, asked(LOAD, 256))
+    assert 2 <= counted.sequences < 64 and counted.num_bytes <= 4 * MIB
+    # What heads keep depends on attention, which is not computed, and so does what the next admission expects.
+    assert abs(counted.sequences - real.sequences) <= (name == "retention")
+    if name != "retention":
+        assert counted == real
+
+
+def test_more_is_held_with_each_system(model: str) -> None:
+    counts = {}
+    for name in ("none", "sharing", "codec", "sharing + codec", "offload"):
+        options = Recipe.of(TINY).options(systems_of(name), LOAD, 4 * MIB, 2 * MIB)
+        counts[name] = held(model, options, asked(LOAD, 256)).sequences
+    assert counts["none"] < counts["sharing"] and counts["none"] < counts["offload"] <= 2 * counts["none"] + 1
+    assert counts["none"] < counts["codec"] < counts["sharing + codec"] and AHEAD > 0
+
+
+def test_a_threshold_cannot_be_counted(model: str) -> None:
+    options = {**TINY, "cache.memory": 4 * MIB, "model.max_context": 320, "retain.threshold": 0.9}
+    with pytest.raises(ConfigError, match="known only after a prompt; compare with retain.budget"):
+        held(model, options, asked(LOAD, 256))
+
+
+# ---- goodput ---------------------------------------------------------------------------------------------------------
+
+
+def stage(clients: int, *served: tuple[float, float, float]) -> Stage:
+    return Stage(clients, 10.0, tuple(itertools.starmap(Served, served)), running=clients, preemptions=0)
+
+
+def test_goodput_counts_answers_after_the_warm_up_that_meet_both_targets() -> None:
+    slo = Slo(1.0, 0.1)
+    found = stage(4, (3.9, 0.1, 0.01), (4.1, 1.0, 0.1), (6.0, 1.1, 0.01), (7.0, 0.5, 0.11), (9.0, 0.2, 0.02))
+    assert found.rate == pytest.approx(4 / 6) and found.goodput(slo) == pytest.approx(2 / 6)
+    told = found.told(slo)
+    assert told["answers"] == 4 and told["ttft_p50"] == 1.0 and told["tpot_p90"] == 0.11 and told["clients"] == 4
+    assert best([found, stage(8, (5.0, 0.1, 0.1)), stage(2)], slo) == (pytest.approx(2 / 6), 4)
+    assert stage(2).told(slo)["ttft_p90"] is None and quantile([], 0.5) is None
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 3.0 and quantile([1.0], 0.9) == 1.0
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Stands for the processes. Notes the orders, and serves more the more systems there are."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.orders: list[Order] = []
+        self.failing = failing
+
+    def __call__(self, order: Order) -> Reply:
+        order = Order.from_json(order.to_json())
+        self.orders.append(order)
+        engines = sum(order.instances.values()) or 1
+        caches = engines * order.options["cache.memory"]
+        if order.is_probe:
+            assert "offload.cache" not in order.options, "a small cache has no room for frames"
+            return Reply(pss=engines * 100 * MIB + caches)
+        if self.failing == "refused" and order.instances:
+            return Reply(refused="no instances here")
+        if self.failing == "failed" and order.instances:
+            raise QuireError("a run failed: killed")
+        rate = 2 if order.options["cache.share"] else 1
+        stages = [
+            Stage(count, 10.0, tuple(Served(5.0 + place, 0.1, 0.01) for place in range(rate * count)), count, 0)
+            for count in order.load.clients
+        ]
+        alone = [(0.02, 0.001), (0.01, 0.003), (0.03, 0.002)] if order.is_base else []
+        return Reply("", engines * 100 * MIB + caches, stages, alone)
+
+
+def comparison(model: str, names: list[str], runs: Runs, **more: Any) -> Comparison:
+    systems = [systems_of(name) for name in names]
+    return Comparison(model, LOAD, 300 * MIB, systems, Recipe.of(TINY), run=runs, **more)
+
+
+def test_every_configuration_gets_what_is_left_of_the_same_memory(model: str) -> None:
+    runs = Runs()
+    rows, slo = comparison(model, ["none", "sharing", "instances", "all five"], runs).measured()
+    assert slo == Slo(SLO_FACTOR * 0.02, SLO_FACTOR * 0.002)
+    assert [order.is_probe for order in runs.orders] == [True] * 3 + [False] * 4
+    caches = [order.options["cache.memory"] for order in runs.orders if not order.is_probe]
+    assert caches == [200 * MIB - RESERVE_BYTES] * 2 + [50 * MIB - RESERVE_BYTES] * 2
+    none, sharing, apart, five = rows
+    assert not any(row.refused for row in rows)
+    assert none.cache == sharing.cache == caches[0] and apart.cache == five.cache == 2 * caches[2]
+    assert 2 * none.weights == apart.weights > five.weights > none.weights > 0, "two engines, and less of each"
+    assert sharing.sequences > none.sequences > apart.sequences > 1 and five.sequences > apart.sequences
+    told = sharing.told(none, slo)
+    assert told["gain_goodput"] == pytest.approx(2.0) and told["clients"] == 3
+    assert told["gain_sequences"] == sharing.sequences / none.sequences and told["ratio"] is None
+
+
+@pytest.mark.parametrize("failing", ["refused", "failed"])
+def test_a_configuration_that_cannot_run_is_told_with_the_reason(model: str, failing: str) -> None:
+    rows, slo = comparison(model, ["none", "instances"], Runs(failing)).measured()
+    reason = {"refused": "no instances here", "failed": "failed: a run failed: killed"}[failing]
+    assert rows[1].refused == reason and rows[1].told(rows[0], slo)["refused"] == reason
+    assert "goodput" not in rows[1].told(rows[0], slo)
+
+
+def test_memory_that_processes_need_themselves_is_refused_with_what_is_enough(model: str) -> None:
+    found = comparison(model, ["none"], Runs())
+    with pytest.raises(ConfigError, match="--plan.memory is 90MiB, and processes and weights take 100MiB"):
+        Comparison(model, found.load, 90 * MIB, found.configurations, found.recipe, run=Runs()).measured()
+
+
+def test_targets_of_all_five_are_judged() -> None:
+    row = {"gain_sequences": 5.0, "gain_goodput": 2.5, "ratio": 1.04, "pss": 3 * MIB}
+    missed = Targets().missed(row, 2 * MIB)
+    assert [text.split()[3] for text in missed] == ["5.00", "1.0400", "3MiB"]
+    assert not Targets().missed({"gain_sequences": 6.0, "gain_goodput": 2.0, "ratio": 1.03, "pss": MIB}, MIB)
+    assert not Targets().missed({"gain_sequences": None, "gain_goodput": None, "ratio": None, "pss": 0}, MIB)
+
+
+def test_quality_is_that_of_the_codec_and_of_retention(model: str) -> None:
+    text = "Of all the mills on the river, the oldest made no flour. " * 20
+    recipe = Recipe.of({**TINY, "retain.profile_rows": 32, "retain.budget": 0.4})
+    found = quality(model, text, recipe, 300, 2)
+    assert found[False, False].ratio == 1.0 and len(found) == 4
+    assert found[True, True].codec == "nuq3, retain.budget 0.4" and found[False, True].continuation == 37
+    assert found[True, False].kl_mean and found[False, True].kl_mean
+
+
+# ---- processes and the command ---------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_process_and_its_children_is_counted_and_that_of_others_is_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert {os.getpid(), child.pid} <= {*family(os.getpid())} and [*family(child.pid)] == [child.pid]
+        assert proportional_bytes(os.getpid()) > 10 * MIB and proportional_bytes(child.pid) > 0
+        assert child.stdin is not None
+        child.stdin.close()
+    assert child.pid not in family(os.getpid()) and proportional_bytes(child.pid) == 0
+
+
+def test_a_run_that_ends_with_an_error_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        assert Order.from_json(more["input"]).load == LOAD and more["timeout"] > LOAD.seconds
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nMemoryError: no more\n")
+
+    monkeypatch.setattr(compose_run.subprocess, "run", failed)
+    with pytest.raises(QuireError, match="a run failed: MemoryError: no more"):
+        compose_run.start(Order("model", {}, {}, LOAD))
+
+
+def test_a_run_tells_latencies_memory_and_every_answer(model: str) -> None:
+    options = Recipe.of(TINY).options(("sharing",), LOAD, 8 * MIB, 0)
+    reply = asyncio.run(compose_run.run(Order(model, options, {}, LOAD, is_base=True)))
+    assert Reply.from_json(reply.to_json()) == reply and reply.refused == ""
+    assert reply.pss > 50 * MIB and len(reply.alone) == compose_run.ALONE
+    assert [each.clients for each in reply.stages] == [2, 3]
+    for each in reply.stages:
+        assert each.served and 1.0 <= each.seconds < 5.0 and 1 <= each.running <= each.clients
+        ends = [one.end for one in each.served]
+        assert ends == sorted(ends) and all(one.ttft > 0 < one.tpot for one in each.served)
+    refused = asyncio.run(compose_run.run(Order(model, {**options, "cache.memory": 1000}, {}, LOAD)))
+    assert "cache.memory of 1000B" in refused.refused and not refused.stages
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--only", "everything"], "there is no configuration 'everything'"),
+        (["--cache.memory", "1GiB"], "cache.memory is set by quire bench compose; use --plan.memory"),
+        (["--shared-tokens", "5000"], "--shared-tokens is 5000; it must be below --input-tokens, 2048"),
+        (["--ttft", "0"], "--ttft is 0; it must be above 0"),
+        (["--runtime.device", "cuda"], "runtime.device must be cpu"),
+        (["--batch", "3"], "--batch is for quire bench throughput, not for compose"),
+        (["--text", "/nowhere"], "cannot read the text /nowhere"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(
+    model: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "compose", model, *FLAGS, *flags]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_the_command_runs_processes_of_each_kind_and_writes_what_it_found(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, output, lines = tmp_path / "text.txt", tmp_path / "out.json", tmp_path / "lines.jsonl"
+    text.write_text("Of all the mills on the river, the oldest made no flour. " * 40)
+    memory, pair = 1 << 30, "offload + instances"
+    flags = ["--quick", "--input-tokens", "600", "--seconds", "2", f"--plan.memory={memory}", "--only", pair]
+    flags += ["--text", str(text), "--output", str(output), "--json", str(lines)]
+    status = main(["bench", "compose", model, *FLAGS, *flags])
+    told = capsys.readouterr().out
+    assert status == 0, told
+    found = json.loads(output.read_text())
+    none, apart = found["rows"]
+    assert (none["configuration"], apart["configuration"]) == (NONE, pair) and not none["refused"] + apart["refused"]
+    assert none["ratio"] == apart["ratio"] == 1.0 and apart["note"] == IN_INSTANCES
+    assert apart["gain_sequences"] == apart["sequences"] / none["sequences"] < 1, "three processes take more"
+    assert none["goodput"] > 0 and apart["stages"][0]["answers"] > 0
+    assert all(0 < row["pss"] < 1.1 * memory for row in found["rows"])
+    assert found["about"]["memory"] == memory and len(lines.read_text().splitlines()) == 2
+    assert pair in told and IN_INSTANCES in told
