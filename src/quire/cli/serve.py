@@ -80,9 +80,7 @@ def _engine(args: argparse.Namespace, salts: list[str]) -> AsyncLLM | Cluster:
     from quire.cluster.cluster import Cluster
 
     slo = SloConfig.from_options(options_from(args, ("slo",)), args.config)
-    return Cluster(
-        args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings, salts=salts, slo=slo
-    )
+    return Cluster(args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings, salts=salts, slo=slo)
 
 
 def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:
