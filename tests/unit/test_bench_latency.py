@@ -82,7 +82,7 @@ def test_a_measurement_keeps_visits_that_nothing_disturbed() -> None:
 def measured() -> Measurement:
     engine = make_engine()
     runner = engine.any_runner
-    found = measure(engine, 2.0)
+    found = measure(engine, 4.0)
     engine.check()
     assert engine.any_runner is runner and engine.holds_nothing
     assert engine.scheduler.manager.tree.num_chunks == 0 and engine.scheduler.counters.steps == 0
@@ -117,7 +117,10 @@ def test_steps_with_retention_are_measured() -> None:
     assert engine.holds_nothing
 
 
-def test_the_command_writes_a_model_that_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_model_that_is_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cli.latencies.kept_folder", lambda: tmp_path / "kept")
     folder = save_tiny(tmp_path / "tiny")
     flags = ["--model.dtype", "float32", "--runtime.device", "cpu", "--runtime.threads", "1"]
     flags += ["--scheduler.max_running", "8", "--scheduler.token_budget", "128", "--cache.memory", "8MiB"]
@@ -145,6 +148,8 @@ def test_the_command_writes_a_model_that_is_read_again(tmp_path: Path, capsys: p
     assert [row["kind"] for row in rows] == [*KINDS]
     assert all(row["p10"] <= row["p50"] <= row["p99"] and row["median_seconds"] > 0 for row in rows)
     assert files["plot.svg"].read_text().lstrip().startswith("<?xml")
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert LatencyModel.read(kept) == model, "simulations find it without --latency"
     assert not [*(tmp_path / "cache").rglob("*.run")], "nothing of the measurement stays"
 
 

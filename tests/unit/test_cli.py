@@ -141,7 +141,7 @@ def test_version(capsys):
         (["bench", "trace", "smollm2", "--speed", "2", "--concurrency", "2"], "not allowed with argument"),
         (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
         (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
-        (["bench", "latency", "smollm2"], "latency"),
+        (["bench", "latencies", "smollm2"], "latencies"),
         (
             ["serve", "smollm2", "--cache.share", "maybe"],
             "quire serve: --cache.share is 'maybe'; it must be true or false",

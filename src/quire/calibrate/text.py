@@ -49,9 +49,7 @@ def write(
     Each begins with bos (a random token if the model has no bos) and continues past ends of text.
     """
     draw = random.Random(seed)
-    ordinary = sorted(
-        set(range(min(tokenizer.vocab_size, engine.vocab_size))) - tokenizer.special_ids
-    )
+    ordinary = sorted(set(range(min(tokenizer.vocab_size, engine.vocab_size))) - tokenizer.special_ids)
     windows: dict[str, list[int]] = {}
     for index in range(num_windows):
         first = draw.choice(ordinary) if tokenizer.bos_id is None else tokenizer.bos_id

@@ -34,6 +34,7 @@ COMMANDS = {
     "calibrate": "calibrate the nuq codecs for a model",
     "profile": "show which tokens of a prompt each head keeps",
     "plan": "plan placements before running them",
+    "simulate": "predict a server's latencies and goodput under load",
     "bench": "measure the engine on this machine",
     "eval": "measure a model's quality through the cache",
     "pull": "download a model and print its path",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.arguments import Arguments
 from quire.cli import shared
+from quire.cli.latencies import keep
 from quire.config import options_from
 from quire.errors import ConfigError
 
@@ -119,6 +120,8 @@ class Latencies:
         return rows
 
     def _keep(self, model: LatencyModel, records: list[Record]) -> None:
+        if self._args.points == list(POINTS):
+            keep(model)
         if self._args.output is not None:
             model.write(self._args.output)
         if self._args.plot is not None:

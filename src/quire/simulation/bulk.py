@@ -14,6 +14,7 @@ from quire.cluster.bodies import Load, Ready
 from quire.cluster.members import Health, Index, Member, choose
 from quire.cluster.messages import Attempt
 from quire.collecting import uncollected
+from quire.engine.capacity import Capacity
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request
 from quire.engine.request import Sequence as Running
@@ -43,23 +44,32 @@ def simulate_bulk(
     plan: Plan,
     num_instances: int,
     *,
+    capacity: Capacity | None = None,
     routing: str = "expected",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """What comes of a workload on equal instances that compute prompts and decode.
 
+    capacity  what each measures when it starts; None: it is measured now, if there are several to choose from
     progress  is told the number of requests that have ended, and of all
     """
-    return _Bulk(workload, plan, num_instances, routing, progress).run()
+    if capacity is None:
+        capacity = capacity_of(plan) if num_instances > 1 else Capacity(1, 1, 1e-3, 1e-3)
+    return _Bulk(workload, plan, num_instances, capacity, routing, progress).run()
 
 
 class _Bulk:
     def __init__(
-        self, workload: Workload, plan: Plan, count: int, routing: str, progress: Callable[[int, int], None]
+        self,
+        workload: Workload,
+        plan: Plan,
+        count: int,
+        capacity: Capacity,
+        routing: str,
+        progress: Callable[[int, int], None],
     ) -> None:
         self._events, self._columns, self._routing, self._progress = Events(), workload.columns, routing, progress
         self._index = Index(MOST_KEYS)
-        capacity = capacity_of(plan)
         ready = Ready(
             "", "", capacity.prompt_rows, capacity.batch, plan.sizes.max_context, "", capacity.seconds_per_row,
             capacity.seconds_per_step,

@@ -148,6 +148,7 @@ class SimulatedCluster:
 
     hop, bulk                 see Network
     routing, shares, fetches  see Router
+    max_queue                 most requests without a first token; further ones fail
     overhead                  seconds between a client and the router, for a request and for a token
     """
 
@@ -165,8 +166,9 @@ class SimulatedCluster:
         fetches: bool = True,
         overhead: float = 0.0,
         timeout: float = 60.0,
+        max_queue: int = 1 << 30,
     ) -> None:
-        self._events, self._overhead = events, overhead
+        self._events, self._overhead, self._max_queue = events, overhead, max_queue
         self.network = Network(events, hop, bulk)
         self.network.hearers[ROUTER] = self
         self.router = Router(
@@ -203,6 +205,10 @@ class SimulatedCluster:
         return answered
 
     def _route(self, job: Job, answered: Answered, ended: Ended) -> None:
+        if self.router.num_waiting >= self._max_queue:
+            answered.error = "the queue is full"
+            ended(answered)
+            return
         tickets: list[Ticket] = []
 
         def tell(item: Told | Exception | None) -> None:

@@ -80,20 +80,26 @@ class SimulatedRunner:
     clock     of the engine
     arrivals  of chunks; None: nothing is fetched
     decide    what retention keeps of a prompt, by a slice that ends it; None without retention
+    window    tokens that a row attends to at most; None: all
     num_out   steps outside of the range for which the latency model has been measured
     lag       seconds from the moment at which the next step may begin until the tokens of the last one are there: in a
               pipeline, prompts enter while others are in later stages
     """
 
     def __init__(
-        self, latency: Latency, clock: StepClock, vocab_size: int, decide: Callable[[Slice], Decided] | None = None
+        self,
+        latency: Latency,
+        clock: StepClock,
+        vocab_size: int,
+        decide: Callable[[Slice], Decided] | None = None,
+        window: int | None = None,
     ) -> None:
         self.latency, self.clock, self.decide = latency, clock, decide
         self.num_out = 0
         self.lag = 0.0
         self.arrivals: Arrivals | None = None
         self._vocab_size = vocab_size
-        self._meter = WorkMeter()
+        self._meter = WorkMeter(window)
 
     @property
     def vocab_size(self) -> int:
@@ -190,7 +196,8 @@ def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers |
     decide = None
     if isinstance(manager.retention, Retainer):
         decide = partial(_decided, manager.retention.retention, plan.policies, table.shape)
-    runner = SimulatedRunner(plan.latency, clock, shape.vocab_size, decide)
+    window = shape.sliding_window if (shape.sliding_window or 0) < plan.sizes.max_context else None
+    runner = SimulatedRunner(plan.latency, clock, shape.vocab_size, decide, window)
     runner.arrivals = arrivals
     namespace = namespace_of(config, shape, plan.model_id, plan.calibration)
     limit = "what fits cache.memory" if plan.sizes.max_context < plan.sizes.model_context else "model.max_context"

@@ -25,7 +25,6 @@ from quire.config import (
     EngineConfig,
     ModelConfig,
     RuntimeConfig,
-    SchedulerConfig,
 )
 from quire.engine.build import TOKEN_BUDGET, resolve
 from quire.engine.control import sealed_pages
@@ -205,7 +204,6 @@ class Target:
             scheduler=dataclasses.replace(limits, token_budget=budget),
             runtime=RuntimeConfig(device="cpu", threads=1),
         )
-        assert isinstance(limits, SchedulerConfig)
         shape = ModelShape(
             architecture="llama", vocab_size=self.shape.vocab_size, hidden_size=FLAT_HIDDEN, num_layers=1,
             num_q_heads=1, num_kv_heads=1, head_dim=max(1, round(latency.token_bytes / 4 / grain)), ffn_size=1,
@@ -250,8 +248,9 @@ def _memory(latency: AnalyticModel, config: EngineConfig) -> int:
 
 def _coarser(ways: Ways, grain: int) -> Ways:
     """The same ways for bytes that stand for more."""
-    links = {
-        name: Link(link.latency, link.bytes_per_second / grain)
-        for name, link in (("bulk", ways.bulk), ("disk", ways.disk), ("pinned", ways.pinned))
-    }
-    return dataclasses.replace(ways, **links)
+
+    def coarser(link: Link) -> Link:
+        return Link(link.latency, link.bytes_per_second / grain)
+
+    bulk, disk, pinned = map(coarser, (ways.bulk, ways.disk, ways.pinned))
+    return dataclasses.replace(ways, bulk=bulk, disk=disk, pinned=pinned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import multiprocessing
 import os
@@ -12,34 +11,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from enum import StrEnum
-
-import numpy as np
+from functools import partial
+from typing import Any, Protocol
 
 from quire.errors import QuireError
+from quire.planning.bounds import Asked, Bound, Targets
 from quire.planning.fitted import Fitted
+from quire.planning.goodput import Goodput, goodput
 from quire.planning.latency import Origin
 from quire.planning.traces import tokens
-from quire.planning.workload import Arrivals, Workload
+from quire.planning.workload import Workload
 from quire.simulation.outcome import Outcome, Slo
-from quire.simulation.setup import Setup
+from quire.simulation.setup import Replicas, Setup, silent
 from quire.simulation.simulate import simulate
+
+CONFIRMATIONS = 4
+"""Fresh seeds that confirm a goodput."""
+
+LOWEST = 1000
+"""The lowest rate of a search for the goodput is this part of the highest one."""
 
 Progress = Callable[[int, int], None]
 """Is told the number of requests that have ended, and of all."""
-
-
-class Part(StrEnum):
-    """What of each request is simulated.
-
-    WHOLE    prompt and answer
-    PREFILL  the prompt and its first token: see `prompts_of`
-    DECODE   everything, on a setup that computes prompts in no time: see `quire.simulation.phases`
-    """
-
-    WHOLE = "whole"
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,15 +42,11 @@ class Load:
     workload  as it was recorded
     count     number of requests
     fitted    distributions to draw them from; None: the first ones of the workload, whatever the seed
-    part      of each request
-    tpot      PREFILL: seconds per token that answers are thought to take
     """
 
     workload: Workload
     count: int
     fitted: Fitted | None = None
-    part: Part = Part.WHOLE
-    tpot: float = 0.0
 
     @property
     def origin(self) -> Origin:
@@ -67,72 +56,70 @@ class Load:
     def drawn(self, rate: float | None, seed: int) -> Workload:
         """The requests at a rate; None: at the workload's own. The same seed gives the same requests at any rate."""
         if self.fitted is not None:
-            found = self.fitted.sample(self.count, seed, rate)
-        else:
-            found = self.workload.first(self.count)
-            found = found if rate is None else found.at_rate(rate)
-        return prompts_of(found, self.tpot) if self.part is Part.PREFILL else found
+            return self.fitted.sample(self.count, seed, rate)
+        found = self.workload.first(self.count)
+        return found if rate is None else found.at_rate(rate)
 
 
-def prompts_of(workload: Workload, tpot: float) -> Workload:
-    """The same requests with answers of one token.
+class Simulation(Protocol):
+    """One simulation, which another process may run.
 
-    Of what follows in a conversation, the prompt is as long as before: the rest of the answer is a span of its own,
-    which nothing has cached. It comes as late as if each token had taken `tpot` seconds.
+    count  number of requests
     """
-    source = workload.columns
-    if not (source.after >= 0).any():
-        return Workload(workload.name, dataclasses.replace(source, num_out=np.ones_like(source.num_out)))
-    before = np.where(source.after >= 0, source.after, 0)
-    rest = np.where(source.after >= 0, source.num_out[before] - 1, 0)
-    has_rest = rest > 0
-    places = source.start[:-1][has_rest]
-    new_ids = int(source.ids.max()) + 1 + np.flatnonzero(has_rest)
-    num_spans = np.diff(source.start) + has_rest
-    return Workload(
-        workload.name,
-        Arrivals(
-            source.at,
-            source.pause + tpot * rest,
-            np.ones_like(source.num_out),
-            source.after,
-            np.concatenate(([0], np.cumsum(num_spans))),
-            np.insert(source.ids, places, new_ids),
-            np.insert(source.sizes, places, rest[has_rest]),
-        ),
-    )
+
+    @property
+    def count(self) -> int: ...  # noqa: D102
+
+    def outcome(self, progress: Progress = ...) -> Outcome:
+        """Simulates."""
+        ...
 
 
 @dataclass(frozen=True)
 class Run:
-    """One simulation. rate: requests/s; None: the workload's own."""
+    """A load of a setup. rate: requests/s; None: the workload's own."""
 
     setup: Setup
     load: Load
     rate: float | None = None
     seed: int = 0
 
+    @property
+    def count(self) -> int:
+        """See Simulation."""
+        return self.load.count
+
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
-        """Simulates."""
-        workload = self.load.drawn(self.rate, self.seed)
-        prompts = tokens(workload, range(self.setup.vocab_size), self.seed)
-        return simulate(workload, prompts, self.setup.front_of, progress=progress)
+        """See Simulation."""
+        return run_of(self.setup, self.load.drawn(self.rate, self.seed), self.seed, progress)
 
 
-def run_many(runs: Sequence[Run], processes: int = 1, progress: Progress = lambda done, total: None) -> list[Outcome]:
+def run_of(setup: Setup, workload: Workload, seed: int, progress: Progress = lambda done, total: None) -> Outcome:
+    """What comes of a workload. seed: of its tokens."""
+    prompts = tokens(workload, range(setup.vocab_size), seed)
+    with silent():
+        return simulate(workload, prompts, setup.front_of, progress=progress)
+
+
+def run_many(
+    runs: Sequence[Simulation], processes: int = 1, progress: Progress = lambda done, total: None
+) -> list[Outcome]:
     """What comes of each run, in their order. The number of processes does not change it.
 
     Raises QuireError if a process ends by itself, as one does for which the memory is not enough.
     """
-    total = sum(run.load.count for run in runs)
-    if processes == 1 or len(runs) == 1:
-        found, done = [], 0
-        for run in runs:
-            found.append(run.outcome(lambda ended, _, before=done: progress(before + ended, total)))  # type: ignore[misc]
-            done += run.load.count
-        return found
-    with Workers(min(processes, len(runs))) as workers:
-        return workers.run(runs, progress)
+    if processes > 1 and len(runs) > 1:
+        with Workers(min(processes, len(runs))) as workers:
+            return workers.run(runs, progress)
+    total, done, found = sum(run.count for run in runs), 0, []
+    for run in runs:
+        found.append(run.outcome(partial(_after, progress, done, total)))
+        done += run.count
+    return found
+
+
+def _after(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 class Workers:
@@ -154,13 +141,13 @@ class Workers:
             for process in set(multiprocessing.active_children()) - self._others:
                 process.kill()
 
-    def run(self, runs: Sequence[Run], progress: Progress = lambda done, total: None) -> list[Outcome]:
+    def run(self, runs: Sequence[Simulation], progress: Progress = lambda done, total: None) -> list[Outcome]:
         """See run_many."""
         futures = {self._executor.submit(run.outcome): run for run in runs}
-        total, done = sum(run.load.count for run in runs), 0
+        total, done = sum(run.count for run in runs), 0
         try:
             for future in as_completed(futures):
-                done += futures[future].load.count
+                done += futures[future].count
                 future.result()
                 progress(done, total)
             return [future.result() for future in futures]
@@ -186,31 +173,71 @@ def _start() -> None:
 
 @dataclass
 class Attains:
-    """The share of requests of a setup that meet both targets, by rate and seed: see `quire.planning.goodput`.
+    """The share of requests that meet both targets, by rate and seed: what `quire.planning.goodput` asks for.
 
-    groups     seeds that are simulated at the same time: those of a search, and those of its confirmation
-    workers    None: one simulation after the other, in this process
-    on_run     is told of each simulation
-    outcomes   by rate and seed, of all that was simulated
+    simulation  of a rate and a seed
+    groups      seeds that are simulated at the same time: those of a search, and those of its confirmation
+    workers     None: one simulation after the other, in this process
+    on_run      is told of each simulation
+    outcomes    by rate and seed, of all that was simulated
     """
 
-    setup: Setup
-    load: Load
+    simulation: Callable[[float, int], Simulation]
     slo: Slo
     groups: Sequence[Sequence[int]] = ()
     workers: Workers | None = None
-    on_run: Callable[[float, int, float], None] = lambda rate, seed, share: None
+    on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
     outcomes: dict[tuple[float, int], Outcome] = field(default_factory=dict)
 
     def __call__(self, rate: float, seed: int) -> float:
         """The share, from 0 to 1."""
         if (rate, seed) not in self.outcomes:
             together = next((group for group in self.groups if seed in group), (seed,))
-            runs = [Run(self.setup, self.load, rate, each) for each in together]
+            runs = [self.simulation(rate, each) for each in together]
             found = [run.outcome() for run in runs] if self.workers is None else self.workers.run(runs)
-            for run, outcome in zip(runs, found, strict=True):
-                self.outcomes[rate, run.seed] = outcome
-                self.on_run(rate, run.seed, outcome.attainment(self.slo))
-        share = self.outcomes[rate, seed].attainment(self.slo)
-        assert not math.isnan(share), "a simulation without requests"
-        return share
+            for each, outcome in zip(together, found, strict=True):
+                self.outcomes[rate, each] = outcome
+                self.on_run(rate, each, outcome)
+        return self.outcomes[rate, seed].attainment(self.slo)
+
+
+def ceiling_of(setup: Setup, asked: Asked) -> float:
+    """A rate in requests/s that a setup never serves for long, whatever the latency targets."""
+    anything = Targets(math.inf, math.inf, 0.0)
+    of: dict[str, list[Replicas]] = {}
+    for each in setup.replicas:
+        of.setdefault(each.role, []).append(each)
+    mixed = of.get("mixed", [])
+    computing, decoding = of.get("prefill", mixed), of.get("decode", mixed)
+    if computing is decoding:
+        return sum(each.count * bound_of(each).mixed(asked, anything) for each in mixed)
+    return min(
+        sum(each.count * bound_of(each).prompts(asked, anything) for each in computing),
+        sum(each.count * bound_of(each).decoding(asked, anything) for each in decoding),
+    )
+
+
+def bound_of(replicas: Replicas) -> Bound:
+    """Upper bounds of the rates of an instance."""
+    limits = replicas.config.scheduler
+    assert limits.token_budget is not None, "a configuration with automatic values"
+    return Bound(replicas.plan.latency, limits.token_budget, limits.max_running)
+
+
+def find_goodput(
+    attains: Attains, ceiling: float, seed: int, num_seeds: int = 1, confirmations: int = CONFIRMATIONS, **settings: Any
+) -> Goodput:
+    """The goodput of what `attains` simulates: the highest rate that reaches the target.
+
+    ceiling        requests/s; higher rates are not tried, because no system serves them for long
+    seed           the first one
+    num_seeds      number of seeds of the search
+    confirmations  number of fresh seeds after them, which confirm its result
+    settings       of `quire.planning.goodput.goodput`, in place of its own
+    """
+    own, fresh = range(seed, seed + num_seeds), range(seed + num_seeds, seed + num_seeds + confirmations)
+    attains.groups = (own, fresh)
+    return goodput(
+        attains, attains.slo.attainment, low=ceiling / LOWEST, high=ceiling, guess=ceiling / 2, seeds=own,
+        confirm_seeds=fresh, **settings,
+    )  # fmt: skip

@@ -9,19 +9,22 @@ What differs from a server: each instance has a disk of its own, where instances
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.costs import LATENCY
+from quire.cluster.placements import Model, shared_options, specs_of
 from quire.cluster.placing import groups_of
-from quire.cluster.processes import share_cores, share_memory
 from quire.config import ClusterConfig, EngineConfig, TiersConfig
 from quire.engine.build import resolve
 from quire.engine.capacity import Capacity
+from quire.engine.engine import Engine
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError
 from quire.load import find_calibration
@@ -29,15 +32,16 @@ from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.latency import Latency, Link
+from quire.planning.placement_file import Instances, Placement
 from quire.simulation.arrivals import Arrivals, Disk
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster, capacity_of
 from quire.simulation.engine import Plan, make_engine
-from quire.simulation.events import Events
+from quire.simulation.events import Events, StepClock
 
 if TYPE_CHECKING:
     from quire.engine.calibration import Calibration
-    from quire.planning.placement_file import Placement
-    from quire.stores.tiers import Tier
+    from quire.models.shape import ModelShape
+    from quire.stores.tiers import Tier, Tiers
 
 SERVER_SECONDS = 0.001
 """From a client to the engine or the router, if that was not measured: HTTP and JSON on the same machine."""
@@ -124,6 +128,13 @@ class Replicas:
         """Without automatic values."""
         return self.plan.config
 
+    def engine(self, clock: StepClock, arrivals: Arrivals, tiers: Tiers | None = None) -> Engine:
+        """See EngineOf."""
+        engine = make_engine(self.plan, clock, arrivals, tiers)
+        if self.role == "prefill":
+            engine.scheduler.prompt_rows = self.capacity.prompt_rows
+        return engine
+
     def stores(self, events: Events, arrivals: Arrivals) -> Sequence[Tier]:
         """See StoresOf."""
         return [Disk(each.name, each.cap, each.link, events, arrivals) for each in self.tiers]
@@ -170,15 +181,11 @@ class Setup:
         """What `simulate` gives the requests to."""
         if not self.is_cluster:
             (only,) = self.replicas
-            engine_of = partial(make_engine, only.plan)
-            return Alone(events, engine_of, only.stores, overhead=self.ways.server)
+            return Alone(events, only.engine, only.stores, overhead=self.ways.server)
         places = self.places
         cluster = SimulatedCluster(
             events,
-            [
-                Place(name, each.role, partial(make_engine, each.plan), each.capacity, each.stores)
-                for name, each in places.items()
-            ],
+            [Place(name, each.role, each.engine, each.capacity, each.stores) for name, each in places.items()],
             hop=self.ways.hop,
             bulk=self.ways.bulk,
             routing=self.routing,
@@ -186,6 +193,7 @@ class Setup:
             fetches=self.fetches,
             overhead=self.ways.server,
             timeout=self.timeout,
+            max_queue=self.replicas[0].plan.config.scheduler.max_queue,
         )
         if self.in_pairs:
             groups = groups_of({name: each.role for name, each in places.items()}, "pairs")
@@ -193,6 +201,18 @@ class Setup:
                 for name in names:
                     cluster.router.members[name].group = f"group-{number}"
         return cluster
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Without warnings of engines and of the router: outcomes count the requests that fail."""
+    log = logging.getLogger("quire")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class LocalModel:
@@ -206,6 +226,8 @@ class LocalModel:
         self.name, self.options, self.file = name, options, file
         self.path = resolve_model(name)
         self.model_id = fingerprint(self.path)
+        with open_model(self.path) as checkpoint:
+            self.shape: ModelShape = checkpoint.shape
         self._latency_of = latency_of
         self._planned: dict[tuple[object, ...], Replicas] = {}
         self.config, self.sizes, _ = self.resolved({})
@@ -229,7 +251,8 @@ class LocalModel:
                 raise ConfigError(
                     f"cache.codec {config.cache.codec} needs a calibration; make one with quire calibrate {self.name}"
                 )
-            return *resolve(config, checkpoint.shape, checkpoint, calibration), calibration
+            with silent():  # about threads: another machine may have more cores
+                return *resolve(config, checkpoint.shape, checkpoint, calibration), calibration
 
     def replicas(self, role: str, options: Mapping[str, Any], count: int = 1) -> Replicas:
         """Equal instances with these options."""
@@ -237,8 +260,7 @@ class LocalModel:
         if key not in self._planned:
             config, sizes, calibration = self.resolved(options)
             latency = self._latency_of(role, config, self.model_id)
-            with open_model(self.path) as checkpoint:
-                plan = Plan(checkpoint.shape, config, sizes, latency, calibration, None, self.model_id)
+            plan = Plan(self.shape, config, sizes, latency, calibration, None, self.model_id)
             threads = config.runtime.threads
             unit = f"{threads} thread{'s' * (threads != 1)}" if config.runtime.device == "cpu" else "1 GPU"
             self._planned[key] = Replicas(role, plan, capacity_of(plan), unit=unit)
@@ -247,28 +269,37 @@ class LocalModel:
         return Replicas(role, found.plan, found.capacity, count, tiers, found.unit)
 
     def setup(self, settings: ClusterConfig, placement: Placement | None = None) -> Setup:
-        """What a server with these settings has. placement: of instances, in place of their numbers."""
-        wanted = _wanted(settings, placement)
-        if not wanted:
+        """What a server with these settings has, as `Cluster` starts it. placement: of instances, in place of their
+        numbers.
+        """
+        if not settings.is_on and placement is None:
             alone = self.replicas("mixed", {})
             return Setup((alone,), ways_of([alone.plan.latency]), is_cluster=False)
-        roles = [(role, options) for role, count, options in wanted for _ in range(count)]
+        for each in () if placement is None else placement.instances:
+            if each.tp * each.pp > 1:
+                raise ConfigError(
+                    f"the placement has instances with tp {each.tp} pp {each.pp}, and an engine here has one device;"
+                    " --hardware NAME simulates more"
+                )
+        counts = [(role, getattr(settings, role)) for role in ROLES]
+        usual = tuple(Instances(role, count) for role, count in counts if count)
+        instances = usual if placement is None else placement.instances
         is_local = settings.address is None
-        shares = share_cores(len(roles)) if is_local else [()] * len(roles)
-        found: dict[tuple[object, ...], Replicas] = {}
-        for (role, options), cores in zip(roles, shares, strict=True):
-            config, more = self.given(options), dict(options)
-            if cores and config.runtime.threads is None:
-                more["runtime.threads"] = len(cores)
-            if config.cache.memory == "auto" and is_local:
-                more["cache.memory"] = share_memory(len(roles), self.sizes.weight_bytes, self.sizes.cache_bytes)
-            key = (role, *sorted((name, str(value)) for name, value in more.items()))
-            count = found[key].count + 1 if key in found else 1
-            found[key] = self.replicas(role, more, count)
+        common = shared_options(instances, self.options, self.file, is_local=is_local)
+        _, sizes, _ = self.resolved(common)
+        model = Model(
+            self.name, common, self.file, self.given(common), sizes.weight_bytes, sizes.cache_bytes, sizes.max_context
+        )
+        # A placement for another machine says how many cores that one has.
+        threads = [str(each.options.get("runtime.threads", "")) for each in instances]
+        given = sum(int(own) * each.count for own, each in zip(threads, instances, strict=True) if own.isdecimal())
+        specs = Counter(specs_of(instances, model, max(given, len(os.sched_getaffinity(0))), is_local=is_local))
+        replicas = [
+            self.replicas(spec.role, {**common, **dict(spec.build.options)}, count) for spec, count in specs.items()
+        ]
         transport = "tcp" if settings.transport == "tcp" or not is_local else "shm"
-        replicas = tuple(found.values())
         ways = ways_of([each.plan.latency for each in replicas], transport)
-        return setup_of(replicas, ways, settings)
+        return setup_of(replicas, ways, settings, in_pairs=placement is None and settings.placement == "pairs")
 
 
 def setup_of(replicas: Sequence[Replicas], ways: Ways, settings: ClusterConfig, *, in_pairs: bool = False) -> Setup:
@@ -277,7 +308,7 @@ def setup_of(replicas: Sequence[Replicas], ways: Ways, settings: ClusterConfig, 
     return Setup(
         tuple(replicas),
         ways,
-        in_pairs=in_pairs or settings.placement == "pairs",
+        in_pairs=in_pairs,
         routing=settings.routing,
         shares=config.cache.share,
         fetches=config.cache.share and not config.retain.is_on,
@@ -302,17 +333,3 @@ def tiers_of(config: TiersConfig, ways: Ways) -> tuple[TierSize, ...]:
             link = Link(link.latency, min(link.bytes_per_second, float(config.disk_bandwidth)))
         found.append(TierSize("disk", config.disk_bytes, link))
     return tuple(found)
-
-
-def _wanted(settings: ClusterConfig, placement: Placement | None) -> list[tuple[str, int, Mapping[str, Any]]]:
-    """Role, number and options of the instances. Raises ConfigError for those that no engine here can be."""
-    if placement is None:
-        counts = [(role, getattr(settings, role)) for role in ROLES]
-        return [(role, count, {}) for role, count in counts if count]
-    for each in placement.instances:
-        if each.tp * each.pp > 1:
-            raise ConfigError(
-                f"the placement has instances with tp {each.tp} pp {each.pp}, and engines here have one device;"
-                " --hardware NAME simulates others"
-            )
-    return [(each.role, each.count, each.options) for each in placement.instances]

@@ -1,0 +1,110 @@
+"""The latency models of a command: files of --latency, or those that `quire bench latency` has kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError
+from quire.folders import user_cache
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.planning.latency import About, LatencyModel
+
+ROLES = ("prefill", "decode", "mixed")
+
+SET_BY_USERS = ("fingerprint", "dtype", "weights", "codec", "sparse_values", "retain", "offload", "threads")
+"""What a given file must agree with. Its processor may be that of another machine."""
+
+
+KEPT_BY = (*SET_BY_USERS, "backend", "processor", "level", "tp", "pp")
+"""What kept models are told apart by."""
+
+
+def kept_folder() -> Path:
+    """The folder of kept latency models. Every .json file there is one."""
+    return user_cache() / "latency"
+
+
+def keep(model: LatencyModel) -> Path:
+    """Keeps a model in place of an earlier one for the same settings. Returns its file."""
+    settings = {name: model.about.get(name) for name in KEPT_BY}
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    folder = kept_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{digest}.json"
+    model.write(path)
+    return path
+
+
+class LatencyFiles:
+    """Latency models by role.
+
+    words  FILE, or ROLE=FILE for instances of one role. Empty: kept models
+    Raises ConfigError for a file that is none.
+    """
+
+    def __init__(self, words: Sequence[str], model: str) -> None:
+        self._model = model
+        self._is_given = bool(words)
+        self.models: list[tuple[str, str, LatencyModel]] = []  # role, or empty for all; file; model
+        for word in words:
+            role, equals, file = word.partition("=")
+            if not equals or role not in ROLES:
+                role, file = "", word
+            self.models.append((role, file, _read(Path(file))))
+        if not words:
+            self.models = [("", str(path), model) for path, model in _kept()]
+
+    def of(self, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
+        """The model for instances of a role; of several that suit, one for this role, and else the first.
+
+        config       without automatic values
+        fingerprint  of the checkpoint
+        Raises ConfigError with what does not suit, or with the command that makes a model.
+        """
+        from quire.evaluation.latency_bench import settings_of
+        from quire.planning.latency import mismatch
+
+        wanted = settings_of(fingerprint, config)
+        reasons = []
+        for own, file, model in sorted(self.models, key=lambda each: each[0] == ""):
+            if own not in ("", role):
+                continue
+            reason = mismatch(model.about, _needed(model.about, wanted) if self._is_given else wanted)
+            if reason is None:
+                return model
+            reasons.append(f"{file}: {reason}")
+        if self._is_given:
+            raise ConfigError(reasons[0] if reasons else f"no --latency is for instances with the role {role}")
+        threads = config.runtime.threads
+        raise ConfigError(
+            f"no latency model is kept for {self._model} with these settings; make one with quire bench latency"
+            f" {self._model} --runtime.threads {threads}, give a file as --latency FILE, or name --hardware"
+        )
+
+
+def _needed(about: About, wanted: About) -> About:
+    """Those of the wanted settings that a file must agree with, and says something about."""
+    return {name: wanted[name] for name in SET_BY_USERS if about.get(name) is not None}
+
+
+def _read(path: Path) -> LatencyModel:
+    from quire.planning.latency import LatencyModel
+
+    return LatencyModel.read(path)
+
+
+def _kept() -> list[tuple[Path, LatencyModel]]:
+    """The kept models that can be read, the newest first."""
+    found = []
+    for path in sorted(kept_folder().glob("*.json"), key=lambda each: each.stat().st_mtime, reverse=True):
+        try:
+            found.append((path, _read(path)))
+        except ConfigError:
+            continue
+    return found

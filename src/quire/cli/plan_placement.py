@@ -1,0 +1,383 @@
+"""`quire plan placement`: the instances that serve a load with the fewest GPUs or machines, found by simulation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from quire.arguments import Arguments
+from quire.cli import shared, simulated
+from quire.cli.latencies import LatencyFiles
+from quire.config import options_from
+from quire.errors import ConfigError, QuireError
+
+if TYPE_CHECKING:
+    from quire.planning.candidates import Option
+    from quire.planning.cluster_file import ClusterSpec
+    from quire.planning.placement import Search
+    from quire.planning.placement_file import Instances, Placement
+    from quire.simulation.load import Load, Workers
+    from quire.simulation.outcome import Outcome, Slo
+    from quire.simulation.search import Maker, Planner
+
+ALGORITHMS = ("apart", "pairs", "mixed")
+DEFAULTS: dict[str, Any] = {
+    "cluster_file": None,
+    "trace": None,
+    "rate": None,
+    "requests": 300,
+    "seed": 0,
+    "latency": [],
+    "plan_seconds": 120.0,
+    "algorithm": "auto",
+    "ablation": False,
+    "processes": 1,
+}
+FLAGS = {"cluster_file": "--cluster.file", "plan_seconds": "--plan.seconds"}
+"""How arguments are spelled, where it differs from their names."""
+
+JOINT_SEEDS = 2
+"""Simulations of a whole placement."""
+
+NEAR = 0.01
+"""Share of requests by which a placement may miss the target and still count as reaching it: what simulations vary."""
+
+
+def add_arguments(parser: Arguments) -> None:
+    """The arguments of this action alone."""
+
+    def add(flag: str, text: str, **settings: Any) -> None:
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
+
+    text = "TOML file with the machines: sections [nodes] and [network]"
+    add("--cluster.file", text, type=Path, dest="cluster_file", metavar="FILE")
+    text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
+    add("--trace", text, type=Path, metavar="FILE")
+    text = "requests/s to serve with the fewest machines (default: as many as the machines can serve)"
+    add("--rate", text, type=simulated.positive, metavar="X")
+    add("--requests", "number of requests of a simulation (default: 300)", type=shared.count, metavar="N")
+    add("--seed", "first seed of the requests (default: 0)", type=int, metavar="N")
+    text = "latency model of instances on cores, or ROLE=FILE for a role; one for each number of threads"
+    add("--latency", text, action="append", metavar="FILE")
+    text = "time for the search; one option of each role is tried in any case (default: 120)"
+    add("--plan.seconds", text, type=simulated.positive, dest="plan_seconds", metavar="X")
+    text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
+    add("--algorithm", text, choices=(*ALGORITHMS, "auto"))
+    add("--ablation", "search with all algorithms, and show them beside each other", action="store_true")
+    add("--processes", "simulations at once (default: 1)", type=shared.count, metavar="N")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an algorithm found.
+
+    attainment  in the simulation of the whole placement at its predicted rate
+    at_wanted   at the rate that was asked for, if the target is missed at the predicted one; None otherwise
+    error       why there is no placement; empty if there is one
+    """
+
+    algorithm: str
+    placement: Placement | None = None
+    attainment: float = 0.0
+    at_wanted: float | None = None
+    error: str = ""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, and writes the placement."""
+    slo = _checked(args)
+    from quire.planning.cluster_file import read_cluster
+
+    cluster = read_cluster(args.cluster_file)
+    load = simulated.load_of(args.trace, args.requests, fitted=True)
+    maker = maker_of(args, cluster, load)
+    with simulated.workers_of(args.processes) as workers:
+        found = _search(args, maker, load, slo, workers)
+    best = _best(found, slo, args)
+    assert best.placement is not None
+    placement = _finished(args, best, maker, load, slo)
+    if args.output is not None:
+        placement.write(args.output)
+    if args.json:
+        print(placement.to_json(), end="")
+        return 0
+    simulated.print_load(load)
+    if len(found) > 1:
+        _print_algorithms(found, slo)
+    _print(placement, maker, slo, args.output)
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> Slo:
+    """The latency targets. Raises ConfigError for arguments that are missing or invalid."""
+    for name, what in (("cluster_file", "the machines"), ("trace", "the requests")):
+        if getattr(args, name) is None:
+            raise ConfigError(f"quire plan placement needs {FLAGS.get(name, '--' + name)} FILE with {what}")
+    given = options_from(args, ("plan",))
+    if given:
+        raise ConfigError(f"--{next(iter(given))} is for quire plan offload, not for placement")
+    simulated.check_seed(args.seed)
+    slo = simulated.slo_of(args)
+    simulated.check_targets(slo, "quire plan placement")
+    if not 0 < slo.attainment <= 1:
+        raise ConfigError(f"slo.attainment is {slo.attainment:g}; a plan needs a share above 0")
+    if args.output is not None:
+        shared.check_writable(args.output)
+    return slo
+
+
+def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Maker:
+    """What makes instances on the machines. Raises ConfigError."""
+    options = options_from(args, shared.ENGINE_SECTIONS)
+    lengths = load.workload.prompt_tokens + load.workload.columns.num_out
+    if not cluster.has_gpus:
+        from quire.simulation.search import OnCores
+        from quire.simulation.setup import LocalModel
+
+        files = LatencyFiles(args.latency, args.model)
+        model = LocalModel(args.model, options, args.config, files.of)
+        return OnCores(model, cluster, min(int(lengths.max()), model.sizes.max_context))
+    from quire.planning.devices import DEVICES, device_named
+    from quire.planning.latency import Link
+    from quire.simulation.hardware import Target
+    from quire.simulation.search import OnGpus
+    from quire.simulation.setup import HOP_SECONDS
+
+    nodes, network = cluster.nodes, cluster.network
+    if args.latency:
+        raise ConfigError("--latency is for instances on cores; those on GPUs are modelled from data sheets")
+    if nodes.device is None:
+        raise ConfigError(f"nodes.device is missing in {args.cluster_file}; the GPUs are {', '.join(DEVICES)}")
+    device = dataclasses.replace(device_named(nodes.device), memory=float(nodes.gpu_memory or 0))
+    inside, between = (
+        None if speed is None else Link(HOP_SECONDS, float(speed)) for speed in (network.inside, network.between)
+    )
+    target = Target(args.model, device, options, args.config, 1.0, inside, between, nodes.gpus)
+    context = target.config.model.max_context or target.shape.max_context
+    return OnGpus(target, cluster, min(int(lengths.max()), context))
+
+
+def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, workers: Workers | None) -> list[Found]:
+    """What each algorithm that is asked for finds."""
+    from quire.planning.placement import Budget, Search
+    from quire.simulation.search import Planner
+
+    planner = Planner(maker, load, slo, args.seed, workers)
+    chosen = [args.algorithm]
+    if args.algorithm == "auto":
+        chosen = ["apart" if maker.cluster.is_fast else "pairs", "mixed"]
+    chosen = list(ALGORITHMS) if args.ablation else chosen
+    _check_known(planner)
+    found = []
+    for algorithm in chosen:
+        with shared.progress(f"options ({algorithm})") as progress:
+            search = Search(
+                maker.cluster,
+                maker.needs,
+                planner.goodput_of,
+                args.rate,
+                planner.bound_of,
+                Budget(args.plan_seconds / len(chosen), time.monotonic),
+                partial(_tell, progress),
+                maker.options_of,
+            )
+            found.append(_place(args, algorithm, search, planner, workers))
+    return found
+
+
+def _tell(progress: Callable[[int, int], None], done: int, total: int, option: Option) -> None:
+    progress(done, total)
+
+
+def _check_known(planner: Planner) -> None:
+    """Raises ConfigError if the latencies of no instance are known."""
+    from quire.planning.candidates import Role, candidates
+
+    maker = planner.maker
+    reasons = [
+        maker.why_unknown(each)
+        for role in Role
+        for each in candidates(maker.cluster, maker.needs.num_layers, role)
+        if maker.needs.lack(each, maker.cluster) is None
+    ]
+    if reasons and all(reasons):
+        raise ConfigError(reasons[0])
+
+
+def _place(
+    args: argparse.Namespace, algorithm: str, search: Search, planner: Planner, workers: Workers | None
+) -> Found:
+    """What one algorithm finds, simulated as a whole with fresh seeds."""
+    from quire.planning import placement
+    from quire.simulation.search import CONFIRMATIONS, SEEDS
+
+    places: dict[str, Callable[[Search], Placement]] = {
+        "apart": placement.place_apart,
+        "pairs": placement.place_pairs,
+        "mixed": placement.place_mixed,
+    }
+    try:
+        found = planner.explained(places[algorithm](search))
+    except placement.PlacementError as error:
+        return Found(algorithm, error=str(error))
+    fresh = args.seed + SEEDS + CONFIRMATIONS
+
+    def attainment(rate: float) -> float:
+        runs = [planner.joint(found, rate, fresh + index) for index in range(JOINT_SEEDS)]
+        outcomes: list[Outcome] = [each.outcome() for each in runs] if workers is None else workers.run(runs)
+        return fmean(each.attainment(planner.slo) for each in outcomes)
+
+    share = attainment(found.predicted.rate)
+    misses = share < planner.slo.attainment and args.rate is not None
+    return Found(algorithm, found, share, attainment(args.rate) if misses else None)
+
+
+def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
+    """The one with the fewest units for the wanted rate, or with the highest rate, among those that reach the target.
+
+    Raises QuireError if there is no placement.
+    """
+    placed = [each for each in found if each.placement is not None and args.algorithm in (each.algorithm, "auto")]
+    if not placed:
+        raise QuireError(next(each.error for each in found if args.algorithm in (each.algorithm, "auto")))
+
+    def worth(each: Found) -> tuple[bool, bool, float, float]:
+        assert each.placement is not None
+        said = each.placement.predicted
+        share = each.attainment if each.at_wanted is None else each.at_wanted
+        cost = -said.cost if args.rate is not None else 0.0
+        return share >= slo.attainment - NEAR, said.fits, cost, said.rate
+
+    return max(placed, key=worth)
+
+
+def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, slo: Slo) -> Placement:
+    """The placement with what it was planned for and how."""
+    from quire.simulation.search import CONFIRMATIONS, SEEDS
+    from quire.version import __version__
+
+    assert best.placement is not None
+    warnings = list(best.placement.warnings)
+    share, rate = best.attainment, best.placement.predicted.rate
+    if best.at_wanted is not None:
+        share, rate = best.at_wanted, args.rate
+    if share < slo.attainment - NEAR:
+        warnings.append(
+            f"simulated as a whole, {share:.1%} of the requests meet both targets at {rate:.4g} requests/s, and"
+            f" {slo.attainment:.1%} are wanted; plan for a higher rate than is needed"
+        )
+    seeds = {"first": args.seed, "search": SEEDS, "confirm": CONFIRMATIONS, "joint": JOINT_SEEDS}
+    made = {
+        **best.placement.made,
+        "name": args.cluster_file.stem,
+        "command": command_of(args),
+        "version": __version__,
+        "seeds": seeds,
+        "origin": maker.origin.value,
+        **({} if best.at_wanted is None else {"wanted_rate": args.rate, "attainment_at_wanted_rate": best.at_wanted}),
+    }
+    targets = {"ttft": slo.ttft, "tpot": slo.tpot, "attainment": slo.attainment}
+    return dataclasses.replace(
+        best.placement,
+        predicted=dataclasses.replace(best.placement.predicted, attainment=best.attainment),
+        warnings=tuple(warnings),
+        workload=simulated.facts_of(load),
+        slo={name: value for name, value in targets.items() if math.isfinite(value)},
+        made=made,
+    )
+
+
+def command_of(args: argparse.Namespace) -> str:
+    """The command line that plans the same again."""
+    words = ["quire", "plan", "placement", args.model]
+    for name, usual in DEFAULTS.items():
+        value, flag = getattr(args, name), FLAGS.get(name, f"--{name.replace('_', '-')}")
+        if value is True:
+            words.append(flag)
+        elif value != usual:
+            for each in value if isinstance(value, list) else [value]:
+                words += [flag, str(each)]
+    if args.config is not None:
+        words += ["--config", str(args.config)]
+    for key, value in options_from(args, (*shared.ENGINE_SECTIONS, "slo")).items():
+        words += [f"--{key}", str(value)]
+    return shlex.join(words)
+
+
+def _print_algorithms(found: list[Found], slo: Slo) -> None:
+    rows = []
+    for each in found:
+        if each.placement is None:
+            rows.append((each.algorithm, each.error, "", "", "", ""))
+            continue
+        said = each.placement.predicted
+        instances = ", ".join(_described(one) for one in each.placement.instances)
+        wanted = "" if each.at_wanted is None else f", at the wanted rate {each.at_wanted:.1%}"
+        rows.append(
+            (
+                each.algorithm, instances, f"{said.cost:.4g}", f"{said.rate:.4g}", f"{said.rate_per_unit:.4g}",
+                f"{each.attainment:.1%}{wanted}",
+            )
+        )  # fmt: skip
+    unit = next((f"{each.placement.predicted.unit}s" for each in found if each.placement is not None), "units")
+    shared.print_table(
+        ("algorithm", "instances", unit, "requests/s", "per unit", "attained"),
+        rows,
+        left=("instances",),
+    )
+    print(
+        f"attained: share of requests that meet both targets in a simulation of the whole; {slo.attainment:.1%} wanted"
+    )
+
+
+def _described(each: Instances) -> str:
+    division = f"tp {each.tp} pp {each.pp}"
+    if "runtime.threads" in each.options:
+        division = f"{each.options['runtime.threads']} cores"
+    return f"{each.count} x {each.role} ({division})"
+
+
+def _print(placement: Placement, maker: Maker, slo: Slo, output: Path | None) -> None:
+    said, origin = placement.predicted, maker.origin.value
+    rows = [
+        (f"{each.count} x {each.role}", f"{each.tp}", f"{each.pp}", json.dumps(each.options))
+        for each in placement.instances
+    ]
+    print(f"\nplacement ({placement.made['algorithm']}, {origin} latencies)")
+    shared.print_table(("instances", "tp", "pp", "options"), rows, left=("options",))
+    print(
+        f"predicted ({origin}): {said.rate:.4g} requests/s on {said.cost:.4g} {said.unit}s, {said.rate_per_unit:.4g}"
+        f" per {said.unit}; simulated as a whole {said.attainment:.1%} of the requests meet both targets, wanted are"
+        f" {slo.attainment:.1%}"
+    )
+    if "wanted_rate" in placement.made:
+        share = placement.made["attainment_at_wanted_rate"]
+        print(f"at the wanted {placement.made['wanted_rate']:.4g} requests/s {share:.1%} do")
+    for warning in placement.warnings:
+        print(f"  {warning}")
+    if placement.rejected:
+        print(f"\nrejected, {origin} rates")
+        shared.print_table(
+            ("option", f"per {said.unit}", "why", "reason"),
+            [
+                (
+                    str(each.option), "" if each.rate_per_unit is None else f"{each.rate_per_unit:.4g}", each.why.value,
+                    each.reason,
+                )
+                for each in placement.rejected
+            ],
+            left=("why", "reason"),
+        )  # fmt: skip
+    if output is not None:
+        how = "quire simulate MODEL --hardware NAME" if maker.cluster.has_gpus else "quire serve MODEL"
+        print(f"written to {output}, for {how} --cluster.placement {output}")

@@ -1,0 +1,86 @@
+"""Draws what came of simulated loads, with matplotlib if it is installed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.evaluation.plot import load_figure, save_figure
+from quire.planning.goodput import Goodput
+from quire.simulation.outcome import Floats, Outcome, Slo
+
+SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4, 33))
+"""Factors of both targets: DistServe, section 6.2, calls them SLO scale. Below 1 they are tighter."""
+
+
+def save_simulation(
+    file: Path, outcomes: Mapping[float, Outcome], slo: Slo, title: str, goodput: Goodput | None = None
+) -> None:
+    """Draws the distributions of TTFT and TPOT by rate and, with targets, attainment over rate and over their scale.
+
+    file      its ending selects the format: .png, .svg, .pdf
+    outcomes  by rate in requests/s
+    goodput   its points are part of attainment over rate
+    Raises ConfigError if matplotlib is not installed or the file cannot be written.
+    """
+    has_targets = min(slo.ttft, slo.tpot) < math.inf
+    figure = load_figure()(figsize=(9.6, 7.2 if has_targets else 3.8), dpi=150, layout="constrained")
+    axes = figure.subplots(2 if has_targets else 1, 2).flatten()
+    for rate, outcome in outcomes.items():
+        answered = np.isfinite(outcome.last)
+        share = answered.mean()
+        name = f"{rate:.3g} requests/s" if math.isfinite(rate) else "all at once"
+        _draw_cdf(axes[0], outcome.ttft[answered], share, name)
+        _draw_cdf(axes[1], outcome.tpot[answered & (outcome.num_out > 1)], share, name)
+    for place, (metric, target) in enumerate((("TTFT", slo.ttft), ("TPOT", slo.tpot))):
+        axes[place].set_xlabel(f"{metric}, seconds")
+        axes[place].set_ylabel("share of requests")
+        axes[place].set_xscale("log")
+        axes[place].set_ylim(0, 1)
+        if math.isfinite(target):
+            axes[place].axvline(target, color="black", linewidth=0.8, linestyle="--")
+    axes[0].legend(fontsize="small")
+    if has_targets:
+        _draw_rates(axes[2], outcomes, slo, goodput)
+        _draw_scales(axes[3], outcomes, slo)
+    for each in axes:
+        each.grid(alpha=0.3)
+    figure.suptitle(title, parse_math=False)
+    save_figure(figure, file)
+
+
+def _draw_cdf(axes: Any, values: Floats, share: float, name: str) -> None:
+    """share: of the requests that have a value; the others never come."""
+    heights = share * np.arange(1, len(values) + 1) / max(1, len(values))
+    axes.step(np.sort(values), heights, where="post", label=name)
+
+
+def _draw_rates(axes: Any, outcomes: Mapping[float, Outcome], slo: Slo, goodput: Goodput | None) -> None:
+    points = {rate: outcome.attainment(slo) for rate, outcome in outcomes.items() if math.isfinite(rate)}
+    if goodput is not None:
+        points |= {point.rate: point.attainment for point in goodput.points}
+        if goodput.rate:
+            axes.axvline(goodput.rate, color="tab:green", linewidth=1, label=f"goodput {goodput.rate:.3g}")
+            axes.legend(fontsize="small")
+    rates = sorted(points)
+    axes.plot(rates, [points[rate] for rate in rates], marker="o", markersize=3)
+    axes.axhline(slo.attainment, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("requests/s")
+    axes.set_ylabel("share that meets both targets")
+    axes.set_ylim(0, 1.02)
+
+
+def _draw_scales(axes: Any, outcomes: Mapping[float, Outcome], slo: Slo) -> None:
+    for outcome in outcomes.values():
+        axes.plot(SCALES, [outcome.attainment(slo.scaled(scale)) for scale in SCALES])
+    axes.axhline(slo.attainment, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log")
+    axes.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    axes.minorticks_off()
+    axes.set_xlabel("scale of both targets")
+    axes.set_ylabel("share that meets both targets")
+    axes.set_ylim(0, 1.02)

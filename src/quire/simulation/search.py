@@ -1,0 +1,347 @@
+"""What a placement is searched with: the goodput and the upper bound of its options, by simulation.
+
+An option is an instance that computes prompts, one that decodes, one that does both, or a pair: see
+`quire.planning.candidates`. `OnGpus` makes them from data sheets, `OnCores` from latency models of this machine's kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.config import ClusterConfig, EngineConfig
+from quire.errors import ConfigError
+from quire.planning.bounds import Asked, Targets
+from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
+from quire.planning.cluster_file import ClusterSpec
+from quire.planning.goodput import Goodput, Verdict
+from quire.planning.latency import Link, Origin
+from quire.planning.placement_file import Placement, Rejected, Why
+from quire.planning.workload import Workload
+from quire.simulation.bulk import simulate_bulk
+from quire.simulation.hardware import Division, Target
+from quire.simulation.load import Attains, Load, Progress, Run, Simulation, Workers, bound_of, find_goodput
+from quire.simulation.outcome import Outcome, Slo
+from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip
+from quire.simulation.setup import HOP_SECONDS, LocalModel, Replicas, Setup, Ways, setup_of, ways_of
+
+TOLERANCE = 0.03
+"""Relative error of the goodput of an option."""
+
+SEEDS, CONFIRMATIONS = 2, 2
+"""Seeds that the goodput of an option is searched with, and fresh ones that confirm it."""
+
+PROCESS_BYTES = 400 << 20
+"""Of an instance without GPUs, beside weights and cache: libraries, code and what a step computes with."""
+
+MOST_TIMES = 2
+"""A placement is simulated with as many requests as one option, times its instances or this number."""
+
+
+class Maker(ABC):
+    """Instances of a model on the machines of a cluster.
+
+    cluster  the machines
+    longest  tokens of the longest request
+    """
+
+    cluster: ClusterSpec
+    longest: int
+
+    @property
+    @abstractmethod
+    def config(self) -> EngineConfig:
+        """Of all instances."""
+
+    @property
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What the model needs."""
+
+    @property
+    @abstractmethod
+    def origin(self) -> Origin:
+        """Of the latencies."""
+
+    @abstractmethod
+    def replicas(self, candidate: Candidate) -> Replicas:
+        """An instance. Raises ConfigError if its latencies are not known."""
+
+    @abstractmethod
+    def ways(self, option: Option) -> Ways:
+        """Of messages and caches, for instances like this option."""
+
+    @abstractmethod
+    def setup(self, placement: Placement) -> Setup:
+        """All instances of a placement."""
+
+    def options_of(self, candidate: Candidate) -> Mapping[str, Any]:
+        """Settings of an instance that differ from the defaults, by key."""
+        usual = EngineConfig().to_options()
+        given = self.config.to_options()
+        return {key: value for key, value in given.items() if value != usual[key] and value is not None}
+
+    def why_unknown(self, option: Option) -> str:
+        """Why the latencies of an option are not known; empty if they are."""
+        try:
+            for each in (option.prefill, option.decode) if isinstance(option, Pair) else (option,):
+                self.replicas(each)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+@dataclass
+class OnGpus(Maker):
+    """Instances on GPUs, by their data sheets. target: with the memory and the links of the cluster's machines."""
+
+    target: Target
+    cluster: ClusterSpec
+    longest: int
+    origin = Origin.MODELLED
+
+    def __post_init__(self) -> None:
+        self._made: dict[Candidate, Replicas] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        """See Maker."""
+        return self.target.config
+
+    @cached_property
+    def needs(self) -> Needs:
+        """See Maker."""
+        shape, target = self.target.shape, self.target
+        request = self.longest * target.token_bytes(target.config)
+        return Needs(
+            shape.num_layers, target.weight_bytes, request, 0.0, num_heads=shape.num_q_heads,
+            num_kv_heads=shape.num_kv_heads,
+        )  # fmt: skip
+
+    def replicas(self, candidate: Candidate) -> Replicas:
+        """See Maker."""
+        if candidate not in self._made:
+            (self._made[candidate],) = self._setup([candidate], None).replicas
+        return self._made[candidate]
+
+    def ways(self, option: Option) -> Ways:
+        """See Maker. Caches of a pair stay within machines."""
+        parts = (option.prefill, option.decode) if isinstance(option, Pair) else (option,)
+        return self._setup(parts, self._bulk(within=isinstance(option, Pair))).ways
+
+    def setup(self, placement: Placement) -> Setup:
+        """See Maker."""
+        within = placement.made["algorithm"] == "pairs"
+        divisions = [Division(each.role, each.count, each.tp, each.pp) for each in placement.instances]
+        found = self.target.setup(divisions, ClusterConfig(), self._bulk(within=within))
+        return dataclasses.replace(found, in_pairs=within)
+
+    def _setup(self, parts: Sequence[Candidate], bulk: Link | None) -> Setup:
+        return self.target.setup([Division(each.role, 1, each.tp, each.pp) for each in parts], ClusterConfig(), bulk)
+
+    def _bulk(self, *, within: bool) -> Link | None:
+        network = self.cluster.network
+        if within or network.between is None:
+            return None if network.inside is None else Link(HOP_SECONDS, float(network.inside))
+        return Link(HOP_SECONDS, float(network.between))
+
+
+@dataclass
+class OnCores(Maker):
+    """Instances on cores of machines like this one, with measured latencies.
+
+    model  resolves their configurations; its latencies are those of instances with as many threads as cores
+    """
+
+    model: LocalModel
+    cluster: ClusterSpec
+    longest: int
+    origin = Origin.FITTED
+
+    def __post_init__(self) -> None:
+        self._made: dict[Candidate, Replicas | ConfigError] = {}
+
+    @property
+    def config(self) -> EngineConfig:
+        """See Maker."""
+        return self.model.given({})
+
+    @cached_property
+    def needs(self) -> Needs:
+        """See Maker."""
+        sizes = self.model.sizes
+        return Needs(
+            self.model.shape.num_layers, sizes.weight_bytes, self.longest * sizes.bytes_per_token, PROCESS_BYTES
+        )
+
+    def options_of(self, candidate: Candidate) -> Mapping[str, Any]:
+        """See Maker. Weights and cache fill the memory that belongs to the cores."""
+        found = dict(super().options_of(candidate))
+        if self.config.cache.memory == "auto":
+            sizes = self.model.sizes
+            room = self.cluster.slot_memory * candidate.cores - sizes.weight_bytes - PROCESS_BYTES
+            chunks = self.config.scheduler.max_running * -(-sizes.max_context // PAGE_TOKENS)
+            found["cache.memory"] = int(min(room, chunks * (sizes.chunk_bytes + sizes.open_chunk_bytes)))
+        found.pop("runtime.threads", None)
+        return found
+
+    def replicas(self, candidate: Candidate) -> Replicas:
+        """See Maker."""
+        if candidate not in self._made:
+            options = {**self.options_of(candidate), "runtime.threads": candidate.cores}
+            try:
+                self._made[candidate] = self.model.replicas(candidate.role, options)
+            except ConfigError as error:
+                self._made[candidate] = error
+        found = self._made[candidate]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def ways(self, option: Option) -> Ways:
+        """See Maker."""
+        parts = (option.prefill, option.decode) if isinstance(option, Pair) else (option,)
+        return self._ways([self.replicas(each) for each in parts], within=isinstance(option, Pair))
+
+    def setup(self, placement: Placement) -> Setup:
+        """See Maker."""
+        within = placement.made["algorithm"] == "pairs"
+        found = []
+        for each in placement.instances:
+            cores = int(each.options["runtime.threads"])
+            one = self.replicas(Candidate(Role(each.role), cores=cores))
+            found.append(dataclasses.replace(one, count=each.count))
+        return setup_of(found, self._ways(found, within=within), ClusterConfig(), in_pairs=within)
+
+    def _ways(self, replicas: Sequence[Replicas], *, within: bool) -> Ways:
+        between = self.cluster.network.between
+        latencies = [each.plan.latency for each in replicas]
+        if within or between is None:
+            return ways_of(latencies)
+        ways = ways_of(latencies, "tcp")
+        speed = min(float(between), ways.bulk.bytes_per_second)
+        return dataclasses.replace(ways, bulk=Link(ways.bulk.latency, speed))
+
+
+@dataclass
+class Planner:
+    """Goodputs and bounds of options. What was found is kept.
+
+    load     of one instance or pair
+    slo      targets of the whole; a phase by itself must reach the square root of the share, so that both together
+             reach it if they miss independently
+    on_run   is told of each simulation
+    """
+
+    maker: Maker
+    load: Load
+    slo: Slo
+    seed: int = 0
+    workers: Workers | None = None
+    on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
+    found: dict[Option, Goodput] = field(default_factory=dict)
+
+    @cached_property
+    def asked(self) -> Asked:
+        """What the requests ask for at least."""
+        budget = self.maker.config.retain.budget
+        return Asked.of(self.load.workload, 1.0 if budget == "off" else budget)
+
+    def goodput_of(self, option: Option) -> Goodput:
+        """The goodput of one instance or pair, in requests/s."""
+        if option not in self.found:
+            self.found[option] = self._goodput(option)
+        return self.found[option]
+
+    def bound_of(self, option: Option) -> float:
+        """Requests/s per GPU or machine that an option never exceeds; 0 if its latencies are not known."""
+        if self.maker.why_unknown(option):
+            return 0.0
+        cluster = self.maker.cluster
+        return self._bound(option, self._slo(option)) * cluster.slots_of_unit / option.num_slots
+
+    def explained(self, placement: Placement) -> Placement:
+        """The placement, where options without latencies say so."""
+        rejected = []
+        for each in placement.rejected:
+            reason = "" if each.why is Why.UNFIT else self.maker.why_unknown(each.option)
+            rejected.append(Rejected(each.option, Why.UNFIT, reason) if reason else each)
+        return dataclasses.replace(placement, rejected=tuple(rejected))
+
+    def joint(self, placement: Placement, rate: float, seed: int) -> Simulation:
+        """All instances of a placement at once, with the router."""
+        times = min(MOST_TIMES, max(each.count for each in placement.instances))
+        load = dataclasses.replace(self.load, count=self.load.count * times)
+        return Joint(self.maker.setup(placement), load, rate, seed)
+
+    def _goodput(self, option: Option) -> Goodput:
+        if self.maker.why_unknown(option):
+            return Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
+        attains = Attains(self._simulation(option), self._slo(option), workers=self.workers, on_run=self.on_run)
+        ceiling = self._bound(option, Slo(attainment=0.0))
+        return find_goodput(attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=())
+
+    def _slo(self, option: Option) -> Slo:
+        """The targets that count for an option."""
+        alone = math.sqrt(self.slo.attainment)
+        if isinstance(option, Pair) or option.role is Role.MIXED:
+            return self.slo
+        if option.role is Role.PREFILL:
+            return Slo(ttft=self.slo.ttft, attainment=alone)
+        return Slo(tpot=self.slo.tpot, attainment=alone)
+
+    def _bound(self, option: Option, slo: Slo) -> float:
+        """Requests/s of one instance or pair."""
+        targets = Targets(slo.ttft, slo.tpot, slo.attainment)
+        if isinstance(option, Pair):
+            first, second = (bound_of(self.maker.replicas(each)) for each in (option.prefill, option.decode))
+            return min(first.prompts(self.asked, targets), second.decoding(self.asked, targets))
+        bound = bound_of(self.maker.replicas(option))
+        by_role = {Role.PREFILL: bound.prompts, Role.DECODE: bound.decoding, Role.MIXED: bound.mixed}
+        return by_role[option.role](self.asked, targets)
+
+    def _simulation(self, option: Option) -> Callable[[float, int], Simulation]:
+        """Makes the simulation of a rate and a seed."""
+        ways, load, replicas = self.maker.ways(option), self.load, self.maker.replicas
+        tpot = self.slo.tpot if math.isfinite(self.slo.tpot) else 0.0
+        if isinstance(option, Pair):
+            first, second = replicas(option.prefill), replicas(option.decode)
+            return lambda rate, seed: PairRun(
+                PromptRun(first, ways, load, tpot, rate, seed), DecodeRun(second, ways, load, rate, seed)
+            )
+        one = replicas(option)
+        if option.role is Role.PREFILL:
+            return lambda rate, seed: PromptRun(one, ways, load, tpot, rate, seed)
+        kind = DecodeRun if option.role is Role.DECODE else MixedRun
+        return lambda rate, seed: kind(one, ways, load, rate, seed)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A whole setup, of which only times count. Equal instances that do both skip steps where that is possible."""
+
+    setup: Setup
+    load: Load
+    rate: float
+    seed: int
+
+    @property
+    def count(self) -> int:
+        """See Simulation."""
+        return self.load.count
+
+    def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
+        """See Simulation."""
+        first, *others = self.setup.replicas
+        if others or first.role != Role.MIXED or not may_skip(first):
+            return Run(self.setup, self.load, self.rate, self.seed).outcome(progress)
+        workload: Workload = self.load.drawn(self.rate, self.seed)
+        found = simulate_bulk(workload, first.plan, first.count, capacity=first.capacity, progress=progress)
+        messages = 2 * (self.setup.ways.server + self.setup.ways.hop * self.setup.is_cluster)
+        return dataclasses.replace(found, first=found.first + messages, last=found.last + messages)

@@ -1,0 +1,267 @@
+"""`quire plan placement`: what it searches, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.cli import main, plan_placement
+from quire.planning.candidates import Candidate, Option, Pair, Role
+from quire.planning.cluster_file import ClusterSpec, Network, Nodes
+from quire.planning.devices import DEVICES
+from quire.planning.fitted import fit
+from quire.planning.goodput import Goodput, Verdict
+from quire.planning.latency import LatencyModel, Link
+from quire.planning.placement_file import Placement, Why, read_placement
+from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation import search
+from quire.simulation.hardware import Target
+from quire.simulation.load import Load
+from quire.simulation.outcome import Slo
+from quire.simulation.search import OnGpus, Planner
+from tests.tiny_models import save_tiny
+
+GIB = 1 << 30
+OPTIONS = ["--scheduler.max_running", "16", "--scheduler.token_budget", "128"]
+TARGETS = ["--slo.ttft", "0.3", "--slo.tpot", "0.05"]
+FEW = ["--requests", "16"]
+CORES = '[nodes]\ncores = 2\nmemory = "4GiB"\n'
+GPUS = '[nodes]\ngpus = 2\ngpu_memory = "80GB"\ndevice = "a100-80g"\n'
+
+
+def latency(threads: int) -> LatencyModel:
+    """Twice as fast with two threads, but for what no thread shares."""
+    coefficients = {"base": 0.003, "rows_from_1": 8e-4 / threads, "prompt_pairs": 1e-7, "context": 2e-6 / threads}
+    return LatencyModel({"threads": threads}, coefficients, (1,), {}, {}, {"shm": Link(0.001, 1e9)})
+
+
+def made_workload(count: int = 60, seed: int = 0) -> Workload:
+    random = np.random.default_rng(seed)
+    times = np.cumsum(random.exponential(0.2, count)).tolist()
+    return Workload(
+        "made",
+        [
+            Arrival(at, (Span(index, int(random.integers(8, 300))),), int(random.integers(1, 30)))
+            for index, at in enumerate(times)
+        ],
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    """Searches with fewer seeds and steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "TOLERANCE", 0.25)
+        for name in ("SEEDS", "CONFIRMATIONS"):
+            patch.setattr(search, name, 1)
+        patch.setattr(plan_placement, "JOINT_SEEDS", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, latency models, a trace and machines."""
+    found = tmp_path_factory.mktemp("placement")
+    save_tiny(found / "model", tokenizer=False)
+    for threads in (1, 2):
+        latency(threads).write(found / f"{threads}.json")
+    made_workload().write(found / "trace.jsonl")
+    (found / "cores.toml").write_text(CORES)
+    (found / "gpus.toml").write_text(GPUS)
+    return found
+
+
+def words_of(folder: Path, *more: str, machines: str = "cores", threads: tuple[int, ...] = (1, 2)) -> list[str]:
+    files = [word for count in threads for word in ("--latency", str(folder / f"{count}.json"))]
+    model = str(folder / "model") if machines == "cores" else "opt-13b"
+    return [
+        "plan", "placement", model, "--cluster.file", str(folder / f"{machines}.toml"), "--trace",
+        str(folder / "trace.jsonl"), *(files if machines == "cores" else ()), *OPTIONS, *FEW, *TARGETS, *more,
+    ]  # fmt: skip
+
+
+def planner(slo: Slo, count: int = 24) -> Planner:
+    """Options on two GPUs of OPT-13B."""
+    cluster = ClusterSpec(Nodes(gpus=2, gpu_memory=80 * 10**9, device="a100-80g"), Network())
+    small = {"scheduler.max_running": 16, "scheduler.token_budget": 256}
+    target = Target("opt-13b", DEVICES["a100-80g"], small, None, gpus=2)
+    workload = made_workload(count)
+    return Planner(OnGpus(target, cluster, 400), Load(workload, count, fit(workload)), slo)
+
+
+# The file.
+
+
+@pytest.fixture(scope="module")
+def placed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A placement for a rate that one instance does not serve."""
+    file = tmp_path_factory.mktemp("placed") / "placement.json"
+    assert main(words_of(folder, "--rate", "6", "--algorithm", "mixed", "--output", str(file))) == 0
+    return file
+
+
+def test_the_file_is_a_placement_with_all_that_it_was_made_for(placed: Path) -> None:
+    found = read_placement(placed)
+    assert found.slo == {"ttft": 0.3, "tpot": 0.05, "attainment": 0.9}
+    assert found.workload["name"] == "made" and found.workload["origin"] == "fitted"
+    assert found.made["origin"] == "fitted" and found.made["algorithm"] == "mixed"
+    assert found.made["seeds"] == {"first": 0, "search": 1, "confirm": 1, "joint": 1}
+    assert found.made["rejected"] and found.made["version"]
+    assert found.predicted.rate >= 6 and 0.8 <= found.predicted.attainment <= 1
+    for each in found.instances:
+        assert each.options["runtime.threads"] in (1, 2) and each.options["scheduler.token_budget"] == 128
+        assert 2 * GIB * int(each.options["runtime.threads"]) > int(each.options["cache.memory"]) > 0
+
+
+def test_the_command_of_the_file_plans_the_same_again(placed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = read_placement(placed).made["command"].split()
+    assert command[:3] == ["quire", "plan", "placement"]
+    place = command.index("--output") if "--output" in command else len(command)
+    assert main([*command[1:place], "--json"]) == 0
+    again, before = json.loads(capsys.readouterr().out), json.loads(placed.read_text())
+    assert again["instances"] == before["instances"] and again["predicted"] == before["predicted"]
+
+
+def test_quire_simulate_takes_the_file(placed: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [word for count in (1, 2) for word in ("--latency", str(folder / f"{count}.json"))]
+    simulate = ["simulate", str(folder / "model"), "--trace", str(folder / "trace.jsonl"), *files, *TARGETS]
+    assert main([*simulate, "--cluster.placement", str(placed), "--rate", "3", "--requests", "20", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = read_placement(placed).instances
+    assert [(each["role"], each["count"]) for each in found["instances"]] == [
+        (each.role, each.count) for each in wanted
+    ]
+    assert found["rates"][0]["attainment"] >= 0.9
+
+
+# The search.
+
+
+def test_cores_without_a_latency_model_are_rejected_with_the_reason(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "one.json"
+    assert main(words_of(folder, "--algorithm", "mixed", "--output", str(file), threads=(2,))) == 0
+    assert "mixed on 1 core" in capsys.readouterr().out
+    found = read_placement(file)
+    (rejected,) = found.made["rejected"]
+    assert (rejected["option"], rejected["why"]) == ("mixed on 1 core", Why.UNFIT)
+    assert "made with runtime.threads 2, not 1" in rejected["reason"]
+    assert found.instances[0].options["runtime.threads"] == 2
+
+
+def test_all_algorithms_are_shown_beside_each_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words_of(folder, "--ablation", "--plan.seconds", "0.01", "--algorithm", "mixed")) == 0
+    told = capsys.readouterr().out
+    table = told[told.index("algorithm  ") :].splitlines()
+    assert [line.split()[0] for line in table[1:4]] == [*plan_placement.ALGORITHMS]
+    assert "placement (mixed, fitted latencies)" in told and "untried" in told
+
+
+def test_modelled_gpus_need_no_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words_of(folder, "--algorithm", "mixed", "--plan.seconds", "0.5", machines="gpus")) == 0
+    told = capsys.readouterr().out
+    assert "predicted (modelled)" in told and "per GPU" in told and "rejected, modelled rates" in told
+
+
+OPTIONS_OF_GPUS: list[Option] = [
+    Candidate(Role.PREFILL), Candidate(Role.DECODE), Candidate(Role.MIXED),
+    Pair(Candidate(Role.PREFILL), Candidate(Role.DECODE)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS_OF_GPUS, ids=str)
+def test_the_rates_searched_for_an_option_straddle_the_target(option: Option) -> None:
+    slo = Slo(0.12, 0.026, 0.8)
+    made = planner(slo)
+    found, bound = made.goodput_of(option), made.bound_of(option) * option.num_slots
+    assert found.verdict is Verdict.FOUND and 0 < found.rate <= bound
+    shares = [share for _, share in found.points]
+    assert min(shares) < found.target <= max(shares)
+    is_phase = not isinstance(option, Pair) and option.role is not Role.MIXED
+    assert found.target == pytest.approx(math.sqrt(0.8) if is_phase else 0.8)
+
+
+def test_only_its_own_target_counts_for_a_phase() -> None:
+    """Without a target that it can miss, a phase is limited by its bound alone."""
+    free = planner(Slo(math.inf, 0.03, 0.9), 12)
+    prefill, decode = Candidate(Role.PREFILL), Candidate(Role.DECODE)
+    assert free.goodput_of(prefill).verdict is Verdict.UNBOUNDED
+    strict = planner(Slo(1e-4, 0.03, 0.9), 12)
+    assert strict.goodput_of(prefill).verdict is Verdict.INFEASIBLE and strict.bound_of(prefill) == 0.0
+    assert strict.bound_of(decode) == free.bound_of(decode) > 0
+
+
+def test_a_slow_network_costs_time_per_token() -> None:
+    fast, slow = planner(Slo(1.0, 0.03)), planner(Slo(1.0, 0.03))
+    slow.maker.cluster = ClusterSpec(
+        Nodes(count=2, gpus=2, gpu_memory=80 * 10**9, device="a100-80g"), Network(between=200_000_000)
+    )
+    decode, pair = Candidate(Role.DECODE), Pair(Candidate(Role.PREFILL), Candidate(Role.DECODE))
+    near, far = (each._simulation(decode)(2.0, 0).outcome() for each in (fast, slow))
+    assert far.tpot.mean() > 1.5 * near.tpot.mean()
+    near, far = (each._simulation(pair)(2.0, 0).outcome() for each in (fast, slow))
+    assert far.tpot.mean() == pytest.approx(near.tpot.mean())  # a pair shares a machine
+
+
+# What is refused.
+
+
+def test_errors_are_one_line_that_says_what_to_do(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unnamed.toml").write_text('[nodes]\ngpus = 2\ngpu_memory = "80GB"\n')
+    (tmp_path / "small.toml").write_text('[nodes]\ngpus = 1\ngpu_memory = "8GB"\ndevice = "t4"\n')
+    whole, gpus = words_of(folder), words_of(folder, machines="gpus")
+    machines = whole.index("--cluster.file")
+
+    def without(words: list[str], *flags: str) -> list[str]:
+        places = {place + more for flag in flags for place in (words.index(flag),) for more in (0, 1)}
+        return [word for place, word in enumerate(words) if place not in places]
+
+    cases: list[tuple[list[str], str]] = [
+        (without(whole, "--cluster.file"), "needs --cluster.file FILE with the machines"),
+        (without(whole, "--trace"), "needs --trace FILE with the requests"),
+        (without(whole, "--slo.ttft", "--slo.tpot"), "give --slo.ttft or --slo.tpot"),
+        ([*whole, "--slo.attainment", "0"], "slo.attainment is 0"),
+        ([*whole, "--plan.gpu", "1GiB"], "--plan.gpu is for quire plan offload, not for placement"),
+        ([*whole, "--rate", "0"], "'0' is not a number above 0"),
+        ([*whole, "--slo.ttft", "0.0001", "--slo.tpot", "0.0001"], "no option meets the latency targets"),
+        ([*whole, "--output", str(tmp_path / "no" / "folder.json")], "cannot write"),
+        ([*gpus, "--latency", str(folder / "1.json")], "those on GPUs are modelled"),
+        ([*gpus[: machines + 1], str(tmp_path / "unnamed.toml"), *gpus[machines + 2 :]], "nodes.device is missing"),
+        ([*gpus[: machines + 1], str(tmp_path / "small.toml"), *gpus[machines + 2 :]], "no option fits"),
+        (["plan", "offload", "x", "--cluster.file", "y"], "--cluster.file is for quire plan placement"),
+        (["plan", "hardware", "x", "--slo.ttft", "1"], "--slo.ttft is for quire plan placement"),
+    ]  # fmt: skip
+    for given, message in cases:
+        try:
+            code = main(given)
+        except SystemExit as error:
+            code = int(str(error.code))
+        told = capsys.readouterr().err
+        assert code == 2 and told.count("\n") == 1 and message in told, (given, told)
+
+
+def test_a_placement_that_misses_the_target_as_a_whole_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts promise what the whole does not keep if their goodput is thought to be five times as high."""
+    goodput_of = Planner.goodput_of
+
+    def boasted(self: Planner, option: Option) -> Goodput:
+        found = goodput_of(self, option)
+        return dataclasses.replace(found, rate=5 * found.rate)
+
+    monkeypatch.setattr(Planner, "goodput_of", boasted)
+    file = tmp_path / "boasted.json"
+    assert main(words_of(folder, "--algorithm", "mixed", "--output", str(file))) == 0
+    found: Placement = read_placement(file)
+    assert found.predicted.attainment < 0.5
+    assert any("simulated as a whole" in warning for warning in found.made["warnings"])

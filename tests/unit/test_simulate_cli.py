@@ -1,0 +1,381 @@
+"""`quire simulate`: what it simulates, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cli import latencies, main
+from quire.config import ClusterConfig
+from quire.planning.analytic import MODELS
+from quire.planning.bounds import Asked, Targets
+from quire.planning.devices import DEVICES
+from quire.planning.fitted import fit
+from quire.planning.latency import LatencyModel, Link
+from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.hardware import Division, Target, shape_of
+from quire.simulation.load import Load, Run, bound_of, run_many
+from quire.simulation.phases import DecodeRun, PairRun, PromptRun, arriving, prompts_of
+from quire.simulation.setup import LINKS, LocalModel, Setup, Ways
+from tests.tiny_models import save_tiny
+
+COEFFICIENTS = {"base": 0.004, "rows_from_1": 4e-4, "prompt_pairs": 1e-7, "context": 1e-6}
+OPTIONS = ["--cache.memory", "4MiB", "--scheduler.max_running", "16", "--scheduler.token_budget", "128"]
+TARGETS = ["--slo.ttft", "0.2", "--slo.tpot", "0.03"]
+GPU = ["llama-2-7b", "--hardware", "a100-80g"]
+
+
+def latency(**about: Any) -> LatencyModel:
+    return LatencyModel(about, COEFFICIENTS, (1,), {}, {"rows": (1, 600)})
+
+
+def made_workload(count: int = 60, rate: float = 8.0, seed: int = 0) -> Workload:
+    """Prompts of some lengths, of which half begin alike."""
+    random = np.random.default_rng(seed)
+    times = np.cumsum(random.exponential(1 / rate, count))
+    arrivals = []
+    for index, at in enumerate(times.tolist()):
+        own = Span(100 + index, int(random.integers(8, 300)))
+        shared = (Span(1, 64),) if index % 2 else ()
+        arrivals.append(Arrival(at, (*shared, own), int(random.integers(1, 40))))
+    return Workload("made", arrivals)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a latency model and a trace."""
+    found = tmp_path_factory.mktemp("simulate")
+    save_tiny(found / "model", tokenizer=False)
+    latency().write(found / "latency.json")
+    made_workload().write(found / "trace.jsonl")
+    return found
+
+
+@pytest.fixture
+def words(folder: Path) -> list[str]:
+    """A command that works."""
+    return [
+        "simulate", str(folder / "model"), "--trace", str(folder / "trace.jsonl"), "--latency",
+        str(folder / "latency.json"), *OPTIONS,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def local(folder: Path) -> Callable[..., LocalModel]:
+    def make(**options: Any) -> LocalModel:
+        usual = {"cache.memory": "4MiB", "scheduler.max_running": 16, "scheduler.token_budget": 128}
+        return LocalModel(str(folder / "model"), {**usual, **options}, None, lambda *_: latency())
+
+    return make
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([*words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+# Results.
+
+
+def test_attainment_counts_requests_that_meet_both_targets(
+    words: list[str], local: Callable[..., LocalModel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = Run(local().setup(ClusterConfig()), Load(made_workload(), 60), 20.0).outcome()
+    ttft, tpot = (float(np.quantile(values, 0.8)) for values in (outcome.ttft, outcome.tpot))
+    found = printed(capsys, *words, "--rate", "20", "--slo.ttft", str(ttft), "--slo.tpot", str(tpot))
+    both = float(((outcome.ttft <= ttft) & (outcome.tpot <= tpot)).mean())
+    apart = min((outcome.ttft <= ttft).mean(), (outcome.tpot <= tpot).mean())
+    assert found["rates"][0]["attainment"] == pytest.approx(both)
+    assert both < apart - 0.02
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Load:
+    return Load(made_workload(), 40, fit(made_workload()))
+
+
+def test_the_same_seed_gives_the_same_result_and_another_one_does_not(
+    local: Callable[..., LocalModel], fitted: Load
+) -> None:
+    setup = local().setup(ClusterConfig())
+    one, same, other = (Run(setup, fitted, 12.0, seed).outcome() for seed in (3, 3, 4))
+    assert np.array_equal(one.last, same.last) and one.used == same.used
+    assert not np.array_equal(one.last, other.last)
+
+
+def test_the_same_requests_arrive_at_another_rate(local: Callable[..., LocalModel], fitted: Load) -> None:
+    slow, fast = (Run(local().setup(ClusterConfig()), fitted, rate, 1).outcome() for rate in (2.0, 8.0))
+    assert np.array_equal(slow.num_in, fast.num_in) and np.allclose(slow.arrived, 4 * fast.arrived)
+
+
+def test_a_faster_load_waits_longer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = printed(capsys, *words, *TARGETS, "--rates", "2,40")["rates"]
+    assert (slow["rate"], fast["rate"]) == (2.0, 40.0)
+    assert slow["ttft"]["mean"] < fast["ttft"]["mean"] and slow["attainment"] > fast["attainment"]
+    by_scale = list(fast["attainment_by_scale"].values())
+    assert by_scale == sorted(by_scale) and by_scale[0] < by_scale[-1]
+
+
+def test_the_number_of_processes_changes_nothing(local: Callable[..., LocalModel]) -> None:
+    setup, load = local().setup(ClusterConfig(mixed=2)), Load(made_workload(20), 20)
+    runs = [Run(setup, load, rate, seed) for rate, seed in ((4.0, 0), (16.0, 1), (8.0, 2))]
+    for one, other in zip(run_many(runs), run_many(runs, processes=2), strict=True):
+        for field in ("arrived", "first", "last", "num_cached"):
+            assert np.array_equal(getattr(one, field), getattr(other, field)), field
+        assert one.used == other.used
+
+
+def test_progress_counts_the_requests_of_all_runs(local: Callable[..., LocalModel]) -> None:
+    told: list[tuple[int, int]] = []
+    load = Load(made_workload(5), 5)
+    run_many([Run(local().setup(ClusterConfig()), load)] * 2, progress=lambda *counts: told.append(counts))
+    assert told == [(done, 10) for done in range(1, 11)]
+
+
+def test_the_rates_of_a_search_straddle_the_target(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, *words, *TARGETS, "--goodput", "--requests", "200")["goodput"]
+    points = dict(found["points"])
+    reached = [rate for rate, share in points.items() if share >= found["target"]]
+    missed = [rate for rate, share in points.items() if share < found["target"]]
+    assert found["verdict"] == "found" and found["confirmed"] and reached and missed
+    assert any(found["rate"] <= rate <= found["rate"] * 1.5 for rate in missed)
+    assert found["attainment"] >= 0.9 and found["rate_per_unit"] == found["rate"]
+
+
+def test_every_block_says_where_its_numbers_come_from(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*words, *TARGETS, "--fit", "--cluster.prefill", "1", "--cluster.decode", "1", "--requests", "15"]) == 0
+    told = capsys.readouterr().out
+    assert "trace made (measured): 60 requests" in told
+    assert "requests (fitted)" in told and "KS distances" in told
+    assert "times in ms, from fitted latencies" in told
+    assert "1 ms between client and server (modelled)" in told and "caches at" in told
+    assert "time in transfer" in told and "prefill-0 busy" in told and "decode-0 busy" in told
+    assert "preemptions" in told and "steps outside the latency model's range" in told
+    assert "prompt tokens from" in told
+
+
+def test_a_picture_is_drawn(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "load.svg"
+    assert main([*words, *TARGETS, "--rates", "4,20", "--plot", str(file)]) == 0
+    assert "requests/s" in capsys.readouterr().out and file.read_bytes().startswith(b"<?xml")
+
+
+def test_steps_outside_the_range_are_counted(
+    words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataclasses.replace(latency(), ranges={"rows": (1.0, 2.0)}).write(tmp_path / "narrow.json")
+    place = words.index("--latency") + 1
+    found = printed(capsys, *words[:place], str(tmp_path / "narrow.json"), *words[place + 1 :])["rates"][0]
+    assert 0 < found["steps_outside"] < found["steps"]
+
+
+# What is simulated.
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("quire.engine.build.usable_cores", lambda: 4)
+    yield
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_instances_share_cores_and_memory_as_a_server_s(local: Callable[..., LocalModel]) -> None:
+    model = local(**{"cache.memory": "auto"})
+    alone = model.setup(ClusterConfig()).replicas[0].config
+    apart = model.setup(ClusterConfig(prefill=1, decode=2)).replicas
+    assert alone.runtime.threads == 4
+    threads = [each.config.runtime.threads for each in apart for _ in range(each.count)]
+    assert sorted(map(int, threads)) == [1, 1, 2]
+    memories = {each.config.cache.memory for each in apart}
+    assert all(int(memory) < int(alone.cache.memory) for memory in memories)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_placement_s_options_count_for_their_role(local: Callable[..., LocalModel]) -> None:
+    instances = (
+        Instances("prefill", 1, options={"runtime.threads": 3, "scheduler.token_budget": 256}),
+        Instances("decode", 1, options={"runtime.threads": 1}),
+    )
+    setup = local().setup(ClusterConfig(), Placement(instances, Predicted(1.0, 1.0, "machine", 1.0, 0.9)))
+    found = {each.role: each.config for each in setup.replicas}
+    assert (found["prefill"].runtime.threads, found["decode"].runtime.threads) == (3, 1)
+    assert (found["prefill"].scheduler.token_budget, found["decode"].scheduler.token_budget) == (256, 128)
+    assert [*setup.places] == ["prefill-0", "decode-0"]
+
+
+def test_ways_are_measured_where_a_latency_model_has_them() -> None:
+    ways = Ways.of({"hop": Link(0.002, 1.0), "shm": Link(0.001, 5e8)})
+    assert (ways.hop, ways.bulk, ways.measured) == (0.002, Link(0.001, 5e8), {"hop", "shm"})
+    assert (ways.disk, Ways.of({}, "tcp").bulk) == (LINKS["disk"], LINKS["tcp"])
+
+
+def test_a_kept_model_with_these_settings_is_found(
+    words: list[str], local: Callable[..., LocalModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from quire.evaluation.latency_bench import settings_of
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    latencies.kept_folder().mkdir(parents=True)
+    model = local()
+    kept = latency(**settings_of(model.model_id, model.resolved({})[0]))
+    kept.write(latencies.kept_folder() / "kept.json")
+    place = words.index("--latency")
+    without = words[:place] + words[place + 2 :]
+    assert printed(capsys, *without)["instances"][0]["latency"] == "fitted"
+    dataclasses.replace(kept, about={**kept.about, "codec": "nuq3"}).write(latencies.kept_folder() / "kept.json")
+    assert main(without) == 2
+    told = capsys.readouterr().err
+    assert "no latency model is kept" in told and "quire bench latency" in told
+
+
+def test_the_bound_of_a_rate_is_never_exceeded(local: Callable[..., LocalModel]) -> None:
+    workload, everything = made_workload(80), Targets(np.inf, np.inf, 0.0)
+    setup = local().setup(ClusterConfig())
+    bound = bound_of(setup.replicas[0]).mixed(Asked.of(workload), everything)
+    outcome = Run(setup, Load(workload, 80), 5 * bound).outcome()
+    assert 0.4 * bound < 80 / outcome.seconds <= bound
+
+
+def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., LocalModel]) -> None:
+    setup, load = local().setup(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
+    first, second = setup.replicas
+    tandem = PairRun(
+        PromptRun(first, setup.ways, load, 0.01, 10.0, 0), DecodeRun(second, setup.ways, load, 10.0, 0)
+    ).outcome()
+    whole = Run(setup, load, 10.0).outcome()
+    assert tandem.ttft.mean() == pytest.approx(whole.ttft.mean(), rel=0.05)
+    assert tandem.tpot.mean() == pytest.approx(whole.tpot.mean(), rel=0.1)
+
+
+def test_conversations_keep_their_lengths_in_each_part() -> None:
+    arrivals = [
+        Arrival(0.0, (Span(1, 10), Span(2, 5)), 7),
+        Arrival(0.0, (Span(3, 4),), 3, after=0, pause=1.0),
+        Arrival(2.0, (Span(1, 10),), 2),
+        Arrival(0.0, (Span(4, 6),), 1, after=1, pause=0.5),
+    ]
+    workload = Workload("turns", arrivals)
+    prompts = prompts_of(workload, tpot=0.1)
+    assert prompts.prompt_tokens.tolist() == workload.prompt_tokens.tolist() == [15, 26, 10, 35]
+    assert prompts.columns.num_out.tolist() == [1, 1, 1, 1]
+    assert prompts.columns.pause.tolist() == pytest.approx([0.0, 1.6, 0.0, 0.7])
+    moved = arriving(workload, np.array([0.3, 5.0, 0.1, 9.0]))
+    assert moved.prompt_tokens.tolist() == [10, 15, 26, 35] and moved.columns.after.tolist() == [-1] * 4
+    assert moved.columns.at.tolist() == [0.1, 0.3, 5.0, 9.0] and moved.cached_tokens.tolist() == [0, 0, 0, 0]
+
+
+# Hardware that is not here.
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama-3-8b"])
+def test_a_model_in_numbers_has_their_parameters(name: str) -> None:
+    assert shape_of(name).num_parameters == MODELS[name].params
+
+
+@pytest.mark.parametrize(("name", "device", "tp"), [("llama-2-7b", "a100-80g", 1), ("opt-175b", "h200", 8)])
+def test_a_flat_cache_holds_as_many_tokens_as_the_memory(name: str, device: str, tp: int) -> None:
+    """The second one's cache is larger than page ids reach, so that one byte stands for several."""
+    target = Target(name, DEVICES[device], {}, None)
+    setup: Setup = target.setup([Division("mixed", 1, tp)], ClusterConfig(), alone=True)
+    sizes, model = setup.replicas[0].plan.sizes, target.latency(tp, 1)
+    assert setup.replicas[0].plan.shape.num_layers == 1
+    assert sizes.tokens == pytest.approx(model.cache_tokens, rel=0.01)
+    seconds = setup.ways.bulk.seconds(sizes.bytes_per_token * 1000)
+    assert seconds == pytest.approx(
+        Link(setup.ways.bulk.latency, DEVICES[device].between).seconds(model.transfer_bytes(1000)), rel=0.01
+    )
+
+
+def test_encoded_weights_and_cache_leave_room_for_more(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    trace = ["--trace", str(folder / "trace.jsonl"), "--requests", "5"]
+    plain, packed = (
+        printed(capsys, "simulate", *GPU, *trace, *more)["instances"][0]["cache_tokens"]
+        for more in ([], ["--model.weights", "g4", "--cache.codec", "g4"])
+    )
+    assert packed > 4 * plain
+
+
+# What is refused.
+
+
+def test_errors_are_one_line_that_says_what_to_do(
+    words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = ["--trace", str(folder / "trace.jsonl")]
+    latency(threads=7).write(tmp_path / "threads.json")
+    (tmp_path / "bad.json").write_text("[]")
+    two = Placement((Instances("mixed", 1, tp=2),), Predicted(1.0, 1.0, "GPU", 1.0, 0.9))
+    two.write(tmp_path / "two.json")
+    cases: list[tuple[list[str], str]] = [
+        ([*words, "--goodput"], "--goodput needs a latency target: give --slo.ttft or --slo.tpot"),
+        ([*words, "--seed", "-1"], "--seed is -1"),
+        ([*words, "--rate", "0"], "'0' is not a number above 0"),
+        ([*words, "--rates", "1,x"], "'x' is not a number above 0"),
+        ([*words, "--parallel.tp", "2"], "--parallel.tp is for GPUs that are not here"),
+        ([*words, "--hardware", "h100"], "--latency is measured and --hardware is modelled"),
+        ([*words[:2], *trace, "--hardware", "h9000"], "device 'h9000' is unknown"),
+        (["simulate", "opt-66b", *trace], "name GPUs for it with --hardware"),
+        (["simulate", "opt-66b", "--hardware", "t4", *trace], "raise --parallel.tp or --parallel.pp"),
+        (["simulate", *GPU, *trace, "--retain.threshold", "0.9"], "simulate with retain.budget instead"),
+        (["simulate", *GPU, *trace, "--cache.memory", "200GiB"], "cache.memory is 200GiB"),
+        ([*words[:2], *trace, "--latency", str(tmp_path / "threads.json")], "made with runtime.threads 7"),
+        ([*words[:2], *trace, "--latency", str(tmp_path / "bad.json")], "not a latency model"),
+        ([*words[:2], *trace, "--latency", f"decode={folder / 'latency.json'}"], "no --latency is for instances"),
+        ([*words, "--cluster.placement", str(tmp_path / "two.json")], "--hardware NAME simulates more"),
+        ([*words, "--trace", str(tmp_path / "none.csv")], "cannot read the workload"),
+        ([*words, "--retain.threshold", "0.9"], "simulate with retain.budget instead"),
+        ([*words, "--plot", "load.txt"], "its ending selects the format"),
+    ]  # fmt: skip
+    for given, message in cases:
+        try:
+            code = main(given)
+        except SystemExit as error:
+            code = int(str(error.code))
+        told = capsys.readouterr().err
+        assert code == 2 and told.count("\n") == 1 and message in told, (given, told)
+
+
+def test_a_role_may_have_a_latency_model_of_its_own(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = {name: 10 * value for name, value in COEFFICIENTS.items()}
+    dataclasses.replace(latency(), coefficients=slow).write(tmp_path / "slow.json")
+    parts = ["--cluster.prefill", "1", "--cluster.decode", "1", "--rate", "2", "--requests", "20"]
+    usual, mine = (
+        printed(capsys, *words, *parts, *more)["rates"][0]
+        for more in ([], ["--latency", f"decode={tmp_path / 'slow.json'}"])
+    )
+    assert mine["ttft"]["p50"] == pytest.approx(usual["ttft"]["p50"], rel=0.02)
+    assert mine["tpot"]["p50"] > 5 * usual["tpot"]["p50"]
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_what_the_latencies_do_not_know_is_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--runtime.threads", "3", "--cluster.mixed", "2", "--model.max_context", "64", "--requests", "8"]
+    warnings = printed(capsys, *words, *more)["warnings"]
+    assert len(warnings) == 2
+    assert "do not fit into the context of 64 tokens" in warnings[0]
+    assert "6 threads would share the 4 cores" in warnings[1]
+
+
+def test_every_word_of_the_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    told = capsys.readouterr().out
+    for flag in itertools.chain(("--trace", "--latency", "--hardware", "--parallel.tp", "--goodput"), ("--slo.ttft",)):
+        assert flag in told
