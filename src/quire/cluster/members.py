@@ -248,7 +248,7 @@ def choose(
 
     def first_of(candidates: list[Member]) -> Member:
         if routing == "expected" and not others and not avoided:
-            return min(_soonest(candidates, cached, num_tokens), key=Member.fullness)
+            return _emptiest(_soonest(candidates, cached, num_tokens))
         return min(candidates, key=first_token)
 
     is_half = not computing or not decoding  # the roles of one half may be down
@@ -280,6 +280,16 @@ def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) 
                 seconds[place] = (each.num_rows + rows) * each.seconds_per_row
     least = min(seconds)
     return [each for each, time in zip(members, seconds, strict=True) if time <= least * (1 + 1e-9)]
+
+
+def _emptiest(members: list[Member]) -> Member:
+    """The first of the least full members, of many."""
+    by_batch = [len(each.sequences) / (1 if each.ready is None else each.ready.batch or 1) for each in members]
+    least = min(by_batch)  # nobody is less full than that, and mostly memory is no narrower
+    for each, share in zip(members, by_batch, strict=True):
+        if share == least and each.fullness() == least:
+            return each
+    return min(members, key=Member.fullness)
 
 
 class Work(NamedTuple):
