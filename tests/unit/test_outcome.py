@@ -83,10 +83,8 @@ def test_three_requests_wait_as_by_hand(stages: int, expected: list[float]) -> N
 @pytest.mark.parametrize("stages", [1, 2])
 def test_an_instance_is_the_queue_of_the_formulas(stages: int) -> None:
     times = poisson_arrivals(7.0, 400, np.random.default_rng(0))
-    if stages == 1:
-        expected = waits(times, np.full(len(times), 0.1)) + 0.1
-    else:
-        expected = tandem(times, [0.05, 0.05]) - times
+    expected = tandem(times, [0.1 / stages] * stages) - times
+    assert stages > 1 or expected == pytest.approx(waits(times, 0.1) + 0.1)
     for name, found in served(times.tolist(), 0.1, stages).items():
         np.testing.assert_allclose(found, expected, atol=1e-9, err_msg=name)
 

@@ -1,8 +1,12 @@
-"""Plan how a model runs on less memory than it needs, before it runs.
+"""Plan how a model runs before it runs: on less memory than it needs, or on which instances of a cluster.
 
 quire plan hardware MODEL --output machine.json
 quire plan offload MODEL --hardware machine.json --only-weights --output policy.json
 quire plan offload MODEL --plan.gpu 16GiB --plan.cpu 200GiB --plan.disk 1500GiB --input-tokens 512 --output-tokens 32
+quire plan placement MODEL --cluster.file cluster.toml --trace requests.csv --slo.ttft 0.4 --slo.tpot 0.1 --rate 20 \\
+    --output placement.json
+quire plan auto MODEL --plan.memory 2GiB --plan.quality 0.01 --trace requests.csv --slo.ttft 2 --slo.tpot 0.1 \\
+    --text sample.txt --output quire.toml
 
 hardware measures this machine for a model: reads and writes of the disk in --folder, copies in memory, the products and
 the attention of a layer, and the output head. Then it generates with some of the weights on the disk, and fits what the
@@ -14,6 +18,19 @@ tier, and what limits it. If nothing fits, it prints the missing memory. --hardw
 t4: the machine of FlexGen's paper, with the constants of its public code. With t4 MODEL may also be a config.json
 without weights. --output writes the policy as JSON. --plot draws throughput over block size, and over the seconds until
 a block is done.
+
+placement finds the instances that serve the requests of a trace within the latency targets with the fewest GPUs or
+machines, or with --rate left out the most requests with all of them: how many compute prompts, decode or do both, and
+how each is divided. Options are simulated. Those on GPUs have modelled latencies, and MODEL may be a name such as
+opt-66b; those on cores have the latencies of --latency, or of kept models of quire bench latency. The best placement is
+simulated again as a whole. --output writes it for quire serve --cluster.placement and for quire simulate.
+
+auto finds the settings that serve most requests of a trace within --plan.memory, of those that lose at most
+--plan.quality: weights, codec, outlier slots, retention, roles and, with --tiers.disk, whether the disk is used. A
+setting that is given is not searched. Quality is measured with --text, and the steps of engines with engines, within
+--plan.seconds (300). Both are kept for later plans of this model. What is not measured follows from its parts, and says
+so. With --hardware NAME it plans for GPUs that need not be here, parallelism included, and all of it is modelled.
+--plot draws goodput over quality. --output writes a file for quire serve --config.
 """
 
 from __future__ import annotations
@@ -23,19 +40,28 @@ from pathlib import Path
 from types import ModuleType
 
 from quire.arguments import Arguments
-from quire.cli import plan_hardware, plan_offload
-from quire.config import add_flags
+from quire.cli import plan_auto, plan_hardware, plan_offload, plan_placement
+from quire.config import add_flags, options_from
 from quire.errors import ConfigError
 
-ACTIONS: dict[str, ModuleType] = {"offload": plan_offload, "hardware": plan_hardware}
-SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime", "plan")
+ACTIONS: dict[str, ModuleType] = {
+    "offload": plan_offload,
+    "hardware": plan_hardware,
+    "placement": plan_placement,
+    "auto": plan_auto,
+}
+SECTIONS = ("model", "cache", "retain", "tiers", "offload", "attention", "scheduler", "runtime", "plan", "slo")
+OF_LOADS = ("tiers", "slo")
+"""Sections that only plans for requests have."""
+OF_AUTO = ("plan.memory", "plan.quality")
+"""Settings that only `quire plan auto` has."""
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command. Flags of one action that are not given leave no trace in the namespace."""
-    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help="offload or hardware")
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id, smollm2, or a config.json")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the policy, or the profile, as JSON")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result: JSON, with auto TOML")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
     for name, action in ACTIONS.items():
@@ -49,6 +75,11 @@ def run(args: argparse.Namespace) -> int:
     for name, other in ACTIONS.items():
         for flag in other.DEFAULTS:
             if flag not in chosen.DEFAULTS and flag in args:
-                raise ConfigError(f"--{flag.replace('_', '-')} is for quire plan {name}, not for {args.action}")
+                spelled = getattr(other, "FLAGS", {}).get(flag, f"--{flag.replace('_', '-')}")
+                raise ConfigError(f"{spelled} is for quire plan {name}, not for {args.action}")
+    for key in options_from(args, OF_LOADS) if args.action not in ("placement", "auto") else ():
+        raise ConfigError(f"--{key} is for quire plan placement and auto, not for {args.action}")
+    for key in (key for key in OF_AUTO if key in args and args.action != "auto"):
+        raise ConfigError(f"--{key} is for quire plan auto, not for {args.action}")
     found: int = chosen.run(argparse.Namespace(**{**chosen.DEFAULTS, **vars(args)}))
     return found

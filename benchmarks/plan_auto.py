@@ -1,0 +1,234 @@
+"""Whether `quire plan auto` chooses well: at most eight of its finalists run for real, the chosen one and the default
+among them.
+
+    python benchmarks/plan_auto.py --data DIR --out DIR --traces conv,code --memory 600MiB --seconds 900
+
+DIR of --data has traces/ and text/. For each trace the requests of at most --longest tokens are planned for. A finalist
+is served with `quire serve --config`, and the trace's first requests are sent at several rates, open loop, each for
+--load-seconds: a ladder of rates from the predicted one, up while the target is reached and down while it is missed.
+Its goodput is the rate at which attainment falls to the target, between two rates on a straight line. All finalists get
+the same requests. The quality that the chosen one loses is measured on a text that the plan has not seen.
+
+Prints the measured and the predicted goodputs, and whether: the traces have different configurations; the chosen one
+has at least 0.9 of the best goodput; the default loses to both by at least 10 %; the loss is within the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, format_table, hardware, hardware_line
+from load import Asked, attainment, completions, replay
+from servers import ServerError, quire_server
+
+from quire.config import ClusterConfig, EngineConfig, describe
+from quire.evaluation.auto_local import machine_of
+from quire.evaluation.curves import Quality, Text
+from quire.planning.curves import Loss
+from quire.planning.space import Settings, Space
+from quire.planning.traces import read_workload, tokens
+from quire.planning.workload import Arrival, Workload
+
+VOCABULARY = range(1000, 20000)
+TRACES = {
+    "conv": "AzureLLMInferenceTrace_conv.csv",
+    "code": "AzureLLMInferenceTrace_code.csv",
+    "mooncake": "mooncake_conversation.jsonl",
+}
+STEP = 1.15
+"""Ratio of neighbouring rates of the ladder."""
+
+
+def part_of(data: Path, trace: str, longest: int, most: int) -> Workload:
+    """The first requests of a trace that fit."""
+    whole = read_workload(data / "traces" / TRACES[trace])
+    fits = [each for each in whole.arrivals if each.num_in + each.num_out <= longest and each.after < 0][:most]
+    return Workload(trace, [Arrival(each.at - fits[0].at, each.prompt, each.num_out) for each in fits])
+
+
+def plan(args: argparse.Namespace, trace: str, file: Path) -> dict[str, Any]:
+    """What `quire plan auto` says."""
+    command = [
+        sys.executable, "-m", "quire", "plan", "auto", args.model, "--trace", file, "--plan.memory", args.memory,
+        "--plan.quality", args.quality, "--plan.seconds", args.seconds, "--slo.ttft", args.ttft,
+        "--slo.tpot", args.tpot, "--text", args.data / "text" / args.text, "--windows", args.windows,
+        "--processes", args.processes, "--output", args.out / f"{trace}.toml", "--json", *args.more,
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    (args.out / f"{trace}.json").write_text(done.stdout)
+    return found
+
+
+def finalists(planned: dict[str, Any], most: int) -> list[dict[str, Any]]:
+    """The chosen settings, the default, and the best others by prediction."""
+    found = {each["settings"]: each for each in (planned["chosen"], planned["default"])}
+    for each in sorted(planned["finalists"], key=lambda each: -each["goodput"]["rate"]):
+        if len(found) < most:
+            found.setdefault(each["settings"], each)
+    return list(found.values())
+
+
+def configuration(options: dict[str, Any], file: Path) -> None:
+    """Writes a file for `quire serve --config`."""
+    engine = {key: value for key, value in options.items() if not key.startswith(("cluster.", "parallel."))}
+    cluster = {key: value for key, value in options.items() if key.startswith("cluster.")}
+    groups = (EngineConfig.from_options(engine), ClusterConfig.from_options(cluster))
+    file.write_text("\n".join(describe(group, {}) for group in groups))
+
+
+def measured(args: argparse.Namespace, load: Workload, finalist: dict[str, Any], log: Path) -> dict[str, float]:
+    """Attainment by rate of a finalist that serves, at rates around the target."""
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "quire.toml"
+        configuration(finalist["options"], file)
+        with quire_server(log, args.model, "--config", file) as server:
+            send = completions(server.url, args.model)
+            asyncio.run(replay([Asked(0.3 * n, [700 + n] * 200, 6) for n in range(6)], send))
+            shares: dict[float, float] = {}
+            rate = finalist["goodput"]["rate"] or args.least
+            while len(shares) < args.most_rates:
+                shares[rate] = share_of(args, load, rate, send)
+                print(f"  {finalist['settings']}: {rate:.3f}/s {shares[rate]:.1%}", file=sys.stderr, flush=True)
+                good = [each for each, share in shares.items() if share >= args.attainment]
+                bad = [each for each, share in shares.items() if share < args.attainment]
+                if good and bad and min(bad) / max(good) <= STEP * 1.001:
+                    break
+                if not bad:
+                    rate = max(good) * STEP
+                elif not good:
+                    rate = min(bad) / STEP
+                else:
+                    rate = (max(good) * min(bad)) ** 0.5
+            return {f"{rate:.4f}": share for rate, share in sorted(shares.items())}
+
+
+def share_of(args: argparse.Namespace, load: Workload, rate: float, send: Any) -> float:
+    """The share of requests that meet both targets at a rate."""
+    part = load.first(max(12, round(rate * args.load_seconds))).at_rate(rate)
+    prompts = tokens(part, VOCABULARY, 0)
+    columns = part.columns
+    asked = [
+        Asked(at, prompt, count)
+        for at, prompt, count in zip(columns.at.tolist(), prompts, columns.num_out.tolist(), strict=True)
+    ]
+    return attainment(asyncio.run(replay(asked, send)), args.ttft, args.tpot)
+
+
+def knee(shares: dict[str, float], target: float) -> float:
+    """The rate at which attainment falls to the target; the highest that reached it if none has missed it."""
+    points = sorted((float(rate), share) for rate, share in shares.items())
+    good = [rate for rate, share in points if share >= target]
+    if not good:
+        return 0.0
+    low = max(good)
+    above = next(share for rate, share in points if rate == low)
+    later = [(rate, share) for rate, share in points if rate > low]
+    if not later:
+        return low
+    high, below = later[0]
+    return low + (high - low) * (above - target) / max(above - below, 1e-9)
+
+
+def held_out(args: argparse.Namespace, options: dict[str, Any]) -> Loss | None:
+    """The loss of settings on a text that the plan has not seen."""
+    space = Space.of(machine_of(args.model, EngineConfig(), {}))
+    settings = next((each for each in space.settings() if _same(each, options)), None)
+    if settings is None:
+        return None
+    with tempfile.TemporaryDirectory() as name:
+        text = Text.read(args.data / "text" / args.held_out)
+        quality = Quality(args.model, {}, None, space, text, num_windows=args.windows, folder=Path(name))
+        quality.measure(settings, args.windows, float("inf"))
+        return quality.losses.measured(settings)
+
+
+def _same(settings: Settings, options: dict[str, Any]) -> bool:
+    return all(options.get(key) == value for key, value in settings.options.items())
+
+
+def report(args: argparse.Namespace, trace: str) -> None:
+    """Plans, runs finalists, and prints what came of them."""
+    load = part_of(args.data, trace, args.longest, args.requests)
+    file = args.out / f"{trace}.jsonl"
+    load.write(file)
+    planned = plan(args, trace, file)
+    rows, goodputs = [], {}
+    for number, each in enumerate(finalists(planned, args.finalists)):
+        try:
+            shares = measured(args, load, each, args.out / f"{trace}-{number}.log")
+        except ServerError as error:
+            print(f"{each['settings']}: {error}", file=sys.stderr)
+            continue
+        goodputs[each["settings"]] = knee(shares, args.attainment)
+        with (args.out / "measured.jsonl").open("a") as out:
+            out.write(json.dumps({"trace": trace, "settings": each, "shares": shares}) + "\n")
+        mark = ", ".join(name for name in ("chosen", "default") if each["settings"] == planned[name]["settings"])
+        rows.append([
+            each["settings"], mark, f"{each['goodput']['rate']:.3f}", f"{goodputs[each['settings']]:.3f}",
+            f"{each['loss']['value']:.2%} ({each['loss']['origin']})",
+        ])  # fmt: skip
+    print(f"\n{trace}: {len(load.arrivals):,} requests, mean {load.mean_in:.0f} in, {load.mean_out:.0f} out")
+    print(format_table(["settings", "", "predicted/s", "measured/s", "loss"], rows))
+    chosen, default = (goodputs.get(planned[name]["settings"], 0.0) for name in ("chosen", "default"))
+    best = max(goodputs.values())
+    print(f"chosen / best {chosen / best:.3f} (at least 0.9: {_yes(chosen >= 0.9 * best)})")
+    print(f"default / chosen {default / chosen if chosen else 0:.3f} (at most 0.9: {_yes(default <= 0.9 * chosen)})")
+    print(f"default / best {default / best:.3f} (at most 0.9: {_yes(default <= 0.9 * best)})")
+    loss = held_out(args, planned["chosen"]["options"])
+    if loss is not None:
+        print(
+            f"loss on {args.held_out}: {loss.value:.2%} +- {loss.value_error or 0:.2%} ({loss.how}; within"
+            f" {float(args.quality):.2%}: {_yes(loss.value <= float(args.quality))})"
+        )
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "NO"
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="plans, logs and results")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--traces", default="conv,code", help=f"of {', '.join(TRACES)} (default: conv,code)")
+    parser.add_argument("--memory", default="600MiB", help="plan.memory (default: 600MiB)")
+    parser.add_argument("--quality", default="0.01", help="plan.quality (default: 0.01)")
+    parser.add_argument("--seconds", default="900", help="plan.seconds (default: 900)")
+    parser.add_argument("--text", default="wiki.test.raw", help="to measure quality with (default: wiki.test.raw)")
+    parser.add_argument("--held-out", default="war_and_peace.txt", help="to judge it (default: war_and_peace.txt)")
+    parser.add_argument("--windows", type=int, default=12, help="of each text (default: 12)")
+    parser.add_argument("--ttft", type=float, default=2.0)
+    parser.add_argument("--tpot", type=float, default=0.1)
+    parser.add_argument("--attainment", type=float, default=0.9)
+    parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
+    parser.add_argument("--requests", type=int, default=3000, help="of a trace (default: 3000)")
+    parser.add_argument("--finalists", type=int, default=8, help="that run for real (default: 8)")
+    parser.add_argument("--load-seconds", type=float, default=90.0, help="of each rate (default: 90)")
+    parser.add_argument("--most-rates", type=int, default=7, help="of each finalist (default: 7)")
+    parser.add_argument("--least", type=float, default=0.1, help="first rate if none is predicted (default: 0.1)")
+    parser.add_argument("--processes", type=int, default=2, help="simulations at once (default: 2)")
+    parser.add_argument("more", nargs="*", help="further flags of quire plan auto, after --")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(ROOT / "src"))
+    print(hardware_line(hardware()))
+    for trace in args.traces.split(","):
+        report(args, trace)
+    texts = [(args.out / f"{trace}.json").read_text() for trace in args.traces.split(",")]
+    options = [json.loads(text)["chosen"]["options"] for text in texts]
+    differ = {key for key in options[0] if any(each[key] != options[0][key] for each in options)} - {"cache.memory"}
+    print(f"\nthe traces differ in: {', '.join(sorted(differ)) or 'NOTHING'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""How well the simulator predicts a server: the same requests at the same moments, served and simulated.
+
+    python benchmarks/simulation_fidelity.py --data DIR --out fidelity.jsonl              # serves for hours
+    python benchmarks/simulation_fidelity.py --data DIR --report fidelity.jsonl           # compares, in minutes
+
+DIR has traces/. Sides: `mixed` is one process with a dense cache, `apart` a prefill and a decode instance with nuq3 and
+retention. Each repeat of a side first answers a profile of synthetic requests, whose steps the server logs
+(runtime.step_log); then, at each rate, the first requests of each trace that fit --longest tokens, for --seconds, with
+the trace's own order and gaps scaled to the rate. No step of a trace is used for fitting.
+
+The report fits a latency model to the steps of the profiles alone, takes the seconds between client and engine from a
+few lonely requests of the profiles, simulates every load, and prints attainment, mean TTFT and mean TPOT beside the
+measured ones; the rate at which attainment falls to 90 %, measured and predicted; and the repeats that were dropped
+because other programs took more than --quiet of a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import format_table, hardware, hardware_line
+from load import Answered, Asked, Send, completions, replay
+from servers import Server, quire_server
+
+from quire.cache.costs import LATENCY
+from quire.config import EngineConfig
+from quire.engine.build import resolve
+from quire.engine.capacity import Capacity
+from quire.load import find_calibration
+from quire.models.resolve import resolve_model
+from quire.models.weights import open_model
+from quire.planning.latency import LatencyModel, Link
+from quire.planning.latency_fit import fit
+from quire.planning.step_log import read_steps
+from quire.planning.traces import read_workload, tokens
+from quire.planning.workload import Arrival, Workload
+from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
+from quire.simulation.engine import Plan, make_engine
+from quire.simulation.events import Events
+from quire.simulation.outcome import Outcome, Slo
+from quire.simulation.simulate import simulate
+
+VOCABULARY = range(1000, 20000)
+TRACES = {"conv": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
+COMMON = {"cache.memory": "768MiB", "scheduler.max_running": "48", "model.weights": "dequantized"}
+SIDES: dict[str, dict[str, str]] = {
+    "mixed": {},
+    "apart": {"cache.codec": "nuq3", "retain.budget": "0.5", "cluster.prefill": "1", "cluster.decode": "1"},
+}
+HOP = 0.0005
+LONELY = 6
+"""Requests of a profile that are alone, from which the seconds between client and engine follow."""
+
+
+def profile(seed: int, seconds: float, rate: float, longest: int) -> list[Asked]:
+    """Lonely requests, then Poisson arrivals of lengths between 8 and `longest`, at rates from a third of `rate` up."""
+    rng, at, found = random.Random(seed), 0.0, list[Asked]()
+
+    def prompt(length: int) -> list[int]:
+        return [rng.choice(VOCABULARY) for _ in range(length)]
+
+    for number in range(LONELY):
+        found.append(Asked(at, prompt(48 + 40 * number), 12))
+        at += 1.6
+    begun = at
+    while at < begun + seconds:
+        at += rng.expovariate(rate * (0.35 + 1.1 * (at - begun) / seconds))
+        num_in = int(np.exp(rng.uniform(np.log(8), np.log(longest * 0.8))))
+        num_out = int(np.exp(rng.uniform(np.log(4), np.log(min(200, longest - num_in)))))
+        found.append(Asked(at, prompt(num_in), max(1, num_out)))
+    return found
+
+
+def load_of(data: Path, trace: str, longest: int, rate: float, seconds: float, repeat: int) -> Workload:
+    """Requests of a trace that fit, at a rate, from another place of the trace in each repeat."""
+    whole = read_workload(data / "traces" / TRACES[trace])
+    fits = [each for each in whole.arrivals if each.num_in + each.num_out <= longest]
+    count = max(8, round(rate * seconds))
+    part = fits[repeat * count : (repeat + 1) * count]
+    moved = [Arrival(each.at - part[0].at, each.prompt, each.num_out) for each in part]
+    return Workload(trace, moved).at_rate(rate)
+
+
+@contextmanager
+def serving(side: str, args: argparse.Namespace, folder: Path) -> Iterator[tuple[Server, Send]]:
+    """A server of a side, which logs its steps."""
+    words = [word for key, value in {**COMMON, **SIDES[side]}.items() for word in (f"--{key}", value)]
+    log = folder / "steps.log"
+    with quire_server(folder / f"{side}.log", args.model, *words, "--runtime.step_log", log) as server:
+        yield server, completions(server.url, args.model)
+
+
+def lines_of(folder: Path) -> dict[str, int]:
+    """How many lines each log of steps has."""
+    return {file.name: len(file.read_bytes().splitlines()) for file in folder.glob("steps*.log")}
+
+
+def busy_seconds() -> float:
+    """Processor seconds of all programs since the start of the machine."""
+    fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return sum(fields[:3] + fields[5:8]) / 100
+
+
+def own_seconds(pids: list[int]) -> float:
+    """Processor seconds of this process and of the server's."""
+    total = time.process_time()
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / 100
+    return total
+
+
+def family(pid: int) -> list[int]:
+    """A process and its children, and theirs."""
+    found = [pid]
+    for each in found:
+        for task in Path(f"/proc/{each}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Measures all sides and appends what came of every load."""
+    for repeat in range(args.repeats):
+        for side in args.sides:
+            with tempfile.TemporaryDirectory() as name, serving(side, args, Path(name)) as (server, send):
+                folder = Path(name)
+                asyncio.run(replay([Asked(0.3 * n, [700 + n] * 200, 6) for n in range(4)], send))
+                before = lines_of(folder)
+                lonely = asyncio.run(
+                    replay(profile(repeat, args.profile, args.rates[side][-1] * 0.6, args.longest), send)
+                )
+                time.sleep(0.5)
+                keep_steps(args, side, repeat, folder, before, lonely[:LONELY], server)
+                points = [(trace, rate) for trace in args.traces for rate in args.rates[side]]
+                random.Random(repeat).shuffle(points)
+                for trace, rate in points:
+                    load = load_of(args.data, trace, args.longest, rate, args.seconds, repeat)
+                    prompts = tokens(load, VOCABULARY, repeat)
+                    asked = [
+                        Asked(each.at, prompt, each.num_out)
+                        for each, prompt in zip(load.arrivals, prompts, strict=True)
+                    ]
+                    pids = family(server.process.pid)
+                    busy, own, begun = busy_seconds(), own_seconds(pids), time.monotonic()
+                    answers = asyncio.run(replay(asked, send))
+                    seconds = time.monotonic() - begun
+                    others = (busy_seconds() - busy - own_seconds(pids) + own) / seconds
+                    keep(args, {
+                        "kind": "load", "side": side, "trace": trace, "rate": rate, "repeat": repeat, "others": others,
+                        "ttft": [each.ttft for each in answers], "tpot": [each.tpot for each in answers],
+                        "errors": [each.error for each in answers if each.error],
+                    })  # fmt: skip
+                    ok = [each for each in answers if not each.error]
+                    print(
+                        f"{side} {trace} {rate:g}/s repeat {repeat}: {len(answers)} requests, TTFT"
+                        f" {statistics.mean(each.ttft for each in ok):.3f} s, TPOT"
+                        f" {1e3 * statistics.mean(each.tpot for each in ok):.1f} ms, others {others:.2f}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
+
+def keep_steps(
+    args: argparse.Namespace, side: str, repeat: int, folder: Path, before: dict[str, int], lonely: list[Answered],
+    server: Server,
+) -> None:  # fmt: skip
+    """Keeps the steps of a profile, and what the instances had measured."""
+    state = None
+    if side == "apart":
+        with urllib.request.urlopen(f"{server.url}/v1/cluster") as page:
+            state = json.load(page)["instances"]
+    for file in sorted(folder.glob("steps*.log")):
+        lines = file.read_text().splitlines()
+        head = lines[0]
+        keep(args, {
+            "kind": "steps", "side": side, "repeat": repeat, "log": file.name, "head": head,
+            "lines": lines[max(1, before.get(file.name, 1)) :],
+        })  # fmt: skip
+    keep(args, {
+        "kind": "lonely", "side": side, "repeat": repeat, "cluster": state,
+        "requests": [[len(each.asked.prompt), each.asked.num_out, each.ttft, each.tpot] for each in lonely],
+    })  # fmt: skip
+
+
+def keep(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Appends a record."""
+    with args.out.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+class Simulated:
+    """One side as the simulator sees it, from its profiles."""
+
+    def __init__(self, side: str, records: list[dict[str, Any]], model: str, repeats: list[int]) -> None:
+        self.side = side
+        options = {**COMMON, **{key: value for key, value in SIDES[side].items() if not key.startswith("cluster")}}
+        steps = [
+            each for each in records if each["kind"] == "steps" and each["side"] == side and each["repeat"] in repeats
+        ]
+        self.models: dict[str, LatencyModel] = {}
+        speeds: list[float] = []
+        for role in ("mixed",) if side == "mixed" else ("prefill", "decode"):
+            of_role = [each for each in steps if side == "mixed" or f".{role}-" in each["log"]]
+            with tempfile.TemporaryDirectory() as name:
+                files = []
+                for number, each in enumerate(of_role):
+                    files.append(Path(name) / f"{number}.log")
+                    files[-1].write_text("\n".join((each["head"], *each["lines"])) + "\n")
+                logged = read_steps(files)
+            self.models[role] = fit(logged.records, {"model": model})
+            speeds += logged.speeds
+        self.bulk = Link(LATENCY, statistics.median(speeds)) if speeds else Link(LATENCY, 0.5e9)
+        given = EngineConfig.from_options({**options, "runtime.threads": 2 if side == "mixed" else 1})
+        path = resolve_model(model)
+        calibration = find_calibration(path, given)
+        with open_model(path) as checkpoint:
+            config, sizes = resolve(given, checkpoint.shape, checkpoint, calibration)
+            shape = checkpoint.shape
+        self.plans = {role: Plan(shape, config, sizes, found, calibration) for role, found in self.models.items()}
+        lonely = [
+            each for each in records if each["kind"] == "lonely" and each["side"] == side and each["repeat"] in repeats
+        ]
+        self.capacities = {}
+        for each in lonely[-1]["cluster"] or ():
+            self.capacities[each["role"]] = Capacity(
+                each["prompt_rows"], each["batch"], each["seconds_per_row"], each["seconds_per_step"]
+            )
+        self.overhead = 0.0
+        gaps = []
+        for each in lonely:
+            load = Workload(
+                "lonely", [Arrival(2.0 * n, ((n, row[0]),), row[1]) for n, row in enumerate(each["requests"])]
+            )  # type: ignore[arg-type]
+            found = self.run(load, [[5] * row[0] for row in each["requests"]])
+            gaps += [row[2] - said for row, said in zip(each["requests"], found.ttft.tolist(), strict=True)]
+        self.overhead = max(0.0, statistics.median(gaps)) / 2
+
+    def front(self, events: Events) -> Front:
+        """What takes the requests."""
+        if self.side == "mixed":
+            return Alone(events, partial(make_engine, self.plans["mixed"]), overhead=self.overhead)
+        places = [
+            Place(f"{role}-0", role, partial(make_engine, plan), self.capacities[role])
+            for role, plan in self.plans.items()
+        ]
+        return SimulatedCluster(events, places, hop=HOP, bulk=self.bulk, fetches=False, overhead=self.overhead)
+
+    def run(self, load: Workload, prompts: list[list[int]]) -> Outcome:
+        """Simulates a load."""
+        return simulate(load, prompts, self.front)
+
+
+def knee(rates: list[float], shares: list[float], target: float) -> float:
+    """The rate at which attainment falls to the target: between two rates on a straight line."""
+    for (low, above), (high, below) in zip(
+        zip(rates, shares, strict=True), zip(rates[1:], shares[1:], strict=False), strict=False
+    ):
+        if above >= target > below:
+            return low + (high - low) * (above - target) / (above - below)
+    return rates[-1] if shares[-1] >= target else 0.0
+
+
+def report(args: argparse.Namespace) -> None:
+    """Compares."""
+    records = [json.loads(line) for line in args.report.read_text().splitlines()]
+    print(hardware_line(hardware()))
+    slo = Slo(args.ttft, args.tpot)
+    for side in dict.fromkeys(each["side"] for each in records):
+        loads = [each for each in records if each["kind"] == "load" and each["side"] == side]
+        kept = [each for each in loads if each["others"] <= args.quiet]
+        repeats = sorted({each["repeat"] for each in loads})
+        simulated = Simulated(side, records, args.model, repeats)
+        for role, model in simulated.models.items():
+            print(
+                f"{side} {role}: {model.counts['steps']} steps, measured / fitted {model.residuals['p10']:.3f}"
+                f" {model.residuals['p50']:.3f} {model.residuals['p90']:.3f}, sum {model.residuals['total']:.3f}"
+            )
+        print(
+            f"{side}: {1e3 * simulated.overhead:.1f} ms each way; {len(loads) - len(kept)} of {len(loads)} repeats"
+            " dropped"
+        )
+        for trace in dict.fromkeys(each["trace"] for each in kept):
+            rows, measured, predicted = [], [], []
+            rates = sorted({each["rate"] for each in kept if each["trace"] == trace})
+            for rate in rates:
+                at_rate = [each for each in kept if (each["trace"], each["rate"]) == (trace, rate)]
+                real, said = [], []
+                for each in at_rate:
+                    load = load_of(args.data, trace, args.longest, rate, args.seconds, each["repeat"])
+                    outcome = simulated.run(load, tokens(load, VOCABULARY, each["repeat"]))
+                    ttft, tpot = np.array(each["ttft"]), np.array(each["tpot"])
+                    real.append((float(((ttft <= slo.ttft) & (tpot <= slo.tpot)).mean()), ttft.mean(), tpot.mean()))
+                    said.append((outcome.attainment(slo), outcome.ttft.mean(), outcome.tpot.mean()))
+                (a, f, p), (b, g, q) = (np.mean(each, 0) for each in (real, said))
+                spread = max(each[0] for each in real) - min(each[0] for each in real)
+                measured.append(a)
+                predicted.append(b)
+                rows.append([
+                    f"{rate:g}", len(real), f"{100 * a:.1f}", f"{100 * b:.1f}", f"{100 * spread:.1f}", f"{f:.3f}",
+                    f"{g:.3f}", f"{100 * (g / f - 1):+.1f}", f"{1e3 * p:.1f}", f"{1e3 * q:.1f}",
+                    f"{100 * (q / p - 1):+.1f}",
+                ])  # fmt: skip
+            print(f"\n{side}, {trace}; SLO {args.ttft:g} s, {args.tpot:g} s")
+            print(format_table(
+                [
+                    "rate", "repeats", "met %", "said %", "spread", "TTFT s", "said", "error %", "TPOT ms", "said",
+                    "error %",
+                ],
+                rows,
+            ))  # fmt: skip
+            left, right = knee(rates, measured, slo.attainment), knee(rates, predicted, slo.attainment)
+            if left and right:
+                print(
+                    f"rate at {slo.attainment:.0%}: measured {left:.3f}, predicted {right:.3f}"
+                    f" ({right / left - 1:+.1%})"
+                )
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="serve, and append what comes of it")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="compare what --out has written")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--sides", default="mixed,apart")
+    parser.add_argument("--traces", default="conv,code")
+    parser.add_argument("--mixed-rates", default="0.2,0.35,0.5,0.65,0.8,0.95")
+    parser.add_argument("--apart-rates", default="0.15,0.25,0.35,0.45,0.55,0.65")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of each load (default: 90)")
+    parser.add_argument("--profile", type=float, default=90.0, help="seconds of a profile (default: 90)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
+    parser.add_argument("--ttft", type=float, default=2.0)
+    parser.add_argument("--tpot", type=float, default=0.1)
+    parser.add_argument("--quiet", type=float, default=0.1, help="cores that other programs may take (default: 0.1)")
+    args = parser.parse_args()
+    args.sides, args.traces = args.sides.split(","), args.traces.split(",")
+    args.rates = {side: [float(each) for each in getattr(args, f"{side}_rates").split(",")] for side in SIDES}
+    if args.out is not None:
+        serve(args)
+    if args.report is not None:
+        report(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`quire plan auto`: the settings that serve most requests within a memory, for the quality that may be lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.arguments import Arguments
+from quire.cli import shared, simulated
+from quire.cli.latencies import kept_folder
+from quire.config import ClusterConfig, EngineConfig, PlanConfig, format_bytes, options_from, sources
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.evaluation.auto import Means, Planner
+    from quire.simulation.load import Load
+    from quire.simulation.outcome import Slo
+
+DEFAULTS: dict[str, Any] = {
+    "trace": None,
+    "plan_seconds": 300.0,
+    "seed": 0,
+    "processes": 1,
+    "text": None,
+    "context": None,
+    "windows": None,
+    "plot": None,
+    "hardware": None,
+}
+FLAGS = {"plan_seconds": "--plan.seconds"}
+"""How arguments are spelled, where it differs from their names."""
+
+DECIDED = {
+    "cache.memory": "plan.memory says how much there is for everything",
+    "cluster.placement": "it decides the instances, too; quire plan placement plans them for given settings",
+    "offload.mode": "its weights are in memory; quire plan offload plans for less memory than they need",
+    "cache.sparse_values": "it is not among what is searched",
+}
+"""Settings that may not be given, and why."""
+
+
+def add_arguments(parser: Arguments) -> None:
+    """The arguments that only this action has."""
+
+    def add(flag: str, text: str, **settings: Any) -> None:
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
+
+    text = "text to measure quality with; without it only curves of earlier plans are used"
+    add("--text", text, type=Path, metavar="FILE")
+    add("--context", "tokens of a window of the text (default: 1024)", type=shared.count, metavar="N")
+    add("--windows", "windows of the text at most (default: 12)", type=shared.count, metavar="N")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, prints the result, and writes the configuration."""
+    planner = planner_of(args)
+    from quire.cli import plan_auto_shown as shown
+
+    if not args.json:
+        simulated.print_load(planner.wish.load)
+    found = planner.run()
+    if args.plot is not None:
+        from quire.evaluation.auto_plot import save_frontier
+
+        title = f"{args.model}, {planner.wish.load.workload.name}, {format_bytes(planner.wish.memory)}"
+        save_frontier(args.plot, found, planner.space, planner.wish.quality, title, planner.unit)
+    if args.output is not None:
+        _write(args.output, shown.configuration(planner, found, args.model, args.output))
+    if args.json:
+        print(json.dumps(shown.facts(planner, found), indent=2, allow_nan=False))
+    else:
+        shown.show(planner, found)
+        if args.output is not None:
+            print(f"\nquire serve {args.model} --config {args.output}")
+    return 0
+
+
+def planner_of(args: argparse.Namespace) -> Planner:
+    """Everything that a plan needs, checked. Raises ConfigError."""
+    if args.trace is None:
+        raise ConfigError("quire plan auto needs --trace FILE: the requests to plan for")
+    slo = simulated.slo_of(args)
+    simulated.check_targets(slo, "quire plan auto")
+    if args.seed < 0:
+        raise ConfigError(f"--seed is {args.seed}; it must be at least 0")
+    plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
+    options = options_from(args, shared.ENGINE_SECTIONS)
+    config, cluster = EngineConfig.from_options(options, args.config), ClusterConfig.from_options({}, args.config)
+    given = given_of(options, args.config, config, cluster)
+    for key, reason in DECIDED.items():
+        if key in given:
+            raise ConfigError(f"{key} is {given[key]!r}, and quire plan auto does not take it: {reason}")
+    if args.plot is not None:
+        from quire.evaluation.plot import check_figure
+
+        check_figure(args.plot)
+        shared.check_writable(args.plot)
+    if args.output is not None:
+        shared.check_writable(args.output)
+    from quire.evaluation.auto import Means, Wish
+    from quire.evaluation.auto_local import LocalPlanner, free_bytes, machine_of
+    from quire.evaluation.curves import WINDOWS, Text
+    from quire.planning.auto import RUNGS
+    from quire.planning.space import Space
+
+    text = None if args.text is None else Text.read(args.text)
+    load = simulated.load_of(args.trace, RUNGS[-1].requests, fitted=True)
+    means = Means(kept_folder(), text, args.context, args.windows or WINDOWS, args.processes, progress=_teller())
+    common = load, slo
+    if args.hardware is not None:
+        return _on_hardware(args, options, given, common, means, plan)
+    memory = free_bytes(config) if plan.memory is None else plan.memory
+    wish = Wish(*common, memory, plan.quality, args.plan_seconds, args.seed)
+    return LocalPlanner(args.model, options, args.config, Space.of(machine_of(args.model, config, given)), wish, means)
+
+
+def _on_hardware(
+    args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any], common: tuple[Load, Slo], means: Means,
+    plan: PlanConfig,
+) -> Planner:  # fmt: skip
+    from quire.evaluation.auto import Wish
+    from quire.evaluation.auto_hardware import HardwarePlanner, machine_of
+    from quire.evaluation.curves import Quality
+    from quire.planning.analytic import MODELS
+    from quire.planning.devices import device_named
+    from quire.planning.space import Space
+
+    if plan.memory is not None:
+        raise ConfigError("--plan.memory is for this machine; a GPU of --hardware has the memory of its data sheet")
+    if given.get("tiers.disk") is not None:
+        raise ConfigError("--tiers.disk is for this machine; the disks of --hardware are not known")
+    device = device_named(args.hardware)
+    space = Space.of(machine_of(given))
+    has_files = args.model.lower() not in MODELS and not args.model.endswith(".json")
+    quality = None
+    if has_files:
+        quality = Quality(
+            args.model, options, args.config, space, means.text, context=means.context, num_windows=means.num_windows
+        )
+    elif means.text is not None:
+        raise ConfigError(f"{args.model} has no weights to measure quality with; leave --text out")
+    wish = Wish(*common, int(device.memory), plan.quality, args.plan_seconds, args.seed)
+    return HardwarePlanner(args.model, options, args.config, space, wish, means, device, quality)
+
+
+def given_of(
+    options: dict[str, Any], file: Path | None, config: EngineConfig, cluster: ClusterConfig
+) -> dict[str, Any]:
+    """The settings that flags or the file give, by key."""
+    values = {**config.to_options(), **cluster.to_options()}
+    origins = sources(options, file, shared.ENGINE_SECTIONS) | sources({}, file, ("cluster",))
+    return {key: values[key] for key, origin in origins.items() if origin != "default"}
+
+
+def _teller() -> Callable[[str, int, int], None]:
+    """Tells what is done, in lines on stderr: one for each thing, and then one every PLAIN_SECONDS."""
+    import time
+
+    before, last = "", 0.0
+
+    def told(what: str, done: int, total: int) -> None:
+        nonlocal before, last
+        now = time.monotonic()
+        if what != before or now - last >= shared.PLAIN_SECONDS:
+            before, last = what, now
+            print(f"quire: {what}, {done}/{total} done", file=sys.stderr, flush=True)
+
+    return told
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from None

@@ -1,0 +1,388 @@
+"""`quire plan auto`: from what is known of settings to points of the search, and their goodput by simulation.
+
+`quire.evaluation.auto_local` plans for this machine, `quire.evaluation.auto_hardware` for GPUs that need not be here.
+The seconds of a plan are divided: a part for quality, a part for the steps of engines, and the rest for simulations.
+What is known from earlier plans is not measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from quire.config import ClusterConfig, EngineConfig
+from quire.errors import ConfigError
+from quire.evaluation.curves import WINDOWS, Quality, Text
+from quire.evaluation.trying import Maker, Parts, Trying
+from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial
+from quire.planning.bounds import Asked, Bound, Targets
+from quire.planning.composed import profile_of
+from quire.planning.curves import BEYOND, NOTHING, Loss
+from quire.planning.fitted import fit
+from quire.planning.goodput import Goodput, Verdict
+from quire.planning.latency import Latency, Origin
+from quire.planning.points import Found, Left, Point, Room, Why
+from quire.planning.space import NOT_OF_ENGINES, Settings, Space
+from quire.planning.workload import Workload
+from quire.simulation.load import Load, Simulation, Workers
+from quire.simulation.outcome import Slo
+
+QUALITY_PART, SPEED_PART, REFINE_PART = 0.3, 0.6, 0.5
+"""Shares of the seconds by which quality and steps are measured, and of those left before the last rung by which its
+points are measured more closely.
+"""
+
+ACCEPTED_GAPS = 0.15
+"""Kolmogorov-Smirnov distance of the gaps up to which requests are drawn with gaps of a gamma distribution."""
+
+SLOW = 5
+"""Times as long that a simulation takes which cannot skip steps."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is planned for.
+
+    load     requests; their number is each rung's own
+    memory   bytes for everything
+    quality  loss that may be
+    seconds  for all of the plan
+    """
+
+    load: Load
+    slo: Slo
+    memory: int
+    quality: float
+    seconds: float
+    seed: int = 0
+
+    @property
+    def targets(self) -> Targets:
+        """The latency targets, for bounds."""
+        return Targets(self.slo.ttft, self.slo.tpot, self.slo.attainment)
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a plan is made with.
+
+    folder       of kept latency models
+    text         to measure quality with; None: only kept curves are used
+    context      tokens of a window; None: as many as usual
+    num_windows  most windows
+    processes    simulations at once
+    progress     is told what is done, how much of it, and all
+    clock        seconds; that of the system if simulations are to end in time
+    """
+
+    folder: Path
+    text: Text | None = None
+    context: int | None = None
+    num_windows: int = WINDOWS
+    processes: int = 1
+    progress: Progress = lambda what, done, total: None
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Settings that have room.
+
+    config  of an engine, without automatic values
+    """
+
+    room: Room
+    config: EngineConfig
+
+
+def within(workload: Workload, most: int) -> Workload | None:
+    """The requests of at most `most` tokens, prompt and answer; None if there are none. What follows one that is left
+    out is longer, and left out as well.
+    """
+    columns = workload.columns
+    fits = workload.prompt_tokens + columns.num_out <= most
+    if fits.all():
+        return workload
+    places = np.cumsum(fits) - 1
+    kept = [
+        replace(each, after=int(places[each.after]) if each.after >= 0 else -1)
+        for each, is_kept in zip(columns, fits, strict=True)
+        if is_kept
+    ]
+    return Workload(workload.name, kept) if kept else None
+
+
+class Planner(ABC):
+    """Plans for a kind of machine.
+
+    name, options, file  as for `LLM`, without cache.memory
+    quality              what is known, and measured; None for a model without a checkpoint
+    left                 settings that are not searched, and why
+    unit                 what goodput is counted for
+    """
+
+    unit = "machine"
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        file: Path | None,
+        space: Space,
+        wish: Wish,
+        means: Means,
+        quality: Quality | None,
+    ) -> None:
+        self.name, self.options, self.file = name, dict(options), file
+        self.space, self.wish, self.means, self.quality = space, wish, means, quality
+        self.left: list[Left] = []
+        self.end = math.inf
+        self.cluster_of = cache(self._cluster_of)
+        self._asked = cache(lambda kept: Asked.of(self.wish.load.workload, kept))
+        self._ceilings: dict[tuple[Settings, float], float] = {}
+        self._workers: Workers | None = None
+
+    @abstractmethod
+    def fit(self, settings: Settings, share: float = 1.0) -> Fit:
+        """The memory of settings, with a share of what is left for caches. Raises ConfigError if it is not enough."""
+
+    @abstractmethod
+    def latency(self, settings: Settings) -> tuple[Latency, Origin, str] | None:
+        """Of every instance, where it comes from, and how; None if it is not known."""
+
+    @abstractmethod
+    def measure_latencies(self, settings: Sequence[Settings], end: float) -> dict[Settings, str]:
+        """Measures what can be, until a time of the clock. Returns why what they need is not known."""
+
+    @abstractmethod
+    def measure_latency(self, settings: Settings, end: float) -> None:
+        """Measures what was modelled so far, if there is time."""
+
+    @abstractmethod
+    def maker(self, point: Point) -> Maker:
+        """What makes the setup of a point."""
+
+    @abstractmethod
+    def memory_text(self, point: Point) -> str:
+        """Where the memory of a point goes, for people."""
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """Tokens of the longest request that the model takes."""
+
+    def doubts(self, point: Point) -> list[str]:
+        """One sentence for each reason to doubt what is known of a point."""
+        return []
+
+    def units(self, settings: Settings) -> int:
+        """Machines, or GPUs."""
+        return 1
+
+    # ---- the plan ------------------------------------------------------------------------------------------------
+
+    def run(self) -> Found:
+        """Measures, searches, and returns the result. Raises NoPlanError."""
+        wish, means = self.wish, self.means
+        warnings = self._prepare()
+        begun = means.clock()
+        self.end = begun + wish.seconds
+        settings = self._possible()
+        lacking: dict[Settings, str] = {}
+        if self.quality is not None:
+            end = begun + QUALITY_PART * wish.seconds
+            lacking = self.quality.measure_all(settings, wish.quality, end, means.progress)
+        wanted = self._fitting(self._known(settings, lacking))
+        slow = self.measure_latencies(wanted, begun + SPEED_PART * wish.seconds)
+        points = [point for each in wanted if (point := self._point(each, slow)) is not None]
+        if not points:
+            reasons = Counter(each.reason for each in self.left)
+            raise NoPlanError(f"no settings can be tried: {'; '.join(reason for reason, _ in reasons.most_common(2))}")
+        with self._pool():
+            search = Search(
+                self.space, points, self.evaluate, wish.quality, self.smaller, self.refine, means.clock, self.end,
+                lambda rung, done, total: means.progress(f"points with {RUNGS[rung].requests} requests", done, total),
+                RUNGS, left=self.left, warnings=warnings,
+            )  # fmt: skip
+            found = search.run()
+        return replace(found, warnings=(*found.warnings, *self.doubts(found.chosen.point)))
+
+    def _prepare(self) -> list[str]:
+        """Leaves out requests that the model's context has no room for. Where no distribution has the gaps of the
+        trace, its own requests are simulated. Returns what is to be said of that.
+        """
+        told, load = [], self.wish.load
+        workload = load.workload
+        part = within(workload, self.context)
+        if part is not workload:
+            missing = len(workload.arrivals) - (0 if part is None else len(part.arrivals))
+            long = f"{missing / len(workload.arrivals):.1%} of the requests have more than {self.context:,} tokens"
+            if part is None:
+                raise NoPlanError(f"{long}, the model's context; take another trace, or raise model.max_context")
+            told.append(f"{long}, the model's context, and are left out: the server refuses them")
+            load = replace(load, workload=part, fitted=fit(part))
+        if load.fitted is not None and load.fitted.ks_gaps > ACCEPTED_GAPS:
+            told.append(
+                f"gaps between requests are no gamma distribution (KS distance {load.fitted.ks_gaps:.2f}): parts of the"
+                " trace itself are simulated, with its own gaps at other rates"
+            )
+            load = Parts(load.workload, load.count)
+        self.wish = replace(self.wish, load=load)
+        return told
+
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[None]:
+        if self.means.processes == 1:
+            yield
+            return
+        with Workers(self.means.processes) as self._workers:
+            yield
+        self._workers = None
+
+    def engine_options(self, settings: Settings) -> dict[str, Any]:
+        """What an engine with these settings is given."""
+        own = {key: value for key, value in settings.options.items() if not key.startswith(NOT_OF_ENGINES)}
+        return {**self.options, **own}
+
+    def _cluster_of(self, settings: Settings) -> ClusterConfig:
+        """The instances of settings."""
+        own = {key: value for key, value in settings.options.items() if key.startswith("cluster.")}
+        return ClusterConfig.from_options(own, self.file)
+
+    def loss_of(self, settings: Settings) -> Loss | None:
+        """The loss of settings; None if it is not known."""
+        if self.quality is not None:
+            return self.quality.losses.of(settings)
+        return None if self.space.parts(settings) else NOTHING
+
+    # ---- points --------------------------------------------------------------------------------------------------
+
+    def _possible(self) -> list[Settings]:
+        """Settings that an engine could have."""
+        found = []
+        for settings in self.space.settings():
+            try:
+                config = EngineConfig.from_options(self.engine_options(settings), self.file)
+                if self.quality is not None:
+                    self.quality.calibration_of(config)
+                self.cluster_of(settings)
+            except ConfigError as error:
+                self.left.append(Left(settings, Why.UNFIT, str(error)))
+            else:
+                found.append(settings)
+        return found
+
+    def _fitting(self, known: Sequence[Settings]) -> list[Settings]:
+        """Settings that the memory is enough for."""
+        found = []
+        for settings in known:
+            try:
+                self.fit(settings)
+            except ConfigError as error:
+                self.left.append(Left(settings, Why.UNFIT, str(error)))
+            else:
+                found.append(settings)
+        return found
+
+    def _known(self, possible: Sequence[Settings], lacking: Mapping[Settings, str]) -> list[Settings]:
+        """Settings whose loss is known, and not far beyond the budget."""
+        found = []
+        for settings in possible:
+            loss = self.loss_of(settings)
+            if loss is None:
+                reasons = [lacking[part] for part in self.space.parts(settings).values() if part in lacking]
+                self.left.append(Left(settings, Why.UNKNOWN, reasons[0] if reasons else "its loss is not known"))
+            elif loss.value > BEYOND * self.wish.quality and settings != self.space.first:
+                reason = f"it loses {loss.value:.2%} ({loss.origin}), and the budget is {self.wish.quality:.2%}"
+                self.left.append(Left(settings, Why.LOSSY, reason))
+            else:
+                found.append(settings)
+        return found
+
+    def _point(self, settings: Settings, slow: Mapping[Settings, str]) -> Point | None:
+        if self.latency(settings) is None:
+            parts = [part for parts in self.space.effects(settings).values() for part in parts]
+            reasons = [slow[part] for part in (self.space.timed(self.space.first), *parts) if part in slow]
+            self.left.append(Left(settings, Why.UNKNOWN, reasons[0] if reasons else "its latency is not known"))
+            return None
+        return self._made(settings, 1.0)
+
+    def _made(self, settings: Settings, share: float) -> Point:
+        loss, told, fit = self.loss_of(settings), self.latency(settings), self.fit(settings, share)
+        assert loss is not None and told is not None
+        latency, origin, how = told
+        ceiling = self._bound(settings, fit.config, latency, Targets(math.inf, math.inf, 0.0))
+        self._ceilings[settings, share] = ceiling
+        bound = min(ceiling, self._bound(settings, fit.config, latency, self.wish.targets))
+        # Steps in which nothing happens are skipped where that is possible.
+        is_slow = fit.config.retain.is_on or fit.config.tiers.is_on or self.cluster_of(settings).is_on
+        return Point(
+            settings, fit.room, loss, bound, profile_of(latency), (origin, how), share, self.units(settings),
+            SLOW if is_slow else 1,
+        )  # fmt: skip
+
+    def _bound(self, settings: Settings, config: EngineConfig, latency: Latency, targets: Targets) -> float:
+        """Requests/s that the settings never exceed."""
+        limits, budget = config.scheduler, config.retain.budget
+        assert limits.token_budget is not None, "a configuration with automatic values"
+        asked = self._asked(1.0 if budget == "off" else float(budget))
+        bound, cluster = Bound(latency, limits.token_budget, limits.max_running), self.cluster_of(settings)
+        if not cluster.is_on:
+            return bound.mixed(asked, targets)
+        mixed = cluster.mixed * bound.mixed(asked, targets)
+        apart = [cluster.prefill * bound.prompts(asked, targets), cluster.decode * bound.decoding(asked, targets)]
+        return mixed + (min(apart) if cluster.prefill and cluster.decode else max(apart))
+
+    # ---- what the search asks for --------------------------------------------------------------------------------
+
+    def evaluate(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
+        """See Search."""
+        load, slo = replace(self.wish.load, count=rung.requests), self.wish.slo
+        found: dict[int, Goodput | None] = {}
+        jobs: dict[int, Trying] = {}
+        for index, (point, guess, floor) in enumerate(trials):
+            if point.bound <= 0:
+                found[index] = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=slo.attainment)
+            else:
+                limits = floor, self._ceilings[point.key]
+                jobs[index] = Trying(self.maker(point), load, slo, limits, guess, rung, self.wish.seed, end)
+        if self._workers is None:
+            found |= {index: job.outcome() for index, job in jobs.items()}
+        else:
+            # The pool runs anything that has a count and an outcome.
+            results = self._workers.run(cast("list[Simulation]", list(jobs.values())))
+            found |= dict(zip(jobs, cast("list[Goodput | None]", results), strict=True))
+        return [found[index] for index in range(len(trials))]
+
+    def smaller(self, point: Point, share: float) -> Point | None:
+        """See Search."""
+        try:
+            return self._made(point.settings, share)
+        except ConfigError:
+            return None
+
+    def refine(self, points: Sequence[Point]) -> list[Point | None]:
+        """See Search: measures quality and steps of points for which they are modelled, as far as there is time."""
+        now = self.means.clock()
+        end = now + REFINE_PART * max(0.0, self.end - now)
+        found: list[Point | None] = []
+        for point in points:
+            may_be_chosen = point.loss.least <= self.wish.quality
+            if self.quality is not None and point.loss.origin is not Origin.MEASURED and may_be_chosen:
+                self.quality.measure(point.settings, self.means.num_windows, end, self.means.progress)
+            if point.speed[0] is not Origin.FITTED:
+                self.measure_latency(point.settings, end)
+            found.append(self.smaller(point, point.share))
+        return found

@@ -1,0 +1,149 @@
+"""`quire plan auto` for this machine: memory of its processes, and steps of its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.cache.ledger import MAX_ARENA_BYTES
+from quire.config import EngineConfig, format_bytes
+from quire.engine.machine import available_memory, device_type_of, usable_cores
+from quire.errors import ConfigError
+from quire.evaluation.auto import Fit, Means, Planner, Wish
+from quire.evaluation.curves import Quality
+from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, is_poor, num_instances
+from quire.evaluation.trying import Recipe
+from quire.models.quants import BLOCK_KINDS
+from quire.models.resolve import resolve_model
+from quire.models.weights import open_model
+from quire.planning.latency import Latency, LatencyModel, Origin
+from quire.planning.points import Point, Room
+from quire.planning.space import Machine, Settings, Space
+from quire.simulation.setup import LocalModel
+
+PROCESS_BYTES = 256 << 20
+"""Memory of a process beside weights and cache: interpreter, libraries, tokenizer, and what a step computes with.
+Measured with SmolLM2 on two cores: 250 MiB of an engine in the server's process, 210 MiB and 63 MiB of shared memory of
+an instance, 206 MiB of a router.
+"""
+
+DEVICE_BYTES = 1 << 30
+"""The same on a GPU: its context, and what a step computes with. Not measured."""
+
+MOST_MEASURED = 2 << 30
+"""Cache of an engine that is measured, at most."""
+
+GRAIN = 1 << 20
+"""Caches are multiples of this."""
+
+
+def machine_of(name: str, config: EngineConfig, given: Mapping[str, Any]) -> Machine:
+    """What there is here. given: settings that the user has decided, by key."""
+    with open_model(resolve_model(name)) as checkpoint:
+        is_packed = any(checkpoint.kind(each) in BLOCK_KINDS for each in checkpoint.shape.tensor_shapes)
+    cores = usable_cores() if device_type_of(config.runtime.device) == "cpu" else 1
+    return Machine(cores, 0, is_packed, config.tiers.disk or "", dict(given))
+
+
+def free_bytes(config: EngineConfig) -> int:
+    """Memory that is free here, of the device that computes."""
+    return available_memory(torch.device(device_type_of(config.runtime.device)))
+
+
+class LocalPlanner(Planner):
+    """Plans for this machine.
+
+    speeds         what is known of the seconds of steps, and measured
+    process_bytes  of a process beside weights and cache
+    """
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, wish: Wish, means: Means
+    ) -> None:
+        quality = Quality(name, options, file, space, means.text, context=means.context, num_windows=means.num_windows)
+        super().__init__(name, options, file, space, wish, means, quality)
+        # Weights take the same with any cache.
+        self._model = LocalModel(name, {**self.options, "cache.memory": MAX_ARENA_BYTES}, file, _no_latency)
+        self.process_bytes = DEVICE_BYTES if self._model.config.runtime.device == "cuda" else PROCESS_BYTES
+        self._weights = cache(lambda form: self._model.resolved({"model.weights": form})[1].weight_bytes)
+        self._fits: dict[tuple[Settings, float], Fit] = {}
+        self._disk = cache(disk_link)
+        measured = min(self.fit(space.only(space.first, ())).room.cache, MOST_MEASURED)
+        self.speeds = Speeds(name, options, file, space, means.folder, measured)
+
+    @property
+    def context(self) -> int:
+        """See Planner."""
+        return self._model.sizes.model_context
+
+    def fit(self, settings: Settings, share: float = 1.0) -> Fit:
+        """See Planner. The cache is divided among the instances."""
+        if (settings, share) not in self._fits:
+            self._fits[settings, share] = self._fit(settings, share)
+        return self._fits[settings, share]
+
+    def _fit(self, settings: Settings, share: float) -> Fit:
+        options = self.engine_options(settings)
+        count, processes = self._counts(settings)
+        weights = self._weights(EngineConfig.from_options(options, self.file).model.weights)
+        others = count * weights + processes * self.process_bytes
+        cache_bytes = int((self.wish.memory - others) * share / count) // GRAIN * GRAIN
+        if cache_bytes <= 0:
+            raise ConfigError(
+                f"weights and {processes} process{'es' * (processes > 1)} need {format_bytes(others)}, and plan.memory"
+                f" is {format_bytes(self.wish.memory)}"
+            )
+        config, sizes, _ = self._model.resolved({**options, "cache.memory": cache_bytes})
+        return Fit(Room(cache_bytes, others + count * sizes.cache_bytes, count * sizes.tokens), config)
+
+    def _counts(self, settings: Settings) -> tuple[int, int]:
+        """Engines, and processes: a router has one of its own."""
+        count = num_instances(settings.options)
+        return count, count + self.cluster_of(settings).is_on
+
+    def latency(self, settings: Settings) -> tuple[Latency, Origin, str] | None:
+        """See Planner."""
+        found = self.speeds.of(settings)
+        return None if found is None else (found.model, found.origin, found.how)
+
+    def measure_latencies(self, settings: Sequence[Settings], end: float) -> dict[Settings, str]:
+        """See Planner."""
+        return self.speeds.measure_all(settings, end, self.means.progress)
+
+    def measure_latency(self, settings: Settings, end: float) -> None:
+        """See Planner."""
+        seconds = min(SECONDS, end - self.means.clock())
+        if seconds >= LEAST_SECONDS:
+            self.speeds.measure(settings, seconds, self.means.progress)
+
+    def doubts(self, point: Point) -> list[str]:
+        """See Planner."""
+        found = self.speeds.of(point.settings)
+        if found is None or not is_poor(found.model):
+            return []
+        return [f"the seconds of its steps are little known ({found.how}); raise plan.seconds"]
+
+    def maker(self, point: Point) -> Recipe:
+        """See Planner."""
+        found = self.speeds.of(point.settings)
+        assert found is not None, f"{point.settings} without a latency"
+        options = {**self.engine_options(point.settings), "cache.memory": point.room.cache}
+        link = self._disk(EngineConfig.from_options(options, self.file).tiers)
+        return Recipe(self.name, options, self.file, self.cluster_of(point.settings), found.model, link)
+
+    def memory_text(self, point: Point) -> str:
+        """See Planner."""
+        count, processes = self._counts(point.settings)
+        caches = format_bytes(point.room.cache) if count == 1 else f"{count} x {format_bytes(point.room.cache)}"
+        each = format_bytes(self.process_bytes)
+        beside = f"one process with {each}" if processes == 1 else f"{processes} processes with {each} each"
+        origin = "measured" if self.process_bytes == PROCESS_BYTES else "not measured"
+        return f"caches {caches}, and {beside} beside weights and cache ({origin})"
+
+
+def _no_latency(role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
+    raise AssertionError("sizes alone need no latency")

@@ -1,0 +1,269 @@
+"""The latency models of `quire plan auto`: kept ones, measured ones, and those that follow from models of parts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cache.costs import LATENCY
+from quire.config import EngineConfig, TiersConfig
+from quire.engine.build import resolve
+from quire.engine.machine import usable_cores
+from quire.errors import ConfigError, QuireError
+from quire.evaluation.latency_bench import about_of, measure_steps, settings_of
+from quire.evaluation.memory_use import free_memory
+from quire.folders import user_path
+from quire.load import find_calibration, load_engine
+from quire.models.fingerprint import fingerprint
+from quire.models.resolve import resolve_model
+from quire.models.weights import open_model
+from quire.planning.composed import composed
+from quire.planning.latency import About, LatencyModel, Link, Origin, mismatch
+from quire.planning.latency_fit import Record, fit
+from quire.planning.space import NOT_OF_ENGINES, SLOTS, Effect, Settings, Space, Value
+from quire.stores.direct import allows_direct, measured_speed
+
+SECONDS, LEAST_SECONDS = 60.0, 5.0
+"""Most seconds in which the steps of one setting are measured, and the fewest that tell something."""
+
+FEW_STEPS, POOR = 100, 0.25
+"""Measured steps below which seconds are little known, and the error of nine in ten of them above which. Such models
+are measured again if there is time.
+"""
+
+DISK_BYTES = 16 << 20
+"""Written and read to measure a disk."""
+
+SLOTS_KEY = "outlier_slots"
+"""In `about` of models of calibrated codecs. One without it has the default."""
+
+NAMED = (
+    "fingerprint", "dtype", "weights", "codec", SLOTS_KEY, "retain", "threads", "processor", "level", "backend",
+)  # fmt: skip
+"""Entries of `about` that name the file of a model."""
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is measured, seconds that have passed, and all of them."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The latency of settings. how: where it comes from, for people."""
+
+    model: LatencyModel
+    origin: Origin
+    how: str
+
+
+class Speeds:
+    """What is known of the seconds of a model's steps, and what can be measured of them.
+
+    name, options, file  as for `LLM`. options are those that no axis decides
+    folder               of kept models; measured ones are kept there
+    memory               bytes of the cache of an engine that is measured
+    """
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, folder: Path, memory: int
+    ) -> None:
+        self.name, self.space = name, space
+        self._options, self._file, self._folder, self._memory = dict(options), file, folder, memory
+        self._path = resolve_model(name)
+        self._model_id = fingerprint(self._path)
+        self.models = _kept(folder)
+        self.wanted = functools.cache(self._wanted)
+        self._composed: dict[Settings, Speed] = {}
+
+    def exact(self, settings: Settings) -> LatencyModel | None:
+        """The model that was measured with what of these settings decides the seconds of steps."""
+        wanted = self.wanted(self.space.timed(settings))
+        slots = wanted.get(SLOTS_KEY)
+        others = {name: value for name, value in wanted.items() if name != SLOTS_KEY}
+        return next(
+            (
+                each
+                for each in self.models
+                if mismatch(each.about, others) is None and slots in (None, each.about.get(SLOTS_KEY, SLOTS[0]))
+            ),
+            None,
+        )
+
+    def of(self, settings: Settings) -> Speed | None:
+        """The measured model, or one that follows from those of its parts; None if one of them is not known."""
+        found = self.exact(settings)
+        if found is not None:
+            off = found.residuals.get("within", 0.0)
+            told = f"{num_steps(found):,} measured steps, nine in ten of which are within {off:.0%}"
+            return Speed(found, Origin.FITTED, told)
+        timed = self.space.timed(settings)
+        if timed not in self._composed:
+            made = self._compose(timed)
+            if made is None:
+                return None
+            self._composed[timed] = made
+        return self._composed[timed]
+
+    def needed(self, settings: Sequence[Settings]) -> list[Settings]:
+        """What is to be measured for some settings: what they have in common, then their parts. Of parts that take
+        about as long as others, one comes first.
+        """
+        first = self.space.timed(self.space.first)
+        parts = dict.fromkeys(
+            part
+            for each in settings
+            for effect in (Effect.SCALES, Effect.ADDS)
+            for part in self.space.effects(each)[effect]
+        )
+        one_each: list[Settings] = []
+        for part in parts:
+            if not any(other in self.space.alike(part) for other in one_each):
+                one_each.append(part)
+        others = [part for part in parts if part not in one_each]
+        found = [(each, self.exact(each)) for each in (first, *one_each, *others)]
+        unknown = [each for each, model in found if model is None]
+        return unknown + [each for each, model in found if model is not None and is_poor(model)]
+
+    def measure_all(
+        self, settings: Sequence[Settings], deadline: float, progress: Progress = lambda *_: None
+    ) -> dict[Settings, str]:
+        """Measures what some settings need, until a time of `time.monotonic`: all about as long, and if that is too
+        short the first ones longer. Returns why parts are not known.
+        """
+        failed = {}
+        needed = self.needed(settings)
+        for number, part in enumerate(needed):
+            left = (deadline - time.monotonic()) / (len(needed) - number)
+            seconds = min(SECONDS, max(LEAST_SECONDS, left))
+            is_known = self.exact(part) is not None
+            if (number or is_known) and time.monotonic() + seconds > deadline:
+                failed[part] = "the time was over before its steps were measured"
+                continue
+            if reason := self.measure(part, seconds, progress):
+                failed[part] = reason
+        return {part: reason for part, reason in failed.items() if self.exact(part) is None}
+
+    def measure(self, settings: Settings, seconds: float, progress: Progress = lambda *_: None) -> str:
+        """Measures the steps of what of these settings decides them. Returns why it cannot be; empty: it is done."""
+        timed = self.space.timed(settings)
+        what = f"steps of {self.space.name(timed)}"
+        try:
+            records, about = self._steps(
+                timed, seconds, lambda done, total: progress(what, int(min(done, total)), int(total))
+            )
+            model = fit(records, about)
+        except QuireError as error:
+            return str(error)
+        finally:
+            free_memory()
+        self.models.insert(0, model)
+        self._composed.clear()
+        self._keep(model)
+        return ""
+
+    def _steps(
+        self, timed: Settings, seconds: float, progress: Callable[[float, float], None]
+    ) -> tuple[list[Record], About]:
+        loaded = load_engine(self.name, self._config(timed), show_progress=False)
+        records = measure_steps(loaded.engine, seconds, progress=progress)
+        about = about_of(self.name, self._model_id, loaded.config, loaded.engine)
+        return records, {**about, **self.wanted(timed)}
+
+    def _compose(self, timed: Settings) -> Speed | None:
+        origin = self.exact(self.space.first)
+        if origin is None:
+            return None
+        told, models = [], dict[Effect, list[LatencyModel]]()
+        for effect, parts in self.space.effects(timed).items():
+            models[effect] = []
+            for part in parts:
+                near = next((each for each in (part, *self.space.alike(part)) if self.exact(each) is not None), None)
+                if near is None:
+                    return None
+                found = self.exact(near)
+                assert found is not None
+                models[effect].append(found)
+                name = self.space.name(part)
+                told.append(name if near == part else f"{name} as {self.space.name(near)}")
+        about: About = {**origin.about, **self.wanted(timed)}
+        made = composed(origin, models[Effect.ADDS], [(each, origin) for each in models[Effect.SCALES]], about)
+        return Speed(made, Origin.MODELLED, "from the steps of " + " and of ".join(told))
+
+    def config_of(self, settings: Settings) -> EngineConfig:
+        """What of the settings an engine has. Raises ConfigError."""
+        own = {key: value for key, value in settings.options.items() if not key.startswith(NOT_OF_ENGINES)}
+        nothing = dict.fromkeys(("cache.pin", "tiers.disk", "tiers.disk_bandwidth", "tiers.memory"))
+        threads = {"runtime.threads": threads_of(settings.options, self._options, self._file)}
+        return EngineConfig.from_options({**self._options, **own, **nothing, **threads}, self._file)
+
+    def _config(self, settings: Settings) -> EngineConfig:
+        return EngineConfig.from_options(
+            {**self.config_of(settings).to_options(), "cache.memory": self._memory}, self._file
+        )
+
+    def _wanted(self, timed: Settings) -> About:
+        config = self._config(timed)
+        with open_model(self._path) as checkpoint:
+            resolved, _ = resolve(config, checkpoint.shape, checkpoint, find_calibration(self._path, config))
+        found = settings_of(self._model_id, resolved)
+        return found | {SLOTS_KEY: config.cache.outlier_slots} if config.cache.is_calibrated else found
+
+    def _keep(self, model: LatencyModel) -> None:
+        told = json.dumps({name: model.about.get(name) for name in NAMED})
+        name = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        model.write(self._folder / f"auto-{name}.json")
+
+
+def threads_of(options: Mapping[str, Value], given: Mapping[str, Any], file: Path | None) -> int:
+    """Threads of each instance; those that have more than others take what the others do."""
+    threads = EngineConfig.from_options(given, file).runtime.threads
+    if threads is not None:
+        return threads
+    return max(1, usable_cores() // num_instances(options))
+
+
+def num_instances(options: Mapping[str, Value]) -> int:
+    """Engines that there are."""
+    roles = (options.get(f"cluster.{role}") or 0 for role in ("prefill", "decode", "mixed"))
+    return max(1, sum(int(count) for count in roles))
+
+
+def disk_link(config: TiersConfig) -> Link | None:
+    """How fast the disk of a tier is; None without one. Raises ConfigError if it cannot be measured."""
+    if config.disk is None:
+        return None
+    folder = user_path(config.disk_folder)
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        speed = measured_speed(folder, DISK_BYTES, lambda num_bytes: None, is_direct=allows_direct(folder))
+    except OSError as error:
+        raise ConfigError(f"tiers.disk is {config.disk!r}: {folder} cannot be measured ({error.strerror})") from None
+    return Link(LATENCY, min(speed, float(config.disk_bandwidth or speed)))
+
+
+def _kept(folder: Path) -> list[LatencyModel]:
+    """The kept models that can be read, the newest first."""
+    found = []
+    for path in sorted(folder.glob("*.json"), key=lambda each: each.stat().st_mtime, reverse=True):
+        try:
+            found.append(LatencyModel.read(path))
+        except ConfigError:
+            continue
+    return found
+
+
+def is_poor(model: LatencyModel) -> bool:
+    """Whether a model says little."""
+    return num_steps(model) < FEW_STEPS or model.residuals.get("within", 0.0) > POOR
+
+
+def num_steps(model: LatencyModel) -> int:
+    """Steps that a model is fitted to."""
+    return sum(model.counts.get(kind, 0) for kind in ("prompt", "decode", "mixed"))

@@ -1,0 +1,163 @@
+"""The goodput of a configuration of this machine, as another process searches it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire.config import ClusterConfig, EngineConfig
+from quire.engine.capacity import Capacity
+from quire.models.weights import open_model
+from quire.planning.auto import Rung
+from quire.planning.goodput import Goodput, goodput
+from quire.planning.latency import LatencyModel, Link
+from quire.planning.workload import Workload
+from quire.simulation.engine import Plan
+from quire.simulation.load import LOWEST, Attains, Load, Run, Simulation
+from quire.simulation.outcome import Slo
+from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun
+from quire.simulation.setup import LocalModel, Replicas, Setup, tiers_of, ways_of
+
+CONFIRMATIONS = 2
+"""Fresh seeds that confirm the goodput of a finalist."""
+
+MOST_TPOT = 1.0
+"""Seconds per token that answers are taken to need at most, before what follows them in a conversation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts(Load):
+    """Parts of a workload, each from another place on: the seed says which. Gaps are those of the part, scaled."""
+
+    def drawn(self, rate: float | None, seed: int) -> Workload:
+        """See Load."""
+        columns = self.workload.columns
+        spare = len(self.workload.arrivals) - self.count
+        if spare <= 0 or (columns.after >= 0).any():
+            return super().drawn(rate, seed)
+        first = seed * self.count % (spare + 1)
+        begun = float(columns.at[first])
+        part = [replace(each, at=each.at - begun) for each in columns[first : first + self.count]]
+        found = Workload(self.workload.name, part)
+        return found if rate is None else found.at_rate(rate)
+
+
+class Maker(Protocol):
+    """Makes a setup, in any process."""
+
+    def setup(self) -> Setup:
+        """What takes the requests."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Instances of this machine, for another process to make a setup of.
+
+    options  of an engine, with its cache
+    latency  of every instance
+    disk     how fast the disk of a tier is, as far as that was measured
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    file: Path | None
+    cluster: ClusterConfig
+    latency: LatencyModel
+    disk: Link | None = None
+
+    def setup(self) -> Setup:
+        """See Maker. The capacity of an engine without a router is not measured: nobody asks for it."""
+        model = LocalModel(self.name, self.options, self.file, self._latency)
+        if self.cluster.is_on:
+            return model.setup(self.cluster)
+        config, sizes, calibration = model.resolved({})
+        with open_model(model.path) as checkpoint:
+            plan = Plan(checkpoint.shape, config, sizes, self._known, calibration, None, model.model_id)
+        assert config.scheduler.token_budget is not None
+        ways = ways_of([self._known])
+        capacity = Capacity(config.scheduler.token_budget, config.scheduler.max_running, 0.0, 0.0)
+        alone = Replicas("mixed", plan, capacity, tiers=tiers_of(config.tiers, ways))
+        return Setup((alone,), ways, is_cluster=False)
+
+    @property
+    def _known(self) -> LatencyModel:
+        links = self.latency.links if self.disk is None else {**self.latency.links, "disk": self.disk}
+        return replace(self.latency, links=links)
+
+    def _latency(self, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
+        return self._known
+
+
+class _OverError(Exception):
+    """The time is over."""
+
+
+@dataclass(frozen=True)
+class Trying:
+    """The goodput of what a maker makes, which another process may search.
+
+    Instances for prompts and for decoding are simulated as a tandem, and to confirm the result as a cluster.
+
+    limits  requests/s that are of no use or less, and those that are never served for long
+    end     time of `time.monotonic` at which it is given up
+    """
+
+    maker: Maker
+    load: Load
+    slo: Slo
+    limits: tuple[float, float]
+    guess: float
+    rung: Rung
+    seed: int = 0
+    end: float = math.inf
+
+    @property
+    def count(self) -> int:
+        """See Simulation."""
+        return self.load.count
+
+    def outcome(self, progress: object = None) -> Goodput | None:
+        """Searches. None: there was no time."""
+        if time.monotonic() >= self.end:
+            return None
+        try:
+            return self._search(self.maker.setup())
+        except _OverError:
+            return None
+
+    def _search(self, setup: Setup) -> Goodput:
+        floor, ceiling = self.limits
+        roles = [(each.role, each.count) for each in setup.replicas]
+        by_role = {each.role: each for each in setup.replicas}
+
+        def run(rate: float, seed: int) -> Simulation:
+            if time.monotonic() >= self.end:
+                raise _OverError
+            if not setup.is_cluster:
+                return MixedRun(setup.replicas[0], replace(setup.ways, hop=0.0), self.load, rate, seed)
+            if roles == [("prefill", 1), ("decode", 1)] and seed == self.seed:
+                ways = setup.ways
+                return PairRun(
+                    PromptRun(by_role["prefill"], ways, self.load, min(self.slo.tpot, MOST_TPOT), rate, seed),
+                    DecodeRun(by_role["decode"], ways, self.load, rate, seed),
+                )
+            return Run(setup, self.load, rate, seed)
+
+        fresh = tuple(range(self.seed + 1, self.seed + 1 + CONFIRMATIONS)) if self.rung.confirms else ()
+        attains = Attains(run, self.slo, ((self.seed,), fresh))
+        return goodput(
+            attains,
+            self.slo.attainment,
+            low=min(max(floor, ceiling / LOWEST), ceiling),
+            high=ceiling,
+            guess=self.guess,
+            tolerance=self.rung.tolerance,
+            seeds=(self.seed,),
+            confirm_seeds=fresh,
+            probes=(),
+        )

@@ -1,0 +1,298 @@
+"""Measured losses of quality, as they are kept for a model, and what is predicted from them.
+
+A curve is what one configuration makes of the windows of one text: the mean loss of each window. The loss of quality of
+settings is the ratio of perplexities minus one, over windows that both have read. Windows that are hard for one are
+hard for the other, so the error of a ratio comes from the differences within windows.
+
+Settings that nobody has measured get the sum of what their parts lose (weights, codec, retention), as logarithms of
+ratios. That holds where parts disturb different things; the sum says `modelled`.
+
+Knows numbers and files, and nothing of how they are measured: see `quire.evaluation.curves`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from quire.errors import ConfigError
+from quire.offload.records import made
+from quire.planning.latency import About, Origin
+from quire.planning.space import Settings, Space
+
+log = logging.getLogger("quire")
+
+FORMAT = 1
+
+MARGIN = 1.64
+"""Standard errors that are added to a loss before it is compared with a budget: it then holds for 19 of 20 samples of
+windows like those that were read. Other texts may differ by more.
+"""
+
+BEYOND = 4.0
+"""Multiple of a quality budget beyond which nobody wants to know more: a frontier shows what up to so much would buy.
+"""
+
+REFERENCE = "the reference"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How windows are read.
+
+    text          SHA-256 of the text
+    context       tokens of a window
+    continuation  scored tokens at its end, which are decoded one by one; None: all, as a prompt
+    """
+
+    text: str
+    context: int
+    continuation: int | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured losses of one configuration.
+
+    model      fingerprint of the checkpoint
+    settings   what decides the losses, by name
+    text_name  of the file, for people
+    losses     mean negative log-likelihood of the scored tokens of each window, in nats, from the text's beginning on
+    version    of Quire
+    date       of the measurement
+    """
+
+    model: str
+    settings: dict[str, str | int | float | bool | None]
+    text: str
+    text_name: str
+    context: int
+    continuation: int | None
+    losses: tuple[float, ...]
+    version: str = ""
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        for index, loss in enumerate(self.losses):
+            if not 0 <= loss < math.inf:
+                raise ConfigError(f"losses[{index}] is {loss!r}; it must be a number of at least 0")
+
+    @property
+    def scoring(self) -> Scoring:
+        """How it was read."""
+        return Scoring(self.text, self.context, self.continuation)
+
+    @property
+    def name(self) -> str:
+        """Of its file: the same for everything that is measured in the same way."""
+        told = json.dumps([self.model, self.settings, self.text, self.context, self.continuation], sort_keys=True)
+        return hashlib.blake2b(told.encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Quality that settings lose, beside the same model without any loss.
+
+    log_ratio  logarithm of the perplexity over the reference's
+    error      standard error of it; None: it is not known, because a single window was read
+    how        what it comes from, for people
+    """
+
+    log_ratio: float
+    error: float | None
+    origin: Origin
+    how: str = ""
+
+    @property
+    def value(self) -> float:
+        """Ratio of perplexities minus one; below 0 if the settings happen to do better."""
+        return math.expm1(self.log_ratio)
+
+    @property
+    def value_error(self) -> float | None:
+        """Standard error of `value`, to first order."""
+        return None if self.error is None else self.error * math.exp(self.log_ratio)
+
+    @property
+    def most(self) -> float:
+        """What it is at most, but for one of 20 samples of windows; infinite without an error."""
+        return math.inf if self.error is None else math.expm1(self.log_ratio + MARGIN * self.error)
+
+    @property
+    def least(self) -> float:
+        """What it is at least, likewise."""
+        return -1.0 if self.error is None else math.expm1(self.log_ratio - MARGIN * self.error)
+
+    def is_within(self, budget: float) -> bool:
+        """Whether it is at most the budget, with its margin."""
+        return self.most <= budget
+
+
+NOTHING = Loss(0.0, 0.0, Origin.MEASURED, REFERENCE)
+"""What settings without any loss lose, by definition."""
+
+
+def compared(curve: Curve, reference: Curve) -> Loss:
+    """The loss of one curve beside another one, over the windows that both have."""
+    assert curve.scoring == reference.scoring, f"{curve.scoring} beside {reference.scoring}"
+    pairs = zip(curve.losses, reference.losses, strict=False)
+    differences = [mine - its for mine, its in pairs]
+    assert differences, "a curve without windows"
+    count = len(differences)
+    error = stdev(differences) / math.sqrt(count) if count > 1 else None
+    part = "" if curve.continuation is None else f", last {curve.continuation:,}"
+    how = f"{count} window{'s' * (count > 1)} of {curve.context:,} tokens{part} of {curve.text_name}"
+    return Loss(fmean(differences), error, Origin.MEASURED, how)
+
+
+def summed(losses: Mapping[str, Loss]) -> Loss:
+    """The loss of several parts together, by their names, if they do not depend on each other."""
+    errors = [each.error for each in losses.values()]
+    known = [error for error in errors if error is not None]
+    return Loss(
+        sum(each.log_ratio for each in losses.values()),
+        math.hypot(*known) if len(known) == len(errors) else None,
+        Origin.MODELLED,
+        "sum of " + " and ".join(losses),
+    )
+
+
+class Curves:
+    """The kept curves of a model. One file each; files of another format, or damaged ones, are ignored.
+
+    folder  of the curves of all models; it need not exist
+    model   fingerprint
+    """
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.model = model
+        self._folder = folder / model
+        self._curves: dict[str, Curve] = {}
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                curve = read_curve(path)
+            except ConfigError as error:
+                log.warning("%s", error)
+                continue
+            if curve.model == model:
+                self._curves[curve.name] = curve
+
+    def find(self, settings: About, scoring: Scoring) -> Curve | None:
+        """The curve of these settings, read in this way."""
+        wanted = Curve(self.model, dict(settings), scoring.text, "", scoring.context, scoring.continuation, ())
+        return self._curves.get(wanted.name)
+
+    def scorings(self, settings: About) -> list[Scoring]:
+        """The ways in which these settings were read, most windows first."""
+        found = [each for each in self._curves.values() if each.settings == settings]
+        return [each.scoring for each in sorted(found, key=lambda each: (-len(each.losses), each.name))]
+
+    def keep(self, curve: Curve) -> None:
+        """Keeps a curve, in place of an earlier one that was read in the same way. A file that cannot be written is
+        only missed by later runs.
+        """
+        self._curves[curve.name] = curve
+        path = self._folder / f"{curve.name}.json"
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(curve)}, indent=1) + "\n")
+            part.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            log.warning("%s cannot be written (%s); the next plan measures again", path, error.strerror or error)
+
+
+def read_curve(path: Path) -> Curve:
+    """The curve of a file. Raises ConfigError that names the file and the field if it is none."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"curve {path}: not a file that can be read ({error})") from None
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+        raise ConfigError(f"curve {path}: not of format {FORMAT}; quire plan auto --text FILE makes one")
+    try:
+        return made(Curve, fields, "")
+    except ConfigError as error:
+        raise ConfigError(f"curve {path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What is known of the quality of settings.
+
+    space     they are part of
+    curves    measured ones
+    key_of    what decides the losses of settings, by name. Raises ConfigError for settings that cannot be
+    scoring   how windows are read for the plan, if the settings lose in decoded tokens alone; all others score whole
+              windows. None: nothing is measured
+    """
+
+    space: Space
+    curves: Curves
+    key_of: Callable[[Settings], About]
+    scoring: Scoring | None = None
+
+    def measured(self, settings: Settings) -> Loss | None:
+        """The loss of exactly these settings: of the plan's own text before that of any other one."""
+        lossy = self.space.lossy(settings)
+        if not self.space.parts(lossy):
+            return NOTHING
+        key, plain = self.key_of(lossy), self.key_of(self.reference(settings))
+        own = self.scoring_of(lossy)
+        for way in (*([] if own is None else [own]), *self.curves.scorings(key)):
+            curve, reference = self.curves.find(key, way), self.curves.find(plain, way)
+            if curve is not None and reference is not None and curve.losses and reference.losses:
+                return compared(curve, reference)
+        return None
+
+    def of(self, settings: Settings) -> Loss | None:
+        """The measured loss, or else the sum of the parts; None if one of them is not known."""
+        found = self.measured(settings)
+        if found is not None:
+            return found
+        parts = {name: self.measured(part) for name, part in self.space.parts(settings).items()}
+        known = {name: loss for name, loss in parts.items() if loss is not None}
+        return summed(known) if len(known) == len(parts) > 1 else None
+
+    def missing(self, settings: Settings) -> list[Settings]:
+        """The parts that would have to be measured."""
+        return [part for part in self.space.parts(settings).values() if self.measured(part) is None]
+
+    def scoring_of(self, settings: Settings) -> Scoring | None:
+        """How windows are read for the plan with these settings."""
+        if self.scoring is None or self.space.decodes(settings):
+            return self.scoring
+        return dataclasses.replace(self.scoring, continuation=None)
+
+    def reference(self, settings: Settings) -> Settings:
+        """What the settings are compared with."""
+        return self.space.only(settings, ())
+
+    def num_windows(self, settings: Settings) -> int:
+        """Windows of the plan's own text that were read with these settings, and without any loss."""
+        lossy = self.space.lossy(settings)
+        way = self.scoring_of(lossy)
+        if way is None:
+            return 0
+        curves = [self.curves.find(self.key_of(each), way) for each in (lossy, self.reference(settings))]
+        return min(0 if each is None else len(each.losses) for each in curves)
+
+
+def parts_of(space: Space, settings: Sequence[Settings]) -> list[Settings]:
+    """Every part of some settings once. First come those that are cheap to measure, because they read a text as a
+    prompt, and then those with few choices.
+    """
+    found = dict.fromkeys(part for each in settings for part in space.parts(each).values())
+    plain = space.only(settings[0], ()) if settings else None
+    return sorted(found, key=lambda part: (space.decodes(part), 0 if plain is None else len(part.differs(plain))))

@@ -1,0 +1,197 @@
+"""Points of the search of `quire plan auto`: settings with what they need, lose and serve, and which beat which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from quire.planning.curves import Loss
+from quire.planning.goodput import Goodput
+from quire.planning.latency import Origin
+from quire.planning.space import Effect, Settings, Space
+
+TIE = 0.02
+"""Goodputs that differ by less are equal, and less memory decides."""
+
+SAME = 0.01
+"""Memories that differ by less are equal: caches are whole slabs."""
+
+ROUNDING = 1e-9
+
+
+class Why(StrEnum):
+    """Why settings are not part of the frontier.
+
+    UNFIT    they cannot run, or the memory is not enough
+    UNKNOWN  their loss or their latency is neither measured nor modelled
+    LOSSY    they lose more quality than any budget near the given one allows
+    COVERED  other settings are at least as good in everything that is known without trying
+    BOUND    their upper bound is below what others serve
+    SLOWER   others serve more, lose no more, and need no more memory
+    UNTRIED  the time was over
+    """
+
+    UNFIT = "unfit"
+    UNKNOWN = "unknown"
+    LOSSY = "lossy"
+    COVERED = "covered"
+    BOUND = "bound"
+    SLOWER = "slower"
+    UNTRIED = "untried"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of settings, in bytes.
+
+    cache   of each instance
+    total   of everything
+    tokens  that all caches hold
+    """
+
+    cache: int
+    total: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """Settings, and what is known of them without trying.
+
+    share    part of the memory left for the cache that it takes
+    loss     of quality
+    bound    requests/s that it never exceeds
+    profile  seconds of typical steps
+    speed    where the latency comes from, and how
+    units    machines, or GPUs, that it takes
+    cost     how long it takes to simulate, beside others
+    """
+
+    settings: Settings
+    room: Room
+    loss: Loss
+    bound: float
+    profile: tuple[float, ...]
+    speed: tuple[Origin, str] = (Origin.FITTED, "")
+    share: float = 1.0
+    units: int = 1
+    cost: int = 1
+
+    @property
+    def key(self) -> tuple[Settings, float]:
+        """What tells it from others."""
+        return self.settings, self.share
+
+    def name(self, space: Space) -> str:
+        """In words."""
+        return named(space, self.settings, self.share)
+
+
+def named(space: Space, settings: Settings, share: float = 1.0) -> str:
+    """Settings in words, with the share of the cache that they take."""
+    return space.name(settings) + ("" if share == 1 else f", {share:g} of the cache")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A point and its goodput. requests: of the simulations."""
+
+    point: Point
+    goodput: Goodput
+    requests: int
+
+    @property
+    def rate(self) -> float:
+        """Requests/s per machine, or per GPU."""
+        return self.goodput.rate / self.point.units
+
+
+class Left(NamedTuple):
+    """Settings that are not part of the frontier, and why."""
+
+    settings: Settings
+    why: Why
+    reason: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    chosen    serves most within the quality budget
+    frontier  points that no other one beats in goodput, loss and memory, the fastest first
+    baseline  what is set without a plan
+    finalists points of the last rung
+    left      all others
+    warnings  one sentence for each reason to doubt the result
+    """
+
+    chosen: Tried
+    frontier: tuple[Tried, ...]
+    baseline: Tried | None
+    finalists: tuple[Tried, ...]
+    left: tuple[Left, ...]
+    warnings: tuple[str, ...] = ()
+
+    def neighbours(self, space: Space) -> list[tuple[Settings, float, str]]:
+        """Settings that differ from the chosen ones in one axis or in the cache's share, and why each lost."""
+        own = self.chosen.point
+        told: dict[tuple[Settings, float], str] = {each.point.key: self._lost(each) for each in self.finalists}
+        for each in self.left:
+            told.setdefault((each.settings, each.share), each.reason)
+        found = []
+        for (settings, share), reason in told.items():
+            changes = len(settings.differs(own.settings))
+            if (changes == 1 and share == own.share) or (not changes and share != own.share):
+                found.append((settings, share, reason))
+        return found
+
+    def _lost(self, other: Tried) -> str:
+        chosen = self.chosen
+        if other.point.key == chosen.point.key:
+            return "chosen"
+        told = f"{other.rate:.4g} requests/s"
+        if other.rate < (1 - TIE) * chosen.rate:
+            return f"{told}, {1 - other.rate / chosen.rate:.0%} less"
+        if not is_no_worse(other.point.loss, chosen.point.loss):
+            return f"{told}, but it loses {other.point.loss.value:.2%}"
+        more = "as much" if needs_no_more(other.point, chosen.point) else "more"
+        return f"{told}, no more, and it needs {more} memory"
+
+
+def covers(space: Space, one: Point, other: Point) -> bool:
+    """Whether a point is at least as good as another one in all that is known without trying: its steps are no longer,
+    it loses no more, and its cache holds as much. Whatever else changes what is served must be equal.
+    """
+    return (
+        all(
+            one.settings.of(axis.name) == other.settings.of(axis.name)
+            for axis in space.axes
+            if axis.effect is not Effect.ADDS
+        )
+        and one.share == other.share
+        and is_no_worse(one.loss, other.loss)
+        and one.room.tokens >= other.room.tokens
+        and needs_no_more(one, other)
+        and all(mine <= its * (1 + ROUNDING) for mine, its in zip(one.profile, other.profile, strict=True))
+    )
+
+
+def is_no_worse(one: Loss, other: Loss) -> bool:
+    """Whether the first loss is at most the second one."""
+    return one.value <= other.value + ROUNDING
+
+
+def needs_no_more(one: Point, other: Point) -> bool:
+    """Whether the first point takes at most the memory of the second one."""
+    return one.room.total <= (1 + SAME) * other.room.total
+
+
+def beats(one: Tried, other: Tried) -> bool:
+    """Whether a point is at least as good in goodput, loss and memory, and better in one of them."""
+    mine, its = one.point, other.point
+    if not (one.rate >= other.rate and is_no_worse(mine.loss, its.loss) and needs_no_more(mine, its)):
+        return False
+    return one.rate > other.rate or not is_no_worse(its.loss, mine.loss) or not needs_no_more(its, mine)

@@ -1,0 +1,312 @@
+"""Curves of quality: how losses follow from them, how they are kept, and how they are measured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.evaluation import curves as measuring
+from quire.evaluation.curves import Quality, Text
+from quire.planning.curves import (
+    MARGIN,
+    NOTHING,
+    Curve,
+    Curves,
+    Loss,
+    Losses,
+    Scoring,
+    compared,
+    parts_of,
+    read_curve,
+    summed,
+)
+from quire.planning.latency import Origin
+from quire.planning.space import Machine, Settings, Space
+from tests.tiny_models import save_tiny
+
+TEXT = Text("mills.txt", "It was the best of mills, it was the worst of mills. " * 40)
+SPACE = Space.of(Machine(cores=2, is_packed=True))
+
+
+def curve(settings: Any = "dense", losses: tuple[float, ...] = (2.0, 2.2), **changes: Any) -> Curve:
+    fields = {
+        "model": "m", "settings": {"codec": settings}, "text": "t", "text_name": "t.txt", "context": 128,
+        "continuation": None, "losses": losses,
+    }  # fmt: skip
+    return Curve(**{**fields, **changes})
+
+
+def settings_of(*names: str, space: Space = SPACE) -> Settings:
+    """The plain choices, but for some by their names."""
+    choices = {choice.name: choice for tried in space.tried.values() for choice in tried}
+    wanted = {choices[name].axis: choices[name] for name in names}
+    return Settings(tuple(wanted.get(axis.name, space.plain[axis.name]) for axis in space.axes))
+
+
+def key_of(settings: Settings) -> dict[str, Any]:
+    return {"codec": SPACE.name(settings)}
+
+
+# ---- from curves to losses -------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_the_ratio_of_perplexities_and_its_error_comes_from_the_differences() -> None:
+    found = compared(curve("nuq3", (2.01, 2.23, 2.42)), curve("dense", (2.00, 2.20, 2.40)))
+    differences = [0.01, 0.03, 0.02]
+    assert found.log_ratio == pytest.approx(sum(differences) / 3)
+    assert found.value == pytest.approx(math.exp(0.02) - 1)
+    assert found.error == pytest.approx(0.01 / math.sqrt(3))  # far below the spread of the windows themselves
+    assert found.most == pytest.approx(math.exp(0.02 + MARGIN * 0.01 / math.sqrt(3)) - 1)
+    assert found.origin is Origin.MEASURED and found.how == "3 windows of 128 tokens of t.txt"
+
+
+def test_only_windows_that_both_have_read_count() -> None:
+    found = compared(curve("nuq3", (2.1, 2.3, 9.0)), curve("dense", (2.0, 2.2)))
+    assert found.log_ratio == pytest.approx(0.1) and found.how.startswith("2 windows")
+
+
+def test_a_single_window_is_within_no_budget() -> None:
+    found = compared(curve("nuq3", (2.0,)), curve("dense", (2.0,)))
+    assert found.value == 0 and found.error is None and not found.is_within(0.5)
+
+
+def test_a_budget_holds_with_its_margin() -> None:
+    assert Loss(0.005, 0.001, Origin.MEASURED).is_within(0.01)
+    assert not Loss(0.005, 0.004, Origin.MEASURED).is_within(0.01)
+    assert NOTHING.is_within(0.0)
+
+
+def test_parts_multiply_their_ratios_and_say_that_they_are_modelled() -> None:
+    parts = {
+        "codec": Loss(math.log(1.01), 0.003, Origin.MEASURED),
+        "retention": Loss(math.log(1.02), 0.004, Origin.MEASURED),
+    }
+    found = summed(parts)
+    assert found.value == pytest.approx(1.01 * 1.02 - 1) and found.error == pytest.approx(0.005)
+    assert found.origin is Origin.MODELLED and found.how == "sum of codec and retention"
+    assert summed({**parts, "weights": Loss(0.0, None, Origin.MEASURED)}).error is None
+
+
+# ---- kept curves -----------------------------------------------------------------------------------------------------
+
+
+def test_a_kept_curve_is_found_again_by_what_decides_it(tmp_path: Path) -> None:
+    Curves(tmp_path, "m").keep(curve("nuq3"))
+    again = Curves(tmp_path, "m")
+    assert again.find({"codec": "nuq3"}, Scoring("t", 128)) == curve("nuq3")
+    for other in (Scoring("t", 256), Scoring("u", 128), Scoring("t", 128, 32)):
+        assert again.find({"codec": "nuq3"}, other) is None
+    assert again.find({"codec": "nuq2"}, Scoring("t", 128)) is None
+    assert Curves(tmp_path, "another").find({"codec": "nuq3"}, Scoring("t", 128)) is None
+
+
+def test_more_windows_replace_fewer(tmp_path: Path) -> None:
+    kept = Curves(tmp_path, "m")
+    kept.keep(curve("nuq3", (2.0,)))
+    kept.keep(curve("nuq3", (2.0, 2.1)))
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    found = Curves(tmp_path, "m").find({"codec": "nuq3"}, Scoring("t", 128))
+    assert found is not None and found.losses == (2.0, 2.1)
+
+
+def test_a_damaged_file_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Curves(tmp_path, "m").keep(curve())
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(file.read_text()[:-20])
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert Curves(tmp_path, "m").scorings({"codec": "dense"}) == []
+    assert str(file) in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"format": 2}, "not of format 1"),
+        ({"losses": [1.0, -2.0]}, r"losses\[1\] is -2.0"),
+        ({"context": "long"}, "context is 'long'"),
+        ({"novelty": 1}, "unknown field 'novelty'"),
+    ],
+)
+def test_a_file_that_is_no_curve_names_the_field(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    Curves(tmp_path, "m").keep(curve())
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ConfigError, match=complaint):
+        read_curve(file)
+
+
+def test_a_folder_that_cannot_be_written_costs_only_later_plans(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    kept = Curves(tmp_path / "file", "m")
+    with caplog.at_level(logging.WARNING, "quire"):
+        kept.keep(curve())
+    assert "the next plan measures again" in caplog.text
+    assert kept.find({"codec": "dense"}, Scoring("t", 128)) == curve()
+
+
+# ---- what is known of settings ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> Losses:
+    return Losses(SPACE, Curves(tmp_path, "m"), key_of, Scoring("t", 128, 32))
+
+
+def test_settings_without_any_loss_are_the_reference(losses: Losses) -> None:
+    for names in ((), ("dequantized weights",), ("prefill + decode",)):
+        assert losses.of(settings_of(*names)) is NOTHING
+
+
+def test_what_is_measured_together_is_preferred_to_the_sum_of_its_parts(losses: Losses) -> None:
+    both, plain = settings_of("nuq3", "budget 0.5"), curve("default", (2.0, 2.0), continuation=32)
+    assert losses.of(both) is None
+    assert losses.missing(both) == [settings_of("nuq3"), settings_of("budget 0.5")]
+    losses.curves.keep(curve("default", (2.0, 2.0)))
+    losses.curves.keep(plain)
+    losses.curves.keep(curve("nuq3", (2.01, 2.01)))
+    assert losses.of(both) is None and losses.missing(both) == [settings_of("budget 0.5")]
+    losses.curves.keep(curve("budget 0.5", (2.03, 2.03), continuation=32))
+    found = losses.of(both)
+    assert found is not None and found.origin is Origin.MODELLED and found.log_ratio == pytest.approx(0.04)
+    losses.curves.keep(curve("nuq3, budget 0.5", (2.06, 2.06), continuation=32))
+    found = losses.of(both)
+    assert found is not None and found.origin is Origin.MEASURED and found.log_ratio == pytest.approx(0.06)
+
+
+def test_retention_is_compared_in_decoded_tokens_and_a_codec_in_whole_windows(losses: Losses) -> None:
+    assert losses.scoring_of(settings_of("nuq3")) == Scoring("t", 128)
+    assert losses.scoring_of(settings_of("nuq3", "budget 0.5")) == Scoring("t", 128, 32)
+    losses.curves.keep(curve("default", (2.0, 2.0)))
+    losses.curves.keep(curve("budget 0.5", (2.1, 2.1), continuation=32))
+    assert losses.measured(settings_of("budget 0.5")) is None  # the reference was not read in this way
+
+
+def test_the_plan_s_own_text_is_preferred_to_others(losses: Losses) -> None:
+    for text, ratio in (("other", 0.5), ("t", 0.01)):
+        losses.curves.keep(curve("default", (2.0,) * 4, text=text))
+        losses.curves.keep(curve("nuq3", (2.0 + ratio,) * (4 if text == "other" else 2), text=text))
+        found = losses.measured(settings_of("nuq3"))
+        assert found is not None and found.log_ratio == pytest.approx(ratio)
+
+
+def test_parts_that_are_cheap_to_measure_come_first_and_each_once() -> None:
+    wanted = [settings_of("budget 0.5", "nuq3"), settings_of("nuq3", "0 slots"), settings_of("g4 weights", "nuq3")]
+    found = [SPACE.name(part) for part in parts_of(SPACE, wanted)]
+    assert found == ["nuq3", "g4 weights", "nuq3, 0 slots", "budget 0.5"]
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny"), hidden_size=64))
+
+
+@pytest.fixture
+def quality(model: str, tmp_path: Path) -> Callable[..., Quality]:
+    def make(text: Text | None = TEXT, **changes: Any) -> Quality:
+        settings = {"context": 160, "num_windows": 3, "folder": tmp_path, **changes}
+        options = {"runtime.threads": 1, "model.dtype": "float32"}
+        return Quality(model, options, None, Space.of(Machine(cores=2)), text, **settings)
+
+    return make
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The options of every engine that is loaded."""
+    found, real = [], measuring.load_engines
+
+    def load(name: str, codecs: Any, context: int, options: Any, file: Any) -> Any:
+        found.append(options)
+        return real(name, codecs, context, options, file)
+
+    monkeypatch.setattr(measuring, "load_engines", load)
+    yield found
+
+
+def test_a_codec_is_measured_once_and_known_from_then_on(quality: Callable[..., Quality], loads: list[Any]) -> None:
+    first = quality()
+    g4 = settings_of("g4", space=first.space)
+    assert first.measure_all([g4], 0.01, math.inf) == {}
+    found = first.losses.of(g4)
+    assert found is not None and found.origin is Origin.MEASURED and found.how.startswith("3 windows of 160 tokens")
+    assert abs(found.log_ratio) > 0 and len(loads) == 2  # the reference, and the codec
+    again = quality()
+    assert again.measure_all([g4], 0.01, math.inf) == {} and len(loads) == 2
+    assert again.losses.of(g4) == found
+
+
+def test_a_measurement_that_ran_out_of_time_goes_on(
+    quality: Callable[..., Quality], loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(float(number) for number in range(100))
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: next(now))
+    first = quality()
+    g4 = settings_of("g4", space=first.space)
+    told = first.measure(g4, 3, 2.0)
+    assert "the time was over" in told and first.losses.num_windows(first.losses.reference(g4)) == 2
+    monkeypatch.undo()
+    again = quality()
+    assert again.measure(g4, 3, math.inf) == "" and again.losses.num_windows(g4) == 3
+
+
+def test_retention_decodes_what_it_scores(quality: Callable[..., Quality]) -> None:
+    found = quality(num_windows=1)
+    budget = settings_of("budget 0.75", space=found.space)
+    assert found.measure(budget, 1, math.inf) == ""
+    loss = found.losses.measured(budget)
+    assert loss is not None and loss.how == "1 window of 160 tokens, last 40 of mills.txt"
+
+
+def test_without_a_text_only_kept_curves_count(quality: Callable[..., Quality]) -> None:
+    measured = quality()
+    g4 = settings_of("g4", space=measured.space)
+    told = quality(None).measure_all([g4], 0.01, math.inf)
+    assert "give --text FILE" in told[g4]
+    measured.measure_all([g4], 0.01, math.inf)
+    assert quality(None).losses.of(g4) == measured.losses.of(g4)
+
+
+def test_a_codec_without_a_calibration_says_how_to_make_one(quality: Callable[..., Quality]) -> None:
+    found = quality()
+    nuq = settings_of("nuq3", "0 slots", space=found.space)
+    (told,) = found.measure_all([nuq], 0.01, time.monotonic() + 100).values()
+    assert "quire calibrate" in told and "--outlier-slots 0" in told
+
+
+def test_nothing_is_measured_behind_a_choice_that_loses_too_much(
+    quality: Callable[..., Quality], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = quality()
+    asked = []
+
+    def measure(settings: Settings, count: int, deadline: float, progress: Any) -> str:
+        asked.append(found.space.name(settings))
+        for each, loss in ((settings, 3.0), (found.losses.reference(settings), 2.0)):
+            way = found.losses.scoring_of(settings)
+            assert way is not None
+            found.losses.curves.keep(
+                Curve(
+                    found.model_id, dict(found.key_of(each)), way.text, "", way.context, way.continuation,
+                    (loss, loss),
+                )
+            )  # fmt: skip
+        return ""
+
+    monkeypatch.setattr(found, "measure", measure)
+    kept = [settings_of(f"budget {share}", space=found.space) for share in (0.75, 0.5, 0.25)]
+    told = found.measure_all(kept, 0.01, math.inf)
+    assert asked == ["budget 0.75"] and {*told} == {*kept[1:]}
+    assert "loses too much already" in told[kept[1]]

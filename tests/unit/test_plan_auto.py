@@ -1,0 +1,727 @@
+"""`quire plan auto`: the space of settings, the search with made-up numbers, and the command on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cache.codecs import CODECS
+from quire.cli import main, plan_auto
+from quire.config import ClusterConfig, EngineConfig, SloConfig
+from quire.errors import ConfigError
+from quire.evaluation import auto as planning
+from quire.evaluation.auto import within
+from quire.evaluation.curves import Quality, Text
+from quire.evaluation.latency_bench import settings_of as speed_settings
+from quire.evaluation.speeds import LEAST_SECONDS, Speeds
+from quire.evaluation.trying import Parts
+from quire.planning.auto import BATCH, NoPlanError, Rung, Search, Trial
+from quire.planning.composed import LEAST, composed, grid
+from quire.planning.curves import NOTHING, Curve, Loss
+from quire.planning.goodput import Goodput, Verdict
+from quire.planning.latency import LatencyModel, Origin, StepWork
+from quire.planning.points import Found, Point, Room, Tried, Why, beats, covers
+from quire.planning.space import BUDGETS, SLOTS, Effect, Machine, Settings, Space
+from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.setup import LINKS, LocalModel
+from tests.benchmark_scripts import benchmark
+from tests.codecs import TOY
+from tests.tiny_models import save_tiny
+
+SPACE = Space.of(Machine(cores=2, is_packed=True))
+RUNGS = (Rung(10, 0.1, 16), Rung(20, 0.05, 8), Rung(40, 0.02, 4, confirms=True))
+GIB = 1 << 30
+TARGETS = ["--slo.ttft", "0.4", "--slo.tpot", "0.05"]
+
+
+def chosen(*names: str, space: Space = SPACE) -> Settings:
+    """The settings of `first`, but for some choices by their names."""
+    choices = {choice.name: choice for tried in space.tried.values() for choice in tried}
+    wanted = {choices[name].axis: choices[name] for name in names}
+    return Settings(tuple(wanted.get(each.axis, each) for each in space.first.choices))
+
+
+# ---- the space -------------------------------------------------------------------------------------------------------
+
+
+def test_every_codec_of_the_registry_is_searched(toy_codec: None) -> None:
+    names = [choice.name for choice in Space.of(Machine()).tried["codec"]]
+    assert names == [*CODECS] and TOY.name in names
+
+
+def test_only_calibrated_codecs_have_outlier_slots() -> None:
+    found = {(each.of("codec").name, each.of("outliers").name) for each in SPACE.settings()}
+    assert {codec for codec, slots in found if slots != f"{SLOTS[0]} slots"} == {"nuq4", "nuq3", "nuq2"}
+    assert len(found) == 3 * len(SLOTS) + 2
+
+
+def test_the_space_is_the_product_of_what_can_be_together() -> None:
+    codecs = 3 * len(SLOTS) + 2
+    assert len(SPACE.settings()) == 3 * codecs * (1 + len(BUDGETS)) * 2
+    assert SPACE.settings()[0] == SPACE.first and SPACE.name(SPACE.first) == "default"
+    with_disk = Space.of(Machine(cores=2, is_packed=True, disk="d:1GiB", given={"tiers.disk": "d:1GiB"}))
+    assert len(with_disk.settings()) == 2 * len(SPACE.settings())
+
+
+def test_roles_need_two_cores_and_16_bit_checkpoints_have_nothing_to_dequantize() -> None:
+    small = Space.of(Machine(cores=1))
+    assert [each.name for each in small.tried["roles"]] == ["one engine"]
+    assert [each.name for each in small.tried["weights"]] == ["native weights", "g4 weights"]
+
+
+def test_parallelism_is_for_gpus_alone() -> None:
+    assert len(SPACE.tried["parallel"]) == 1
+    assert {each.options for each in Space.of(Machine(gpus=2)).tried["parallel"]} == {
+        (("parallel.tp", 1), ("parallel.pp", 1)), (("parallel.tp", 2), ("parallel.pp", 1)),
+        (("parallel.tp", 1), ("parallel.pp", 2)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "axis", "name"),
+    [
+        ("model.weights", "g4", "weights", "g4 weights"),
+        ("cache.codec", "nuq3", "codec", "nuq3"),
+        ("cache.outlier_slots", 2, "outliers", "2 slots"),
+        ("retain.budget", 0.6, "retention", "budget 0.6"),
+        ("cluster.mixed", 2, "roles", "mixed 2"),
+    ],
+)
+def test_what_the_user_has_decided_is_not_searched(key: str, value: Any, axis: str, name: str) -> None:
+    space = Space.of(Machine(cores=2, given={key: value}))
+    (only,) = space.tried[axis]
+    assert only.name == name and dict(only.options)[key] == value
+    assert space.first.options[key] == value
+    assert space.plain[axis] == SPACE.plain[axis]  # what quality is compared with
+
+
+def test_options_are_valid_and_complete() -> None:
+    for settings in SPACE.settings():
+        options = settings.options
+        engine = {key: value for key, value in options.items() if not key.startswith(("cluster.", "parallel."))}
+        EngineConfig.from_options(engine)
+        ClusterConfig.from_options({key: value for key, value in options.items() if key.startswith("cluster.")})
+        assert {"model.weights", "cache.codec", "retain.budget", "cluster.prefill"} <= {*options}
+
+
+def test_parts_are_what_may_lose_quality_each_alone() -> None:
+    assert SPACE.parts(chosen("dequantized weights", "prefill + decode")) == {}
+    found = SPACE.parts(chosen("g4 weights", "nuq3", "0 slots", "budget 0.5", "prefill + decode"))
+    assert found == {
+        "weights": chosen("g4 weights"), "codec": chosen("nuq3", "0 slots"), "retention": chosen("budget 0.5"),
+    }  # fmt: skip
+
+
+def test_steps_depend_on_weights_codec_and_threads() -> None:
+    settings = chosen("g4 weights", "nuq3", "0 slots", "budget 0.5", "prefill + decode")
+    assert SPACE.timed(settings) == chosen("g4 weights", "nuq3", "0 slots", "prefill + decode")
+    assert SPACE.effects(settings) == {
+        Effect.ADDS: [chosen("g4 weights"), chosen("nuq3", "0 slots")], Effect.SCALES: [chosen("prefill + decode")],
+    }  # fmt: skip
+    assert SPACE.effects(SPACE.first) == {Effect.ADDS: [], Effect.SCALES: []}
+
+
+def test_settings_that_are_about_as_fast_are_the_nearest_first() -> None:
+    found = SPACE.alike(chosen("nuq2", "0 slots"))
+    assert found[0] in (chosen("nuq2"), chosen("nuq3", "0 slots"))
+    assert chosen("nuq4") in found and chosen("g4") not in found and chosen("nuq2", "0 slots") not in found
+    assert SPACE.alike(chosen("g4 weights"))[0].of("weights").name == "g4 weights"
+
+
+# ---- latencies from parts --------------------------------------------------------------------------------------------
+
+
+def latency(base: float, context: float = 0.0, rows: float = 0.0, **about: Any) -> LatencyModel:
+    ranges = {
+        "rows": (1.0, 512.0), "prompt_rows": (0.0, 512.0), "prompt_pairs": (0.0, 2e5), "decode_rows": (0.0, 64.0),
+        "context": (0.0, 40000.0), "unique": (0.0, 40000.0), "num_prompts": (0.0, 4.0), "share": (0.1, 1.0),
+    }  # fmt: skip
+    coefficients = {"base": base, "context": context, "rows_from_1": rows}
+    return LatencyModel(about, coefficients, (1,), {"within": 0.05}, ranges, counts={"decode": 1000})
+
+
+def test_effects_of_weights_and_codec_add_up_and_threads_scale() -> None:
+    origin, weights = latency(0.010, 1e-6, 1e-4), latency(0.006, 1e-6, 1e-4)
+    codec, threads = latency(0.010, 4e-7, 1e-4), latency(0.020, 2e-6, 2e-4)
+    found = composed(origin, [weights, codec], [(threads, origin)], {"codec": "nuq3"})
+    for work in (StepWork(decode_rows=4, context=4000, unique=4000), StepWork(100, 5000, num_prompts=1)):
+        expected = 2 * (0.006 + 4e-7 * work.context + 1e-4 * (work.rows - 1))
+        assert found.seconds(work) == pytest.approx(expected, rel=0.01)
+    assert found.about == {"codec": "nuq3", "composed": True}
+
+
+def test_parts_that_save_more_than_there_is_leave_a_tenth() -> None:
+    origin = latency(0.010)
+    found = composed(origin, [latency(0.004), latency(0.004)], [], {})
+    assert found.seconds(StepWork(decode_rows=1, context=64, unique=64)) == pytest.approx(LEAST * 0.010, rel=0.01)
+
+
+def test_the_grid_stays_within_what_was_measured() -> None:
+    model = latency(0.01)
+    works = list(grid(model))
+    assert max(work.prompt_rows for work in works) == 512 and max(work.decode_rows for work in works) == 64
+    assert all(work.context <= 40000 and work.decode_rows <= work.context for work in works if work.decode_rows)
+    assert {work.kind for work in works} == {"prompt", "decode", "mixed"}
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def point(
+    *names: str,
+    loss: float = 0.0,
+    error: float = 0.0,
+    bound: float = 100.0,
+    total: int = GIB,
+    tokens: int = 1000,
+    seconds: float | None = None,
+    origin: Origin = Origin.MEASURED,
+) -> Point:
+    """A point. seconds: of all steps; None: points are not alike, and each is faster in some steps."""
+    lost = Loss(math.log1p(loss), error, origin) if loss else NOTHING
+    draw = random.Random(str(names)).uniform(1, 2)
+    profile = (draw, 1 / draw) if seconds is None else (seconds, 2 * seconds)
+    return Point(chosen(*names), Room(total // 2, total, tokens), lost, bound, profile)
+
+
+class Fake:
+    """A machine whose points serve what a table says. calls: points by rung; clock: a second for each trial."""
+
+    def __init__(self, rates: Mapping[Settings, float], noise: float = 0.0) -> None:
+        self.rates, self.noise, self.now = rates, noise, 0.0
+        self.calls: list[tuple[int, list[Settings]]] = []
+
+    def __call__(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
+        self.calls.append((rung.requests, [trial.point.settings for trial in trials]))
+        found: list[Goodput | None] = []
+        for each, _, floor in trials:
+            self.now += 1.0
+            draw = random.Random(f"{SPACE.name(each.settings)} {rung.requests}").uniform(-1, 1)
+            rate = self.rates[each.settings] * each.share**0.1 * (1 + self.noise * draw)
+            is_late, is_slow = self.now > end, rate < floor
+            none = Goodput(0.0, 0.5, Verdict.INFEASIBLE, confirmed=False)
+            found.append(None if is_late else none if is_slow or not rate else Goodput(rate, 0.9))
+        return found
+
+    def tried(self, settings: Settings) -> int:
+        return sum(asked.count(settings) for _, asked in self.calls)
+
+
+class Flat(Fake):
+    """A machine on which the size of the cache does not matter."""
+
+    def __call__(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
+        return [Goodput(self.rates[each.point.settings], 0.9) for each in trials]
+
+
+def searched(points: Sequence[Point], rates: Mapping[Settings, float], **more: Any) -> Found:
+    fake = more.pop("fake", None) or Fake(rates)
+    settings = {"quality": 0.01, "rungs": RUNGS, "clock": lambda: fake.now, **more}
+    return Search(SPACE, points, fake, **settings).run()
+
+
+def rates_of(points: Sequence[Point], *rates: float) -> dict[Settings, float]:
+    return {each.settings: rate for each, rate in zip(points, rates, strict=True)}
+
+
+def test_the_most_is_served_by_what_loses_less_than_the_budget() -> None:
+    points = [point(), point("nuq4", loss=0.004), point("nuq3", loss=0.02)]
+    found = searched(points, rates_of(points, 1.0, 2.0, 3.0))
+    assert found.chosen.point.settings == chosen("nuq4") and found.chosen.rate == 2.0
+    assert [SPACE.name(each.point.settings) for each in found.frontier] == ["nuq3", "nuq4", "default"]
+    assert found.baseline is not None and found.baseline.rate == 1.0
+
+
+def test_an_error_that_reaches_beyond_the_budget_is_not_within_it() -> None:
+    points = [point(), point("nuq4", loss=0.004, error=0.005)]
+    assert searched(points, rates_of(points, 1.0, 2.0)).chosen.point.settings == chosen()
+
+
+def test_what_loses_much_more_than_the_budget_is_not_tried() -> None:
+    points = [point(), point("nuq2", loss=0.05), point("nuq3", loss=0.03)]
+    fake = Fake(rates_of(points, 1.0, 9.0, 3.0))
+    found = searched(points, {}, fake=fake)
+    assert fake.tried(chosen("nuq2")) == 0 and fake.tried(chosen("nuq3")) > 0
+    assert [(each.settings, each.why) for each in found.left] == [(chosen("nuq2"), Why.LOSSY)]
+
+
+def test_of_equal_goodputs_the_one_with_less_memory_is_chosen() -> None:
+    points = [point(), point("nuq4", loss=0.004, total=GIB)]
+    small = {0.5: GIB // 2, 0.25: GIB // 4}
+
+    def smaller(each: Point, share: float) -> Point:
+        return Point(each.settings, Room(1, small[share], 10), each.loss, each.bound, each.profile, each.speed, share)
+
+    rates = rates_of(points, 1.0, 1.5)
+    found = searched(points, rates, smaller=smaller)
+    # A quarter of the cache serves 0.25 ** 0.1 = 13 % less, half of it 7 % less: more than a tie.
+    assert found.chosen.point.share == 1.0
+    assert {each.point.share for each in found.frontier if each.point.settings == chosen("nuq4")} == {1.0, 0.5, 0.25}
+    flat = searched(points, {}, smaller=smaller, fake=Flat(rates))
+    assert (flat.chosen.point.settings, flat.chosen.point.share) == (chosen("nuq4"), 0.25)
+
+
+def test_a_modelled_loss_is_measured_before_its_settings_are_chosen() -> None:
+    points = [
+        point(), point("nuq4", loss=0.004), point("nuq4", "budget 0.75", loss=0.006, origin=Origin.MODELLED),
+    ]  # fmt: skip
+    asked: list[Settings] = []
+
+    def refine(given: Sequence[Point], measured: float) -> list[Point | None]:
+        asked.extend(each.settings for each in given)
+        return [
+            point("nuq4", "budget 0.75", loss=measured) if each.loss.origin is Origin.MODELLED else each
+            for each in given
+        ]
+
+    rates = rates_of(points, 1.0, 2.0, 3.0)
+    good = searched(points, rates, refine=lambda given: refine(given, 0.008))
+    assert good.chosen.point.settings == points[2].settings and good.chosen.point.loss.origin is Origin.MEASURED
+    assert points[2].settings in asked
+    bad = searched(points, rates, refine=lambda given: refine(given, 0.012))
+    assert bad.chosen.point.settings == chosen("nuq4")
+    unknown = searched(points, rates)
+    assert unknown.chosen.point.settings == points[2].settings
+    assert any("modelled" in warning for warning in unknown.warnings)
+
+
+def test_latencies_that_were_measured_meanwhile_are_simulated_again() -> None:
+    points = [point(), point("nuq4", loss=0.004, origin=Origin.MODELLED)]
+    fake = Fake(rates_of(points, 1.0, 2.0))
+    num_asked = 0
+
+    def refine(given: Sequence[Point]) -> list[Point | None]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:  # before the last rung there was no time
+            return list(given)
+        fake.rates = {chosen(): 1.0, chosen("nuq4"): 0.5}
+        return [point("nuq4", loss=0.004, seconds=3.0)]
+
+    found = searched(points, {}, fake=fake, refine=refine)
+    assert found.chosen.point.settings == chosen() and num_asked == 2
+    assert next(each.rate for each in found.finalists if each.point.settings == chosen("nuq4")) == 0.5
+
+
+def test_a_bound_below_what_others_serve_excludes_without_a_trial() -> None:
+    others = [point(codec, loss=0.001 * (number + 1)) for number, codec in enumerate(("nuq4", "nuq3", "nuq2"))]
+    low = point("g4", loss=0.009, bound=1.5)
+    points = [point(), *others, low]
+    fake = Fake(rates_of(points, 2.0, 3.0, 3.0, 3.0, 1.4))
+    found = searched(points, {}, fake=fake)
+    assert fake.tried(chosen("g4")) == 0
+    (left,) = (each for each in found.left if each.settings == chosen("g4"))
+    assert left.why is Why.BOUND and "at most 1.5 requests/s" in left.reason
+    assert len(fake.calls[0][1]) == BATCH
+
+
+def test_what_serves_less_than_others_who_lose_no_more_costs_no_search() -> None:
+    points = [point(), *(point(name, loss=0.002) for name in ("nuq4", "nuq3", "nuq2")), point("g4", loss=0.003)]
+    fake = Fake(rates_of(points, 2.0, 3.0, 1.0, 1.0, 1.5))
+    floors: dict[Settings, float] = {}
+
+    class Noted(Fake):
+        def __call__(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
+            floors.update({each.point.settings: each.floor for each in trials if rung.requests == 10})
+            return super().__call__(trials, rung, end)
+
+    found = searched(points, {}, fake=Noted(fake.rates))
+    assert floors[chosen()] == 0.0 and floors[chosen("g4")] == pytest.approx(0.9 * 3.0)
+    (left,) = (each for each in found.left if each.settings == chosen("g4"))
+    assert left.why is Why.SLOWER and "2.7 requests/s" in left.reason
+
+
+def test_what_is_worse_in_all_that_is_known_is_covered() -> None:
+    better, worse = point("nuq4", loss=0.002, seconds=0.9), point("nuq3", loss=0.004, seconds=1.0)
+    assert covers(SPACE, better, worse) and not covers(SPACE, worse, better)
+    assert covers(SPACE, better, point("nuq3", loss=0.004, seconds=0.9))
+    for other in (
+        point("nuq3", loss=0.004, seconds=1.0, tokens=2000),
+        point("nuq3", loss=0.001, seconds=1.0),
+        point("nuq3", loss=0.004, seconds=0.5),
+        point("nuq3", loss=0.004, seconds=1.0, total=GIB // 2),
+        point("nuq3", "budget 0.5", loss=0.004, seconds=1.0),  # who keeps fewer tokens has more room for others
+        point("nuq3", "prefill + decode", loss=0.004, seconds=1.0),
+    ):
+        assert not covers(SPACE, better, other), other
+    fake = Fake(rates_of([point(), better, worse], 1.0, 2.0, 2.0))
+    found = searched([point(), better, worse], {}, fake=fake)
+    assert fake.tried(worse.settings) == 0
+    assert [(each.settings, each.why) for each in found.left] == [(worse.settings, Why.COVERED)]
+
+
+def test_the_best_of_hundreds_survives_the_rungs_of_a_noisy_simulation() -> None:
+    draw = random.Random(3)
+    points = []
+    for settings in SPACE.settings():
+        names = [each.name for each in settings.choices if each not in SPACE.first.choices]
+        loss = 0.0 if not SPACE.parts(settings) else draw.uniform(0.001, 0.03)
+        points.append(point(*names, loss=loss, seconds=draw.uniform(0.5, 2), tokens=draw.randint(500, 2000)))
+    rates = {each.settings: draw.uniform(1, 10) for each in points}
+    fake = Fake(rates, noise=0.05)
+    found = searched(points, {}, fake=fake)
+    best = max(rates[each.settings] for each in points if each.loss.is_within(0.01))
+    assert rates[found.chosen.point.settings] >= 0.9 * best
+    counts = {rung: sum(len(asked) for number, asked in fake.calls if number == rung.requests) for rung in RUNGS}
+    assert counts[RUNGS[2]] <= RUNGS[1].keep + 1 < counts[RUNGS[0]]
+
+
+def test_points_beyond_the_budget_do_not_crowd_out_those_within_it() -> None:
+    lossy = [(codec, budget) for codec in ("nuq3", "nuq2", "g4") for budget in ("budget 0.75", "budget 0.5")]
+    points = [point(), point("nuq4", loss=0.005)]
+    points += [point(*names, loss=0.02 + 0.001 * number) for number, names in enumerate(lossy)]
+    rates = rates_of(points, 1.0, 2.0, *(3.0 + number for number in range(len(lossy))))
+    found = searched(points, rates, rungs=(Rung(10, 0.1, 4), Rung(20, 0.05, 4)))
+    assert found.chosen.point.settings == chosen("nuq4") and len(found.frontier) > 2
+
+
+def test_two_loads_lead_to_different_settings() -> None:
+    points = [point(), point("nuq4", loss=0.005), point("prefill + decode")]
+    one, other = rates_of(points, 1.0, 3.0, 2.0), rates_of(points, 1.0, 2.0, 3.0)
+    assert searched(points, one).chosen.point.settings != searched(points, other).chosen.point.settings
+
+
+def test_the_order_of_points_does_not_matter() -> None:
+    draw = random.Random(5)
+    points = [point(), *(point(name, loss=0.001 * number) for number, name in enumerate(("nuq4", "nuq3", "g4"), 1))]
+    rates = {each.settings: draw.uniform(1, 5) for each in points}
+    results = {searched(draw.sample(points, len(points)), rates).chosen.point.settings for _ in range(6)}
+    assert len(results) == 1
+
+
+def test_when_the_time_is_over_something_is_known_and_the_rest_is_named() -> None:
+    points = [point(), *(point(name, loss=0.002) for name in ("nuq4", "nuq3", "nuq2", "g4"))]
+    fake = Fake(rates_of(points, 1.0, 2.0, 3.0, 4.0, 5.0))
+    found = searched(points, {}, fake=fake, deadline=0.5)
+    assert found.chosen.rate > 0 and found.chosen.requests == RUNGS[0].requests
+    assert {each.why for each in found.left} == {Why.UNTRIED}
+    assert any("raise plan.seconds" in warning for warning in found.warnings)
+
+
+def test_no_settings_that_meet_the_targets_is_an_error_with_the_best() -> None:
+    points = [point(), point("nuq4", loss=0.002)]
+    with pytest.raises(NoPlanError, match=r"no settings meet the latency targets; the best are default: 50.0%"):
+        searched(points, rates_of(points, 0.0, 0.0))
+
+
+def test_no_settings_within_the_budget_is_an_error_with_the_least_loss() -> None:
+    points = [point("nuq4", loss=0.012), point("nuq3", loss=0.02)]
+    with pytest.raises(NoPlanError, match=r"lose at most 1.00%; the least loss is that of nuq4: 1.20%"):
+        searched(points, rates_of(points, 1.0, 2.0))
+
+
+def test_neighbours_differ_in_one_thing_and_say_why_they_lost() -> None:
+    points = [
+        point(), point("nuq4", loss=0.004), point("nuq4", "budget 0.75", loss=0.006), point("nuq3", loss=0.02),
+        point("nuq3", "budget 0.75", loss=0.03), point("nuq4", "prefill + decode", loss=0.004, bound=1.0),
+    ]  # fmt: skip
+    found = searched(points, rates_of(points, 1.0, 3.0, 2.0, 4.0, 4.0, 0.5))
+    assert found.chosen.point.settings == chosen("nuq4")
+    told = {SPACE.name(settings): reason for settings, _, reason in found.neighbours(SPACE)}
+    assert {*told} == {"default", "nuq4, budget 0.75", "nuq3", "nuq4, prefill + decode"}
+    assert "67% less" in told["default"]
+    assert "loses 2.00%" in told["nuq3"]
+    assert "requests/s" in told["nuq4, budget 0.75"] and "at most 1" in told["nuq4, prefill + decode"]
+
+
+def test_points_that_are_equal_but_for_a_slab_do_not_beat_each_other() -> None:
+    totals = {"nuq4": GIB, "g4": GIB + 999}
+    one, other = (Tried(point(name, total=total), Goodput(2.0, 0.9), 10) for name, total in totals.items())
+    assert not beats(one, other) and not beats(other, one)
+
+
+def test_requests_longer_than_the_context_are_left_out_with_all_that_follow_them() -> None:
+    load = Workload("w", [
+        Arrival(0.0, (Span(1, 500),), 10), Arrival(1.0, (Span(0, 50),), 10),
+        Arrival(0.0, (Span(2, 20),), 10, after=1, pause=1.0), Arrival(0.0, (Span(3, 5),), 1, after=0, pause=1.0),
+        Arrival(0.0, (Span(4, 300),), 5, after=2, pause=1.0), Arrival(2.0, (Span(5, 9),), 9),
+    ])  # fmt: skip
+    found = within(load, 100)
+    assert found is not None
+    assert [(each.num_in, each.after) for each in found.arrivals] == [(50, -1), (20, 0), (9, -1)]
+    assert within(load, 5) is None and within(load, 1000) is load
+
+
+def test_the_measured_goodput_is_where_attainment_falls_to_the_target() -> None:
+    script = benchmark("plan_auto")
+    assert script.knee({"1.0": 0.99, "1.2": 0.95, "1.4": 0.85}, 0.9) == pytest.approx(1.3)
+    assert script.knee({"1.0": 0.99}, 0.9) == 1.0 and script.knee({"1.0": 0.5}, 0.9) == 0.0
+    planned = {
+        name: {"settings": name, "goodput": {"rate": rate}} for name, rate in (("chosen", 3.0), ("default", 1.0))
+    }  # fmt: skip
+    others = [{"settings": f"{rate}", "goodput": {"rate": rate}} for rate in (0.5, 2.0, 2.5)]
+    found = script.finalists({**planned, "finalists": [*others, *planned.values()]}, 4)
+    assert [each["settings"] for each in found] == ["chosen", "default", "2.5", "2.0"]
+
+
+def test_gpus_that_are_not_here_are_planned_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "RUNGS", (Rung(20, 0.3, 3, confirms=True),))
+    arrivals = [Arrival(0.05 * index, (Span(index, 400 + index),), 40) for index in range(40)]
+    Workload("made", arrivals).write(tmp_path / "trace.jsonl")
+    words = [
+        "--hardware",
+        "a100-80g",
+        "--trace",
+        str(tmp_path / "trace.jsonl"),
+        *TARGETS,
+        "--json",
+        "--retain.budget",
+        "off",
+    ]
+    file = tmp_path / "quire.toml"
+    file.write_text("[cluster]\nprefill = 0\ndecode = 0\n")
+    assert main(["plan", "auto", "llama-2-7b", *words, "--config", str(file), "--plan.seconds", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["chosen"]["steps"]["origin"] == told["chosen"]["goodput"]["origin"] == "modelled"
+    assert told["chosen"]["loss"]["value"] == 0  # nothing lossy is known of a model in numbers
+    names = {each["settings"] for each in (*told["finalists"], *told["left"])}
+    assert any("tp 2" in name for name in names) and any("pp 2" in name for name in names)
+
+
+def test_parts_of_a_trace_begin_elsewhere_for_each_seed_and_keep_their_gaps() -> None:
+    load = Workload("w", [Arrival(float(index**2), (Span(index, 5),), 1) for index in range(10)])
+    parts = Parts(load, 4)
+    first, second = (parts.drawn(None, seed) for seed in (0, 1))
+    assert [each.prompt[0].id for each in first.arrivals] == [0, 1, 2, 3]
+    assert [each.prompt[0].id for each in second.arrivals] == [4, 5, 6, 7]
+    assert [each.at for each in second.arrivals] == [0.0, 9.0, 20.0, 33.0]
+    faster = parts.drawn(2 * second.rate, 1)
+    assert [each.at for each in faster.arrivals] == [0.0, 4.5, 10.0, 16.5]
+    assert len(Parts(load, 20).drawn(None, 3).arrivals) == 10
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+TEXT = "It was the best of mills, it was the worst of mills. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a trace, a text, and a file that decides what would take long to simulate."""
+    found = tmp_path_factory.mktemp("auto")
+    save_tiny(found / "model", hidden_size=64)
+    draw, at, arrivals = random.Random(0), 0.0, []
+    for index in range(120):
+        at += draw.expovariate(5)
+        arrivals.append(Arrival(at, (Span(index, draw.randint(16, 120)),), draw.randint(2, 24)))
+    Workload("made", arrivals).write(found / "trace.jsonl")
+    (found / "text.txt").write_text(TEXT)
+    (found / "quire.toml").write_text("[cluster]\nprefill = 0\ndecode = 0\n[runtime]\nthreads = 1\n")
+    return found
+
+
+@pytest.fixture
+def known(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, with what an earlier plan has measured: dense is slower than g4, which loses 0.1 %."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, options = str(folder / "model"), {"runtime.threads": 1}
+    space = Space.of(Machine(cores=1))
+    kept = tmp_path / "quire" / "latency"
+    kept.mkdir(parents=True)
+    for codec, base in (("dense", 0.012), ("g4", 0.006)):
+        own = {**options, "cache.memory": "4MiB", "cache.codec": codec}
+        local = LocalModel(model, own, None, lambda *_: latency(1.0))
+        about = speed_settings(local.model_id, local.config)
+        latency(base, 1e-7, 5e-5, **about).write(kept / f"{codec}.json")
+    quality = Quality(model, options, None, space, Text("text.txt", TEXT))
+    for name, losses in (("default", (2.0, 2.1)), ("g4", (2.001, 2.1012))):
+        settings = chosen(*([] if name == "default" else [name]), space=space)
+        way = quality.losses.scoring_of(settings)
+        assert way is not None
+        quality.losses.curves.keep(
+            Curve(quality.model_id, dict(quality.key_of(settings)), way.text, "text.txt", way.context, None, losses)
+        )
+    monkeypatch.setattr(planning, "RUNGS", (Rung(24, 0.3, 8, until=0.5), Rung(30, 0.2, 4, confirms=True)))
+    return tmp_path
+
+
+@pytest.fixture
+def words(folder: Path) -> list[str]:
+    """A command that works without measuring anything."""
+    return [
+        "plan", "auto", str(folder / "model"), "--config", str(folder / "quire.toml"), "--trace",
+        str(folder / "trace.jsonl"), *TARGETS, "--plan.memory", "300MiB", "--model.weights", "native",
+        "--retain.budget", "off", "--plan.seconds", "60",
+    ]  # fmt: skip
+
+
+def test_a_plan_is_printed_written_and_read_back(
+    words: list[str], known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "planned.toml"
+    assert main([*words, "--output", str(file), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best, default = told["chosen"], told["default"]
+    assert best["options"]["cache.codec"] == "g4" and default["options"]["cache.codec"] == "dense"
+    assert best["goodput"]["rate"] > 1.1 * default["goodput"]["rate"]
+    assert best["loss"]["origin"] == "measured" and 0 < best["loss"]["most"] < 0.01
+    assert best["steps"]["origin"] == best["goodput"]["origin"] == "fitted"
+    assert best["memory"]["total"] <= 300 << 20 and told["frontier"]
+    assert {each["why"] for each in told["left"]} <= {"unfit", "covered", "bound", "slower"}
+    config, cluster = EngineConfig.from_options({}, file), ClusterConfig.from_options({}, file)
+    assert (config.cache.codec, config.cache.memory) == ("g4", best["memory"]["cache"])
+    assert config.runtime.threads == 1 and not cluster.is_on
+    slo = SloConfig.from_options({}, file)
+    assert (slo.ttft, slo.tpot) == (0.4, 0.05)
+    text = file.read_text()
+    assert "# Predicted: goodput (fitted):" in text and "# planned" in text and "# Quality lost: 0.1" in text
+
+
+def test_people_get_a_frontier_with_the_origin_of_every_number(
+    words: list[str], known: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    parts = ("frontier within 300MiB", "chosen: g4", "(measured)", "(fitted)", "modelled", "differ from the chosen")
+    assert [part for part in parts if part not in told] == []
+    (row,) = (line for line in told.splitlines() if line.startswith("default "))
+    assert row.split().count("fitted") == 2 and "measured" in row and "modelled" in row
+
+
+def test_a_plan_without_a_text_or_curves_keeps_what_loses_nothing(
+    words: list[str], folder: Path, known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in (known / "quire" / "curves").rglob("*.json"):
+        file.unlink()
+    planner = planner_from(words)
+    lacking = planner.quality.measure_all(planner._possible(), 0.01, math.inf)  # type: ignore[union-attr]
+    assert {"give --text FILE" in reason for reason in lacking.values() if "calibration" not in reason} == {True}
+    known_ones = planner._known(planner._possible(), lacking)
+    assert [planner.space.name(each) for each in known_ones] == ["default"]
+
+
+def planner_from(words: list[str]) -> Any:
+    from quire.cli import build_parser
+
+    args = build_parser().parse_args(words)
+    return plan_auto.planner_of(type(args)(**{**plan_auto.DEFAULTS, **vars(args)}))
+
+
+def test_latencies_are_kept_ones_or_follow_from_their_parts(words: list[str], known: Path) -> None:
+    speeds = planner_from(words).speeds
+    dense = speeds.of(speeds.space.first)
+    assert dense.origin is Origin.FITTED and dense.model.coefficients["base"] == 0.012
+    both = chosen("g4 weights", "g4", space=Space.of(Machine(cores=2)))
+    assert speeds.of(both) is None  # nothing says what these weights save
+    assert speeds.needed([both]) == [chosen("g4 weights", space=Space.of(Machine(cores=2)))]
+    about = {**speeds.wanted(chosen("g4 weights", space=Space.of(Machine(cores=2))))}
+    speeds.models.append(latency(0.008, 1e-7, 5e-5, **about))
+    found = speeds.of(both)
+    assert found.origin is Origin.MODELLED and found.how == "from the steps of g4 weights and of g4"
+    assert found.model.seconds(StepWork(1)) == pytest.approx(0.008 + 0.006 - 0.012, rel=0.05)
+
+
+def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str], known: Path) -> None:
+    space = Space.of(Machine(cores=2))
+    speeds = planner_from(words).speeds
+    speeds.models.append(latency(0.007, **speeds.wanted(chosen("nuq4", space=space))))
+    assert speeds.of(chosen("nuq4", space=space)).origin is Origin.FITTED
+    found = speeds.of(chosen("nuq3", "0 slots", space=space))
+    assert found.origin is Origin.MODELLED and found.how == "from the steps of nuq3, 0 slots as nuq4"
+    wanted = [chosen(name, space=space) for name in ("nuq4", "nuq3", "nuq2")]
+    assert speeds.needed(wanted) == wanted[1:]
+
+
+def test_steps_are_measured_once_and_kept(words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Settings, float]] = []
+
+    def steps(self: Speeds, timed: Settings, seconds: float, progress: Any) -> Any:
+        asked.append((timed, seconds))
+        model = latency(0.02, 1e-7, 5e-5)
+        return [(work, model.seconds(work)) for work in grid(model)], {**self.wanted(timed)}
+
+    monkeypatch.setattr(Speeds, "_steps", steps)
+    space = Space.of(Machine(cores=2))
+    weights, nuq4, nuq3 = (chosen(name, space=space) for name in ("g4 weights", "nuq4", "nuq3"))
+    speeds = planner_from(words).speeds
+    assert speeds.measure_all([weights], time.monotonic() + 100) == {} and len(asked) == 1
+    assert planner_from(words).speeds.of(weights).origin is Origin.FITTED
+    assert speeds.measure_all([weights], time.monotonic() + 100) == {} and len(asked) == 1
+    told = speeds.measure_all([nuq4, nuq3], time.monotonic() + LEAST_SECONDS)
+    assert told == {nuq3: "the time was over before its steps were measured"}
+    assert asked[1] == (nuq4, LEAST_SECONDS)
+
+
+def test_a_disk_that_is_allowed_is_tried_with_its_measured_speed(words: list[str], known: Path, tmp_path: Path) -> None:
+    planner = planner_from([*words, "--tiers.disk", f"{tmp_path / 'disk'}:64MiB"])
+    assert [choice.name for choice in planner.space.tried["disk"]] == ["no disk", "disk"]
+    settings = next(each for each in planner.space.settings() if planner.space.name(each) == "disk")
+    planner.measure_latencies([settings], 0.0)
+    trial = Trial(planner._made(settings, 1.0), 5.0)
+    (tier,) = planner.maker(trial.point).setup().replicas[0].tiers
+    assert (tier.name, tier.cap) == ("disk", 64 << 20) and tier.link.bytes_per_second != LINKS["disk"].bytes_per_second
+    (found,) = planner.evaluate([trial], Rung(20, 0.3, 1), math.inf)
+    assert found is not None and found.rate > 0 and trial.point.cost > 1
+    assert not (tmp_path / "disk").exists()  # a plan leaves nothing there
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_changes_nothing(
+    words: list[str], known: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = []
+    for processes in ("1", "2"):
+        assert main([*words, "--json", "--processes", processes]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1]
+
+
+def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], known: Path) -> None:
+    planner = planner_from([*words, "--plan.memory", "1GiB"])
+    one = planner.fit(planner.space.first)
+    assert one.room.total <= 1 << 30 and one.room.total > 0.98 * (1 << 30)
+    assert planner.fit(planner.space.first, 0.5).room.cache == pytest.approx(one.room.cache / 2, rel=0.01)
+    apart = chosen("prefill + decode", space=Space.of(Machine(cores=2)))
+    two = planner.fit(apart)
+    assert 2 * two.room.cache == pytest.approx(one.room.cache - 2 * planner.process_bytes, rel=0.02)
+    planner.wish = type(planner.wish)(**{**vars(planner.wish), "memory": 200 << 20})
+    planner._fits.clear()
+    with pytest.raises(ConfigError, match="one process|1 process need"):
+        planner.fit(planner.space.first)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--cache.memory", "1GiB"], "cache.memory is 1073741824"),
+        (["--cache.sparse_values", "0.5"], "cache.sparse_values is 0.5"),
+        (["--offload.mode", "auto"], "quire plan offload"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--plan.quality", "-1"], "plan.quality is '-1'"),
+        (["--text", "nowhere.txt"], "cannot read the text nowhere.txt"),
+        (["--hardware", "h100"], "--plan.memory is for this machine"),
+        (["--input-tokens", "5"], "--input-tokens is for quire plan offload"),
+    ],
+)
+def test_what_a_plan_does_not_take_is_said(
+    more: list[str], message: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["smollm2", *TARGETS], "needs --trace"),
+        (["smollm2", "--trace", "t"], "needs a latency target"),
+        (["smollm2", "--trace", "nowhere.csv", *TARGETS], "nowhere.csv"),
+    ],
+)
+def test_a_plan_needs_a_trace_and_targets(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "auto", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_settings_of_auto_are_refused_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "offload", "smollm2", "--plan.quality", "0.1"]) == 2
+    assert "--plan.quality is for quire plan auto" in capsys.readouterr().err
