@@ -3,8 +3,10 @@ among them.
 
     python benchmarks/plan_auto.py --data DIR --out DIR --traces conv,code --memory 600MiB --seconds 900
 
-DIR of --data has traces/ and text/. For each trace the requests of at most --longest tokens are planned for. A finalist
-is served with `quire serve --config`, and the trace's first requests are sent at several rates, open loop, each for
+DIR of --data has traces/ and text/. For each trace the requests of at most --longest tokens are planned for, with
+Poisson arrivals as in DistServe's evaluation: silences of the trace of code would leave minutes without a request.
+
+A finalist is served with `quire serve --config`, and the first requests are sent at several rates, open loop, each for
 --load-seconds: a ladder of rates from the predicted one, up while the target is reached and down while it is missed.
 Its goodput is the rate at which attainment falls to the target, between two rates on a straight line. All finalists get
 the same requests. The quality that the chosen one loses is measured on a text that the plan has not seen.
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -46,11 +50,15 @@ STEP = 1.15
 """Ratio of neighbouring rates of the ladder."""
 
 
-def part_of(data: Path, trace: str, longest: int, most: int) -> Workload:
-    """The first requests of a trace that fit."""
+def part_of(data: Path, trace: str, longest: int, most: int, arrivals: str = "poisson") -> Workload:
+    """The first requests of a trace that fit. arrivals: those of the trace, or a Poisson process of a request/s."""
     whole = read_workload(data / "traces" / TRACES[trace])
     fits = [each for each in whole.arrivals if each.num_in + each.num_out <= longest and each.after < 0][:most]
-    return Workload(trace, [Arrival(each.at - fits[0].at, each.prompt, each.num_out) for each in fits])
+    times = [each.at - fits[0].at for each in fits]
+    if arrivals == "poisson":
+        draw = random.Random(0)
+        times = list(itertools.accumulate(draw.expovariate(1.0) for _ in fits))
+    return Workload(trace, [Arrival(at, each.prompt, each.num_out) for at, each in zip(times, fits, strict=True)])
 
 
 def plan(args: argparse.Namespace, trace: str, file: Path) -> dict[str, Any]:
@@ -156,7 +164,7 @@ def _same(settings: Settings, options: dict[str, Any]) -> bool:
 
 def report(args: argparse.Namespace, trace: str) -> None:
     """Plans, runs finalists, and prints what came of them."""
-    load = part_of(args.data, trace, args.longest, args.requests)
+    load = part_of(args.data, trace, args.longest, args.requests, args.arrivals)
     file = args.out / f"{trace}.jsonl"
     load.write(file)
     planned = plan(args, trace, file)
@@ -212,6 +220,7 @@ def main() -> None:
     parser.add_argument("--attainment", type=float, default=0.9)
     parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
     parser.add_argument("--requests", type=int, default=3000, help="of a trace (default: 3000)")
+    parser.add_argument("--arrivals", choices=("poisson", "trace"), default="poisson", help="(default: poisson)")
     parser.add_argument("--finalists", type=int, default=8, help="that run for real (default: 8)")
     parser.add_argument("--load-seconds", type=float, default=90.0, help="of each rate (default: 90)")
     parser.add_argument("--most-rates", type=int, default=7, help="of each finalist (default: 7)")

@@ -164,6 +164,9 @@ class Found:
 def covers(space: Space, one: Point, other: Point) -> bool:
     """Whether a point is at least as good as another one in all that is known without trying: its steps are no longer,
     it loses no more, and its cache holds as much. Whatever else changes what is served must be equal.
+
+    A cache that holds more serves no less, or at least can be made smaller: points with parts of their caches are tried
+    later.
     """
     return (
         all(

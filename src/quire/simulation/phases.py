@@ -235,7 +235,8 @@ class PairRun:
         order = np.argsort(at, kind="stable")
         decoded = self.decoding.of(arriving(workload, at), progress)
         seconds = np.full(len(at), np.inf)
-        seconds[order] = np.where(np.isfinite(decoded.last), decoded.last - decoded.first, np.inf)
+        is_ended = np.isfinite(decoded.last)
+        seconds[order[is_ended]] = decoded.last[is_ended] - decoded.first[is_ended]
         return dataclasses.replace(
             begun,
             last=np.where(is_begun, begun.first + np.where(num_out > 1, seconds, 0.0), np.inf),
