@@ -106,7 +106,8 @@ class Axis:
 
 def _weights(machine: Machine) -> list[Choice]:
     forms = ["native", *(["dequantized"] if machine.is_packed else []), "g4"]
-    return [Choice("weights", f"{form} weights", (("model.weights", form),), form == "g4") for form in forms]
+    lossless = ("native", "dequantized")
+    return [Choice("weights", f"{form} weights", (("model.weights", form),), form not in lossless) for form in forms]
 
 
 def _codecs(machine: Machine) -> list[Choice]:
