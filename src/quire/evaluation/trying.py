@@ -77,7 +77,7 @@ class Recipe:
             return model.setup(self.cluster)
         config, sizes, calibration = model.resolved({})
         with open_model(model.path) as checkpoint:
-            plan = Plan(checkpoint.shape, config, sizes, self._known, calibration, None, model.model_id)
+            plan = Plan(checkpoint.shape, config, sizes, self._known, calibration, model.model_id)
         assert config.scheduler.token_budget is not None
         ways = ways_of([self._known])
         capacity = Capacity(config.scheduler.token_budget, config.scheduler.max_running, 0.0, 0.0)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.ledger import PageLedger
 from quire.cache.retention.decisions import Decided, Retention
-from quire.cache.retention.policies import keep_on
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.answers import Detokenizer
@@ -56,7 +55,6 @@ class Plan:
     config    resolved: without automatic values
     sizes     what fits under it
     latency   of its steps
-    policies  uint8 [L, H], what heads keep with a threshold: the same in every request; None without one
     model_id  the checkpoint's fingerprint
     """
 
@@ -65,7 +63,6 @@ class Plan:
     sizes: Sizes
     latency: Latency
     calibration: Calibration | None = None
-    policies: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     model_id: str = ""
 
     @property
@@ -195,7 +192,7 @@ def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers |
     manager = scheduler.manager
     decide = None
     if isinstance(manager.retention, Retainer):
-        decide = partial(_decided, manager.retention.retention, plan.policies, table.shape)
+        decide = partial(_decided, manager.retention.retention, table.shape)
     window = shape.sliding_window if (shape.sliding_window or 0) < plan.sizes.max_context else None
     runner = SimulatedRunner(plan.latency, clock, shape.vocab_size, decide, window)
     runner.arrivals = arrivals
@@ -207,19 +204,11 @@ def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers |
     )  # fmt: skip
 
 
-def _decided(
-    retention: Retention, policies: np.ndarray[Any, np.dtype[np.uint8]] | None, shape: tuple[int, int], piece: Slice
-) -> Decided:
+def _decided(retention: Retention, shape: tuple[int, int], piece: Slice) -> Decided:
     """What heads keep of the prompt that a slice ends, if all its tokens get the same attention."""
+    assert retention.budget is not None, "what a threshold keeps is known only after a prompt"
     n = piece.start + piece.num_rows
-    nothing = np.zeros((*shape, n), np.float32)
-    if retention.budget is not None:
-        return retention.decide([-1] * n, nothing, None)
-    assert policies is not None, "a threshold needs policies"
-    positions = np.broadcast_to(np.arange(n, dtype=np.int32), nothing.shape)
-    kept = keep_on(retention.chain, policies, positions, retention.marks([-1] * n), nothing, n, n)
-    kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True
-    return Decided(policies, kept, np.ones((*shape, retention.chain.full + 1)), retention.chain)
+    return retention.decide([-1] * n, np.zeros((*shape, n), np.float32), None)
 
 
 class EngineLoop:

@@ -63,7 +63,7 @@ class OnlyDecoding:
 
 
 def _decoding(work: StepWork) -> StepWork:
-    return dataclasses.replace(work, prompt_rows=0, prompt_pairs=0.0, num_prompts=0)
+    return StepWork(0, 0.0, work.decode_rows, work.context, work.unique, 0)
 
 
 def prompts_of(workload: Workload, tpot: float) -> Workload:
@@ -159,11 +159,9 @@ class MixedRun:
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
         """See Simulation."""
         workload = self.load.drawn(self.rate, self.seed)
-        if not may_skip(self.replicas):
-            return _alone(self.replicas, self.ways, workload, self.seed, progress)
-        found = simulate_bulk(workload, self.replicas.plan, 1, progress=progress)
-        messages = 2 * (self.ways.server + self.ways.hop)
-        return dataclasses.replace(found, first=found.first + messages, last=found.last + messages)
+        if may_skip(self.replicas):
+            return skipping(self.replicas, workload, self.ways.server + self.ways.hop, progress)
+        return _alone(self.replicas, self.ways, workload, self.seed, progress)
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ class DecodeRun:
         """What comes of a workload."""
         replicas = computed(self.replicas)
         if may_skip(replicas):
-            found = simulate_bulk(workload, replicas.plan, 1, progress=progress)
+            found = skipping(replicas, workload, 0.0, progress)
         else:
             found = _alone(replicas, Ways(server=0.0, hop=0.0), workload, self.seed, progress)
         # A prompt joins in a step of its own. So does a cache: the receiver makes room for it between two steps, and
@@ -261,6 +259,14 @@ def may_skip(replicas: Replicas) -> bool:
     plan = replicas.plan
     has_window = (plan.shape.sliding_window or plan.sizes.max_context) < plan.sizes.max_context
     return not (replicas.config.retain.is_on or replicas.tiers or has_window)
+
+
+def skipping(replicas: Replicas, workload: Workload, messages: float, progress: Progress) -> Outcome:
+    """What comes of a workload on instances that do both and skip steps. messages: seconds of a client's to an
+    instance.
+    """
+    found = simulate_bulk(workload, replicas.plan, replicas.count, capacity=replicas.capacity, progress=progress)
+    return dataclasses.replace(found, first=found.first + 2 * messages, last=found.last + 2 * messages)
 
 
 def _alone(replicas: Replicas, ways: Ways, workload: Workload, seed: int, progress: Progress) -> Outcome:

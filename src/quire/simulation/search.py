@@ -23,12 +23,10 @@ from quire.planning.cluster_file import ClusterSpec
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import Link, Origin
 from quire.planning.placement_file import Placement, Rejected, Why
-from quire.planning.workload import Workload
-from quire.simulation.bulk import simulate_bulk
 from quire.simulation.hardware import Division, Target
 from quire.simulation.load import Attains, Load, Progress, Run, Simulation, Workers, bound_of, find_goodput
 from quire.simulation.outcome import Outcome, Slo
-from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip
+from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip, skipping
 from quire.simulation.setup import HOP_SECONDS, LocalModel, Replicas, Setup, Ways, setup_of, ways_of
 
 TOLERANCE = 0.03
@@ -341,7 +339,6 @@ class Joint:
         first, *others = self.setup.replicas
         if others or first.role != Role.MIXED or not may_skip(first):
             return Run(self.setup, self.load, self.rate, self.seed).outcome(progress)
-        workload: Workload = self.load.drawn(self.rate, self.seed)
-        found = simulate_bulk(workload, first.plan, first.count, capacity=first.capacity, progress=progress)
-        messages = 2 * (self.setup.ways.server + self.setup.ways.hop * self.setup.is_cluster)
-        return dataclasses.replace(found, first=found.first + messages, last=found.last + messages)
+        ways = self.setup.ways
+        workload = self.load.drawn(self.rate, self.seed)
+        return skipping(first, workload, ways.server + ways.hop * self.setup.is_cluster, progress)

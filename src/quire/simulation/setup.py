@@ -260,7 +260,7 @@ class LocalModel:
         if key not in self._planned:
             config, sizes, calibration = self.resolved(options)
             latency = self._latency_of(role, config, self.model_id)
-            plan = Plan(self.shape, config, sizes, latency, calibration, None, self.model_id)
+            plan = Plan(self.shape, config, sizes, latency, calibration, self.model_id)
             threads = config.runtime.threads
             unit = f"{threads} thread{'s' * (threads != 1)}" if config.runtime.device == "cpu" else "1 GPU"
             self._planned[key] = Replicas(role, plan, capacity_of(plan), unit=unit)

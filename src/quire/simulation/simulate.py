@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from quire.planning.workload import Workload
 from quire.simulation.cluster import Answered, Front
 from quire.simulation.events import Events
 from quire.simulation.outcome import STAGES, Outcome
+
+if TYPE_CHECKING:
+    from quire.planning.workload import Workload
 
 
 def simulate(

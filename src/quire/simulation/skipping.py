@@ -15,7 +15,6 @@ import numpy as np
 from quire.cache.counts import ChunkCounts
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
-from quire.cache.retention.decisions import Decided
 from quire.engine.control import retention_of, scheduler_of
 from quire.engine.request import Sequence as Running
 from quire.engine.scheduler import Sampled, Scheduler
@@ -86,13 +85,12 @@ class SkippingInstance:
         scheduler: Scheduler,
         latency: Latency,
         told: Callable[[Running, bool], None],
-        decide: Callable[[Running], Decided] | None = None,
     ) -> None:
         self.scheduler, self.latency = scheduler, latency
         self.busy = 0.0
         self.num_steps = 0
         self.num_out = 0
-        self._events, self._told, self._decide = events, told, decide
+        self._events, self._told = events, told
         self._arrived: list[Running] = []
         self._version = 0
         self._is_idle = True
@@ -162,7 +160,7 @@ class SkippingInstance:
             return
         tree = scheduler.manager.tree
         num_read = tree.num_read
-        if not scheduler.advance(1, self._decide):
+        if not scheduler.advance(1):
             self._is_idle = True
             return
         passed = scheduler.passed
