@@ -33,9 +33,9 @@ from quire.models.layers import TorchOps, torch_dtype
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 from quire.planning.latency import LatencyModel, Link
-from quire.simulation.arrivals import Arrivals
+from quire.simulation.arrivals import Arrivals, Disk, LateReads
 from quire.simulation.cluster import Place, SimulatedCluster
-from quire.simulation.engine import EngineLoop, EngineOf, Plan, StoresOf, disk_of, make_engine, no_stores, with_stores
+from quire.simulation.engine import EngineLoop, EngineOf, Plan, StoresOf, make_engine, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
 from quire.simulation.instance import SimulatedInstance
 from quire.stores.memory import MemoryStore
@@ -142,35 +142,24 @@ class LateMemory(MemoryStore):
 
     name = "disk"
 
-    def __init__(self, cap: int, link: Link, events: Events, arrivals: Arrivals) -> None:
-        super().__init__(cap, pinned=False, clock=lambda: events.now)
-        self.link, self.events, self.arrivals = link, events, arrivals
-        self._free_at = 0.0
+    def __init__(self, cap: int, link: Link, events: Events, arrivals: Arrivals, lifetime: float | None) -> None:
+        super().__init__(cap, pinned=False, lifetime=lifetime, clock=lambda: events.now)
+        self.reads = LateReads(link, events, arrivals)
 
     def measure(self) -> float | None:
-        return self.link.bytes_per_second
+        return self.reads.link.bytes_per_second
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
-        count = len(transfer.ready)
         for run in runs:
-            transfer.sources[run] = self.name
-            kept = self._kept.get(run)
+            kept = self._read(transfer, run)
             if kept is None:
-                transfer.fail(QuireError("a run is no longer there"), run)
                 return
-            self._touch(run)
-            self._counts["num_read"] += 1
-            self._counts["bytes_read"] += kept.ends[-1]
-            begun = max(self.events.now + self.link.latency, self._free_at)
-            seconds = kept.ends[-1] / self.link.bytes_per_second
-            self._free_at = begun + seconds
-            times = [begun + seconds * (layer + 1) / count for layer in range(count)]
-            self.arrivals.bring(transfer, times, partial(_unpack, transfer, run, kept))
+            self.reads.bring(transfer, kept.num_bytes, partial(_unpack, transfer, run, kept.content))
 
 
-def _unpack(transfer: Transfer, run: Run, kept: Any, layer: int) -> None:
-    begin = kept.ends[layer - 1] if layer else 0
-    transfer.arrive(run, kept.data.numpy().data[begin : kept.ends[layer]])
+def _unpack(transfer: Transfer, run: Run, extents: Any, layer: int) -> None:
+    begin = extents.ends[layer - 1] if layer else 0
+    transfer.arrive(run, extents.data.numpy().data[begin : extents.ends[layer]])
 
 
 class RealInstance(SimulatedInstance):
@@ -260,9 +249,10 @@ class Setting:
     def stores(self, *, real: bool) -> StoresOf:
         if not self.disk:
             return no_stores
+        lifetime = self.config().cache.lifetime
         if real:
-            return lambda events, arrivals: [LateMemory(self.disk, DISK, events, arrivals)]
-        return disk_of(self.disk, DISK)
+            return lambda events, arrivals: [LateMemory(self.disk, DISK, events, arrivals, lifetime)]
+        return lambda events, arrivals: [Disk("disk", self.disk, DISK, events, arrivals, lifetime)]
 
 
 @dataclass(frozen=True)

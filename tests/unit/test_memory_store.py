@@ -75,5 +75,5 @@ def test_random_use_keeps_its_counts(store: MemoryStore, seed: int) -> None:
         else:
             store.drop([rng.choice(fake.names)])
         runs = {*store._runs.values()}
-        assert runs == {*store._kept} and store._bytes == sum(each.ends[-1] for each in store._kept.values())
+        assert runs == {*store._kept} and store._bytes == sum(each.num_bytes for each in store._kept.values())
         assert store._bytes <= 100 * KIB

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.cli import latencies, main
-from quire.config import ClusterConfig
+from quire.config import ClusterConfig, EngineConfig
 from quire.planning.analytic import MODELS
 from quire.planning.bounds import Asked, Targets
 from quire.planning.devices import DEVICES
@@ -25,7 +25,7 @@ from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.hardware import Division, Target, shape_of
 from quire.simulation.load import Load, Run, bound_of, run_many
 from quire.simulation.phases import DecodeRun, PairRun, PromptRun, arriving, prompts_of
-from quire.simulation.setup import LINKS, LocalModel, Setup, Ways
+from quire.simulation.setup import LINKS, LocalModel, Setup, Ways, tiers_of
 from tests.tiny_models import save_tiny
 
 COEFFICIENTS = {"base": 0.004, "rows_from_1": 4e-4, "prompt_pairs": 1e-7, "context": 1e-6}
@@ -379,3 +379,8 @@ def test_every_word_of_the_help_is_there(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     for flag in itertools.chain(("--trace", "--latency", "--hardware", "--parallel.tp", "--goodput"), ("--slo.ttft",)):
         assert flag in told
+
+
+def test_tiers_forget_what_was_not_used_for_a_lifetime() -> None:
+    config = EngineConfig.from_options({"tiers.memory": "1MiB", "tiers.disk": "folder:64MiB", "cache.lifetime": 30.0})
+    assert [(each.name, each.lifetime) for each in tiers_of(config, Ways())] == [("memory", 30.0), ("disk", 30.0)]

@@ -81,7 +81,7 @@ class Recipe:
         assert config.scheduler.token_budget is not None
         ways = ways_of([self._known])
         capacity = Capacity(config.scheduler.token_budget, config.scheduler.max_running, 0.0, 0.0)
-        alone = Replicas("mixed", plan, capacity, tiers=tiers_of(config.tiers, ways))
+        alone = Replicas("mixed", plan, capacity, tiers=tiers_of(config, ways))
         return Setup((alone,), ways, is_cluster=False)
 
     @property

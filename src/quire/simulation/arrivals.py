@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from quire.cache.arrays import Int32s
+from quire.cache.counts import ChunkCounts
 from quire.cache.run import Run, layout_of
 from quire.cache.store import Transfer
 from quire.cache.table import ChunkTable
-from quire.errors import QuireError
 from quire.planning.latency import Link
 from quire.simulation.events import Events
-from quire.stores.tiers import Volatile
+from quire.stores.recent import RecentRuns
 
 
 @dataclass(eq=False)
@@ -75,110 +73,60 @@ class Arrivals:
             del self._underway[key]
 
 
-@dataclass(eq=False)
-class Disk(Volatile):
-    """A tier whose runs have no bytes: the least recently used ones make room. Reads follow one another.
+class LateReads:
+    """When the layers of runs arrive that a tier reads one after the other.
 
-    name     in statistics
-    cap      bytes
-    link     of reads
+    link  of reads
     """
 
-    name: str
-    cap: int
-    link: Link
-    events: Events
-    arrivals: Arrivals
-    keeps: bool = True
-    table: ChunkTable | None = None
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("num_put", "num_read", "bytes_read", "bytes_written", "num_collected"), 0
-        )
-    )
-
-    def __post_init__(self) -> None:
-        self._kept: OrderedDict[Run, int] = OrderedDict()
-        self._runs: dict[bytes, Run] = {}
-        self._bytes = 0
+    def __init__(self, link: Link, events: Events, arrivals: Arrivals) -> None:
+        self.link, self._events, self._arrivals = link, events, arrivals
         self._free_at = 0.0
 
-    def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Whatever it lacks."""
-        return [self._use(name) is None for name in names]
+    def bring(self, transfer: Transfer, num_bytes: int, note: Callable[[int], None]) -> None:
+        """Reads a run after those before it. note: a layer has arrived."""
+        begun = max(self._events.now + self.link.latency, self._free_at)
+        seconds, count = num_bytes / self.link.bytes_per_second, len(transfer.ready)
+        self._free_at = begun + seconds
+        self._arrivals.bring(transfer, [begun + seconds * (layer + 1) / count for layer in range(count)], note)
+
+
+class Disk(RecentRuns[None]):
+    """A tier whose runs have no bytes, but take their room and their time.
+
+    name   in statistics
+    table  of the engine that it belongs to
+    """
+
+    def __init__(
+        self, name: str, cap: int, link: Link, events: Events, arrivals: Arrivals, lifetime: float | None = None
+    ) -> None:
+        """cap, lifetime: see RecentRuns. link: of reads."""
+        super().__init__(cap, lifetime, lambda: events.now)
+        self.name = name
+        self.table: ChunkCounts | None = None
+        self._reads = LateReads(link, events, arrivals)
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps the run unless it has it already. One with an attachment replaces one without."""
-        known = {self._runs.get(name) for name in run.names}
-        if None not in known and all(each and each.num_attached >= run.num_attached for each in known):
-            return
-        num_bytes = self._size(run)
-        if num_bytes > self.cap:
-            return
-        while self._bytes + num_bytes > self.cap:
-            self._forget(next(iter(self._kept)))
-            self.counts["num_collected"] += 1
-        self._kept[run] = num_bytes
-        self._bytes += num_bytes
-        self.counts["num_put"] += 1
-        self.counts["bytes_written"] += num_bytes
-        older = {each for name in run.names if (each := self._runs.get(name)) is not None}
-        self._runs.update(dict.fromkeys(run.names, run))
-        for each in older:
-            if not any(self._runs.get(name) is each for name in each.names):
-                self._forget(each)
-
-    def find(self, name: bytes) -> Run | None:
-        """See Store."""
-        return self._runs.get(name)
+        """Keeps the run unless it has it already, or it is larger than everything."""
+        if not self._has(run) and self._make_room(num_bytes := self._size(run)):
+            self._keep(run, None, num_bytes)
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
         """Reads the runs, one after the other."""
-        num_layers = len(transfer.ready)
         for run in runs:
-            transfer.sources[run] = self.name
-            if run not in self._kept:
-                transfer.fail(QuireError("a run is no longer there"), run)
+            kept = self._read(transfer, run)
+            if kept is None:
                 return
-            self._kept.move_to_end(run)
-            begun = max(self.events.now + self.link.latency, self._free_at)
-            seconds = self._kept[run] / self.link.bytes_per_second
-            self._free_at = begun + seconds
-            self.counts["num_read"] += 1
-            self.counts["bytes_read"] += self._kept[run]
-            times = [begun + seconds * (layer + 1) / num_layers for layer in range(num_layers)]
-            self.arrivals.bring(transfer, times, partial(transfer.note, run))
-
-    def drop(self, names: Iterable[bytes]) -> None:
-        """See Store."""
-        for name in list(names):
-            if (run := self._runs.get(name)) is not None:
-                self._forget(run)
+            self._reads.bring(transfer, kept.num_bytes, partial(transfer.note, run))
 
     def measure(self) -> float | None:
         """The speed of reads."""
-        return self.link.bytes_per_second
+        return self._reads.link.bytes_per_second
 
     def close(self) -> None:
         """Does nothing."""
 
-    def stats(self) -> dict[str, Any]:
-        """Bytes and counts since start."""
-        chunks = sum(len(run.names) for run in self._kept)
-        return {"bytes": self._bytes, "cap_bytes": self.cap, "chunks": chunks, "is_on": True, **self.counts}
-
     def _size(self, run: Run) -> int:
-        assert self.table is not None, "no engine"
+        assert isinstance(self.table, ChunkTable), "no engine with pages"
         return sum(layout_of(self.table, run).num_bytes)
-
-    def _use(self, name: bytes) -> Run | None:
-        run = self._runs.get(name)
-        if run is not None:
-            self._kept.move_to_end(run)
-        return run
-
-    def _forget(self, run: Run) -> None:
-        self._bytes -= self._kept.pop(run)
-        for name in run.names:
-            if self._runs.get(name) is run:
-                del self._runs[name]

@@ -25,7 +25,7 @@ from quire.engine.step import Result, Slice, Step
 from quire.engine_thread import ROOM_SECONDS
 from quire.models.marks import Marks
 from quire.models.shape import ModelShape
-from quire.planning.latency import Latency, Link
+from quire.planning.latency import Latency
 from quire.planning.work import WorkMeter
 from quire.simulation.arrivals import Arrivals, Disk
 from quire.simulation.events import Events, StepClock
@@ -166,18 +166,13 @@ def no_stores(events: Events, arrivals: Arrivals) -> Sequence[Tier]:
     return ()
 
 
-def disk_of(cap: int, link: Link) -> StoresOf:
-    """A disk of `cap` bytes. link: of reads."""
-    return lambda events, arrivals: [Disk("disk", cap, link, events, arrivals)]
-
-
 def with_stores(engine_of: EngineOf, clock: StepClock, arrivals: Arrivals, tiers: Sequence[Tier]) -> Engine:
     """An engine over these stores."""
     engine = engine_of(clock, arrivals, Tiers(tiers) if tiers else None)
     fetching = engine.scheduler.manager.fetching
     for tier in tiers:
         if isinstance(tier, Disk):
-            tier.table = fetching.table  # type: ignore[assignment]
+            tier.table = fetching.table
     if tiers and (speed := Tiers(tiers).measure()) is not None:
         fetching.costs.speed = speed
     return engine

@@ -181,7 +181,7 @@ class Target:
         replicas = []
         for each, config, latency, memory in zip(divisions, configs, latencies, memories, strict=True):
             plan = self._plan(latency, config, memory, grain)
-            tiers = [dataclasses.replace(tier, cap=tier.cap // grain) for tier in tiers_of(config.tiers, ways)]
+            tiers = [dataclasses.replace(tier, cap=tier.cap // grain) for tier in tiers_of(config, ways)]
             unit = f"{self.device.name}, tp {each.tp} pp {each.pp}"
             replicas.append(Replicas(each.role, plan, capacity_of(plan), each.count, tuple(tiers), unit))
         if alone:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cache.costs import LATENCY
 from quire.cluster.placements import Model, shared_options, specs_of
 from quire.cluster.placing import groups_of
-from quire.config import ClusterConfig, EngineConfig, TiersConfig
+from quire.config import ClusterConfig, EngineConfig
 from quire.engine.build import resolve
 from quire.engine.capacity import Capacity
 from quire.engine.engine import Engine
@@ -100,11 +100,17 @@ class Ways:
 
 @dataclass(frozen=True)
 class TierSize:
-    """A tier beside the cache. name: disk or memory; cap: bytes."""
+    """A tier beside the cache.
+
+    name      disk or memory
+    cap       bytes
+    lifetime  see cache.lifetime
+    """
 
     name: str
     cap: int
     link: Link
+    lifetime: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class Replicas:
 
     def stores(self, events: Events, arrivals: Arrivals) -> Sequence[Tier]:
         """See StoresOf."""
-        return [Disk(each.name, each.cap, each.link, events, arrivals) for each in self.tiers]
+        return [Disk(each.name, each.cap, each.link, events, arrivals, each.lifetime) for each in self.tiers]
 
 
 @dataclass(frozen=True)
@@ -265,7 +271,7 @@ class LocalModel:
             unit = f"{threads} thread{'s' * (threads != 1)}" if config.runtime.device == "cpu" else "1 GPU"
             self._planned[key] = Replicas(role, plan, capacity_of(plan), unit=unit)
         found = self._planned[key]
-        tiers = tiers_of(found.config.tiers, ways_of([found.plan.latency]))
+        tiers = tiers_of(found.config, ways_of([found.plan.latency]))
         return Replicas(role, found.plan, found.capacity, count, tiers, found.unit)
 
     def setup(self, settings: ClusterConfig, placement: Placement | None = None) -> Setup:
@@ -324,12 +330,13 @@ def ways_of(latencies: Sequence[Latency], transport: str = "shm") -> Ways:
     return Ways.of(links, transport)
 
 
-def tiers_of(config: TiersConfig, ways: Ways) -> tuple[TierSize, ...]:
+def tiers_of(config: EngineConfig, ways: Ways) -> tuple[TierSize, ...]:
     """The tiers beside a cache, nearest first."""
-    found = [] if config.memory is None else [TierSize("memory", config.memory, ways.pinned)]
-    if config.disk is not None:
+    tiers, lifetime = config.tiers, config.cache.lifetime
+    found = [] if tiers.memory is None else [TierSize("memory", tiers.memory, ways.pinned, lifetime)]
+    if tiers.disk is not None:
         link = ways.disk
-        if config.disk_bandwidth is not None:
-            link = Link(link.latency, min(link.bytes_per_second, float(config.disk_bandwidth)))
-        found.append(TierSize("disk", config.disk_bytes, link))
+        if tiers.disk_bandwidth is not None:
+            link = Link(link.latency, min(link.bytes_per_second, float(tiers.disk_bandwidth)))
+        found.append(TierSize("disk", tiers.disk_bytes, link, lifetime))
     return tuple(found)
