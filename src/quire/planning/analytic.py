@@ -103,14 +103,6 @@ MODELS = {
 """Models by name."""
 
 
-def model_named(name: str) -> ModelNumbers:
-    """A model of MODELS. Raises ConfigError that lists them."""
-    found = MODELS.get(name.lower())
-    if found is None:
-        raise ConfigError(f"model {name!r} has no numbers here; those with numbers are {', '.join(MODELS)}")
-    return found
-
-
 @dataclass(frozen=True)
 class Efficiency:
     """What kernels reach of a device, as shares of its peaks, and what comes on top.
@@ -125,10 +117,10 @@ class Efficiency:
     hop        seconds from one GPU to the next, beside the bytes
 
     The defaults are those of DistServe's engine on A100 GPUs with 80 GB, from its published latencies of OPT-13B
-    (`quire.planning.paper`): prompts of 64 to 2,048 tokens, and 1 to 256 sequences with contexts of 128 to 1,024 tokens
-    as far as they fit. `attention` is their quadratic term; `memory` is set, because these latencies hardly tell reads
-    of weights from launches; `products`, `cache`, `exposed` and `launch` are fitted to one GPU, and `network` and `hop`
-    to two and four. Predicted against published seconds, largest deviations:
+    (`tests/distserve_latencies.py`): prompts of 64 to 2,048 tokens, and 1 to 256 sequences with contexts of 128 to
+    1,024 tokens as far as they fit. `attention` is their quadratic term; `memory` is set, because these latencies
+    hardly tell reads of weights from launches; `products`, `cache`, `exposed` and `launch` are fitted to one GPU, and
+    `network` and `hop` to two and four. Predicted against published seconds, largest deviations:
 
                      prompts          decoding
         13B, tp 1    -4 to +2 %       -9 to +15 %      fitted
@@ -163,10 +155,6 @@ class Efficiency:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be seconds of at least 0")
 
 
-IDEAL = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
-"""Peaks alone: no kernel is faster."""
-
-
 @dataclass(frozen=True)
 class AnalyticModel:
     """The latencies of a model on devices. See Latency.
@@ -178,7 +166,6 @@ class AnalyticModel:
     dtype_bytes   bytes of a number of an activation
     weight_bytes  bytes of all weights as they are stored; 0: `dtype_bytes` each
     kv_bytes      bytes of a cached token over all layers; 0: of the dtype. See ModelNumbers.kv_bytes
-    kept          share of their context that decoding sequences attend to and that is cached, as retention keeps it
     usable        share of the memory for weights and cache; the rest is for activations and the driver
     tp_link       from one GPU of a layer to the next; None: within the node of the device
     pp_link       from one stage to the next; None: the same
@@ -192,7 +179,6 @@ class AnalyticModel:
     dtype_bytes: float = 2.0
     weight_bytes: float = 0.0
     kv_bytes: float = 0.0
-    kept: float = 1.0
     usable: float = 0.9
     tp_link: Link | None = None
     pp_link: Link | None = None
@@ -204,9 +190,8 @@ class AnalyticModel:
             raise ConfigError(f"tp is {self.tp}; it must divide the {model.heads} heads")
         if not 1 <= self.pp <= model.layers:
             raise ConfigError(f"pp is {self.pp}; it must lie between 1 and the number of layers, {model.layers}")
-        for name in ("kept", "usable"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be above 0 and at most 1")
+        if not 0 < self.usable <= 1:
+            raise ConfigError(f"usable is {self.usable!r}; it must be above 0 and at most 1")
         above(self.dtype_bytes, "dtype_bytes")
         above(self.total_bytes, "weight_bytes")
         above(self.token_bytes, "kv_bytes")
@@ -246,11 +231,6 @@ class AnalyticModel:
     # Memory.
 
     @property
-    def num_gpus(self) -> int:
-        """GPUs of the instance."""
-        return self.tp * self.pp
-
-    @property
     def total_bytes(self) -> float:
         """Bytes of all weights."""
         return self.weight_bytes or self.model.params * self.dtype_bytes
@@ -272,21 +252,9 @@ class AnalyticModel:
 
     @property
     def cache_tokens(self) -> float:
-        """Tokens of contexts that the cache of the instance has room for; those that retention drops count too."""
-        per_gpu = self.token_bytes * self.kept * self._widest / self._kv_parts
+        """Tokens that the cache of the instance has room for."""
+        per_gpu = self.token_bytes * self._widest / self._kv_parts
         return max(0.0, self.gpu_cache_bytes) / per_gpu
-
-    def fits(self, num_tokens: float = 1) -> bool:
-        """Whether the weights and a cache of `num_tokens` tokens have room."""
-        return self.cache_tokens >= num_tokens
-
-    def transfer_bytes(self, num_tokens: float) -> float:
-        """Bytes of the cache of a sequence with a context of `num_tokens`."""
-        return num_tokens * self.kept * self.token_bytes
-
-    def transfer_seconds(self, num_tokens: float, link: Link) -> float:
-        """Until that cache has passed a link."""
-        return link.seconds(self.transfer_bytes(num_tokens))
 
     # Seconds of the parts of a step.
 
@@ -339,8 +307,8 @@ class AnalyticModel:
             head=2 * head / products,
             head_weights=head * weight / memory,
             pair=model.pair_flops / attention,
-            context=self.kept * model.pair_flops / attention,
-            unique=self.kept * self.token_bytes / (self._kv_parts * device.bandwidth * reached.cache),
+            context=model.pair_flops / attention,
+            unique=self.token_bytes / (self._kv_parts * device.bandwidth * reached.cache),
         )
 
 

@@ -31,11 +31,6 @@ class Device:
     pcie: float
 
     @property
-    def intensity(self) -> float:
-        """Operations per byte of memory from which on products are limited by operations and not by memory."""
-        return self.flops / self.bandwidth
-
-    @property
     def between(self) -> float:
         """Bytes per second between two GPUs of a node, in one direction."""
         return self.nvlink or self.pcie

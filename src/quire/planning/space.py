@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from quire.cache.codecs import CODECS, DENSE
 
@@ -195,13 +194,6 @@ class Settings:
     def differs(self, other: Settings) -> list[str]:
         """The axes in which it differs from another one."""
         return [mine.axis for mine, its in zip(self.choices, other.choices, strict=True) if mine != its]
-
-
-class Refused(NamedTuple):
-    """Settings that cannot be, and why."""
-
-    settings: Settings
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class Network:
     hop: float
     bulk: Link
     hearers: dict[str, Hearer] = field(default_factory=dict)
-    bytes_sent: int = 0
     _free_at: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def send(self, sender: str, to: str, message: Any) -> None:
@@ -58,7 +57,6 @@ class Network:
         begun = max(self.events.now + self.bulk.latency, self._free_at.get((sender, to), 0.0))
         seconds = sum(sizes) / self.bulk.bytes_per_second
         self._free_at[sender, to] = end = begun + seconds
-        self.bytes_sent += sum(sizes)
         receiver.expect(message.pull, begun, seconds, cargo)
         self.events.at(end, cargo.done)
         self.events.at(end, partial(self._deliver, sender, to, message))
