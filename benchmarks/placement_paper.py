@@ -5,8 +5,8 @@
 Four machines of eight A100 with 80 GB, 25 Gb/s between machines. Requests: Poisson arrivals; lengths are log-normal
 with the mean input and output of each dataset (ShareGPT 755 and 200, HumanEval 171 and 98, LongBench 1,738 and 91),
 because the datasets are not at hand: their spread is an assumption (--spread is the standard deviation of the
-logarithm). Latencies are modelled from the A100's data sheet, with shares of the peak fitted to the paper's profile of
-OPT-13B.
+logarithm; it is made smaller where requests of these means would not fit into 2,048 tokens). Latencies are modelled
+from the A100's data sheet, with shares of the peak fitted to the paper's profile of OPT-13B.
 
 `apart` is Algorithm 1 (a fast network between machines), `pairs` Algorithm 2, `mixed` instances that do both. Paper:
 arXiv 2401.09670, Table 1 (targets) and section 6.2; its goodputs are ratios to vLLM, so only divisions can be compared.
@@ -25,7 +25,7 @@ import numpy as np
 from common import ROOT, format_table
 
 from quire.planning.queueing import poisson_arrivals
-from quire.planning.workload import Arrivals, Workload
+from quire.planning.workload import Arrivals, Floats, Ints, Workload
 
 CASES = {
     "opt-13b": ("ShareGPT", 755, 200, 0.25, 0.1, "2 x 1; 1 x 1"),
@@ -35,6 +35,9 @@ CASES = {
     "opt-175b": ("ShareGPT", 755, 200, 4.0, 0.2, "3 x 3; 4 x 3"),
 }
 """Model: dataset, mean input and output, TTFT, TPOT, and the paper's tp x pp of prompts and of decoding."""
+
+NEAR = 0.01
+"""Relative error of a mean length."""
 
 MACHINES = """\
 [nodes]
@@ -50,19 +53,42 @@ fast = {fast}
 """
 
 
-def workload(name: str, mean_in: float, mean_out: float, spread: float, count: int = 4000) -> Workload:
-    """Log-normal lengths of at most 2,048 tokens together, as OPT's context."""
+LIMIT = 2048
+"""Tokens of prompt and answer together: OPT's context."""
+
+
+def workload(name: str, means: tuple[int, int], spread: float, count: int = 4000) -> Workload:
+    """Log-normal lengths that fit into the context and have these means; the spread is smaller where none else fit."""
     rng = np.random.default_rng(0)
-    found = []
-    for mean in (mean_in, mean_out):
-        found.append(np.exp(rng.normal(np.log(mean) - spread**2 / 2, spread, 4 * count)).astype(np.int64) + 1)
-    fits = found[0] + found[1] <= 2048
-    num_in, num_out = (each[fits][:count] for each in found)
-    n = len(num_in)
-    at = poisson_arrivals(1.0, n, rng)
-    zeros = np.zeros(n)
-    columns = Arrivals(at, zeros, num_out, np.full(n, -1), np.arange(n + 1), np.arange(n), num_in)
+    units = rng.standard_normal((2, 8 * count))
+    while (lengths := with_means(units, np.array(means), spread, count)) is None:
+        spread *= 0.9
+    num_in, num_out = lengths
+    print(
+        f"{name}: mean lengths {num_in.mean():.0f} and {num_out.mean():.0f}, spread {spread:.2f}", file=sys.stderr,
+        flush=True,
+    )  # fmt: skip
+    at, zeros = poisson_arrivals(1.0, count, rng), np.zeros(count)
+    columns = Arrivals(at, zeros, num_out, np.full(count, -1), np.arange(count + 1), np.arange(count), num_in)
     return Workload(name, columns)
+
+
+def with_means(units: Floats, means: Floats, spread: float, count: int) -> Ints | None:
+    """The first lengths that fit, i64 [2, count], from medians with which they have these means; None if none have.
+
+    units  standard normal numbers, [2, n]
+    """
+    medians = means.astype(np.float64)
+    for _ in range(200):
+        lengths = np.ceil(medians[:, None] * np.exp(spread * units)).astype(np.int64)
+        found = lengths[:, lengths.sum(axis=0) <= LIMIT][:, :count]
+        if found.shape[1] < count:
+            return None
+        found_means = found.mean(axis=1)
+        if (np.abs(found_means / means - 1) < NEAR).all():
+            return found
+        medians *= means / found_means
+    return None
 
 
 def main() -> None:
@@ -81,7 +107,7 @@ def main() -> None:
         model = "-".join(case.split("-")[:2])
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            load = workload(dataset, mean_in, mean_out, args.spread)
+            load = workload(dataset, (mean_in, mean_out), args.spread)
             load.write(folder / "trace.jsonl")
             for algorithm in args.algorithms.split(","):
                 machines, output = folder / f"{algorithm}.toml", folder / f"{algorithm}.json"
