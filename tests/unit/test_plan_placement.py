@@ -17,13 +17,15 @@ from quire.planning.cluster_file import ClusterSpec, Network, Nodes
 from quire.planning.devices import DEVICES
 from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.latency import LatencyModel, Link
+from quire.planning.latency import LatencyModel, Link, StepWork
 from quire.planning.placement_file import Placement, Why, read_placement
+from quire.planning.queueing import poisson_arrivals
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import search
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load
 from quire.simulation.outcome import Slo
+from quire.simulation.queue_check import prompt_seconds, queue_check
 from quire.simulation.search import OnGpus, Planner
 from tests.tiny_models import save_tiny
 
@@ -265,3 +267,46 @@ def test_a_placement_that_misses_the_target_as_a_whole_says_so(
     found: Placement = read_placement(file)
     assert found.predicted.attainment < 0.5
     assert any("simulated as a whole" in warning for warning in found.made["warnings"])
+
+
+# Queues.
+
+
+def poisson_load(count: int) -> Load:
+    rng = np.random.default_rng(1)
+    at = poisson_arrivals(1.0, count, rng).tolist()
+    arrivals = [
+        Arrival(time, (Span(index, int(size)),), 2)
+        for index, (time, size) in enumerate(zip(at, rng.integers(200, 1200, count), strict=True))
+    ]
+    return Load(Workload("poisson", arrivals), count)
+
+
+def test_a_simulated_instance_for_prompts_is_a_queue_where_it_computes_one_at_a_time() -> None:
+    made = planner(Slo(1.0, 0.05, 0.9))
+    option = Candidate(Role.PREFILL)
+    replicas, ways = made.maker.replicas(option), made.maker.ways(option)
+    alone = queue_check(replicas, ways, poisson_load(400), 0.0, 0.1, 0)
+    assert alone.simulated == pytest.approx(alone.one_by_one, rel=0.01)
+    assert alone.one_by_one == pytest.approx(alone.closed, rel=0.02)
+    busy = queue_check(replicas, ways, poisson_load(2000), 0.0, 4.0, 0)
+    assert busy.one_by_one == pytest.approx(busy.closed, rel=0.1) and busy.closed > 1.2 * alone.closed
+    assert queue_check(replicas, ways, poisson_load(50), 0.0, 1e3, 0).closed == math.inf
+
+
+def test_a_prompt_alone_takes_its_slices() -> None:
+    model = latency(1)
+    busy, until = prompt_seconds(model, 64, 264, 128)
+    slices = (StepWork(128, 128 * (64 + 192) / 2, num_prompts=1), StepWork(72, 72 * (192 + 264) / 2, num_prompts=1))
+    assert busy == until == pytest.approx(sum(map(model.seconds, slices)))
+
+
+def test_a_plan_shows_the_queues_of_its_prompts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "apart.json"
+    words = words_of(folder, "--algorithm", "apart", "--plan.seconds", "2", "--output", str(file), machines="gpus")
+    assert main(words) == 0
+    assert "in closed form (M/G/1)" in capsys.readouterr().out
+    check = read_placement(file).made["queue_check"]
+    assert check["simulated"] > 0 and set(check) == {"rate", "simulated", "one_by_one", "closed"}

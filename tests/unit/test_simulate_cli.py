@@ -297,7 +297,7 @@ def test_a_flat_cache_holds_as_many_tokens_as_the_memory(name: str, device: str,
     assert sizes.tokens == pytest.approx(model.cache_tokens, rel=0.01)
     seconds = setup.ways.bulk.seconds(sizes.bytes_per_token * 1000)
     assert seconds == pytest.approx(
-        Link(setup.ways.bulk.latency, DEVICES[device].between).seconds(model.transfer_bytes(1000)), rel=0.01
+        Link(setup.ways.bulk.latency, DEVICES[device].between).seconds(1000 * model.token_bytes), rel=0.01
     )
 
 

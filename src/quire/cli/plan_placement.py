@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quire.planning.placement_file import Instances, Placement
     from quire.simulation.load import Load, Workers
     from quire.simulation.outcome import Outcome, Slo
+    from quire.simulation.queue_check import QueueCheck
     from quire.simulation.search import Maker, Planner
 
 ALGORITHMS = ("apart", "pairs", "mixed")
@@ -83,6 +84,7 @@ class Found:
 
     attainment  in the simulation of the whole placement at its predicted rate
     at_wanted   at the rate that was asked for, if the target is missed at the predicted one; None otherwise
+    check       of an instance for prompts; None: there is none
     error       why there is no placement; empty if there is one
     """
 
@@ -90,6 +92,7 @@ class Found:
     placement: Placement | None = None
     attainment: float = 0.0
     at_wanted: float | None = None
+    check: QueueCheck | None = None
     error: str = ""
 
 
@@ -239,7 +242,8 @@ def _place(
 
     share = attainment(found.predicted.rate)
     misses = share < planner.slo.attainment and args.rate is not None
-    return Found(algorithm, found, share, attainment(args.rate) if misses else None)
+    check = planner.queue_check(found, fresh)
+    return Found(algorithm, found, share, attainment(args.rate) if misses else None, check)
 
 
 def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
@@ -284,6 +288,7 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
         "version": __version__,
         "seeds": seeds,
         "origin": maker.origin.value,
+        **({} if best.check is None else {"queue_check": checked(best.check)}),
         **({} if best.at_wanted is None else {"wanted_rate": args.rate, "attainment_at_wanted_rate": best.at_wanted}),
     }
     targets = {"ttft": slo.ttft, "tpot": slo.tpot, "attainment": slo.attainment}
@@ -295,6 +300,11 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
         slo={name: value for name, value in targets.items() if math.isfinite(value)},
         made=made,
     )
+
+
+def checked(check: QueueCheck) -> dict[str, float | None]:
+    """The mean seconds to the first token in three ways; null: infinite."""
+    return {name: value if math.isfinite(value) else None for name, value in dataclasses.asdict(check).items()}
 
 
 def command_of(args: argparse.Namespace) -> str:
@@ -363,6 +373,13 @@ def _print(placement: Placement, maker: Maker, slo: Slo, output: Path | None) ->
     if "wanted_rate" in placement.made:
         share = placement.made["attainment_at_wanted_rate"]
         print(f"at the wanted {placement.made['wanted_rate']:.4g} requests/s {share:.1%} do")
+    if "queue_check" in placement.made:
+        rate, *means = placement.made["queue_check"].values()
+        simulated_mean, one_by_one, closed = ("infinite" if each is None else f"{each:.3g} s" for each in means)
+        print(
+            f"check: an instance for prompts at {rate:.3g} requests/s has a mean TTFT of {simulated_mean} simulated,"
+            f" {one_by_one} if it computed one prompt after the other, {closed} in closed form (M/G/1)"
+        )
     for warning in placement.warnings:
         print(f"  {warning}")
     if placement.rejected:

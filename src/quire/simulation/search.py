@@ -22,11 +22,12 @@ from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import Link, Origin
-from quire.planning.placement_file import Placement, Rejected, Why
+from quire.planning.placement_file import Instances, Placement, Rejected, Why
 from quire.simulation.hardware import Division, Target
 from quire.simulation.load import Attains, Load, Progress, Run, Simulation, Workers, bound_of, find_goodput
 from quire.simulation.outcome import Outcome, Slo
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip, skipping
+from quire.simulation.queue_check import QueueCheck, queue_check
 from quire.simulation.setup import HOP_SECONDS, LocalModel, Replicas, Setup, Ways, setup_of, ways_of
 
 TOLERANCE = 0.03
@@ -84,6 +85,11 @@ class Maker(ABC):
         usual = EngineConfig().to_options()
         given = self.config.to_options()
         return {key: value for key, value in given.items() if value != usual[key] and value is not None}
+
+    def candidate_of(self, instances: Instances) -> Candidate:
+        """What one of a placement's instances is."""
+        cores = 0 if self.cluster.has_gpus else int(instances.options["runtime.threads"])
+        return Candidate(Role(instances.role), instances.tp, instances.pp, cores)
 
     def why_unknown(self, option: Option) -> str:
         """Why the latencies of an option are not known; empty if they are."""
@@ -210,11 +216,10 @@ class OnCores(Maker):
     def setup(self, placement: Placement) -> Setup:
         """See Maker."""
         within = placement.made["algorithm"] == "pairs"
-        found = []
-        for each in placement.instances:
-            cores = int(each.options["runtime.threads"])
-            one = self.replicas(Candidate(Role(each.role), cores=cores))
-            found.append(dataclasses.replace(one, count=each.count))
+        found = [
+            dataclasses.replace(self.replicas(self.candidate_of(each)), count=each.count)
+            for each in placement.instances
+        ]
         return setup_of(found, self._ways(found, within=within), ClusterConfig(), in_pairs=within)
 
     def _ways(self, replicas: Sequence[Replicas], *, within: bool) -> Ways:
@@ -278,6 +283,19 @@ class Planner:
         load = dataclasses.replace(self.load, count=self.load.count * times)
         return Joint(self.maker.setup(placement), load, rate, seed)
 
+    def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
+        """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
+        instances = next((each for each in placement.instances if each.role == Role.PREFILL), None)
+        if instances is None:
+            return None
+        option, rate = self.maker.candidate_of(instances), placement.predicted.rate / instances.count / 2
+        return queue_check(self.maker.replicas(option), self.maker.ways(option), self.load, self._tpot, rate, seed)
+
+    @property
+    def _tpot(self) -> float:
+        """Seconds per token of answers where nobody decodes."""
+        return self.slo.tpot if math.isfinite(self.slo.tpot) else 0.0
+
     def _goodput(self, option: Option) -> Goodput:
         if self.maker.why_unknown(option):
             return Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
@@ -306,8 +324,7 @@ class Planner:
 
     def _simulation(self, option: Option) -> Callable[[float, int], Simulation]:
         """Makes the simulation of a rate and a seed."""
-        ways, load, replicas = self.maker.ways(option), self.load, self.maker.replicas
-        tpot = self.slo.tpot if math.isfinite(self.slo.tpot) else 0.0
+        ways, load, replicas, tpot = self.maker.ways(option), self.load, self.maker.replicas, self._tpot
         if isinstance(option, Pair):
             first, second = replicas(option.prefill), replicas(option.decode)
             return lambda rate, seed: PairRun(
