@@ -15,7 +15,7 @@ from quire.planning.latency import LatencyModel, Link
 from quire.planning.traces import tokens
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.bulk import simulate_bulk
-from quire.simulation.cluster import Alone, Place, SimulatedCluster, capacity_of
+from quire.simulation.cluster import Alone, Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine
 from quire.simulation.outcome import Outcome, Slo
 from quire.simulation.simulate import simulate
@@ -83,7 +83,7 @@ def test_many_instances_behind_the_router_s_choice_do_too(seed: int, monkeypatch
     # Instances tell how full their memory is at other moments.
     monkeypatch.setattr(Member, "fullness", lambda member: len(member.sequences) / member.ready.batch)
     plan, workload = plan_of(200), load(seed, 80, 40.0)
-    prompts, capacity = tokens(workload, range(200), seed), capacity_of(plan)
+    prompts, capacity = tokens(workload, range(200), seed), plan.capacity
     places = [Place(f"mixed-{number}", "mixed", partial(make_engine, plan), capacity) for number in range(3)]
     exact = simulate(
         workload, prompts,

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.config import ClusterConfig, EngineConfig
-from quire.engine.capacity import Capacity
-from quire.models.weights import open_model
 from quire.planning.auto import Rung
 from quire.planning.goodput import Goodput, goodput
 from quire.planning.latency import LatencyModel, Link
 from quire.planning.workload import Workload
-from quire.simulation.engine import Plan
 from quire.simulation.load import LOWEST, Attains, Load, Run, Simulation
 from quire.simulation.outcome import Slo
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun
-from quire.simulation.setup import LocalModel, Replicas, Setup, tiers_of, ways_of
+from quire.simulation.setup import LocalModel, Setup
 
 CONFIRMATIONS = 2
 """Fresh seeds that confirm the goodput of a finalist."""
@@ -71,18 +68,8 @@ class Recipe:
     disk: Link | None = None
 
     def setup(self) -> Setup:
-        """See Maker. The capacity of an engine without a router is not measured: nobody asks for it."""
-        model = LocalModel(self.name, self.options, self.file, self._latency)
-        if self.cluster.is_on:
-            return model.setup(self.cluster)
-        config, sizes, calibration = model.resolved({})
-        with open_model(model.path) as checkpoint:
-            plan = Plan(checkpoint.shape, config, sizes, self._known, calibration, model.model_id)
-        assert config.scheduler.token_budget is not None
-        ways = ways_of([self._known])
-        capacity = Capacity(config.scheduler.token_budget, config.scheduler.max_running, 0.0, 0.0)
-        alone = Replicas("mixed", plan, capacity, tiers=tiers_of(config, ways))
-        return Setup((alone,), ways, is_cluster=False)
+        """See Maker."""
+        return LocalModel(self.name, self.options, self.file, self._latency).setup(self.cluster)
 
     @property
     def _known(self) -> LatencyModel:

@@ -19,7 +19,6 @@ from quire.engine.params import SamplingParams
 from quire.engine.request import Request
 from quire.engine.request import Sequence as Running
 from quire.planning.workload import Span, Workload
-from quire.simulation.cluster import capacity_of
 from quire.simulation.engine import Plan
 from quire.simulation.events import Events
 from quire.simulation.outcome import Outcome, Used
@@ -44,18 +43,14 @@ def simulate_bulk(
     plan: Plan,
     num_instances: int,
     *,
-    capacity: Capacity | None = None,
     routing: str = "expected",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """What comes of a workload on equal instances that compute prompts and decode.
 
-    capacity  what each measures when it starts; None: it is measured now, if there are several to choose from
     progress  is told the number of requests that have ended, and of all
     """
-    if capacity is None:
-        capacity = capacity_of(plan) if num_instances > 1 else Capacity(1, 1, 1e-3, 1e-3)
-    return _Bulk(workload, plan, num_instances, capacity, routing, progress).run()
+    return _Bulk(workload, plan, num_instances, routing, progress).run()
 
 
 class _Bulk:
@@ -64,12 +59,13 @@ class _Bulk:
         workload: Workload,
         plan: Plan,
         count: int,
-        capacity: Capacity,
         routing: str,
         progress: Callable[[int, int], None],
     ) -> None:
         self._events, self._columns, self._routing, self._progress = Events(), workload.columns, routing, progress
         self._index = Index(MOST_KEYS)
+        # Of a single instance nobody asks what it can do.
+        capacity = plan.capacity if count > 1 else Capacity(1, 1, 1e-3, 1e-3)
         ready = Ready(
             "", "", capacity.prompt_rows, capacity.batch, plan.sizes.max_context, "", capacity.seconds_per_row,
             capacity.seconds_per_step,

@@ -12,14 +12,14 @@ from quire.cluster.bodies import Job, Load, Told
 from quire.cluster.members import Health, Member
 from quire.cluster.messages import ROUTER
 from quire.cluster.router import TICK_SECONDS, Router, Ticket
-from quire.engine.capacity import Capacity, measure_capacity
+from quire.engine.capacity import Capacity
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, State
 from quire.errors import QuireError
 from quire.planning.latency import Link
 from quire.simulation.arrivals import Arrivals
-from quire.simulation.engine import EngineLoop, EngineOf, Plan, StoresOf, make_engine, no_stores, with_stores
+from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
 from quire.simulation.instance import Network, SimulatedInstance
 from quire.simulation.outcome import Used
@@ -58,13 +58,6 @@ class Front(Protocol):
     def used(self) -> tuple[Used, ...]:
         """What the instances have done so far."""
         ...
-
-
-def capacity_of(plan: Plan) -> Capacity:
-    """What an instance measures when it starts."""
-    events = Events()
-    clock = StepClock(events)
-    return measure_capacity(make_engine(plan, clock, Arrivals(events)))
 
 
 class Alone:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +17,7 @@ from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.answers import Detokenizer
 from quire.engine.calibration import Calibration
+from quire.engine.capacity import Capacity, measure_capacity
 from quire.engine.control import Formats, formats_of, namespace_of, retention_of, scheduler_of
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
@@ -64,6 +65,15 @@ class Plan:
     latency: Latency
     calibration: Calibration | None = None
     model_id: str = ""
+
+    @cached_property
+    def capacity(self) -> Capacity:
+        """What an instance measures when it starts. It takes a quarter of a second to simulate, and only routers and
+        instances for prompts need it.
+        """
+        events = Events()
+        clock = StepClock(events)
+        return measure_capacity(make_engine(self, clock, Arrivals(events)))
 
     @property
     def formats(self) -> Formats:

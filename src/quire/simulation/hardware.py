@@ -42,7 +42,6 @@ from quire.options import format_bytes
 from quire.planning.analytic import MODELS, AnalyticModel, ModelNumbers
 from quire.planning.devices import Device
 from quire.planning.latency import Link
-from quire.simulation.cluster import capacity_of
 from quire.simulation.engine import Plan
 from quire.simulation.setup import HOP_SECONDS, Replicas, Setup, Ways, setup_of, tiers_of
 
@@ -183,7 +182,7 @@ class Target:
             plan = self._plan(latency, config, memory, grain)
             tiers = [dataclasses.replace(tier, cap=tier.cap // grain) for tier in tiers_of(config, ways)]
             unit = f"{self.device.name}, tp {each.tp} pp {each.pp}"
-            replicas.append(Replicas(each.role, plan, capacity_of(plan), each.count, tuple(tiers), unit))
+            replicas.append(Replicas(each.role, plan, each.count, tuple(tiers), unit))
         if alone:
             return Setup(tuple(replicas), ways, is_cluster=False)
         return setup_of(replicas, ways, settings)

@@ -84,6 +84,9 @@ class Run:
     rate: float | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        self.setup.measure()
+
     @property
     def count(self) -> int:
         """See Simulation."""

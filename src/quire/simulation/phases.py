@@ -127,6 +127,9 @@ class PromptRun:
     rate: float
     seed: int
 
+    def __post_init__(self) -> None:
+        _ = self.replicas.capacity  # before other processes get copies
+
     @property
     def count(self) -> int:
         """See Simulation."""
@@ -265,7 +268,7 @@ def skipping(replicas: Replicas, workload: Workload, messages: float, progress: 
     """What comes of a workload on instances that do both and skip steps. messages: seconds of a client's to an
     instance.
     """
-    found = simulate_bulk(workload, replicas.plan, replicas.count, capacity=replicas.capacity, progress=progress)
+    found = simulate_bulk(workload, replicas.plan, replicas.count, progress=progress)
     return dataclasses.replace(found, first=found.first + 2 * messages, last=found.last + 2 * messages)
 
 

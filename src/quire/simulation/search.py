@@ -346,6 +346,9 @@ class Joint:
     rate: float
     seed: int
 
+    def __post_init__(self) -> None:
+        self.setup.measure()
+
     @property
     def count(self) -> int:
         """See Simulation."""

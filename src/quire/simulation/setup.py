@@ -34,7 +34,7 @@ from quire.models.weights import open_model
 from quire.planning.latency import Latency, Link
 from quire.planning.placement_file import Instances, Placement
 from quire.simulation.arrivals import Arrivals, Disk
-from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster, capacity_of
+from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine
 from quire.simulation.events import Events, StepClock
 
@@ -117,14 +117,12 @@ class TierSize:
 class Replicas:
     """Equal instances.
 
-    capacity  what each measures when it starts
-    tiers     beside its cache, nearest first
-    unit      GPUs, or threads, of one
+    tiers  beside its cache, nearest first
+    unit   GPUs, or threads, of one
     """
 
     role: str
     plan: Plan
-    capacity: Capacity
     count: int = 1
     tiers: tuple[TierSize, ...] = ()
     unit: str = ""
@@ -133,6 +131,11 @@ class Replicas:
     def config(self) -> EngineConfig:
         """Without automatic values."""
         return self.plan.config
+
+    @property
+    def capacity(self) -> Capacity:
+        """What each measures when it starts."""
+        return self.plan.capacity
 
     def engine(self, clock: StepClock, arrivals: Arrivals, tiers: Tiers | None = None) -> Engine:
         """See EngineOf."""
@@ -182,6 +185,11 @@ class Setup:
                 found[f"{each.role}-{numbers[each.role]}"] = each
                 numbers[each.role] += 1
         return found
+
+    def measure(self) -> None:
+        """Measures the instances of a cluster, once, before other processes get copies of them."""
+        for each in self.replicas if self.is_cluster else ():
+            _ = each.capacity
 
     def front_of(self, events: Events) -> Front:
         """What `simulate` gives the requests to."""
@@ -269,10 +277,10 @@ class LocalModel:
             plan = Plan(self.shape, config, sizes, latency, calibration, self.model_id)
             threads = config.runtime.threads
             unit = f"{threads} thread{'s' * (threads != 1)}" if config.runtime.device == "cpu" else "1 GPU"
-            self._planned[key] = Replicas(role, plan, capacity_of(plan), unit=unit)
+            self._planned[key] = Replicas(role, plan, unit=unit)
         found = self._planned[key]
         tiers = tiers_of(found.config, ways_of([found.plan.latency]))
-        return Replicas(role, found.plan, found.capacity, count, tiers, found.unit)
+        return Replicas(role, found.plan, count, tiers, found.unit)
 
     def setup(self, settings: ClusterConfig, placement: Placement | None = None) -> Setup:
         """What a server with these settings has, as `Cluster` starts it. placement: of instances, in place of their
