@@ -26,10 +26,10 @@ from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.fitted import fit
 from quire.planning.latency import LatencyModel
+from quire.planning.slo import Slo
 from quire.planning.traces import read_workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
-from quire.simulation.outcome import Slo
 
 MADE_UP = LatencyModel(
     {}, {"base": 0.008, "rows_from_1": 1e-4, "prompt_pairs": 2e-8, "context": 1e-7}, (1,), {}, {}

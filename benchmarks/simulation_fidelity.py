@@ -45,13 +45,14 @@ from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.latency import LatencyModel, Link
 from quire.planning.latency_fit import fit
+from quire.planning.slo import Slo
 from quire.planning.step_log import read_steps
 from quire.planning.traces import read_workload, tokens
 from quire.planning.workload import Arrival, Workload
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
 from quire.simulation.engine import Plan, make_engine
 from quire.simulation.events import Events
-from quire.simulation.outcome import Outcome, Slo
+from quire.simulation.outcome import Outcome
 from quire.simulation.simulate import simulate
 
 VOCABULARY = range(1000, 20000)

@@ -9,11 +9,12 @@ import pytest
 
 from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.queueing import poisson_arrivals, tandem, waits
+from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.cluster import Alone
 from quire.simulation.engine import make_engine
-from quire.simulation.outcome import Outcome, Slo
+from quire.simulation.outcome import Outcome
 from quire.simulation.simulate import simulate
 from tests.unit.test_bulk import plan_of
 

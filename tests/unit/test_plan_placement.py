@@ -20,11 +20,11 @@ from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import LatencyModel, Link, StepWork
 from quire.planning.placement_file import Placement, Why, read_placement
 from quire.planning.queueing import poisson_arrivals
+from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import search
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load
-from quire.simulation.outcome import Slo
 from quire.simulation.queue_check import prompt_seconds, queue_check
 from quire.simulation.search import OnGpus, Planner
 from tests.tiny_models import save_tiny

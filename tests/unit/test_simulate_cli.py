@@ -16,11 +16,12 @@ import pytest
 from quire.cli import latencies, main
 from quire.config import ClusterConfig, EngineConfig
 from quire.planning.analytic import MODELS
-from quire.planning.bounds import Asked, Targets
+from quire.planning.bounds import Asked
 from quire.planning.devices import DEVICES
 from quire.planning.fitted import fit
 from quire.planning.latency import LatencyModel, Link
 from quire.planning.placement_file import Instances, Placement, Predicted
+from quire.planning.slo import ANYTHING
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.hardware import Division, Target, shape_of
 from quire.simulation.load import Load, Run, bound_of, run_many
@@ -244,7 +245,7 @@ def test_a_kept_model_with_these_settings_is_found(
 
 
 def test_the_bound_of_a_rate_is_never_exceeded(local: Callable[..., LocalModel]) -> None:
-    workload, everything = made_workload(80), Targets(np.inf, np.inf, 0.0)
+    workload, everything = made_workload(80), ANYTHING
     setup = local().setup(ClusterConfig())
     bound = bound_of(setup.replicas[0]).mixed(Asked.of(workload), everything)
     outcome = Run(setup, Load(workload, 80), 5 * bound).outcome()

@@ -17,8 +17,8 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.evaluation.auto import Means, Planner
+    from quire.planning.slo import Slo
     from quire.simulation.load import Load
-    from quire.simulation.outcome import Slo
 
 DEFAULTS: dict[str, Any] = {
     "trace": None,

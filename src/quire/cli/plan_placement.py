@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from quire.planning.cluster_file import ClusterSpec
     from quire.planning.placement import Search
     from quire.planning.placement_file import Instances, Placement
+    from quire.planning.slo import Slo
     from quire.simulation.load import Load, Workers
-    from quire.simulation.outcome import Outcome, Slo
+    from quire.simulation.outcome import Outcome
     from quire.simulation.queue_check import QueueCheck
     from quire.simulation.search import Maker, Planner
 

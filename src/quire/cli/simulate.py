@@ -39,8 +39,9 @@ from quire.options import parse_bytes
 if TYPE_CHECKING:
     from quire.planning.goodput import Goodput
     from quire.planning.placement_file import Placement
+    from quire.planning.slo import Slo
     from quire.simulation.load import Load, Workers
-    from quire.simulation.outcome import Outcome, Slo
+    from quire.simulation.outcome import Outcome
     from quire.simulation.setup import Setup
 
 REQUESTS = 500

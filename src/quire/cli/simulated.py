@@ -15,8 +15,9 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.planning.latency import Latency
+    from quire.planning.slo import Slo
     from quire.simulation.load import Load, Workers
-    from quire.simulation.outcome import Outcome, Slo
+    from quire.simulation.outcome import Outcome
     from quire.simulation.setup import Setup
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -43,7 +44,7 @@ def positives(text: str) -> list[float]:
 
 def slo_of(args: argparse.Namespace) -> Slo:
     """The latency targets of the command line and its file; infinite where there is none."""
-    from quire.simulation.outcome import Slo
+    from quire.planning.slo import Slo
 
     given = SloConfig.from_options(options_from(args, ("slo",)), args.config)
     ttft, tpot = (math.inf if each is None else each for each in (given.ttft, given.tpot))

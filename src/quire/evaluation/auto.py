@@ -25,17 +25,17 @@ from quire.errors import ConfigError
 from quire.evaluation.curves import WINDOWS, Quality, Text
 from quire.evaluation.trying import Maker, Parts, Trying
 from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial
-from quire.planning.bounds import Asked, Bound, Targets
+from quire.planning.bounds import Asked, Bound
 from quire.planning.composed import profile_of
 from quire.planning.curves import BEYOND, NOTHING, Loss
 from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import Latency, Origin
 from quire.planning.points import Found, Left, Point, Room, Why
+from quire.planning.slo import ANYTHING, Slo
 from quire.planning.space import NOT_OF_ENGINES, Settings, Space
 from quire.planning.workload import Workload
 from quire.simulation.load import Load, Simulation, Workers
-from quire.simulation.outcome import Slo
 
 QUALITY_PART, SPEED_PART, REFINE_PART = 0.3, 0.6, 0.5
 """Shares of the seconds by which quality and steps are measured, and of those left before the last rung by which its
@@ -67,11 +67,6 @@ class Wish:
     quality: float
     seconds: float
     seed: int = 0
-
-    @property
-    def targets(self) -> Targets:
-        """The latency targets, for bounds."""
-        return Targets(self.slo.ttft, self.slo.tpot, self.slo.attainment)
 
 
 @dataclass(frozen=True)
@@ -323,9 +318,9 @@ class Planner(ABC):
         loss, told, fit = self.loss_of(settings), self.latency(settings), self.fit(settings, share)
         assert loss is not None and told is not None
         latency, origin, how = told
-        ceiling = self._bound(settings, fit.config, latency, Targets(math.inf, math.inf, 0.0))
+        ceiling = self._bound(settings, fit.config, latency, ANYTHING)
         self._ceilings[settings, share] = ceiling
-        bound = min(ceiling, self._bound(settings, fit.config, latency, self.wish.targets))
+        bound = min(ceiling, self._bound(settings, fit.config, latency, self.wish.slo))
         # Steps in which nothing happens are skipped where that is possible.
         is_slow = fit.config.retain.is_on or fit.config.tiers.is_on or self.cluster_of(settings).is_on
         return Point(
@@ -333,16 +328,16 @@ class Planner(ABC):
             SLOW if is_slow else 1,
         )  # fmt: skip
 
-    def _bound(self, settings: Settings, config: EngineConfig, latency: Latency, targets: Targets) -> float:
+    def _bound(self, settings: Settings, config: EngineConfig, latency: Latency, slo: Slo) -> float:
         """Requests/s that the settings never exceed."""
         limits, budget = config.scheduler, config.retain.budget
         assert limits.token_budget is not None, "a configuration with automatic values"
         asked = self._asked(1.0 if budget == "off" else float(budget))
         bound, cluster = Bound(latency, limits.token_budget, limits.max_running), self.cluster_of(settings)
         if not cluster.is_on:
-            return bound.mixed(asked, targets)
-        mixed = cluster.mixed * bound.mixed(asked, targets)
-        apart = [cluster.prefill * bound.prompts(asked, targets), cluster.decode * bound.decoding(asked, targets)]
+            return bound.mixed(asked, slo)
+        mixed = cluster.mixed * bound.mixed(asked, slo)
+        apart = [cluster.prefill * bound.prompts(asked, slo), cluster.decode * bound.decoding(asked, slo)]
         return mixed + (min(apart) if cluster.prefill and cluster.decode else max(apart))
 
     # ---- what the search asks for --------------------------------------------------------------------------------

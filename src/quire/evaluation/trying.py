@@ -13,9 +13,9 @@ from quire.config import ClusterConfig, EngineConfig
 from quire.planning.auto import Rung
 from quire.planning.goodput import Goodput, goodput
 from quire.planning.latency import LatencyModel, Link
+from quire.planning.slo import Slo
 from quire.planning.workload import Workload
 from quire.simulation.load import LOWEST, Attains, Load, Run, Simulation
-from quire.simulation.outcome import Slo
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun
 from quire.simulation.setup import LocalModel, Setup
 

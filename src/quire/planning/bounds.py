@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from quire.planning.latency import Latency, StepWork
+from quire.planning.slo import Slo
 from quire.planning.workload import Floats, Workload
 
 MANY_PAIRS = 1e9
@@ -63,15 +64,6 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Latency targets in seconds, and the share of requests that should meet both."""
-
-    ttft: float
-    tpot: float
-    attainment: float
-
-
-@dataclass(frozen=True)
 class Bound:
     """Rates in requests/s that an instance never exceeds.
 
@@ -84,27 +76,27 @@ class Bound:
     most_rows: int
     most_batch: int
 
-    def prompts(self, asked: Asked, targets: Targets) -> float:
+    def prompts(self, asked: Asked, slo: Slo) -> float:
         """Of an instance that computes prompts."""
         seconds = float((self._rows(self.latency.occupancy) * asked.rows + self._pair * asked.pairs).mean())
-        return self._unless(self._first(asked) > targets.ttft, targets, seconds)
+        return self._unless(self._first(asked) > slo.ttft, slo, seconds)
 
-    def decoding(self, asked: Asked, targets: Targets) -> float:
+    def decoding(self, asked: Asked, slo: Slo) -> float:
         """Of an instance that decodes; infinite if every answer has one token."""
-        return self._unless(self._per_token(asked) > targets.tpot, targets, self._decode_seconds(asked))
+        return self._unless(self._per_token(asked) > slo.tpot, slo, self._decode_seconds(asked))
 
-    def mixed(self, asked: Asked, targets: Targets) -> float:
+    def mixed(self, asked: Asked, slo: Slo) -> float:
         """Of an instance that does both: rows of prompts and of answers may share the cheapest step."""
         number, context, own = asked.mean_decode
         rows = self._rows(self.latency.occupancy)
         seconds = rows * (float(asked.rows.mean()) + number) + self._pair * float(asked.pairs.mean())
         seconds += number * self._attention(context, own)
-        missed = (self._first(asked) > targets.ttft) | (self._per_token(asked) > targets.tpot)
-        return self._unless(missed, targets, seconds)
+        missed = (self._first(asked) > slo.ttft) | (self._per_token(asked) > slo.tpot)
+        return self._unless(missed, slo, seconds)
 
-    def _unless(self, missed: np.ndarray[tuple[int], np.dtype[np.bool_]], targets: Targets, seconds: float) -> float:
+    def _unless(self, missed: np.ndarray[tuple[int], np.dtype[np.bool_]], slo: Slo, seconds: float) -> float:
         """The rate of a mean request; 0 if too many miss their targets when they come alone."""
-        if 1 - float(missed.mean()) < targets.attainment:
+        if 1 - float(missed.mean()) < slo.attainment:
             return 0.0
         return 1 / seconds if seconds else np.inf
 

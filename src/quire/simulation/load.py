@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import signal
@@ -15,13 +14,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from quire.errors import QuireError
-from quire.planning.bounds import Asked, Bound, Targets
+from quire.planning.bounds import Asked, Bound
 from quire.planning.fitted import Fitted
 from quire.planning.goodput import Goodput, goodput
 from quire.planning.latency import Origin
+from quire.planning.slo import ANYTHING, Slo
 from quire.planning.traces import tokens
 from quire.planning.workload import Workload
-from quire.simulation.outcome import Outcome, Slo
+from quire.simulation.outcome import Outcome
 from quire.simulation.setup import Replicas, Setup, silent
 from quire.simulation.simulate import simulate
 
@@ -206,17 +206,16 @@ class Attains:
 
 def ceiling_of(setup: Setup, asked: Asked) -> float:
     """A rate in requests/s that a setup never serves for long, whatever the latency targets."""
-    anything = Targets(math.inf, math.inf, 0.0)
     of: dict[str, list[Replicas]] = {}
     for each in setup.replicas:
         of.setdefault(each.role, []).append(each)
     mixed = of.get("mixed", [])
     computing, decoding = of.get("prefill", mixed), of.get("decode", mixed)
     if computing is decoding:
-        return sum(each.count * bound_of(each).mixed(asked, anything) for each in mixed)
+        return sum(each.count * bound_of(each).mixed(asked, ANYTHING) for each in mixed)
     return min(
-        sum(each.count * bound_of(each).prompts(asked, anything) for each in computing),
-        sum(each.count * bound_of(each).decoding(asked, anything) for each in decoding),
+        sum(each.count * bound_of(each).prompts(asked, ANYTHING) for each in computing),
+        sum(each.count * bound_of(each).decoding(asked, ANYTHING) for each in decoding),
     )
 
 

@@ -9,28 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.planning.slo import Slo
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 STAGES = ("queue", "prefill", "transfer", "decode")
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Latency targets.
-
-    ttft        most seconds to the first token
-    tpot        most seconds per token after it, on average over a request
-    attainment  share of requests that should meet both
-    """
-
-    ttft: float = math.inf
-    tpot: float = math.inf
-    attainment: float = 0.9
-
-    def scaled(self, scale: float) -> Slo:
-        """Both targets times `scale`: smaller is tighter."""
-        return Slo(self.ttft * scale, self.tpot * scale, self.attainment)
 
 
 @dataclass(frozen=True)

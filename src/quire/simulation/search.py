@@ -17,15 +17,16 @@ from typing import Any
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
-from quire.planning.bounds import Asked, Targets
+from quire.planning.bounds import Asked
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import Link, Origin
 from quire.planning.placement_file import Instances, Placement, Rejected, Why
+from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.hardware import Division, Target
 from quire.simulation.load import Attains, Load, Progress, Run, Simulation, Workers, bound_of, find_goodput
-from quire.simulation.outcome import Outcome, Slo
+from quire.simulation.outcome import Outcome
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip, skipping
 from quire.simulation.queue_check import QueueCheck, queue_check
 from quire.simulation.setup import HOP_SECONDS, LocalModel, Replicas, Setup, Ways, setup_of, ways_of
@@ -300,7 +301,7 @@ class Planner:
         if self.maker.why_unknown(option):
             return Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
         attains = Attains(self._simulation(option), self._slo(option), workers=self.workers, on_run=self.on_run)
-        ceiling = self._bound(option, Slo(attainment=0.0))
+        ceiling = self._bound(option, ANYTHING)
         return find_goodput(attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=())
 
     def _slo(self, option: Option) -> Slo:
@@ -314,13 +315,12 @@ class Planner:
 
     def _bound(self, option: Option, slo: Slo) -> float:
         """Requests/s of one instance or pair."""
-        targets = Targets(slo.ttft, slo.tpot, slo.attainment)
         if isinstance(option, Pair):
             first, second = (bound_of(self.maker.replicas(each)) for each in (option.prefill, option.decode))
-            return min(first.prompts(self.asked, targets), second.decoding(self.asked, targets))
+            return min(first.prompts(self.asked, slo), second.decoding(self.asked, slo))
         bound = bound_of(self.maker.replicas(option))
         by_role = {Role.PREFILL: bound.prompts, Role.DECODE: bound.decoding, Role.MIXED: bound.mixed}
-        return by_role[option.role](self.asked, targets)
+        return by_role[option.role](self.asked, slo)
 
     def _simulation(self, option: Option) -> Callable[[float, int], Simulation]:
         """Makes the simulation of a rate and a seed."""
