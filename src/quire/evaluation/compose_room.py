@@ -26,7 +26,7 @@ from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.latency import Origin, StepWork
 from quire.simulation.arrivals import Arrivals
-from quire.simulation.engine import Plan, make_engine
+from quire.simulation.engine import Plan, check_simulated, make_engine
 from quire.simulation.events import Events, StepClock
 
 MOST_RUNNING = 4096
@@ -95,8 +95,7 @@ def held(model: str, options: Mapping[str, Any], asked: Iterator[Asked], file: P
     Raises ConfigError if no engine can be.
     """
     plan = _most_running(model, dict(options), file)
-    if plan.config.retain.threshold != "off":
-        raise ConfigError("what retain.threshold keeps is known only after a prompt; compare with retain.budget")
+    check_simulated(plan.config)
     events = Events()
     return fill(make_engine(plan, StepClock(events), Arrivals(events)), asked)
 

@@ -24,6 +24,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.sizes import Sizes
 from quire.engine.step import Result, Slice, Step
 from quire.engine_thread import ROOM_SECONDS
+from quire.errors import ConfigError
 from quire.models.marks import Marks
 from quire.models.shape import ModelShape
 from quire.planning.latency import Latency
@@ -79,6 +80,14 @@ class Plan:
     def formats(self) -> Formats:
         """Of the cache's chunks."""
         return formats_of(self.config, self.shape, self.calibration)
+
+
+def check_simulated(config: EngineConfig) -> None:
+    """Raises ConfigError for a configuration whose retention cannot be simulated."""
+    if config.retain.threshold != "off":
+        raise ConfigError(
+            "what retain.threshold keeps is known only after a prompt; simulate with retain.budget instead"
+        )
 
 
 class SimulatedRunner:

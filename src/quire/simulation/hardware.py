@@ -42,7 +42,7 @@ from quire.options import format_bytes
 from quire.planning.analytic import MODELS, AnalyticModel, ModelNumbers
 from quire.planning.devices import Device
 from quire.planning.latency import Link
-from quire.simulation.engine import Plan
+from quire.simulation.engine import Plan, check_simulated
 from quire.simulation.setup import HOP_SECONDS, Replicas, Setup, Ways, setup_of, tiers_of
 
 CONTEXTS = {"opt": 2048, "llama-2": 4096, "llama-3": 8192}
@@ -92,10 +92,7 @@ class Target:
     def given(self, options: Mapping[str, Any]) -> EngineConfig:
         """The same with other options. Raises ConfigError for what cannot be simulated."""
         config = EngineConfig.from_options({**self.options, **options}, self.file)
-        if config.retain.threshold != "off":
-            raise ConfigError(
-                "what retain.threshold keeps is known only after a prompt; simulate with retain.budget instead"
-            )
+        check_simulated(config)
         for key, is_on in (
             ("offload.mode", config.offload.is_on),
             ("cache.sparse_values", config.cache.sparse_values < 1),

@@ -35,7 +35,7 @@ from quire.planning.latency import Latency, Link
 from quire.planning.placement_file import Instances, Placement
 from quire.simulation.arrivals import Arrivals, Disk
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
-from quire.simulation.engine import Plan, make_engine
+from quire.simulation.engine import Plan, check_simulated, make_engine
 from quire.simulation.events import Events, StepClock
 
 if TYPE_CHECKING:
@@ -255,10 +255,7 @@ class LocalModel:
         for what cannot be simulated.
         """
         config = self.given(options)
-        if config.retain.threshold != "off":
-            raise ConfigError(
-                "what retain.threshold keeps is known only after a prompt; simulate with retain.budget instead"
-            )
+        check_simulated(config)
         with open_model(self.path) as checkpoint:
             calibration = find_calibration(self.path, config)
             if calibration is None and config.cache.is_calibrated:
