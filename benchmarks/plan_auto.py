@@ -173,7 +173,8 @@ def report(args: argparse.Namespace, trace: str) -> None:
         try:
             shares = measured(args, load, each, args.out / f"{trace}-{number}.log")
         except ServerError as error:
-            print(f"{each['settings']}: {error}", file=sys.stderr)
+            print(f"{each['settings']} does not serve: {error}", file=sys.stderr)
+            rows.append([each["settings"], "", f"{each['goodput']['rate']:.3f}", "does not serve", ""])
             continue
         goodputs[each["settings"]] = knee(shares, args.attainment)
         with (args.out / "measured.jsonl").open("a") as out:
@@ -186,12 +187,16 @@ def report(args: argparse.Namespace, trace: str) -> None:
     print(f"\n{trace}: {len(load.arrivals):,} requests, mean {load.mean_in:.0f} in, {load.mean_out:.0f} out")
     print(format_table(["settings", "", "predicted/s", "measured/s", "loss"], rows))
     chosen, default = (goodputs.get(planned[name]["settings"], 0.0) for name in ("chosen", "default"))
-    best = max(goodputs.values())
+    best = max(goodputs.values(), default=0.0)
+    if not best:
+        raise SystemExit(f"{trace}: no finalist serves a request within the targets")
     print(f"chosen / best {chosen / best:.3f} (at least 0.9: {_yes(chosen >= 0.9 * best)})")
     print(f"default / chosen {default / chosen if chosen else 0:.3f} (at most 0.9: {_yes(default <= 0.9 * chosen)})")
     print(f"default / best {default / best:.3f} (at most 0.9: {_yes(default <= 0.9 * best)})")
     loss = held_out(args, planned["chosen"]["options"])
-    if loss is not None:
+    if loss is None:
+        print(f"loss on {args.held_out}: NOT MEASURED, because no settings of this machine are the chosen ones")
+    else:
         print(
             f"loss on {args.held_out}: {loss.value:.2%} +- {loss.value_error or 0:.2%} ({loss.how}; within"
             f" {float(args.quality):.2%}: {_yes(loss.value <= float(args.quality))})"
