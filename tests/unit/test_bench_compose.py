@@ -216,7 +216,7 @@ def test_more_is_held_with_each_system(model: str) -> None:
 
 def test_a_threshold_cannot_be_counted(model: str) -> None:
     options = {**TINY, "cache.memory": 4 * MIB, "model.max_context": 320, "retain.threshold": 0.9}
-    with pytest.raises(ConfigError, match="known only after a prompt; compare with retain.budget"):
+    with pytest.raises(ConfigError, match="known only after a prompt; simulate with retain.budget"):
         held(model, options, asked(LOAD, 256))
 
 
