@@ -108,8 +108,8 @@ class CacheManager(Paths):
 
     def _state(self, holder: Holder) -> object:
         """The state on which the admission of a sequence depends."""
-        tree, bytes_out = self.tree, self.table.ledger.bytes_out
-        return holder, len(self.room.live), bytes_out, self.room.promised(), tree.num_uses, tree.num_chunks
+        tree, bytes_out, num_guests = self.tree, self.table.ledger.bytes_out, len(self.fetching.guests)
+        return holder, len(self.room.live), num_guests, bytes_out, self.room.promised(), tree.num_uses, tree.num_chunks
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""

@@ -104,7 +104,9 @@ class Swapping:
             self.fetching.begin(keys, path, far, *own)
         for _, rows in own:
             path.append(rows[:num_own])
-        if not self.paths.room.fits(table.nothing):  # slabs with holds cannot be emptied
+        while not self.paths.room.fits(table.nothing):  # slabs with holds cannot be emptied
+            if self.fetching.make_way():
+                continue
             self.fetching.cancel(path)
             self.paths.give_back(path)
             return False
