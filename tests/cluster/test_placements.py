@@ -631,7 +631,7 @@ def test_requests_wait_through_a_pause_that_is_allowed(running: Running, cores: 
     assert (only["role"], only["cores"]) == ("mixed", [0, 1, 2, 3])
 
 
-def test_while_a_switch_is_under_way_another_one_and_other_operations_are_refused(running: Running) -> None:
+def test_while_a_switch_is_under_way_another_one_is_refused_and_drains_wait(running: Running) -> None:
     operations, wanted = running.cluster.operations, placement(("mixed", 2), name="second")
 
     async def scenario() -> None:
@@ -639,18 +639,42 @@ def test_while_a_switch_is_under_way_another_one_and_other_operations_are_refuse
         while (switch := operations.state()["switch"]) is None or not switch["now"]:
             await asyncio.sleep(0.001)
         assert (switch["to"], switch["error"]) == ("first", "") and switch["num_done"] < switch["num_all"] > 2
-        for refused in (operations.place(wanted), operations.drain("decode-0"), operations.restart()):
-            with pytest.raises(RequestError, match="a switch to first is under way"):
-                await refused
+        with pytest.raises(RequestError, match="a switch to first is under way"):
+            await operations.place(wanted)
+        restart = asyncio.ensure_future(operations.restart())
         with pytest.raises(RequestError, match="a switch to first is under way"):
             operations.set_role("decode-0", "mixed")
         await first
+        assert not restart.done() and operations.state()["switch"] is None
+        await restart
 
     running.call(scenario())
     assert [*roles(running).values()] == ["mixed"] * 3
     place(running, wanted)
     operations.set_role(next(iter(roles(running))), "prefill")
     assert operations.state()["placement"] is None, "it is not what was planned any more"
+
+
+def test_a_switch_waits_for_a_drain(running: Running, right: list[list[int]]) -> None:
+    """And does not kill the instance that drains, whose requests would begin again elsewhere."""
+    operations, waited = running.cluster.operations, []
+
+    async def work() -> None:
+        for number in range(4):
+            (place, *_) = roles(running)
+            drain = asyncio.ensure_future(operations.drain(place))
+            await asyncio.sleep(0)
+            switch = asyncio.ensure_future(operations.place(placement(("mixed", 2 + number % 2, ONE), name="first")))
+            await asyncio.sleep(0)
+            while not drain.done():
+                waited.append(operations.state()["switch"]["num_all"])
+                await asyncio.sleep(0.001)
+            await drain
+            await switch
+
+    running.call(under_load(running, right, work))
+    assert waited and not any(waited), "it begins when the drain has ended"
+    assert operations.router.counts["failed"] == 0 == operations.router.counts["again"]
 
 
 def test_an_impossible_placement_changes_nothing(running: Running) -> None:

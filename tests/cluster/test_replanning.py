@@ -34,6 +34,7 @@ APART = dataclasses.replace(
     PRESENT, instances=(Instances("prefill", 1), Instances("decode", 1)),
     predicted=dataclasses.replace(PREDICTED, rate=3.0),
 )  # fmt: skip
+MACHINES = "[nodes]\ncount = 1\ncores = 4\nmemory = '8GiB'\n"
 PATIENCE = Patience(seconds=1.0, requests=20, windows=2, pause=3.0)
 
 
@@ -45,7 +46,7 @@ class World:
         self.searched: list[Workload] = []
         self.switched: list[Placement] = []
         self.fails = False
-        self.present = PRESENT
+        self.present: Placement | None = PRESENT
         self.answer = answer
         self.replanning = Replanning(lambda: self.present, self.search, self.switch, lambda: self.now, PATIENCE)
 
@@ -55,12 +56,14 @@ class World:
 
     async def switch(self, placement: Placement) -> None:
         if self.fails:
+            self.present = None  # the instances are of no placement then
             raise QuireError("an instance did not start")
         self.switched.append(placement)
         self.present = placement
 
     def requests(self, num_in: int, count: int = 10) -> None:
         for number in range(count):
+            self.replanning.note_arrival()
             self.replanning.note(Ended(self.now + number / count, (), num_in, 20, 0))
 
     async def seconds(self, count: int, num_in: int) -> None:
@@ -71,7 +74,7 @@ class World:
 
 
 async def found(present: float) -> Proposal:
-    return Proposal(APART, present)
+    return Proposal(APART, 3.0, present)
 
 
 def run(world: World, story: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +119,39 @@ def test_a_search_or_a_switch_that_fails_changes_nothing(monkeypatch: pytest.Mon
     world = World(lambda: found(2.0))
     world.fails = True
     run(world, lambda world: world.seconds(12, 2000), monkeypatch)
-    assert world.present is PRESENT and world.replanning.counts["failed"] == 1
+    assert world.present is None and world.replanning.counts["failed"] == 1
     assert world.replanning.phase == "quiet"
+
+
+def test_an_error_that_nobody_expects_ends_a_search_and_not_the_watching(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [OSError("no space left on device"), Proposal(APART, 3.0, 2.0)]
+
+    async def answer() -> Proposal:
+        match answers.pop(0):
+            case Proposal() as proposal:
+                return proposal
+            case error:
+                raise error
+
+    async def story(world: World) -> None:
+        await world.seconds(12, 2000)
+        await world.seconds(12, 200)
+
+    world = World(answer)
+    run(world, story, monkeypatch)
+    assert world.replanning.counts == {"searches": 2, "switches": 1, "failed": 1}
+
+
+def test_what_somebody_changes_during_a_search_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = dataclasses.replace(APART, workload={**PRESENT.workload, "mean_in": 2000.0})
+    world = World(lambda: change())
+
+    async def change() -> Proposal:
+        world.present = by_hand
+        return await found(2.0)
+
+    run(world, lambda world: world.seconds(12, 2000), monkeypatch)
+    assert len(world.searched) == 1 and not world.switched and world.present is by_hand
 
 
 def test_requests_are_not_lost_while_a_search_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +221,9 @@ def test_a_cluster_whose_prompts_grow_tenfold_switches_while_it_answers(
     async def search(command: Command, workload: Workload, present: Placement) -> Proposal:
         asked.append(workload)
         assert (command.machines.name, command.slo["slo.ttft"]) == ("machines.toml", 1.0)
-        return Proposal(APART, 2.0)
+        return Proposal(APART, 3.0, 2.0)
 
+    (tmp_path / "machines.toml").write_text(MACHINES)
     monkeypatch.setattr(Command, "search", search)
     monkeypatch.setattr(replanning, "Patience", lambda: Patience(seconds=0.4, requests=6, windows=2, pause=60.0))
     monkeypatch.setattr(replanning, "TICK_SECONDS", 0.05)

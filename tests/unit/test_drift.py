@@ -13,26 +13,39 @@ PATIENCE = Patience(seconds=60.0, pause=600.0)
 PLANNED = Load(2.0, 200.0, 100.0, 0.2)
 
 
-def requests(rng: np.random.Generator, begun: float, seconds: float, load: Load) -> list[Seen]:
-    """Poisson arrivals with exponential lengths."""
-    count = rng.poisson(load.rate * seconds)
-    found = []
-    for at in np.sort(rng.uniform(begun, begun + seconds, count)).tolist():
-        num_in = 1 + int(rng.exponential(load.mean_in - 1))
-        found.append(Seen(at, num_in, 1 + int(rng.exponential(load.mean_out - 1)), rng.binomial(num_in, load.shared)))
-    return found
+def arrivals(rng: np.random.Generator, begun: float, seconds: float, rate: float, cv: float = 1.0) -> list[float]:
+    """Arrivals with gaps of a coefficient of variation; 1: Poisson."""
+    gaps = rng.gamma(cv**-2, cv**2 / rate, 20 + int(4 * rate * seconds))
+    at = begun + np.cumsum(gaps) - gaps[0] * rng.uniform()
+    return [each for each in at.tolist() if each < begun + seconds]
 
 
-def searches(replanner: Replanner, rng: np.random.Generator, begun: float, load: Load, windows: int) -> list[float]:
-    """When searches began during some windows of a load."""
+def seen(rng: np.random.Generator, load: Load) -> Seen:
+    """A request of exponential lengths."""
+    num_in = 1 + int(rng.exponential(load.mean_in - 1))
+    return Seen(num_in, 1 + int(rng.exponential(load.mean_out - 1)), rng.binomial(num_in, load.shared))
+
+
+def searches(
+    replanner: Replanner,
+    rng: np.random.Generator,
+    begun: float,
+    load: Load,
+    windows: int,
+    cv: float = 1.0,
+    answered: float = 1.0,
+) -> list[float]:
+    """When searches began during some windows of a load. answered: share of the requests that is answered."""
     found = []
     for number in range(windows):
-        for each in requests(rng, begun + 60 * number, 60.0, load):
-            replanner.note(each)
+        for at in arrivals(rng, begun + 60 * number, 60.0, load.rate, cv):
+            replanner.note_arrival(at)
+            if rng.random() < answered:
+                replanner.note(seen(rng, load))
         now = begun + 60 * (number + 1)
         if replanner.tick(now):
             found.append(now)
-            replanner.found(1.0, 1.0)
+            replanner.found(1.0, 1.0, now)
     return found
 
 
@@ -85,19 +98,20 @@ def test_searches_keep_a_distance_whatever_happens() -> None:
 def test_a_switch_needs_a_gain_and_no_window_counts_meanwhile() -> None:
     replanner = Replanner(PLANNED, Patience(seconds=1.0, windows=1, pause=0.0, requests=2), 0.0)
 
-    def search() -> None:
+    def search(begun: float) -> None:
         for number in range(50):
-            replanner.note(Seen(0.0, 900 + number, 100, 0))
-        assert replanner.tick(replanner._window_begun + 1.0)
+            replanner.note_arrival(begun + number / 50)
+            replanner.note(Seen(900 + number, 100, 0))
+        assert replanner.tick(begun + 1.0)
 
-    search()
-    assert not replanner.found(1.05, 1.0) and replanner.phase is Phase.QUIET
+    search(0.0)
+    assert not replanner.found(1.05, 1.0, 10.0) and replanner.phase is Phase.QUIET
     replanner.planned = PLANNED
-    search()
-    assert not replanner.tick(1e9), "it searches"
-    assert replanner.found(1.2, 1.0) and replanner.phase is Phase.SWITCH
-    assert not replanner.tick(2e9), "it switches"
-    replanner.switched()
+    search(10.0)
+    assert not replanner.tick(100.0), "it searches"
+    assert replanner.found(1.2, 1.0, 100.0) and replanner.phase is Phase.SWITCH
+    assert not replanner.tick(200.0), "it switches"
+    replanner.switched(200.0)
     assert replanner.phase is Phase.QUIET and replanner.planned.mean_in == pytest.approx(924.5)
 
 
@@ -108,17 +122,44 @@ def test_a_window_waits_for_requests_but_not_for_ever() -> None:
         found += searches(replanner, rng, number * 60.0, busier, 1)
     assert found and found[0] >= 3 * 60, "three windows of fifty requests"
     silent = Replanner(PLANNED, PATIENCE, 0.0)
-    silent.note(Seen(0.0, 5000, 10, 0))
-    silent.note(Seen(1.0, 5000, 10, 0))
+    for at in (0.0, 1.0):
+        silent.note_arrival(at)
+        silent.note(Seen(5000, 10, 0))
     assert not silent.tick(1100.0) and silent.phase is Phase.QUIET
     assert not silent.tick(1300.0) and silent.phase is Phase.SUSPECT, "hardly any requests in 20 windows is a change"
 
 
 def test_few_requests_prove_nothing() -> None:
-    seen = [Seen(0.0, 2000, 100, 0), Seen(1.0, 20, 100, 0)]
-    now = Load.of(seen, 60.0)
+    answered = [Seen(2000, 100, 0), Seen(20, 100, 0)]
+    now = Load.of([0.0, 1.0], answered, 60.0)
     assert now is not None and not [each for each in changes(PLANNED, now, PATIENCE) if each.feature == "mean_in"]
-    assert Load.of(seen[:1], 60.0) is None
+    assert Load.of([0.0, 1.0], answered[:1], 60.0) is None and Load.of([0.0], answered, 60.0) is None
+
+
+def test_more_requests_than_the_cluster_can_answer_are_a_change() -> None:
+    """Ten times as many arrive, and a tenth is answered."""
+    rng, replanner = np.random.default_rng(5), Replanner(PLANNED, PATIENCE, 0.0)
+    assert len(searches(replanner, rng, 0.0, Load(20.0, 200.0, 100.0, 0.2), 4, answered=0.1)) == 1
+
+
+@pytest.mark.parametrize("seed", range(tries(5)))
+def test_bursts_are_chance(seed: int) -> None:
+    rng, replanner = np.random.default_rng(seed), Replanner(PLANNED, PATIENCE, 0.0)
+    assert not searches(replanner, rng, 0.0, PLANNED, 60, cv=3.0)
+
+
+def test_a_window_does_not_begin_before_the_search_has_ended() -> None:
+    """A search of four minutes, after which requests are as they were when it began."""
+    rng, replanner, now = np.random.default_rng(6), Replanner(PLANNED, PATIENCE, 0.0), 180.0
+    longer = Load(2.0, 2000.0, 100.0, 0.2)
+    for begun in (0.0, 60.0, 120.0):
+        for at in arrivals(rng, begun, 60.0, 2.0):
+            replanner.note_arrival(at)
+            replanner.note(seen(rng, longer))
+        assert replanner.tick(begun + 60.0) == (begun == 120.0)
+    now += 240.0
+    replanner.found(1.0, 1.0, now)
+    assert not searches(replanner, rng, now, longer, 3) and replanner.phase is Phase.QUIET
 
 
 def test_a_load_that_cannot_be_is_refused() -> None:

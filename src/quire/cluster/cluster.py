@@ -41,6 +41,7 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
+from quire.planning.cluster_file import read_cluster
 from quire.planning.placement_file import Placement, read_placement
 
 ALL = Salts()
@@ -118,8 +119,13 @@ class Cluster:
             raise ConfigError("cluster.replan needs a placement to begin with: set cluster.placement to its file")
         if slo.ttft is None or slo.tpot is None:
             raise ConfigError("cluster.replan needs latency targets: set slo.ttft and slo.tpot")
+        read_cluster(machines)
         command = Command(self._model, options, file, machines, slo.to_options())
         return Replanning(lambda: self.operations.placement, command.search, self.operations.place, time.monotonic)
+
+    def _note_arrival(self) -> None:
+        if self._replanning is not None:
+            self._replanning.note_arrival()
 
     def _note(self, ticket: Ticket) -> None:
         assert self._replanning is not None
@@ -194,6 +200,7 @@ class Cluster:
         limit = self.config.scheduler.max_queue
         Limits(self.shape.vocab_size, *self.operations.context, limit).check(read.ids, params)
         if self.router.num_waiting + params.n > limit:
+            self._note_arrival()
             raise QueueFullError(
                 f"{self.router.num_waiting} sequences wait and scheduler.max_queue is {limit}; try again later",
                 retry_after=1.0,
@@ -210,6 +217,7 @@ class Cluster:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         text, ids, hints = self._admit(prompt, params)
+        self._note_arrival()
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
         seed = self._seed if params.seed is None else params.seed

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
 import tempfile
 from collections import deque
@@ -56,10 +55,12 @@ class Ended:
 class Proposal:
     """What a search has found.
 
-    present  requests/s that the present placement is predicted to serve of the same requests
+    rate     requests/s that it is predicted to serve of the last requests
+    present  requests/s that the present placement is predicted to serve of them
     """
 
     placement: Placement
+    rate: float
     present: float
 
 
@@ -107,10 +108,14 @@ class Replanning:
         self._replanner = Replanner(_planned(placement), self._patience, clock())
         self._last: deque[Ended] = deque(maxlen=MOST_REQUESTS)
 
+    def note_arrival(self) -> None:
+        """A request arrives, and may be refused because too many wait."""
+        self._replanner.note_arrival(self._clock())
+
     def note(self, request: Ended) -> None:
         """A request was answered."""
         self._last.append(request)
-        self._replanner.note(Seen(request.at, request.num_in, request.num_out, request.num_cached))
+        self._replanner.note(Seen(request.num_in, request.num_out, request.num_cached))
 
     @property
     def phase(self) -> str:
@@ -142,20 +147,25 @@ class Replanning:
         log.info("requests have changed (%s): a placement is searched", ", ".join(map(str, self._replanner.reason)))
         try:
             found = await self._search(workload_of(self._last), self._placement)
-            rate = found.placement.predicted.rate
-            if not self._replanner.found(rate, found.present):
-                log.info("the placement stays: %.4g requests/s, and %.4g with the best one", found.present, rate)
+            if self._present() is not self._placement:
+                log.info("somebody has changed the instances meanwhile: what was found is not used")
+                self._replanner.failed(self._clock())
                 return
-            log.info("the cluster switches: %.4g requests/s instead of %.4g", rate, found.present)
+            if not self._replanner.found(found.rate, found.present, self._clock()):
+                log.info("the placement stays: %.4g requests/s, and %.4g with the best one", found.present, found.rate)
+                return
+            log.info("the cluster switches: %.4g requests/s instead of %.4g", found.rate, found.present)
             await self._switch(found.placement)
-        except QuireError as error:
+        except Exception as error:
             self.counts["failed"] += 1
-            log.warning("no other placement: %s", error)
-            self._replanner.failed()
+            log.warning("no other placement: %s", error, exc_info=not isinstance(error, QuireError))
+            self._replanner.failed(self._clock())
+            if self._present() is None:
+                log.warning("no placement is searched until the instances are those of one: see quire cluster place")
             return
         self._placement = found.placement
         self.counts["switches"] += 1
-        self._replanner.switched()
+        self._replanner.switched(self._clock())
 
 
 def _planned(placement: Placement) -> Load:
@@ -195,12 +205,18 @@ class Command:
             workload.write(trace)
             present.write(now)
             common = [*self._settings(), "--trace", str(trace)]
+
+            async def goodput(file: Path) -> float:
+                said = await _run(
+                    "simulate", self.model, *common, "--cluster.placement", str(file), "--goodput", "--json"
+                )
+                return float(json.loads(said)["goodput"]["rate"])
+
             await _run(
                 "plan", "placement", self.model, *common, "--cluster.file", str(self.machines), "--plan.seconds",
                 f"{self.seconds:g}", "--output", str(found),
             )  # fmt: skip
-            said = await _run("simulate", self.model, *common, "--cluster.placement", str(now), "--goodput", "--json")
-            return Proposal(read_placement(found), float(json.loads(said)["goodput"]["rate"]))
+            return Proposal(read_placement(found), await goodput(found), await goodput(now))
 
     def _settings(self) -> list[str]:
         words = [] if self.config_file is None else ["--config", str(self.config_file)]
@@ -212,8 +228,8 @@ class Command:
 async def _run(*words: str) -> str:
     """Runs a command of ours. Returns what it printed. Raises QuireError with its last line if it fails."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "quire", *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: os.nice(NICE),
+        "nice", "-n", str(NICE), sys.executable, "-m", "quire", *words,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         output, errors = await process.communicate()

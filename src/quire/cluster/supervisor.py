@@ -101,6 +101,7 @@ class Supervisor:
         self._model, self._settings = model, settings
         self._placement = placement
         self._switch: Switch | None = None
+        self._turn = asyncio.Lock()
         self.context: tuple[int, str] = (model.max_context, "model.max_context")
         self._secret = os.urandom(32)
         self._starts = itertools.count(1)
@@ -219,9 +220,12 @@ class Supervisor:
         """Lets an instance finish what it has, and ends it. restart: another one takes its place.
 
         Raises RequestError if no other one would be left, EngineStoppedError if the cluster is closed meanwhile, and
-        ModelError if the other one does not start; it is then tried again.
+        ModelError if the other one does not start; it is then tried again. Waits for other operations to end.
         """
-        self._check_no_switch()
+        async with self._turn:
+            await self._drain(place, restart=restart)
+
+    async def _drain(self, place: str, *, restart: bool = True) -> None:
         member = self._member_at(place)
         if not restart:
             if not any(each.serves for each in self.router.members.values() if each is not member):
@@ -280,13 +284,13 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
     async def restart(self) -> None:
-        """Restarts one instance after the other, without a failed request."""
-        self._check_no_switch()
-        for place in list(self._roles):
-            if any(each.place == place for each in self.router.members.values()):
-                await self.drain(place)
-            else:
-                await self._serving(place)  # it failed, and is started again soon
+        """Restarts one instance after the other, without a failed request. Waits for other operations to end."""
+        async with self._turn:
+            for place in list(self._roles):
+                if any(each.place == place for each in self.router.members.values()):
+                    await self._drain(place)
+                else:
+                    await self._serving(place)  # it failed, and is started again soon
 
     def set_role(self, place: str, role: str) -> None:
         """Changes what an instance does. Attempts that it has go on."""
@@ -320,16 +324,24 @@ class Supervisor:
         may_pause  requests may wait while no instance serves, if there is no other way
         Raises RequestError while another switch is under way, ConfigError if there is no way, ModelError if an
         instance does not start, and EngineStoppedError if the cluster is closed meanwhile. After a ModelError the
-        cluster goes on with what it has, and a restarted instance gets the settings that it had.
+        cluster goes on with what it has, and a restarted instance gets the settings that it had. Waits for other
+        operations to end.
         """
         self._check_no_switch()
         self._switch = switch = Switch(placement_name(placement))
         try:
-            actions = await self._planned(placement, may_pause=may_pause)
+            async with self._turn:
+                actions = await self._planned(placement, may_pause=may_pause)
+                self._placement, switch.num_all = None, len(actions)
+                await self._take(actions, switch)
         except BaseException:
-            self._switch = None
+            if not switch.error:  # nothing was done
+                self._switch = None
             raise
-        self._placement, switch.num_all = None, len(actions)
+        self._switch, self._placement = None, placement
+        self._find_context()
+
+    async def _take(self, actions: Sequence[Action], switch: Switch) -> None:
         try:
             for action in actions:
                 switch.now = str(action)
@@ -344,8 +356,6 @@ class Supervisor:
                 left = ", ".join(f"{place} ({role})" for place, role in self._roles.items())
                 raise ModelError(f"{switch.error}; the cluster goes on with {left}") from error
             raise
-        self._switch, self._placement = None, placement
-        self._find_context()
 
     async def _planned(self, placement: Placement, *, may_pause: bool) -> list[Action]:
         if self._closing:

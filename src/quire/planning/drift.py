@@ -14,9 +14,9 @@ say when that is.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -32,15 +32,13 @@ LONGEST = 20
 
 
 class Seen(NamedTuple):
-    """A request that has ended.
+    """A request that was answered.
 
-    at          seconds, when it arrived
     num_in      tokens of its prompt
     num_out     tokens of its answer
     num_cached  prompt tokens that were cached
     """
 
-    at: float
     num_in: int
     num_out: int
     num_cached: int
@@ -70,23 +68,33 @@ class Load:
             raise ConfigError(f"shared is {self.shared!r}; it must be a share from 0 to 1")
 
     @classmethod
-    def of(cls, requests: Iterable[Seen], seconds: float) -> Load | None:
-        """What the requests of some seconds are like; None for fewer than two of them."""
-        found = list(requests)
-        count = len(found)
-        if count < 2 or seconds <= 0:
+    def of(cls, arrived: Sequence[float], answered: Iterable[Seen], seconds: float) -> Load | None:
+        """What the requests of some seconds are like; None for fewer than two that arrived or were answered.
+
+        arrived  when requests arrived, answered or not: of a cluster with too many of them, answers tell what it can do
+        """
+        found = list(answered)
+        count, num_arrived = len(found), len(arrived)
+        if min(count, num_arrived) < 2 or seconds <= 0:
             return None
         ins, outs = [each.num_in for each in found], [each.num_out for each in found]
         total = sum(ins)
         shares = [each.num_cached / each.num_in for each in found]
         errors = {
-            "rate": math.sqrt(count) / seconds,
+            "rate": _burstiness(arrived) * math.sqrt(num_arrived) / seconds,
             "mean_in": _error(ins),
             "mean_out": _error(outs),
             "shared": _error(shares),
         }
         cached = sum(each.num_cached for each in found)
-        return cls(count / seconds, total / count, sum(outs) / count, cached / total, errors)
+        return cls(num_arrived / seconds, total / count, sum(outs) / count, cached / total, errors)
+
+
+def _burstiness(arrived: Sequence[float]) -> float:
+    """Coefficient of variation of the gaps, by which a count varies more than that of Poisson arrivals; at least 1."""
+    gaps = [after - before for before, after in itertools.pairwise(arrived)]
+    mean = sum(gaps) / len(gaps)
+    return max(1.0, math.sqrt(sum((each - mean) ** 2 for each in gaps) / len(gaps)) / mean) if mean > 0 else 1.0
 
 
 def _error(values: list[int] | list[float]) -> float:
@@ -161,14 +169,17 @@ class Replanner:
         self.planned, self.phase = planned, Phase.QUIET
         self.reason: list[Change] = []
         self._patience = patience
-        self._seen: deque[Seen] = deque()
-        self._window_begun = now
+        self._begin(now)
         self._differing = 0
         self._searched = -math.inf
         self._current: Load | None = None
 
+    def note_arrival(self, now: float) -> None:
+        """A request arrives."""
+        self._arrived.append(now)
+
     def note(self, request: Seen) -> None:
-        """A request has ended."""
+        """A request was answered."""
         self._seen.append(request)
 
     def tick(self, now: float) -> bool:
@@ -178,9 +189,8 @@ class Replanner:
         is_long = len(self._seen) >= self._patience.requests or seconds >= LONGEST * least
         if seconds < least or not is_long or is_busy:
             return False
-        current = Load.of(self._seen, seconds)
-        self._seen.clear()
-        self._window_begun = now
+        current = Load.of(self._arrived, self._seen, seconds)
+        self._begin(now)
         if current is None:
             return False
         found = changes(self.planned, current, self._patience)
@@ -192,7 +202,7 @@ class Replanner:
         self.phase, self._searched, self._current = Phase.SEARCH, now, current
         return True
 
-    def found(self, goodput: float, present: float) -> bool:
+    def found(self, goodput: float, present: float, now: float) -> bool:
         """A search has ended. Returns whether to switch.
 
         goodput  requests/s of the placement that it found
@@ -202,20 +212,26 @@ class Replanner:
         if goodput >= present * (1 + self._patience.gain):
             self.phase = Phase.SWITCH
             return True
-        self._settle()
+        self._settle(now)
         return False
 
-    def failed(self) -> None:
+    def failed(self, now: float) -> None:
         """A search has found nothing, or a switch did not succeed. What requests are now counts as planned."""
-        self._settle()
+        self._settle(now)
 
-    def switched(self) -> None:
+    def switched(self, now: float) -> None:
         """The cluster runs the placement that was found."""
         assert self.phase is Phase.SWITCH, f"a switch that was not wanted: {self.phase}"
-        self._settle()
+        self._settle(now)
 
-    def _settle(self) -> None:
+    def _begin(self, now: float) -> None:
+        """A window begins."""
+        self._window_begun = now
+        self._arrived: list[float] = []
+        self._seen: list[Seen] = []
+
+    def _settle(self, now: float) -> None:
         if self._current is not None:
             self.planned = Load(self._current.rate, self._current.mean_in, self._current.mean_out, self._current.shared)
         self.phase, self._differing, self.reason, self._current = Phase.QUIET, 0, [], None
-        self._seen.clear()
+        self._begin(now)

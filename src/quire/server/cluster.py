@@ -59,7 +59,7 @@ class Operator:
         """Changes what an instance does from now on."""
         async with self._service.bodies.read(request, RoleRequest) as body:
             operations = self._named(body.instance)
-        self._check_no_switch()
+        self._check_no_switch(operations)
         operations.set_role(body.instance, body.role)
         return self._answer(operations)
 
@@ -68,7 +68,7 @@ class Operator:
         may_pause = _pauses(request)
         async with self._service.bodies.read(request, PlaceRequest) as body:
             operations, placement = self._changeable(), _placement(body)
-        self._check_no_switch()
+        self._check_no_switch(operations)
 
         async def switch() -> None:
             try:
@@ -82,9 +82,10 @@ class Operator:
         await self._finish(request, switch)
         return self._answer(operations)
 
-    def _check_no_switch(self) -> None:
-        """Raises ApiError 409 while a switch is under way, or waits for its turn."""
-        if self._switches:
+    def _check_no_switch(self, operations: Operations) -> None:
+        """Raises ApiError 409 while a switch is under way, or waits for its turn. The cluster may have begun it."""
+        switch = operations.state()["switch"]
+        if self._switches or (switch is not None and not switch["error"]):
             message = "a switch to another placement is under way; try again when it has ended"
             raise ApiError(409, message, code="switch_under_way")
 
