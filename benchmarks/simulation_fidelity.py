@@ -4,9 +4,9 @@
     python benchmarks/simulation_fidelity.py --data DIR --report fidelity.jsonl           # compares, in minutes
 
 DIR has traces/. Sides: `mixed` is one process with a dense cache, `apart` a prefill and a decode instance with nuq3 and
-retention. Each repeat of a side first answers a profile of synthetic requests, whose steps the server logs
-(runtime.step_log); then, at each rate, the first requests of each trace that fit --longest tokens, for --seconds, with
-the trace's own order and gaps scaled to the rate. No step of a trace is used for fitting.
+retention. A repeat of a side answers, at each rate, requests of each trace that fit --longest tokens, for --seconds,
+with the trace's own order and gaps scaled to the rate; and between these loads a profile of synthetic requests, whose
+steps the server logs (runtime.step_log). No step of a trace is used for fitting.
 
 The report fits a latency model to the steps of the profiles alone, takes the seconds between client and engine from a
 few lonely requests of the profiles, simulates every load, and prints attainment, mean TTFT and mean TPOT beside the
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,11 +64,14 @@ SIDES: dict[str, dict[str, str]] = {
     "apart": {"cache.codec": "nuq3", "retain.budget": "0.5", "cluster.prefill": "1", "cluster.decode": "1"},
 }
 HOP = 0.0005
-LONELY = 6
-"""Requests of a profile that are alone, from which the seconds between client and engine follow."""
+LONELY = 4
+"""Requests of a part of a profile that are alone, from which the seconds between client and engine follow."""
+
+PARTS = 3
+"""Parts of a profile: one before each third of the loads."""
 
 
-def profile(seed: int, seconds: float, rate: float, longest: int) -> list[Asked]:
+def profile(seed: str, seconds: float, rate: float, longest: int) -> list[Asked]:
     """Lonely requests, then Poisson arrivals of lengths between 8 and `longest`, at rates from a third of `rate` up."""
     rng, at, found = random.Random(seed), 0.0, list[Asked]()
 
@@ -75,7 +79,7 @@ def profile(seed: int, seconds: float, rate: float, longest: int) -> list[Asked]
         return [rng.choice(VOCABULARY) for _ in range(length)]
 
     for number in range(LONELY):
-        found.append(Asked(at, prompt(48 + 40 * number), 12))
+        found.append(Asked(at, prompt(48 + 60 * number), 12))
         at += 1.6
     begun = at
     while at < begun + seconds:
@@ -94,6 +98,11 @@ def load_of(data: Path, trace: str, longest: int, rate: float, seconds: float, r
     part = fits[repeat * count : (repeat + 1) * count]
     moved = [Arrival(each.at - part[0].at, each.prompt, each.num_out) for each in part]
     return Workload(trace, moved).at_rate(rate)
+
+
+def prompts_of(load: Workload, rate: float, repeat: int) -> list[list[int]]:
+    """Token ids of a load. Those of other loads, of which a server may have the cache, are different."""
+    return tokens(load, VOCABULARY, zlib.crc32(f"{load.name} {rate} {repeat}".encode()))
 
 
 @contextmanager
@@ -141,17 +150,16 @@ def serve(args: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as name, serving(side, args, Path(name)) as (server, send):
                 folder = Path(name)
                 asyncio.run(replay([Asked(0.3 * n, [700 + n] * 200, 6) for n in range(4)], send))
-                before = lines_of(folder)
-                lonely = asyncio.run(
-                    replay(profile(repeat, args.profile, args.rates[side][-1] * 0.6, args.longest), send)
-                )
-                time.sleep(0.5)
-                keep_steps(args, side, repeat, folder, before, lonely[:LONELY], server)
-                points = [(trace, rate) for trace in args.traces for rate in args.rates[side]]
+                points = [(trace, rate) for trace in args.traces for rate in args.rates[trace]]
                 random.Random(repeat).shuffle(points)
-                for trace, rate in points:
+                for place, (trace, rate) in enumerate(points):
+                    if place % -(-len(points) // PARTS) == 0:
+                        asked = profile(f"{repeat} {place}", args.profile / PARTS, args.busy, args.longest)
+                        before = lines_of(folder)
+                        lonely = asyncio.run(replay(asked, send))[:LONELY]
+                        keep_steps(args, side, repeat, folder, before, lonely, server)
                     load = load_of(args.data, trace, args.longest, rate, args.seconds, repeat)
-                    prompts = tokens(load, VOCABULARY, repeat)
+                    prompts = prompts_of(load, rate, repeat)
                     asked = [
                         Asked(each.at, prompt, each.num_out)
                         for each, prompt in zip(load.arrivals, prompts, strict=True)
@@ -239,7 +247,7 @@ class Simulated:
         self.capacities = {}
         for each in lonely[-1]["cluster"] or ():
             self.capacities[each["role"]] = Capacity(
-                each["prompt_rows"], each["batch"], each["seconds_per_row"], each["seconds_per_step"]
+                each["saturating_rows"], each["batch"], each["seconds_per_row"], each["seconds_per_step"]
             )
         self.overhead = 0.0
         gaps = []
@@ -247,7 +255,7 @@ class Simulated:
             load = Workload(
                 "lonely", [Arrival(2.0 * n, ((n, row[0]),), row[1]) for n, row in enumerate(each["requests"])]
             )  # type: ignore[arg-type]
-            found = self.run(load, [[5] * row[0] for row in each["requests"]])
+            found = self.run(load, [[5 + number] * row[0] for number, row in enumerate(each["requests"])])
             gaps += [row[2] - said for row, said in zip(each["requests"], found.ttft.tolist(), strict=True)]
         self.overhead = max(0.0, statistics.median(gaps)) / 2
 
@@ -266,14 +274,14 @@ class Simulated:
         return simulate(load, prompts, self.front)
 
 
-def knee(rates: list[float], shares: list[float], target: float) -> float:
-    """The rate at which attainment falls to the target: between two rates on a straight line."""
+def knee(rates: list[float], shares: list[float], target: float) -> float | None:
+    """The rate at which attainment falls to the target: between two rates on a straight line. None: at no rate."""
     for (low, above), (high, below) in zip(
         zip(rates, shares, strict=True), zip(rates[1:], shares[1:], strict=False), strict=False
     ):
         if above >= target > below:
             return low + (high - low) * (above - target) / (above - below)
-    return rates[-1] if shares[-1] >= target else 0.0
+    return None
 
 
 def report(args: argparse.Namespace) -> None:
@@ -303,7 +311,7 @@ def report(args: argparse.Namespace) -> None:
                 real, said = [], []
                 for each in at_rate:
                     load = load_of(args.data, trace, args.longest, rate, args.seconds, each["repeat"])
-                    outcome = simulated.run(load, tokens(load, VOCABULARY, each["repeat"]))
+                    outcome = simulated.run(load, prompts_of(load, rate, each["repeat"]))
                     ttft, tpot = np.array(each["ttft"]), np.array(each["tpot"])
                     real.append((float(((ttft <= slo.ttft) & (tpot <= slo.tpot)).mean()), ttft.mean(), tpot.mean()))
                     said.append((outcome.attainment(slo), outcome.ttft.mean(), outcome.tpot.mean()))
@@ -325,11 +333,9 @@ def report(args: argparse.Namespace) -> None:
                 rows,
             ))  # fmt: skip
             left, right = knee(rates, measured, slo.attainment), knee(rates, predicted, slo.attainment)
-            if left and right:
-                print(
-                    f"rate at {slo.attainment:.0%}: measured {left:.3f}, predicted {right:.3f}"
-                    f" ({right / left - 1:+.1%})"
-                )
+            shown = ["not within these rates" if each is None else f"{each:.3f}" for each in (left, right)]
+            error = "" if left is None or right is None else f" ({right / left - 1:+.1%})"
+            print(f"rate at {slo.attainment:.0%}: measured {shown[0]}, predicted {shown[1]}{error}")
 
 
 def main() -> None:
@@ -341,10 +347,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--sides", default="mixed,apart")
     parser.add_argument("--traces", default="conv,code")
-    parser.add_argument("--mixed-rates", default="0.2,0.35,0.5,0.65,0.8,0.95")
-    parser.add_argument("--apart-rates", default="0.15,0.25,0.35,0.45,0.55,0.65")
+    parser.add_argument("--rates", default="0.3,0.45,0.6,0.7,0.8,0.95;0.1,0.15,0.2,0.25,0.3,0.4", help="of each trace")
     parser.add_argument("--seconds", type=float, default=90.0, help="of each load (default: 90)")
-    parser.add_argument("--profile", type=float, default=90.0, help="seconds of a profile (default: 90)")
+    parser.add_argument("--profile", type=float, default=120.0, help="seconds of a profile (default: 120)")
+    parser.add_argument("--busy", type=float, default=0.6, help="requests/s of a profile, about (default: 0.6)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
     parser.add_argument("--ttft", type=float, default=2.0)
@@ -352,7 +358,8 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=0.1, help="cores that other programs may take (default: 0.1)")
     args = parser.parse_args()
     args.sides, args.traces = args.sides.split(","), args.traces.split(",")
-    args.rates = {side: [float(each) for each in getattr(args, f"{side}_rates").split(",")] for side in SIDES}
+    of_traces = [[float(each) for each in rates.split(",")] for rates in args.rates.split(";")]
+    args.rates = dict(zip(args.traces, of_traces, strict=True))
     if args.out is not None:
         serve(args)
     if args.report is not None:

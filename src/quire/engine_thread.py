@@ -12,6 +12,7 @@ from typing import Protocol
 from quire.engine.outputs import RequestOutput
 from quire.errors import QuireError
 from quire.load import Loaded
+from quire.models.fingerprint import fingerprint
 from quire.planning.step_log import StepLog
 
 log = logging.getLogger("quire")
@@ -126,7 +127,10 @@ class EngineThread:
 
     def _step_log(self, loaded: Loaded) -> StepLog | None:
         file = loaded.config.runtime.step_log
-        return None if file is None else StepLog(Path(file), loaded.engine, loaded.asked_for, loaded.config)
+        if file is None:
+            return None
+        model, window = fingerprint(loaded.path), loaded.shape.sliding_window
+        return StepLog(Path(file), loaded.engine, model, loaded.config, window)
 
 
 def is_loading() -> bool:

@@ -107,8 +107,10 @@ class Latencies:
         from quire.planning.step_log import read_steps
 
         logged = read_steps(self._args.steps)
-        path = resolve_model(self._args.model)
-        about = {"model": self._args.model, **settings_of(fingerprint(path), logged.config)}
+        model_id = fingerprint(resolve_model(self._args.model))
+        if logged.model != model_id:
+            raise ConfigError(f"the logs are of engines of another model than {self._args.model}")
+        about = {"model": self._args.model, **settings_of(model_id, logged.config)}
         links = {}
         if logged.speeds:
             names = ("disk",) if logged.config.tiers.disk is not None else ("shm", "tcp")

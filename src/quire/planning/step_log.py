@@ -20,9 +20,6 @@ from quire.errors import ConfigError
 from quire.planning.latency import StepWork
 from quire.planning.work import WorkMeter
 
-FLUSHED = 100
-"""Steps after which the file is written."""
-
 
 class StepLog:
     """Writes the log of one engine, whose runner it wraps.
@@ -37,21 +34,27 @@ class StepLog:
         engine: Engine,
         model: str,
         config: EngineConfig,
+        window: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Raises ConfigError if the file cannot be written."""
+        """Appends to a file. Raises ConfigError if it cannot be written.
+
+        model   fingerprint of the checkpoint
+        window  see `work_of`
+        """
         try:
-            self._file = file.open("a", encoding="utf-8")
+            is_cut = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
+            self._file = file.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise ConfigError(f"runtime.step_log {file} cannot be written: {error.strerror or error}") from None
-        self._file.write(json.dumps({"model": model, "options": config.to_options()}) + "\n")
+        # The last line of an engine that was killed may be half a line.
+        self._file.write("\n" * is_cut + json.dumps({"model": model, "options": config.to_options()}) + "\n")
         self._inner, engine.any_runner = engine.any_runner, self
         self._costs = engine.scheduler.manager.fetching.costs
-        self._clock, self._meter = clock, WorkMeter()
+        self._clock, self._meter = clock, WorkMeter(window)
         self._work: StepWork | None = None
         self._begun = self._ended = 0.0
         self._goes_on = False
-        self._num_written = 0
 
     @property
     def vocab_size(self) -> int:
@@ -78,9 +81,6 @@ class StepLog:
         if work is not None:
             seconds = now - (self._ended if self._goes_on else self._begun)
             self._file.write(json.dumps([*astuple(work), seconds, self._costs.speed]) + "\n")
-            self._num_written += 1
-            if self._num_written % FLUSHED == 0:
-                self._file.flush()
         self._ended, self._goes_on = now, goes_on
 
     def close(self) -> None:
@@ -90,8 +90,9 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Logged:
-    """What logs say. All are of engines with equal settings.
+    """What logs say. All are of engines of one model with equal settings.
 
+    model    fingerprint of the checkpoint
     records  steps and their seconds
     speeds   last bytes a second of fetched chunks in each log that knows them
     """
@@ -103,7 +104,9 @@ class Logged:
 
 
 def read_steps(files: Iterable[Path]) -> Logged:
-    """Reads logs. Raises ConfigError with file and line for one that cannot be read, or of other settings."""
+    """Reads logs. Raises ConfigError with file and line for one that cannot be read, or that is of another model or of
+    other settings.
+    """
     heads: list[dict[str, Any]] = []
     records: list[tuple[StepWork, float]] = []
     speeds: list[float] = []
@@ -122,14 +125,16 @@ def read_steps(files: Iterable[Path]) -> Logged:
                 *work, seconds, speed = found
                 records.append((StepWork(*work), float(seconds)))
             except (ValueError, TypeError, KeyError):
-                if number == len(lines):
-                    break  # the engine is writing it
+                if number == len(lines) or lines[number].startswith("{"):
+                    continue  # the engine is writing it, or was killed while it did
                 raise ConfigError(f"{file} line {number} is no step of a log") from None
         if speed is not None:
             speeds.append(float(speed))
     if not heads or not records:
         raise ConfigError("the log has no steps; set runtime.step_log for a server that answers requests")
     for head in heads[1:]:
+        if head["model"] != heads[0]["model"]:
+            raise ConfigError("the logs are of engines of different models")
         for key, value in head["options"].items():
             other = heads[0]["options"].get(key)
             if value != other and key != "runtime.step_log":
