@@ -16,7 +16,6 @@ from quire.errors import ConfigError
 from quire.evaluation import curves as measuring
 from quire.evaluation.curves import Quality, Text
 from quire.planning.curves import (
-    MARGIN,
     NOTHING,
     Curve,
     Curves,
@@ -64,7 +63,9 @@ def test_a_loss_is_the_ratio_of_perplexities_and_its_error_comes_from_the_differ
     assert found.log_ratio == pytest.approx(sum(differences) / 3)
     assert found.value == pytest.approx(math.exp(0.02) - 1)
     assert found.error == pytest.approx(0.01 / math.sqrt(3))  # far below the spread of the windows themselves
-    assert found.most == pytest.approx(math.exp(0.02 + MARGIN * 0.01 / math.sqrt(3)) - 1)
+    quantile = 2.92  # of Student's t distribution with two degrees of freedom, 0.95
+    assert found.most == pytest.approx(math.exp(0.02 + quantile * 0.01 / math.sqrt(3)) - 1, rel=1e-4)
+    assert found.least == pytest.approx(math.exp(0.02 - quantile * 0.01 / math.sqrt(3)) - 1, rel=1e-3)
     assert found.origin is Origin.MEASURED and found.how == "3 windows of 128 tokens of t.txt"
 
 

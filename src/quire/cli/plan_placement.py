@@ -151,22 +151,17 @@ def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Make
         files = LatencyFiles(args.latency, args.model)
         model = LocalModel(args.model, options, args.config, files.of)
         return OnCores(model, cluster, min(int(lengths.max()), model.sizes.max_context))
-    from quire.planning.devices import DEVICES, device_named
-    from quire.planning.latency import Link
+    from quire.planning.devices import DEVICES
+    from quire.planning.placement_file import Gpus
     from quire.simulation.hardware import Target
     from quire.simulation.search import OnGpus
-    from quire.simulation.setup import HOP_SECONDS
 
-    nodes, network = cluster.nodes, cluster.network
     if args.latency:
         raise ConfigError("--latency is for instances on cores; those on GPUs are modelled from data sheets")
-    if nodes.device is None:
+    gpus = Gpus.of(cluster)
+    if gpus is None:
         raise ConfigError(f"nodes.device is missing in {args.cluster_file}; the GPUs are {', '.join(DEVICES)}")
-    device = dataclasses.replace(device_named(nodes.device), memory=float(nodes.gpu_memory or 0))
-    inside, between = (
-        None if speed is None else Link(HOP_SECONDS, float(speed)) for speed in (network.inside, network.between)
-    )
-    target = Target(args.model, device, options, args.config, 1.0, inside, between, nodes.gpus)
+    target = Target.on(gpus, args.model, options, args.config)
     context = target.config.model.max_context or target.shape.max_context
     return OnGpus(target, cluster, min(int(lengths.max()), context))
 
@@ -268,6 +263,7 @@ def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
 
 def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, slo: Slo) -> Placement:
     """The placement with what it was planned for and how."""
+    from quire.planning.placement_file import Gpus
     from quire.simulation.search import CONFIRMATIONS, SEEDS
     from quire.version import __version__
 
@@ -297,9 +293,10 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
         best.placement,
         predicted=dataclasses.replace(best.placement.predicted, attainment=best.attainment),
         warnings=tuple(warnings),
-        workload=simulated.facts_of(load),
+        workload={**simulated.facts_of(load), **({} if args.rate is None else {"rate": args.rate})},
         slo={name: value for name, value in targets.items() if math.isfinite(value)},
         made=made,
+        gpus=Gpus.of(maker.cluster),
     )
 
 

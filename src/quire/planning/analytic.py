@@ -207,7 +207,10 @@ class AnalyticModel:
             return self._through(work, 1)
         batches = self._batches(work)
         found = self._through(work, batches) * max(1.0, batches * self._widest)
-        return found * (2 - 1 / batches) if work.prompt_rows else found
+        if not work.prompt_rows:
+            return found
+        # Micro-batches with a prompt's parts pass one after the other, and are no faster than the prompt as a whole.
+        return max(found * (2 - 1 / batches), self._through(work, 1))
 
     def occupancy(self, work: StepWork) -> float:
         """See Latency. Prompts leave the first stages before the last one: the widest stage's share of the seconds."""

@@ -4,18 +4,21 @@ A request costs at least the seconds of its rows in the cheapest step, of its at
 cheapest decode steps. No rate above the inverse of their mean lasts. If even requests that come alone miss their
 targets too often, the bound is 0.
 
-A bound holds for latencies that never fall with more work, in which prompts' pairs cost the same in every step: those
-of `LatencyModel` and of `AnalyticModel`. Memory does not limit the batches of a bound.
+A bound holds for latencies in which prompts' pairs cost the same in every step, and which fall with more work at most
+where decoding sequences divide a context among the stages of a pipeline: those of `LatencyModel` and of
+`AnalyticModel`. Memory does not limit the batches of a bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from quire.planning.goodput import ROUNDING
 from quire.planning.latency import Latency, StepWork
 from quire.planning.slo import Slo
 from quire.planning.workload import Floats, Workload
@@ -25,6 +28,9 @@ MANY_PAIRS = 1e9
 
 MOST_REQUESTS = 2000
 """Requests that are looked at one by one."""
+
+MOST_BESIDE = 32
+"""Sequences of a step with one that is looked at: a pipeline with more stages is not faster for it."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,18 @@ class Asked:
     own: Floats
 
     @classmethod
-    def of(cls, workload: Workload, kept: float = 1.0) -> Asked:
-        """What the requests of a workload ask for. kept: share of their context that retention keeps."""
+    def of(cls, workload: Workload, kept: float = 1.0, window: int | None = None) -> Asked:
+        """What the requests of a workload ask for.
+
+        kept    share of their context that retention keeps
+        window  tokens that a token attends to at most
+        """
         prompts = workload.prompt_tokens.astype(np.float64)
         cached = workload.cached_tokens.astype(np.float64)
         tokens = np.asarray(workload.columns.num_out - 1, np.float64)
-        rows, grown = prompts - cached, (tokens + 1) / 2
-        return cls(rows, rows * (cached + rows / 2), tokens, kept * (prompts + grown), kept * (rows + grown))
+        rows, grown, most = prompts - cached, (tokens + 1) / 2, math.inf if window is None else float(window)
+        context, own = (np.minimum(kept * each, most) for each in (prompts + grown, rows + grown))
+        return cls(rows, rows * np.minimum(cached + rows / 2, most), tokens, context, own)
 
     @cached_property
     def mean_decode(self) -> tuple[float, float, float]:
@@ -78,7 +89,7 @@ class Bound:
 
     def prompts(self, asked: Asked, slo: Slo) -> float:
         """Of an instance that computes prompts."""
-        seconds = float((self._rows(self.latency.occupancy) * asked.rows + self._pair * asked.pairs).mean())
+        seconds = float((self._rows * asked.rows + self._pair * asked.pairs).mean())
         return self._unless(self._first(asked) > slo.ttft, slo, seconds)
 
     def decoding(self, asked: Asked, slo: Slo) -> float:
@@ -88,21 +99,20 @@ class Bound:
     def mixed(self, asked: Asked, slo: Slo) -> float:
         """Of an instance that does both: rows of prompts and of answers may share the cheapest step."""
         number, context, own = asked.mean_decode
-        rows = self._rows(self.latency.occupancy)
-        seconds = rows * (float(asked.rows.mean()) + number) + self._pair * float(asked.pairs.mean())
+        seconds = self._rows * (float(asked.rows.mean()) + number) + self._pair * float(asked.pairs.mean())
         seconds += number * self._attention(context, own)
         missed = (self._first(asked) > slo.ttft) | (self._per_token(asked) > slo.tpot)
         return self._unless(missed, slo, seconds)
 
     def _unless(self, missed: np.ndarray[tuple[int], np.dtype[np.bool_]], slo: Slo, seconds: float) -> float:
         """The rate of a mean request; 0 if too many miss their targets when they come alone."""
-        if 1 - float(missed.mean()) < slo.attainment:
+        if 1 - float(missed.mean()) < slo.attainment - ROUNDING:
             return 0.0
         return 1 / seconds if seconds else np.inf
 
     def _first(self, asked: Asked) -> Floats:
-        """Seconds of prompts that come alone, f64 [n]."""
-        return np.asarray(self._rows(self.latency.seconds) * asked.rows + self._pair * asked.pairs, np.float64)
+        """Seconds of prompts that come alone, f64 [n]: slices of a prompt follow each other into a pipeline."""
+        return np.asarray(self._rows * asked.rows + self._pair * asked.pairs, np.float64)
 
     def _per_token(self, asked: Asked) -> Floats:
         """Seconds per token of answers that come alone, f64 [n], of the first requests at most."""
@@ -110,13 +120,18 @@ class Bound:
         found = np.zeros(count)
         for index in range(min(count, MOST_REQUESTS)):
             if asked.tokens[index]:
-                work = StepWork(0, 0.0, 1, float(asked.context[index]), float(asked.own[index]), 0)
-                found[index] = self.latency.seconds(work)
+                context, own = float(asked.context[index]), float(asked.own[index])
+                # Alone, or beside sequences that have next to no context and share its stages.
+                found[index] = min(
+                    self.latency.seconds(StepWork(0, 0.0, size, context + size - 1, own + size - 1, 0))
+                    for size in self._sizes(min(self.most_batch, MOST_BESIDE))
+                )
         return found
 
-    def _rows(self, seconds: Callable[[StepWork], float]) -> float:
+    @cached_property
+    def _rows(self) -> float:
         """Least seconds of a prompt's row."""
-        return min(seconds(StepWork(prompt_rows=rows)) / rows for rows in self._sizes(self.most_rows))
+        return min(self.latency.occupancy(StepWork(prompt_rows=rows)) / rows for rows in self._sizes(self.most_rows))
 
     @cached_property
     def _pair(self) -> float:

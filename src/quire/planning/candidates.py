@@ -151,19 +151,21 @@ class Needs:
         return f"{_shown(needed)} are needed ({', '.join(parts)}), and {have} {_shown(memory)}"
 
 
-def degrees(slots: int) -> list[int]:
-    """Numbers of slots that a stage may have on a machine: the divisors of the machine's, and powers of two."""
-    return [size for size in range(1, slots + 1) if slots % size == 0 or size & (size - 1) == 0]
+def degrees(cluster: ClusterSpec) -> list[int]:
+    """Numbers of slots that a stage may have on a machine. Of a machine's cores, which may be many: the divisors of
+    their number, and powers of two.
+    """
+    sizes, slots = range(1, cluster.slots + 1), cluster.slots
+    return [size for size in sizes if cluster.has_gpus or slots % size == 0 or size & (size - 1) == 0]
 
 
 def candidates(cluster: ClusterSpec, num_layers: int, role: Role) -> list[Candidate]:
     """Every instance of a role for which the cluster has slots, in the order of `order`.
 
     Source: DistServe, arXiv 2401.09670, Algorithm 1: tp up to the GPUs M of a machine, pp up to N * M / tp with N
-    machines. Ours differs: tp is a divisor of M or a power of two, a stage's GPUs share a machine, and a stage has at
-    least one layer.
+    machines. Ours differs: a stage's GPUs share a machine, and a stage has at least one layer.
     """
-    sizes = degrees(cluster.slots)
+    sizes = degrees(cluster)
     if not cluster.has_gpus:
         return [Candidate(role, cores=size) for size in sizes]
     found = [
@@ -180,7 +182,7 @@ def pairs(cluster: ClusterSpec, num_layers: int) -> list[Pair]:
     Source: DistServe, arXiv 2401.09670, Algorithm 2. Ours differs: several stages of a pair may share a machine, so pp
     may exceed the number of machines.
     """
-    sizes = degrees(cluster.slots)
+    sizes = degrees(cluster)
     found: list[Pair] = []
     for first, second in itertools.product(sizes, sizes):
         if not cluster.has_gpus and first + second <= cluster.slots:

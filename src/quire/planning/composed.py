@@ -45,7 +45,7 @@ def composed(
             seconds *= part.seconds(work) / whole.seconds(work)
         records.append((work, seconds))
     told: About = {**about, "composed": True}
-    return fit(records, told, origin.links)
+    return fit(records, told, origin.links, are_exact=True)
 
 
 def grid(model: LatencyModel) -> Iterator[StepWork]:

@@ -33,14 +33,13 @@ log = logging.getLogger("quire")
 
 FORMAT = 1
 
-MARGIN = 1.64
-"""Standard errors that are added to a loss before it is compared with a budget: it then holds for 19 of 20 samples of
-windows like those that were read. Other texts may differ by more.
+CONFIDENCE = 0.95
+"""Share of samples of windows like those that were read for which the bounds of a loss hold. Other texts may differ by
+more.
 """
 
 BEYOND = 4.0
-"""Multiple of a quality budget beyond which nobody wants to know more: a frontier shows what up to so much would buy.
-"""
+"""Settings that lose more than this multiple of the quality budget are not shown."""
 
 REFERENCE = "the reference"
 
@@ -102,15 +101,17 @@ class Curve:
 class Loss:
     """Quality that settings lose, beside the same model without any loss.
 
-    log_ratio  logarithm of the perplexity over the reference's
-    error      standard error of it; None: it is not known, because a single window was read
-    how        what it comes from, for people
+    log_ratio    logarithm of the perplexity over the reference's
+    error        standard error of it; None: it is not known, because a single window was read
+    how          what it comes from, for people
+    num_windows  that were read; infinite: the error is known
     """
 
     log_ratio: float
     error: float | None
     origin: Origin
     how: str = ""
+    num_windows: float = math.inf
 
     @property
     def value(self) -> float:
@@ -125,12 +126,20 @@ class Loss:
     @property
     def most(self) -> float:
         """What it is at most, but for one of 20 samples of windows; infinite without an error."""
-        return math.inf if self.error is None else math.expm1(self.log_ratio + MARGIN * self.error)
+        return math.expm1(self.log_ratio + self._margin)
 
     @property
     def least(self) -> float:
         """What it is at least, likewise."""
-        return -1.0 if self.error is None else math.expm1(self.log_ratio - MARGIN * self.error)
+        return math.expm1(self.log_ratio - self._margin)
+
+    @property
+    def _margin(self) -> float:
+        if not self.error:
+            return 0.0 if self.error == 0 else math.inf
+        from scipy.stats import t
+
+        return self.error * float(t.ppf(CONFIDENCE, self.num_windows - 1))
 
     def is_within(self, budget: float) -> bool:
         """Whether it is at most the budget, with its margin."""
@@ -151,7 +160,7 @@ def compared(curve: Curve, reference: Curve) -> Loss:
     error = stdev(differences) / math.sqrt(count) if count > 1 else None
     part = "" if curve.continuation is None else f", last {curve.continuation:,}"
     how = f"{count} window{'s' * (count > 1)} of {curve.context:,} tokens{part} of {curve.text_name}"
-    return Loss(fmean(differences), error, Origin.MEASURED, how)
+    return Loss(fmean(differences), error, Origin.MEASURED, how, count)
 
 
 def summed(losses: Mapping[str, Loss]) -> Loss:
@@ -163,6 +172,7 @@ def summed(losses: Mapping[str, Loss]) -> Loss:
         math.hypot(*known) if len(known) == len(errors) else None,
         Origin.MODELLED,
         "sum of " + " and ".join(losses),
+        min(each.num_windows for each in losses.values()),
     )
 
 

@@ -146,8 +146,8 @@ def goodput(
     first = math.sqrt(low * high) if guess is None else min(max(guess, low), high)
     search = _Search(attains, target, low, high, tolerance, tuple(seeds))
     good, bad = search.narrow(*search.bracket(first))
-    for probe in probes:
-        if low < (rate := (good or low) * probe) < high:
+    for probe in probes if good else ():
+        if low < (rate := good * probe) < high:
             search.attainment(rate)
     return search.result(good, bad, tuple(confirm_seeds))
 
@@ -190,7 +190,7 @@ class _Search:
                     return good, rate
                 good = rate
             return good, math.inf
-        # The lowest rate comes next, so that a system that no rate suits costs two evaluations.
+        # The lowest rate comes next: no other one is needed of a system that no rate suits.
         bad = rate
         if not self.is_good(self.low):
             return 0.0, self.low

@@ -48,12 +48,16 @@ CELLS = 4
 """Steps are alike if each of their features is in the same of so many parts of a doubling."""
 
 
-def fit(records: Iterable[Record], about: About, links: Mapping[str, Link] | None = None) -> LatencyModel:
+def fit(
+    records: Iterable[Record], about: About, links: Mapping[str, Link] | None = None, *, are_exact: bool = False
+) -> LatencyModel:
     """Fits a model to measured steps, by non-negative least squares on relative errors.
 
     Steps that are alike count together as the square root of their number. Steps that took much longer than their like
-    are left out. The noisier the steps, the more neighbouring pieces are pulled towards one slope. Raises ConfigError
-    if there are no steps.
+    are left out. The noisier the steps, the more neighbouring pieces are pulled towards one slope.
+
+    are_exact  whether the seconds are computed and not measured: then none is left out
+    Raises ConfigError if there are no steps.
     """
     steps = [(work, seconds) for work, seconds in records if work.rows and seconds > 0]
     if not steps:
@@ -77,7 +81,8 @@ def fit(records: Iterable[Record], about: About, links: Mapping[str, Link] | Non
         coefficients, dropped = solver.solve(predicted, is_fitted, pull)
         predicted = np.maximum(solver.predict(coefficients), 1e-3 * measured)
         if not last:
-            is_fitted = ~_outliers(measured / predicted, cells, kinds)
+            if not are_exact:
+                is_fitted = ~_outliers(measured / predicted, cells, kinds)
             noise = float(np.median(np.abs(measured / predicted - 1)[is_fitted]))
             pull = noise / STIFFNESS / seconds_of_row
     counts = {kind: int(np.count_nonzero(is_fitted & (kinds == index))) for index, kind in enumerate(KINDS)}

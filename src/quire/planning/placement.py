@@ -84,11 +84,6 @@ class Search:
         return math.inf if self.bound_of is None else self.bound_of(option)
 
 
-def place(search: Search) -> Placement:
-    """The placement with prompts and decoding apart that suits the network between machines. Raises PlacementError."""
-    return place_apart(search) if search.cluster.is_fast else place_pairs(search)
-
-
 def place_apart(search: Search) -> Placement:
     """Prompts and decoding on different instances. Raises PlacementError.
 
@@ -99,8 +94,8 @@ def place_apart(search: Search) -> Placement:
     walk = _walk(search, roles)
     if not search.cluster.is_fast:
         walk.warnings.append(
-            "caches cross a network between machines that is not fast (network.fast), and their time is not part of the"
-            " goodput; pairs keep them within machines"
+            "caches cross a network between machines that is not fast (network.fast), where transfers may wait for those"
+            " of other instances, which the goodput does not know; pairs keep them within machines"
         )
     return walk.placement("apart")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -155,8 +156,12 @@ class Found:
         told = f"{other.rate:.4g} requests/s"
         if other.rate < (1 - TIE) * chosen.rate:
             return f"{told}, {1 - other.rate / chosen.rate:.0%} less"
-        if not is_no_worse(other.point.loss, chosen.point.loss):
-            return f"{told}, but it loses {other.point.loss.value:.2%}"
+        lost = other.point.loss
+        if lost.value > chosen.point.loss.value + ROUNDING:
+            return f"{told}, but it loses {lost.value:.2%}"
+        if not is_no_worse(lost, chosen.point.loss):
+            most = f"up to {lost.most:.2%}" if math.isfinite(lost.most) else "more than one window can tell"
+            return f"{told}, but it may lose {most}"
         more = "as much" if needs_no_more(other.point, chosen.point) else "more"
         return f"{told}, no more, and it needs {more} memory"
 
@@ -183,8 +188,8 @@ def covers(space: Space, one: Point, other: Point) -> bool:
 
 
 def is_no_worse(one: Loss, other: Loss) -> bool:
-    """Whether the first loss is at most the second one."""
-    return one.value <= other.value + ROUNDING
+    """Whether the first loss is at most the second one, and surely at most what the second one surely is at most."""
+    return one.value <= other.value + ROUNDING and one.most <= other.most + ROUNDING
 
 
 def needs_no_more(one: Point, other: Point) -> bool:

@@ -1,0 +1,112 @@
+"""No instance serves more than its bound, and what its bound excludes misses its targets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from quire.config import EngineConfig
+from quire.engine.build import resolve
+from quire.planning.analytic import MODELS, AnalyticModel
+from quire.planning.bounds import Asked, Bound
+from quire.planning.devices import DEVICES
+from quire.planning.latency import Latency, LatencyModel, StepWork
+from quire.planning.slo import ANYTHING, Slo
+from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.bulk import simulate_bulk
+from quire.simulation.engine import Plan
+from tests.effort import tries
+from tests.engines import chunk_bytes
+from tests.tiny_models import tiny_shape
+
+SHAPE = tiny_shape(max_context=2048)
+BUDGET, BATCH = 256, 24
+FITTED = LatencyModel(
+    {},
+    {"base": 0.004, "rows_from_1": 2e-4, "rows_from_64": 1e-4, "prompt_pairs": 1e-7, "context": 2e-6, "unique": 1e-6},
+    (1, 64), {}, {},
+)  # fmt: skip
+
+
+def latencies() -> list[Latency]:
+    model, device = MODELS["opt-13b"], DEVICES["a100-80g"]
+    return [FITTED, *(AnalyticModel(model, device, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 4), (1, 8)))]
+
+
+def names(latency: Latency) -> str:
+    return f"tp {latency.tp} pp {latency.pp}" if isinstance(latency, AnalyticModel) else "fitted"
+
+
+def plan_of(latency: Latency) -> Plan:
+    config = EngineConfig.from_options({
+        "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1,
+        "cache.memory": 2000 * chunk_bytes(SHAPE), "scheduler.max_running": BATCH, "scheduler.token_budget": BUDGET,
+        "scheduler.max_queue": 10_000,
+    })  # fmt: skip
+    resolved, sizes = resolve(config, SHAPE)
+    return Plan(SHAPE, resolved, sizes, latency)
+
+
+def load(seed: int, count: int, rate: float, num_out: int | None = None) -> Workload:
+    rng, found = np.random.default_rng(seed), list[Arrival]()
+    for index, at in enumerate(np.cumsum(rng.exponential(1 / rate, count)).tolist()):
+        shared = (Span(int(rng.integers(3)), 128),) if rng.random() < 0.3 else ()
+        prompt = (*shared, Span(100 + index, int(rng.integers(1, 900))))
+        found.append(Arrival(at, prompt, num_out or int(rng.integers(1, 120))))
+    return Workload("made up", found)
+
+
+@pytest.mark.parametrize("seed", range(tries(2)))
+@pytest.mark.parametrize("latency", latencies(), ids=names)
+def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: Latency, seed: int) -> None:
+    bound = Bound(latency, BUDGET, BATCH)
+    for num_out in (None, 1):
+        workload = load(seed, 100, 1e6, num_out)
+        outcome = simulate_bulk(workload, plan_of(latency), 1)
+        most = bound.mixed(Asked.of(workload), ANYTHING)
+        assert 0.1 * most < 100 / outcome.seconds <= most * (1 + 1e-9)
+        if num_out == 1:
+            assert 100 / outcome.seconds <= bound.prompts(Asked.of(workload), ANYTHING) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("latency", latencies(), ids=names)
+def test_a_bound_of_zero_is_right(latency: Latency) -> None:
+    """Targets from what requests really get when they come alone: those that half of them meet are not excluded."""
+    workload = load(7, 60, 1e-3)
+    outcome = simulate_bulk(workload, plan_of(latency), 1)
+    asked, bound = Asked.of(workload), Bound(latency, BUDGET, BATCH)
+    ttft, tpot = float(np.quantile(outcome.ttft, 0.5)), float(np.quantile(outcome.tpot, 0.5))
+    for slo in (Slo(ttft, np.inf, 0.5), Slo(np.inf, tpot, 0.5)):
+        assert outcome.attainment(slo) >= 0.5 and bound.mixed(asked, slo) > 0
+    assert bound.prompts(asked, Slo(ttft, np.inf, 0.5)) > 0 and bound.decoding(asked, Slo(np.inf, tpot, 0.5)) > 0
+    hard = Slo(float(np.quantile(outcome.ttft, 0.5)) / 10, np.inf, 0.9)
+    assert bound.mixed(asked, hard) == 0 == bound.prompts(asked, hard)
+
+
+@pytest.mark.parametrize("latency", latencies(), ids=names)
+@pytest.mark.parametrize("seed", range(tries(5)))
+def test_a_step_with_a_prompt_is_no_faster_with_more_work(latency: Latency, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        rows, batch = int(rng.integers(1, 512)), int(rng.integers(0, 40))
+        context = float(batch * rng.integers(1, 2000))
+        work = StepWork(rows, rows * rows / 2.0, batch, context, context, 1)
+        more = dataclasses.replace(work, prompt_rows=rows + 16, prompt_pairs=work.prompt_pairs + 16 * rows)
+        alone = StepWork(rows, rows * rows / 2.0, num_prompts=1)
+        assert latency.seconds(more) >= latency.seconds(work) >= latency.seconds(alone) * (1 - 1e-12)
+
+
+def test_a_window_limits_what_a_token_attends_to() -> None:
+    workload = Workload("long", [Arrival(0.0, (Span(1, 5000),), 100)])
+    whole, near = Asked.of(workload), Asked.of(workload, window=1000)
+    assert whole.context == 5050 and near.context == near.own == 1000
+    assert whole.pairs == 5000 * 2500 and near.pairs == 5000 * 1000
+
+
+def test_a_share_that_is_reached_but_for_rounding_is_reached() -> None:
+    rows = np.array([10.0] * 93 + [1000.0] * 7)
+    zeros = np.zeros(100)
+    seconds = FITTED.seconds(StepWork(prompt_rows=100)) / 100 * 11
+    assert Bound(FITTED, 256, 8).prompts(Asked(rows, zeros, zeros, zeros, zeros), Slo(seconds, 1.0, 0.93)) > 0
