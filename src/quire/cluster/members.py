@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -283,13 +284,16 @@ def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) 
 
 
 def _emptiest(members: list[Member]) -> Member:
-    """The first of the least full members, of many."""
+    """The first of the least full members, of many. Looks at the memory of those alone whose batch is not fuller."""
     by_batch = [len(each.sequences) / (1 if each.ready is None else each.ready.batch or 1) for each in members]
-    least = min(by_batch)  # nobody is less full than that, and mostly memory is no narrower
-    for each, share in zip(members, by_batch, strict=True):
-        if share == least and each.fullness() == least:
-            return each
-    return min(members, key=Member.fullness)
+    found, least = 0, math.inf
+    for place in sorted(range(len(members)), key=by_batch.__getitem__):
+        if by_batch[place] > least:
+            break
+        full = members[place].fullness()
+        if (full, place) < (least, found):
+            found, least = place, full
+    return members[found]
 
 
 class Work(NamedTuple):
