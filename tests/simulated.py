@@ -357,22 +357,23 @@ def run_alone(engine_of: EngineOf, stores: StoresOf, load: Sequence[Asking]) -> 
         except QuireError as error:
             notes.append(("refused", events.now, index, str(error)))
 
-    def preempt(index: int) -> None:
-        running = engine.scheduler.running
-        ready = [each for each in running if each.path.transfer is None]
-        if ready:
-            engine.scheduler.preempt(ready[index % len(ready)])
-
     for index, asking in enumerate(load):
         events.at(asking.at, partial(loop.submit, partial(add, index, asking)))
         if asking.preempts_at is not None:
-            events.at(asking.preempts_at, partial(loop.submit, partial(preempt, index)))
+            events.at(asking.preempts_at, partial(loop.submit, partial(_preempt, engine, index)))
         if asking.leaves_at is not None:
             events.at(asking.leaves_at, partial(loop.submit, partial(engine.abort, str(index))))
     events.run(lambda: False)
     assert not engine.has_work, "requests did not end"
     notes.append(("end", repr(engine.stats())))
     return notes
+
+
+def _preempt(engine: Engine, index: int) -> None:
+    running = engine.scheduler.running
+    ready = [each for each in running if each.path.transfer is None]
+    if ready:
+        engine.scheduler.preempt(ready[index % len(ready)])
 
 
 def run_cluster(
@@ -419,6 +420,9 @@ def run_cluster(
 
     for index, asking in enumerate(load):
         events.at(asking.at, partial(begin, index, asking))
+        if asking.preempts_at is not None:
+            each = cluster.instances[index % len(cluster.instances)]
+            events.at(asking.preempts_at, partial(each.loop.submit, partial(_preempt, each.engine, index)))
     events.run(lambda: not left)
     end_at = events.now + 0.5
     events.run(lambda: events.now > end_at)  # what is freed at last

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import numpy as np
 import pytest
 
+from quire.cli.simulated import result_of
 from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.queueing import poisson_arrivals, tandem, waits
 from quire.planning.slo import Slo
@@ -45,6 +47,22 @@ def test_the_time_per_token_leaves_out_the_first() -> None:
 def test_what_failed_meets_nothing() -> None:
     found = outcome([0.1, np.inf], [0.01, np.inf])
     assert found.num_failed == 1 and found.attainment(Slo()) == 0.5 and found.tpot[1] == np.inf
+
+
+def test_shares_are_those_of_stages_that_are_known() -> None:
+    """Of 4 s between arrival and last token, 1 s is decoding; nothing is known of the request that failed."""
+    arrived, first, last = np.zeros(3), np.array([1.5, 1.5, np.inf]), np.array([2.0, 2.0, np.inf])
+    unknown, counts = np.full(3, np.nan), np.full(3, 2)
+    stages = {"queue": unknown, "prefill": unknown, "transfer": unknown, "decode": np.array([0.5, 0.5, np.nan])}
+    found = Outcome(arrived, first, last, counts, counts, counts * 0, {}, stages, (), 2.0)
+    assert found.shares() == {"decode": 0.25}
+    known = {"queue": np.array([0.5, 1.0, 3.0]), "prefill": np.array([1.0, 0.5, np.nan]), "decode": stages["decode"]}
+    assert dataclasses.replace(found, stages=known).shares() == {"queue": 0.375, "prefill": 0.375, "decode": 0.25}
+
+
+def test_tokens_per_second_are_those_of_answers() -> None:
+    found = outcome([0.1, np.inf, 0.1], [0.01, np.inf, 0.01])
+    assert result_of(1.0, found, Slo(), "fitted")["tokens_per_second"] == 2 * 11 / 100.0
 
 
 def served(times: list[float], seconds: float, stages: int = 1) -> dict[str, np.ndarray]:

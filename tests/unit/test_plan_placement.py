@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from quire.cli import main, plan_placement
+from quire.arguments import Arguments
+from quire.cli import main, plan_placement, simulate
 from quire.planning.candidates import Candidate, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec, Network, Nodes
 from quire.planning.devices import DEVICES
 from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import LatencyModel, Link, StepWork
-from quire.planning.placement_file import Placement, Why, read_placement
+from quire.planning.placement import PlacementError
+from quire.planning.placement_file import Gpus, Instances, Placement, Predicted, Why, read_placement
 from quire.planning.queueing import poisson_arrivals
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import search
 from quire.simulation.hardware import Target
-from quire.simulation.load import Load
+from quire.simulation.load import Load, Run
+from quire.simulation.phases import DecodeRun
 from quire.simulation.queue_check import prompt_seconds, queue_check
-from quire.simulation.search import OnGpus, Planner
+from quire.simulation.search import Joint, OnGpus, Planner
+from quire.simulation.setup import Setup
 from tests.tiny_models import save_tiny
 
 GIB = 1 << 30
@@ -88,12 +94,16 @@ def words_of(folder: Path, *more: str, machines: str = "cores", threads: tuple[i
     ]  # fmt: skip
 
 
-def planner(slo: Slo, count: int = 24) -> Planner:
-    """Options on two GPUs of OPT-13B."""
-    cluster = ClusterSpec(Nodes(gpus=2, gpu_memory=80 * 10**9, device="a100-80g"), Network())
-    small = {"scheduler.max_running": 16, "scheduler.token_budget": 256}
-    target = Target("opt-13b", DEVICES["a100-80g"], small, None, gpus=2)
-    workload = made_workload(count)
+def planner(
+    slo: Slo, count: int = 24, *, between: int | None = None, workload: Workload | None = None, **options: Any
+) -> Planner:
+    """Options on machines with two GPUs of OPT-13B. between: bytes/s from one machine to another."""
+    nodes = Nodes(count=1 if between is None else 2, gpus=2, gpu_memory=80 * 10**9, device="a100-80g")
+    cluster = ClusterSpec(nodes, Network(between=between))
+    small = {"scheduler.max_running": 16, "scheduler.token_budget": 256, **options}
+    link = None if between is None else Link(1e-4, float(between))
+    target = Target("opt-13b", DEVICES["a100-80g"], small, slow_link=link, gpus=2)
+    workload = workload or made_workload(count)
     return Planner(OnGpus(target, cluster, 400), Load(workload, count, fit(workload)), slo)
 
 
@@ -201,15 +211,135 @@ def test_only_its_own_target_counts_for_a_phase() -> None:
 
 
 def test_a_slow_network_costs_time_per_token() -> None:
-    fast, slow = planner(Slo(1.0, 0.03)), planner(Slo(1.0, 0.03))
-    slow.maker.cluster = ClusterSpec(
-        Nodes(count=2, gpus=2, gpu_memory=80 * 10**9, device="a100-80g"), Network(between=200_000_000)
-    )
+    fast, slow = planner(Slo(1.0, 0.03)), planner(Slo(1.0, 0.03), between=200_000_000)
     decode, pair = Candidate(Role.DECODE), Pair(Candidate(Role.PREFILL), Candidate(Role.DECODE))
     near, far = (each._simulation(decode)(2.0, 0).outcome() for each in (fast, slow))
     assert far.tpot.mean() > 1.5 * near.tpot.mean()
     near, far = (each._simulation(pair)(2.0, 0).outcome() for each in (fast, slow))
     assert far.tpot.mean() == pytest.approx(near.tpot.mean())  # a pair shares a machine
+
+
+def test_a_link_bounds_the_rate_of_instances_that_decode() -> None:
+    """154 tokens of 0.8 MB are on average 0.63 s on a link of 200 MB/s, however loose the target."""
+    made = planner(Slo(math.inf, 10.0, 0.9), between=200_000_000)
+    decode = Candidate(Role.DECODE)
+    mean = float(made.asked.rows[made.asked.tokens > 0].sum()) / len(made.asked.rows)
+    bytes_per_token = made.maker.replicas(decode).plan.sizes.bytes_per_token
+    assert made.bound_of(decode) == pytest.approx(2e8 / (mean * bytes_per_token), rel=0.01)
+    assert planner(Slo(math.inf, 10.0, 0.9)).bound_of(decode) > 5 * made.bound_of(decode)
+
+
+def test_caches_wait_for_those_before_them() -> None:
+    """24 caches of 0.6 s each, at twice the rate that a link can bring: each waits 0.3 s longer than the one before."""
+    made = planner(Slo(math.inf, 10.0, 0.9), between=200_000_000)
+    decode = Candidate(Role.DECODE)
+    slow, fast = (made._simulation(decode)(share * made.bound_of(decode), 0).outcome() for share in (0.02, 2.0))
+    waited = ((fast.last - fast.first) - (slow.last - slow.first))[fast.num_out > 1]
+    assert waited[0] < 1.0 and waited[-1] > 4.0
+
+
+def test_only_what_the_receiver_lacks_is_sent() -> None:
+    """The second prompt has 256 of its 300 tokens in common with the first one."""
+    prompts = [(Span(1, 256), Span(2, 44)), (Span(1, 256), Span(3, 44))]
+    workload = Workload("alike", [Arrival(10.0 * index, prompt, 5) for index, prompt in enumerate(prompts)])
+    made = planner(Slo(), between=200_000_000, workload=workload)
+    run = made._simulation(Candidate(Role.DECODE))(0.1, 0)
+    assert isinstance(run, DecodeRun)
+    found = run.of(workload)
+    first, second = (found.last - found.first).tolist()
+    assert first - second == pytest.approx(256 * run.replicas.plan.sizes.bytes_per_token / 2e8, rel=1e-3)
+
+
+@pytest.mark.parametrize("option", [OPTIONS_OF_GPUS[1], OPTIONS_OF_GPUS[3]], ids=str)
+def test_answers_of_one_token_need_nobody_who_decodes(option: Option) -> None:
+    workload = Workload("short", [Arrival(0.2 * index, (Span(index, 90),), 1) for index in range(12)])
+    made = planner(Slo(0.5, 0.05), 12, workload=workload)
+    with pytest.raises(
+        PlacementError, match="every answer has one token: nothing decodes; plan with --algorithm mixed"
+    ):
+        made.goodput_of(option)
+    assert made.goodput_of(Candidate(Role.MIXED)).rate > 0
+
+
+def test_every_instance_of_a_placement_gets_as_many_requests_as_alone() -> None:
+    made = planner(Slo(0.5, 0.05), 12)
+    placement = Placement((Instances("mixed", 7),), Predicted(7.0, 7.0, "GPU", 1.0, 0.9))
+    assert made.joint(placement, 7.0, 0).count == 7 * 12
+
+
+def test_tiers_of_instances_that_decode_are_a_doubt(tmp_path: Path) -> None:
+    apart = (Instances("prefill", 1), Instances("decode", 1))
+    placement = Placement(apart, Predicted(1.0, 2.0, "GPU", 0.5, 0.9), warnings=("one",))
+    with_tiers = planner(Slo(), **{"tiers.memory": "1GiB"}).explained(placement).warnings
+    assert with_tiers[0] == "one" and "instances that decode have no tiers in the search" in with_tiers[1]
+    assert planner(Slo()).explained(placement).warnings == ("one",)
+
+
+# A whole setup.
+
+
+def setup_of_three(planned: Planner, **fields: Any) -> Setup:
+    placement = Placement((Instances("mixed", 3),), Predicted(3.0, 3.0, "GPU", 1.0, 0.9))
+    return dataclasses.replace(planned.maker.setup(placement), **fields)
+
+
+def test_a_whole_setup_is_simulated_with_its_routing() -> None:
+    planned = planner(Slo())
+    load = Load(made_workload(40), 40)
+    found = {
+        routing: Joint(setup_of_three(planned, routing=routing), load, 12.0, 0).outcome().last
+        for routing in ("expected", "queue", "affinity")
+    }
+    for routing, last in found.items():
+        exact = Run(setup_of_three(planned, routing=routing), load, 12.0, 0).outcome()
+        assert exact.last == pytest.approx(last, rel=0.03), routing
+    assert not np.array_equal(found["expected"], found["affinity"])
+
+
+def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
+    planned = planner(Slo())
+    alike = Workload("alike", [Arrival(0.1 * each, (Span(1, 256), Span(10 + each, 40)), 5) for each in range(20)])
+    load, setup = Load(alike, 20), setup_of_three(planned)
+    found = Joint(setup, load, 12.0, 0).outcome()
+    assert np.array_equal(found.last, Run(setup, load, 12.0, 0).outcome().last)
+    assert any("neighbour" in str(each.counters) for each in found.used)
+    alone = Joint(dataclasses.replace(setup, fetches=False), load, 12.0, 0).outcome()
+    assert not any("neighbour" in str(each.counters) for each in alone.used)
+
+
+def test_a_placement_is_simulated_on_the_gpus_that_it_is_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.toml").write_text(
+        '[nodes]\ncount = 2\ngpus = 2\ngpu_memory = "60GB"\ndevice = "a100-80g"\n\n'
+        '[network]\ninside = "100GB"\nbetween = "1GB"\n'
+    )
+    words, file = (
+        words_of(folder, "--algorithm", "pairs", "--plan.seconds", "0.1", machines="gpus"),
+        tmp_path / "p.json",
+    )
+    words[words.index("--cluster.file") + 1] = str(tmp_path / "small.toml")
+    planned: list[Setup] = []
+    setup = OnGpus.setup
+
+    def noted(self: OnGpus, placement: Placement) -> Setup:
+        planned.append(setup(self, placement))
+        return planned[-1]
+
+    monkeypatch.setattr(OnGpus, "setup", noted)
+    assert main([*words, "--output", str(file)]) == 0
+    assert read_placement(file).gpus == Gpus("a100-80g", 60 * 10**9, 2, 100 * 10**9, 10**9)
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(Arguments(parser, []))
+    command = ["opt-13b", "--hardware", "A100-80G", "--trace", str(folder / "trace.jsonl"), *OPTIONS]
+    found = simulate._subject(parser.parse_args([*command, "--cluster.placement", str(file)])).setup
+    assert found.in_pairs and found.ways == planned[0].ways
+    assert [each.plan.sizes.cache_bytes for each in found.replicas] == [
+        each.plan.sizes.cache_bytes for each in planned[0].replicas
+    ]
+    assert [each.plan.latency for each in found.replicas] == [each.plan.latency for each in planned[0].replicas]
+    other = simulate._subject(parser.parse_args([*command, "--hardware", "h100", "--cluster.placement", str(file)]))
+    assert other.setup.replicas[0].plan.latency.device == DEVICES["h100"]  # type: ignore[attr-defined]
 
 
 # What is refused.

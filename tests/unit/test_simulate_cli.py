@@ -23,6 +23,8 @@ from quire.planning.latency import LatencyModel, Link
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.slo import ANYTHING
 from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.cluster import SimulatedCluster
+from quire.simulation.events import Events
 from quire.simulation.hardware import Division, Target, shape_of
 from quire.simulation.load import Load, Run, bound_of, run_many
 from quire.simulation.phases import DecodeRun, PairRun, PromptRun, arriving, prompts_of
@@ -218,10 +220,16 @@ def test_a_placement_s_options_count_for_their_role(local: Callable[..., LocalMo
     assert [*setup.places] == ["prefill-0", "decode-0"]
 
 
+def test_a_router_tries_as_often_as_it_is_set_to(local: Callable[..., LocalModel]) -> None:
+    setup = local().setup(ClusterConfig(mixed=2, tries=1))
+    front = setup.front_of(Events())
+    assert isinstance(front, SimulatedCluster) and (setup.tries, front.router._tries) == (1, 1)
+
+
 def test_ways_are_measured_where_a_latency_model_has_them() -> None:
-    ways = Ways.of({"hop": Link(0.002, 1.0), "shm": Link(0.001, 5e8)})
-    assert (ways.hop, ways.bulk, ways.measured) == (0.002, Link(0.001, 5e8), {"hop", "shm"})
-    assert (ways.disk, Ways.of({}, "tcp").bulk) == (LINKS["disk"], LINKS["tcp"])
+    ways = Ways.of({"disk": Link(0.002, 1e8), "shm": Link(0.001, 5e8)})
+    assert (ways.disk, ways.bulk, ways.measured) == (Link(0.002, 1e8), Link(0.001, 5e8), {"disk", "shm"})
+    assert (ways.pinned, Ways.of({}, "tcp").bulk) == (LINKS["pinned"], LINKS["tcp"])
 
 
 def test_a_kept_model_with_these_settings_is_found(
@@ -334,6 +342,7 @@ def test_errors_are_one_line_that_says_what_to_do(
         (["simulate", "opt-66b", "--hardware", "t4", *trace], "raise --parallel.tp or --parallel.pp"),
         (["simulate", *GPU, *trace, "--retain.threshold", "0.9"], "simulate with retain.budget instead"),
         (["simulate", *GPU, *trace, "--cache.memory", "200GiB"], "cache.memory is 200GiB"),
+        (["simulate", *GPU, *trace, "--model.max_context", "5000"], "this model serves at most 4096"),
         ([*words[:2], *trace, "--latency", str(tmp_path / "threads.json")], "made with runtime.threads 7"),
         ([*words[:2], *trace, "--latency", str(tmp_path / "bad.json")], "not a latency model"),
         ([*words[:2], *trace, "--latency", f"decode={folder / 'latency.json'}"], "no --latency is for instances"),

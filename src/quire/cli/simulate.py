@@ -7,7 +7,8 @@ quire simulate opt-66b --hardware a100-80g --parallel.tp 4 --trace requests.csv 
 The engine's own scheduler, cache and router decide, and a latency model says how long steps take. --latency is a file
 of quire bench latency, or ROLE=FILE for instances of one role; without it a kept model of this machine is used.
 --hardware names GPUs that need not be here: their latencies follow from data sheets, and MODEL may also be a name such
-as opt-66b or a config.json without weights. Settings of the engine and of the cluster are those of quire serve.
+as opt-66b or a config.json without weights. A placement for such GPUs brings their memory and network. Settings of the
+engine and of the cluster are those of quire serve.
 
 --trace is an Azure trace (CSV), a Mooncake trace (JSON lines) or a workload of Quire's own. Its first requests are
 replayed, at its own rate or with its gaps scaled to --rate. --fit draws the requests from distributions that are fitted
@@ -233,7 +234,10 @@ def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: P
     if args.latency:
         raise ConfigError("--latency is measured and --hardware is modelled; give one of them")
     options, tp, pp = options_from(args, shared.ENGINE_SECTIONS), args.tp or 1, args.pp or 1
-    target = Target(args.model, device_named(args.hardware), options, args.config)
+    device = device_named(args.hardware)
+    target = Target(args.model, device, options, args.config)
+    if placement is not None and placement.gpus is not None and placement.gpus.device.lower() == device.name:
+        target = Target.on(placement.gpus, args.model, options, args.config)
     if placement is not None:
         if args.tp or args.pp:
             raise ConfigError("the placement says how instances are divided; leave --parallel.tp and --parallel.pp out")
@@ -244,7 +248,8 @@ def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: P
     is_alone = not divisions
     divisions = divisions or [Division("mixed", 1, tp, pp)]
     bulk = None if args.network is None else Link(HOP_SECONDS, float(parse_bytes(args.network)))
-    setup = target.setup(divisions, settings, bulk, alone=is_alone)
+    in_pairs = settings.placement == "pairs" if placement is None else placement.in_pairs
+    setup = target.setup(divisions, settings, bulk, alone=is_alone, in_pairs=in_pairs)
     return setup, sum(each.count * each.tp * each.pp for each in divisions)
 
 

@@ -60,13 +60,13 @@ class Sampled(NamedTuple):
 
 @dataclass(slots=True)
 class Passed:
-    """What `Scheduler.advance` computed in its last step.
+    """What the last call of `Scheduler.advance` computed.
 
-    num_quiet  rows of sequences in the calendar
-    context    tokens that these attend to
+    num_quiet  rows of sequences in the calendar, in the last step
+    context    tokens that these attend to, in the last step
     prompts    first position and number of rows of each prompt's slice
-    decodes    positions of rows of other decoding sequences
-    sampled    tokens of prompts and of these sequences
+    decodes    positions of rows of other decoding sequences, of all steps
+    sampled    tokens of prompts and of these sequences, of all steps
     """
 
     num_quiet: int = 0

@@ -94,8 +94,8 @@ def place_apart(search: Search) -> Placement:
     walk = _walk(search, roles)
     if not search.cluster.is_fast:
         walk.warnings.append(
-            "caches cross a network between machines that is not fast (network.fast), where transfers may wait for those"
-            " of other instances, which the goodput does not know; pairs keep them within machines"
+            "caches cross a network between machines that is not fast (network.fast), where transfers may wait for"
+            " those of other instances, which the goodput does not know; pairs keep them within machines"
         )
     return walk.placement("apart")
 

@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.offload.records import above, made
 from quire.planning.candidates import Option, Role
+from quire.planning.cluster_file import ClusterSpec
 
 VERSION = 1
 
@@ -102,6 +103,38 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Gpus:
+    """The GPUs that a placement is for, which are all alike.
+
+    device   name in DEVICES
+    memory   bytes of a GPU that weights and cache may use
+    count    GPUs of a machine
+    inside   bytes/s from one GPU of a machine to another; None: those of the device's own links
+    between  bytes/s from one machine to another; None: as inside
+    """
+
+    device: str
+    memory: int
+    count: int
+    inside: int | None = None
+    between: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "count", "inside", "between"):
+            if getattr(self, name) is not None:
+                above(getattr(self, name), name)
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec) -> Gpus | None:
+        """Those of a cluster's machines; None if they have none, or none with a name."""
+        nodes, network = cluster.nodes, cluster.network
+        if not nodes.gpus or nodes.device is None:
+            return None
+        assert nodes.gpu_memory is not None, "GPUs have memory"
+        return cls(nodes.device, nodes.gpu_memory, nodes.gpus, network.inside, network.between)
+
+
+@dataclass(frozen=True)
 class Placement:
     """Instances, and why it is these.
 
@@ -112,6 +145,7 @@ class Placement:
     workload   what it was planned for, for people
     slo        the latency targets in seconds, and the wanted share of requests: ttft, tpot, attainment
     made       how it was made, for people
+    gpus       what its instances run on; None: cores
     """
 
     instances: tuple[Instances, ...]
@@ -121,6 +155,7 @@ class Placement:
     workload: dict[str, Any] = field(default_factory=dict)
     slo: dict[str, float] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
+    gpus: Gpus | None = None
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(Role, 0)
@@ -137,6 +172,11 @@ class Placement:
     def count(self, role: Role) -> int:
         """The number of instances of a role."""
         return sum(each.count for each in self.instances if each.role == role)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether caches stay within pairs of an instance for prompts and one that decodes."""
+        return self.made.get("algorithm") == "pairs"
 
     @property
     def untried(self) -> tuple[Option, ...]:
@@ -161,6 +201,8 @@ class Placement:
             "slo": self.slo,
             "made": made_by,
         }
+        if self.gpus is not None:
+            fields["gpus"] = dataclasses.asdict(self.gpus)
         return json.dumps(fields, indent=2, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
@@ -178,6 +220,7 @@ class _Content:
     instances: tuple[Instances, ...]
     predicted: Predicted
     slo: dict[str, int | float]
+    gpus: Gpus | None = None
 
 
 def read_placement(path: Path) -> Placement:
@@ -195,7 +238,7 @@ def read_placement(path: Path) -> Placement:
 def placement_of(fields: Any) -> Placement:
     """The placement of a JSON object, with the fields of the format and no others. Raises ConfigError.
 
-    The fields workload, slo and made, and the options of instances, may be missing.
+    The fields workload, slo, made and gpus, and the options of instances, may be missing.
     """
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
         raise ConfigError(f"not a placement of version {VERSION}; quire plan placement makes one")
@@ -212,7 +255,7 @@ def placement_of(fields: Any) -> Placement:
     for name, value in content.slo.items():
         if value < 0:
             raise ConfigError(f"slo.{name} is {value!r}; it must be a number of at least 0")
-    return Placement(content.instances, content.predicted, slo=dict(content.slo), **free)
+    return Placement(content.instances, content.predicted, slo=dict(content.slo), gpus=content.gpus, **free)
 
 
 def _refuse(constant: str) -> Any:

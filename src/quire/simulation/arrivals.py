@@ -55,7 +55,7 @@ class Arrivals:
         return max((each.times[-1] for each in self._underway.get(id(ready), ())), default=self._events.now)
 
     def finish(self, ready: Int32s) -> None:
-        """All known layers of a transfer arrive now, in advance: a step that is simulated as a whole follows them."""
+        """Delivers all known layers of a transfer now. The step waited for them, and it is simulated at once."""
         for bringing in self._underway.get(id(ready), []):
             for time in bringing.times[bringing.num_done :]:
                 self._now = time

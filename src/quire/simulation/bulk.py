@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -31,11 +32,14 @@ MOST_KEYS = 4_000_000
 """Keys that the router's index remembers."""
 
 ANSWERS = 1 << 40
-"""The answer of request i is the span with id ANSWERS + i: no trace has as many spans."""
+"""The answer of request i is the span with id ANSWERS + i: no workload has so many spans."""
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 _PARTS = 1 << 20
+
+_NUM_TOLD = 100
+"""Times that progress is told."""
 
 
 def simulate_bulk(
@@ -48,6 +52,10 @@ def simulate_bulk(
 ) -> Outcome:
     """What comes of a workload on equal instances that compute prompts and decode.
 
+    A request fails if prompt and answer are longer than the context. It also fails if it comes when
+    `scheduler.max_queue` sequences wait: in the queue of the only instance, or, of several, for their first tokens.
+
+    routing   see ClusterConfig. Instances do not fetch prefixes from each other
     progress  is told the number of requests that have ended, and of all
     """
     return _Bulk(workload, plan, num_instances, routing, progress).run()
@@ -62,7 +70,10 @@ class _Bulk:
         routing: str,
         progress: Callable[[int, int], None],
     ) -> None:
-        self._events, self._columns, self._routing, self._progress = Events(), workload.columns, routing, progress
+        self._events, self._routing, self._progress = Events(), routing, progress
+        # Small ids, for keys have room for those.
+        ids = np.unique(workload.columns.ids, return_inverse=True)[1].astype(np.int64)
+        self._columns = replace(workload.columns, ids=ids)
         self._index = Index(MOST_KEYS)
         # Of a single instance nobody asks what it can do.
         capacity = plan.capacity if count > 1 else Capacity(1, 1, 1e-3, 1e-3)
@@ -76,7 +87,7 @@ class _Bulk:
             name: SkippingInstance(self._events, counting_scheduler(plan), plan.latency, partial(self._told, member))
             for name, member in self._members.items()
         }
-        self._most = plan.sizes.max_context
+        self._most, self._max_queue = plan.sizes.max_context, plan.config.scheduler.max_queue
         self._shares = plan.config.cache.share
         self._prefixes: dict[tuple[int, int, int], int] = {}
         self._spans: dict[int, tuple[Span, ...]] = {}  # of prompts that others follow
@@ -84,7 +95,7 @@ class _Bulk:
         n = len(workload.arrivals)
         self._arrived, self._first, self._last = np.zeros(n), np.full(n, np.inf), np.full(n, np.inf)
         self._num_in, self._num_out, self._num_cached = (np.zeros(n, np.int64) for _ in range(3))
-        self._num_done = 0
+        self._num_done = self._num_unanswered = 0
 
     def run(self) -> Outcome:
         """Lets all requests arrive, and end."""
@@ -92,7 +103,7 @@ class _Bulk:
         for index in np.flatnonzero(arrivals.after >= 0).tolist():
             self._following.setdefault(int(arrivals.after[index]), []).append(index)
         roots = np.flatnonzero(arrivals.after < 0)
-        self._next = zip(roots.tolist(), arrivals.at[roots].tolist(), strict=True)
+        self._left = deque(zip(roots.tolist(), arrivals.at[roots].tolist(), strict=True))
         self._await_next()
         with uncollected():
             self._events.run(lambda: self._num_done == len(self._arrived))
@@ -110,13 +121,14 @@ class _Bulk:
         )  # fmt: skip
 
     def _await_next(self) -> None:
-        """Only the next arrival is in the queue."""
-        index, at = next(self._next, (-1, 0.0))
-        if index >= 0:
-            self._events.at(at, partial(self._arrive, index))
+        """Only the next arrivals are among the events."""
+        if self._left:
+            self._events.at(self._left[0][1], self._arrive)
 
-    def _arrive(self, index: int) -> None:
-        self._begin(index, self._columns[index].prompt)
+    def _arrive(self) -> None:
+        while self._left and self._left[0][1] <= self._events.now:
+            index, _ = self._left.popleft()
+            self._begin(index, self._columns[index].prompt)
         self._await_next()
 
     def _begin(self, index: int, spans: tuple[Span, ...]) -> None:
@@ -124,10 +136,13 @@ class _Bulk:
         num_in = sum(span.num_tokens for span in spans)
         now = self._events.now
         self._arrived[index], self._num_in[index], self._num_out[index] = now, num_in, num_out
-        if num_in + num_out > self._most:
+        whole = (*spans, Span(ANSWERS + index, num_out))
+        if index in self._following:
+            self._spans[index] = whole
+        if num_in + num_out > self._most or self._is_full:
             self._done(index)
             return
-        whole = (*spans, Span(ANSWERS + index, num_out))
+        self._num_unanswered += 1
         keys = SpanKeys(whole, num_in + num_out, self._prefixes)
         known = keys.first(num_in // PAGE_TOKENS) if self._shares else []
         choice = choose(self._members.values(), self._index, known, num_in, self._routing, fetches=False)
@@ -137,17 +152,22 @@ class _Bulk:
         member.sequences.add(attempt)
         self._index.add(member.name, known)
         self._instances[member.name].add(sequence_of(index, num_in, num_out, keys, now))
-        if index in self._following:
-            self._spans[index] = whole
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether a request that comes now fails: a router counts what has no token, an engine what is queued."""
+        instances = [*self._instances.values()]
+        return self._max_queue <= (instances[0].num_waiting if len(instances) == 1 else self._num_unanswered)
 
     def _told(self, member: Member, sequence: Running, is_last: bool) -> None:
-        index, now, attempt = int(sequence.request.request_id), self._events.now, Attempt(sequence.seed, 0)
+        index, now, attempt = sequence.seed, self._events.now, Attempt(sequence.seed, 0)
         if self._first[index] == math.inf:
             self._first[index] = now
+            self._num_unanswered -= 1
             self._num_cached[index] = sequence.num_cached_tokens
             member.has_computed(attempt)
         instance = self._instances[member.name]
-        if member.load is None or now >= member.seen + LOAD_SECONDS:
+        if is_last or member.load is None or now >= member.seen + LOAD_SECONDS:
             member.seen = now
             member.load = Load(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS)
         if is_last:
@@ -162,7 +182,7 @@ class _Bulk:
 
     def _done(self, index: int) -> None:
         self._num_done += 1
-        if self._num_done % 1000 == 0:
+        if self._num_done % max(1, len(self._arrived) // _NUM_TOLD) == 0:
             self._progress(self._num_done, len(self._arrived))
         before = self._spans.pop(index, ())
         for later in self._following.pop(index, ()):

@@ -16,7 +16,7 @@ from quire.engine.capacity import Capacity
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, State
-from quire.errors import QuireError
+from quire.errors import QueueFullError, QuireError, RequestError
 from quire.planning.latency import Link
 from quire.simulation.arrivals import Arrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
@@ -88,6 +88,7 @@ class Alone:
 
     def _add(self, name: str, prompt: list[int], num_out: int) -> None:
         try:
+            check_length(len(prompt), num_out, self.engine.max_context)
             self._waiting[name] = self.engine.add(name, None, prompt, params_of(num_out))
         except QuireError as error:
             answered, ended = self._asked.pop(name)
@@ -141,6 +142,7 @@ class SimulatedCluster:
 
     hop, bulk                 see Network
     routing, shares, fetches  see Router
+    timeout, tries            see Router
     max_queue                 most requests without a first token; further ones fail
     overhead                  seconds between a client and the router, for a request and for a token
     """
@@ -159,13 +161,14 @@ class SimulatedCluster:
         fetches: bool = True,
         overhead: float = 0.0,
         timeout: float = 60.0,
+        tries: int = 4,
         max_queue: int = 1 << 30,
     ) -> None:
         self._events, self._overhead, self._max_queue = events, overhead, max_queue
         self.network = Network(events, hop, bulk)
         self.network.hearers[ROUTER] = self
         self.router = Router(
-            lambda to, message: self.network.send(ROUTER, to, message), timeout=timeout, tries=4, routing=routing,
+            lambda to, message: self.network.send(ROUTER, to, message), timeout=timeout, tries=tries, routing=routing,
             shares=shares, fetches=fetches,
             clock=lambda: events.now, soon=lambda call: events.after(0.0, call),
         )  # fmt: skip
@@ -198,8 +201,12 @@ class SimulatedCluster:
         return answered
 
     def _route(self, job: Job, answered: Answered, ended: Ended) -> None:
-        if self.router.num_waiting >= self._max_queue:
-            answered.error = "the queue is full"
+        try:
+            check_length(len(job.prompt_ids), answered.num_out, min(each.ready.max_context for each in self.instances))
+            if self.router.num_waiting >= self._max_queue:
+                raise QueueFullError("the queue is full")
+        except QuireError as error:
+            answered.error = str(error)
             ended(answered)
             return
         tickets: list[Ticket] = []
@@ -234,6 +241,12 @@ class SimulatedCluster:
     def used(self) -> tuple[Used, ...]:
         """See Front."""
         return tuple(_used(each.name, each.role, each.loop) for each in self.instances)
+
+
+def check_length(num_in: int, num_out: int, most: int) -> None:
+    """Raises RequestError, as a server does, for a prompt and an answer with more than `most` tokens together."""
+    if num_in + num_out > most:
+        raise RequestError(f"{num_in} tokens and {num_out} of the answer do not fit into the context of {most}")
 
 
 def params_of(num_out: int) -> SamplingParams:

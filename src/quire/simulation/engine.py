@@ -192,8 +192,13 @@ def with_stores(engine_of: EngineOf, clock: StepClock, arrivals: Arrivals, tiers
     for tier in tiers:
         if isinstance(tier, Disk):
             tier.table = fetching.table
-    if tiers and (speed := Tiers(tiers).measure()) is not None:
-        fetching.costs.speed = speed
+    if tiers:  # as `load_engine` does
+        if (speed := Tiers(tiers).measure()) is not None:
+            fetching.costs.speed = speed
+        engine.measure()
+        clock.restart()
+        if isinstance(engine.any_runner, SimulatedRunner):
+            engine.any_runner.num_out = 0
     return engine
 
 
@@ -278,16 +283,28 @@ class EngineLoop:
         while self._commands:
             self._commands.popleft()()
         outputs = self.engine.step()
+        lag = self._lag(outputs)
         seconds = self._clock() - self._events.now
         self.busy += seconds
         self.num_steps += seconds > 0
-        self._events.after(seconds, partial(self._end, outputs))
+        self._events.after(seconds, partial(self._end, outputs, lag))
 
-    def _end(self, outputs: list[RequestOutput]) -> None:
-        self._is_busy = False
+    def _lag(self, outputs: list[RequestOutput]) -> float:
+        """Seconds that the tokens of a step come after its end. A step whose sequences go on here ends with its tokens:
+        their next rows need them.
+        """
         runner = self.engine.any_runner
-        if outputs and isinstance(runner, SimulatedRunner) and runner.lag > 0:
-            self._events.after(runner.lag, partial(self._has_stepped, outputs))
+        if not outputs or not isinstance(runner, SimulatedRunner):
+            return 0.0
+        if any(not each.finished and each.request_id not in self.engine.exports for each in outputs):
+            self._clock.spend(runner.lag)
+            return 0.0
+        return runner.lag
+
+    def _end(self, outputs: list[RequestOutput], lag: float) -> None:
+        self._is_busy = False
+        if lag > 0:
+            self._events.after(lag, partial(self._has_stepped, outputs))
             outputs = []
         self._has_stepped(outputs)
         now, engine = self._events.now, self.engine

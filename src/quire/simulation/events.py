@@ -51,3 +51,7 @@ class StepClock:
     def spend(self, seconds: float) -> None:
         """The engine is busy for some seconds."""
         self._ahead = self() + seconds
+
+    def restart(self) -> None:
+        """Forgets the seconds that the engine was busy: what it did before the first event takes no time."""
+        self._ahead = 0.0

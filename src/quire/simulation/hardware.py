@@ -1,10 +1,15 @@
 """What to simulate on GPUs that are not here, or with more of them for an instance than engines can have.
 
 Latencies are those of `AnalyticModel`. The cache is the memory that weights leave free, in a flat table: a shape of one
-layer and one key head, whose page holds a whole chunk of all layers and heads. Decisions are the same, because all
-pages of a chunk are taken and given back together; tables by layer and head would be slow for 64 layers of 72 heads.
-With an encoded cache a chunk is encoded from its first token on, while an engine keeps the chunk that a sequence writes
-to dense.
+layer and one key head, whose page holds a whole chunk of all layers and heads. All pages of a chunk are taken and given
+back together, so that admission, eviction and preemption are those of an engine; tables by layer and head would be slow
+for 64 layers of 72 heads. Different is:
+
+- A fetch has one layer. No step follows it layer by layer: a step that needs a fetched chunk begins when all of it is
+  there.
+- With an encoded cache a chunk is encoded from its first token on, while an engine keeps the chunk that a sequence
+  writes to dense.
+- With retention all layers and heads of a sequence keep the same tokens.
 """
 
 from __future__ import annotations
@@ -40,8 +45,9 @@ from quire.models.shape import ITEM_BYTES, ModelShape
 from quire.models.weights import open_model
 from quire.options import format_bytes
 from quire.planning.analytic import MODELS, AnalyticModel, ModelNumbers
-from quire.planning.devices import Device
+from quire.planning.devices import Device, device_named
 from quire.planning.latency import Link
+from quire.planning.placement_file import Gpus
 from quire.simulation.engine import Plan, check_simulated
 from quire.simulation.setup import HOP_SECONDS, Replicas, Setup, Ways, setup_of, tiers_of
 
@@ -83,6 +89,12 @@ class Target:
     tp_link: Link | None = None
     slow_link: Link | None = None
     gpus: int = 8
+
+    @classmethod
+    def on(cls, gpus: Gpus, name: str, options: Mapping[str, Any], file: Path | None = None) -> Target:
+        """A model on the GPUs of a plan. Raises ConfigError if their device is unknown."""
+        device = dataclasses.replace(device_named(gpus.device), memory=float(gpus.memory))
+        return cls(name, device, options, file, 1.0, _link(gpus.inside), _link(gpus.between), gpus.count)
 
     @cached_property
     def config(self) -> EngineConfig:
@@ -161,18 +173,25 @@ class Target:
         )  # fmt: skip
 
     def setup(
-        self, divisions: Sequence[Division], settings: ClusterConfig, bulk: Link | None = None, *, alone: bool = False
+        self,
+        divisions: Sequence[Division],
+        settings: ClusterConfig,
+        bulk: Link | None = None,
+        *,
+        alone: bool = False,
+        in_pairs: bool = False,
     ) -> Setup:
         """Instances of the model.
 
-        bulk   of caches between instances; None: the device's own links
-        alone  whether the only instance is an engine without a router
+        bulk      of caches between instances; None: the links of the GPUs
+        alone     whether the only instance is an engine without a router
+        in_pairs  see Setup
         """
         configs = [self.given(each.options) for each in divisions]
         latencies = [self.latency(each.tp, each.pp, config) for each, config in zip(divisions, configs, strict=True)]
         memories = [_memory(each, config) for each, config in zip(latencies, configs, strict=True)]
         grain = max(1, *(-(-memory // MAX_ARENA_BYTES) for memory in memories))
-        bulk = bulk or Link(HOP_SECONDS, self.device.between)
+        bulk = bulk or self.between(within=in_pairs)
         ways = _coarser(Ways(bulk=bulk, pinned=Link(HOP_SECONDS, self.device.pcie)), grain)
         replicas = []
         for each, config, latency, memory in zip(divisions, configs, latencies, memories, strict=True):
@@ -182,12 +201,17 @@ class Target:
             replicas.append(Replicas(each.role, plan, each.count, tuple(tiers), unit))
         if alone:
             return Setup(tuple(replicas), ways, is_cluster=False)
-        return setup_of(replicas, ways, settings)
+        return setup_of(replicas, ways, settings, in_pairs=in_pairs)
+
+    def between(self, *, within: bool) -> Link:
+        """The way of caches from one instance to another. within: on the same machine."""
+        link = self.tp_link if within or self.slow_link is None else self.slow_link
+        return link or Link(HOP_SECONDS, self.device.between)
 
     def _plan(self, latency: AnalyticModel, config: EngineConfig, memory: int, grain: int) -> Plan:
         """An engine with a flat table. grain: bytes that one byte of its cache stands for."""
         context = config.model.max_context or self.shape.max_context
-        if not self._is_named and context > self.shape.context_limit:
+        if context > self.shape.context_limit:
             raise ConfigError(f"model.max_context is {context}; this model serves at most {self.shape.context_limit}")
         limits, cache = config.scheduler, config.cache
         least = limits.max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
@@ -207,6 +231,10 @@ class Target:
         )  # fmt: skip
         resolved, sizes = resolve(flat, shape)
         return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(self.weight_bytes)), latency)
+
+
+def _link(bytes_per_second: int | None) -> Link | None:
+    return None if bytes_per_second is None else Link(HOP_SECONDS, float(bytes_per_second))
 
 
 def shape_of(name: str) -> ModelShape:

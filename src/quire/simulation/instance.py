@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,9 @@ from quire.stores.seal import SECRET_BYTES, Seal
 
 SEAL = Seal(bytes(SECRET_BYTES))
 
+PART_SECONDS = 1.0
+"""Bytes of a layer that takes longer count in parts of about this time: receivers ask again if nothing comes."""
+
 
 class Hearer(Protocol):
     """Whoever gets messages."""
@@ -34,17 +38,21 @@ class Hearer(Protocol):
 
 @dataclass(eq=False)
 class Network:
-    """Messages between processes, and caches that travel: those from one instance to another follow one another.
+    """Messages between processes, and caches that travel. An instance sends one cache at a time, and receives one.
+
+    Caches travel in the order in which they are sent: one that waits for its receiver holds up those after it. What
+    instances of one machine share beyond that, and messages behind a cache, are left out.
 
     hop    seconds of a message
-    bulk   how fast caches travel
+    bulk   how fast caches leave an instance, and how fast they come to one
     """
 
     events: Events
     hop: float
     bulk: Link
     hearers: dict[str, Hearer] = field(default_factory=dict)
-    _free_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    _sends_until: dict[str, float] = field(default_factory=dict)
+    _receives_until: dict[str, float] = field(default_factory=dict)
 
     def send(self, sender: str, to: str, message: Any) -> None:
         """Sends a message."""
@@ -54,9 +62,10 @@ class Network:
         """Sends pages, layer by layer, and then the message that they have come."""
         receiver, sizes = self.hearers[to], cargo.page_bytes
         assert isinstance(receiver, SimulatedInstance), "pages go to instances"
-        begun = max(self.events.now + self.bulk.latency, self._free_at.get((sender, to), 0.0))
+        free_at = max(self._sends_until.get(sender, 0.0), self._receives_until.get(to, 0.0))
+        begun = max(self.events.now + self.bulk.latency, free_at)
         seconds = sum(sizes) / self.bulk.bytes_per_second
-        self._free_at[sender, to] = end = begun + seconds
+        self._sends_until[sender] = self._receives_until[to] = end = begun + seconds
         receiver.expect(message.pull, begun, seconds, cargo)
         self.events.at(end, cargo.done)
         self.events.at(end, partial(self._deliver, sender, to, message))
@@ -66,11 +75,24 @@ class Network:
 
 
 class Parted(Neighbours):
-    """Neighbours whose extents were noted layer by layer before the message about them comes."""
+    """Neighbours whose extents were noted layer by layer, or in smaller parts, before the message about them comes."""
+
+    def __init__(self, seal: Seal) -> None:
+        super().__init__(seal)
+        self._ahead: Counter[int] = Counter()  # by pull: bytes that were noted before their layer
 
     def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
         """They were whole."""
         return True
+
+    def note_part(self, number: int, num_bytes: int) -> None:
+        """Bytes of the next layer of a pull have come."""
+        if (pull := self.find_pull(number)) is not None:
+            super()._note_extent(pull, num_bytes)
+            self._ahead[number] += num_bytes
+
+    def _note_extent(self, pull: Pull, num_bytes: int) -> None:
+        super()._note_extent(pull, num_bytes - self._ahead.pop(pull.number, 0))
 
 
 class _Links:
@@ -87,10 +109,10 @@ class _Links:
         return True
 
     def learn(self, name: str, address: str) -> None:
-        """Everybody is known."""
+        """Does nothing: all instances are connected."""
 
     def forget(self, name: str) -> None:
-        """Nobody is."""
+        """Does nothing: all instances are connected."""
 
 
 class SimulatedInstance:
@@ -147,6 +169,11 @@ class SimulatedInstance:
             count = len(pull.transfer.ready)
             times = [begun + seconds * (layer + 1) / count for layer in range(count)]
             self.arrivals.bring(pull.transfer, times, self.unload(pull, cargo))
+            parts = math.ceil(seconds / count / PART_SECONDS)
+            note = partial(self.neighbours.note_part, number, sum(cargo.page_bytes) // count // max(1, parts))
+            for part in range(parts * count):
+                if part % parts:
+                    self._events.at(begun + seconds * part / parts / count, note)
 
     def unload(self, pull: Pull, cargo: Cargo) -> Callable[[int], None]:
         """What happens when a layer arrives."""

@@ -40,7 +40,7 @@ class Outcome:
     """Requests by index, in the order of the workload. Times in seconds since the beginning.
 
     arrived     when each came
-    first       its first token; inf if it failed
+    first       its first token; inf if it failed before
     last        its last token; inf if it failed
     num_out     tokens of its answer
     num_in      tokens of its prompt
@@ -98,7 +98,8 @@ class Outcome:
         return {each.name: each.busy / self.seconds if self.seconds else 0.0 for each in self.used}
 
     def shares(self) -> dict[str, float]:
-        """Share of the latency of answered requests in each stage."""
-        sums = {name: float(np.nansum(seconds)) for name, seconds in self.stages.items()}
-        total = sum(sums.values())
-        return {name: seconds / total if total else 0.0 for name, seconds in sums.items()}
+        """Share of the latency of answered requests in each stage that is known."""
+        answered = np.isfinite(self.last)
+        total = float((self.last - self.arrived)[answered].sum())
+        known = {name: found for name, each in self.stages.items() if not np.isnan(found := each[answered]).all()}
+        return {name: float(np.nansum(seconds)) / total if total else 0.0 for name, seconds in known.items()}

@@ -6,8 +6,14 @@ PairRun     one of each, as a tandem: what the first one has computed arrives at
 MixedRun    an instance that does both
 
 No router runs, and steps in which nothing happens are skipped where that is possible: these runs are many times as fast
-as a cluster. Messages take their time all the same. What is left out: a receiver without room does not hold up the
-prompts of its source. Placements are simulated again as a whole.
+as a cluster. Messages take their time all the same. Placements are simulated again as a whole, for these runs differ
+from a cluster:
+
+- A receiver without room does not hold up the prompts of its source.
+- Transfers wait for each other at the receiver, but not at a source that feeds several receivers. These waits delay the
+  tokens, but not the step in which a sequence joins the batch.
+- An instance that decodes has no tiers. A sequence that it preempts is computed again in no time, as if a tier without
+  limits had kept it.
 
 Source: DistServe, arXiv 2401.09670, Algorithms 1 and 2: simu_prefill, simu_decode and simulate. Ours differ: the time
 until the receiver has a cache counts per token, and both of a pair get the same requests.
@@ -21,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.planning.latency import Latency, Origin, StepWork
+from quire.planning.queueing import waits
 from quire.planning.workload import Arrivals, Floats, Ints, Span, Workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.load import Load, Progress, run_of
@@ -169,7 +176,7 @@ class MixedRun:
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """An instance that decodes. Of a request in its outcome, the first token comes when its transfer begins."""
+    """An instance that decodes. Of a request in its outcome, the first token comes when its transfer is asked for."""
 
     replicas: Replicas
     ways: Ways
@@ -195,8 +202,12 @@ class DecodeRun:
             found = _alone(replicas, Ways(server=0.0, hop=0.0), workload, self.seed, progress)
         # A prompt joins in a step of its own. So does a cache: the receiver makes room for it between two steps, and
         # decodes it between two later ones.
+        num_sent = np.where(found.num_out > 1, found.num_in - found.num_cached, 0)
+        order = np.argsort(found.arrived, kind="stable")
+        waited = np.zeros(len(order))
+        waited[order] = waits(found.arrived[order], self._bulk_seconds(num_sent)[order])
         with np.errstate(invalid="ignore"):
-            seconds = found.last - found.arrived + self.transfer_seconds(found.num_in)
+            seconds = found.last - found.arrived + waited + self.transfer_seconds(num_sent)
             first = found.last - np.where(found.num_out > 1, seconds, 0.0)
         is_ended = np.isfinite(found.last)
         return dataclasses.replace(
@@ -204,12 +215,11 @@ class DecodeRun:
         )
 
     def transfer_seconds(self, num_tokens: Ints) -> Floats:
-        """Until the cache of a prompt is there, without others before it: f64 [n]."""
-        link, sizes = self.ways.bulk, self.replicas.plan.sizes
-        retain = self.replicas.config.retain
-        kept = 1.0 if retain.budget == "off" else retain.budget
-        per_token = kept * sizes.bytes_per_token / link.bytes_per_second
-        return np.asarray(2 * self.ways.hop + link.latency + num_tokens * per_token, np.float64)
+        """Until so many tokens of a prompt are there, without others before them: f64 [n]."""
+        return 2 * self.ways.hop + self.ways.bulk.latency + self._bulk_seconds(num_tokens)
+
+    def _bulk_seconds(self, num_tokens: Ints) -> Floats:
+        return np.asarray(num_tokens * seconds_per_token(self.replicas, self.ways), np.float64)
 
 
 @dataclass(frozen=True)
@@ -231,7 +241,8 @@ class PairRun:
         is_begun = np.isfinite(begun.first)
         num_in, num_out = workload.prompt_tokens, workload.columns.num_out
         ways = self.decoding.ways
-        there = begun.first - ways.server - ways.hop + self.decoding.transfer_seconds(num_in)
+        num_sent = num_in - workload.cached_tokens
+        there = begun.first - ways.server - ways.hop + self.decoding.transfer_seconds(num_sent)
         at = np.where(is_begun, there, begun.arrived)
         order = np.argsort(at, kind="stable")
         decoded = self.decoding.of(arriving(workload, at), progress)
@@ -247,10 +258,17 @@ class PairRun:
         )
 
 
+def seconds_per_token(replicas: Replicas, ways: Ways) -> float:
+    """Seconds that a token of a prompt keeps the link of an instance that decodes."""
+    budget = replicas.config.retain.budget
+    kept = 1.0 if budget == "off" else budget
+    return kept * replicas.plan.sizes.bytes_per_token / ways.bulk.bytes_per_second
+
+
 def computed(replicas: Replicas) -> Replicas:
-    """The same instances, where prompts take no time."""
+    """The same instances without tiers, where prompts take no time. Only routers refuse requests: no queue is full."""
     plan = replicas.plan
-    scheduler = dataclasses.replace(plan.config.scheduler, token_budget=WIDE)
+    scheduler = dataclasses.replace(plan.config.scheduler, token_budget=WIDE, max_queue=WIDE)
     config = dataclasses.replace(plan.config, scheduler=scheduler)
     return dataclasses.replace(
         replicas, plan=dataclasses.replace(plan, config=config, latency=OnlyDecoding(plan.latency)), tiers=()
@@ -264,11 +282,15 @@ def may_skip(replicas: Replicas) -> bool:
     return not (replicas.config.retain.is_on or replicas.tiers or has_window)
 
 
-def skipping(replicas: Replicas, workload: Workload, messages: float, progress: Progress) -> Outcome:
-    """What comes of a workload on instances that do both and skip steps. messages: seconds of a client's to an
-    instance.
+def skipping(
+    replicas: Replicas, workload: Workload, messages: float, progress: Progress, routing: str = "expected"
+) -> Outcome:
+    """What comes of a workload on instances that do both and skip steps.
+
+    messages  seconds of a message from the client to an instance, one way
+    routing   see ClusterConfig
     """
-    found = simulate_bulk(workload, replicas.plan, replicas.count, progress=progress)
+    found = simulate_bulk(workload, replicas.plan, replicas.count, routing=routing, progress=progress)
     return dataclasses.replace(found, first=found.first + 2 * messages, last=found.last + 2 * messages)
 
 

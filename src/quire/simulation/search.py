@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
@@ -22,14 +24,15 @@ from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import Link, Origin
+from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Rejected, Why
 from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.hardware import Division, Target
-from quire.simulation.load import Attains, Load, Progress, Run, Simulation, Workers, bound_of, find_goodput
+from quire.simulation.load import Attains, Load, Progress, Simulation, Workers, bound_of, find_goodput, run_of
 from quire.simulation.outcome import Outcome
-from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip, skipping
+from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip, seconds_per_token, skipping
 from quire.simulation.queue_check import QueueCheck, queue_check
-from quire.simulation.setup import HOP_SECONDS, LocalModel, Replicas, Setup, Ways, setup_of, ways_of
+from quire.simulation.setup import PROCESS_BYTES, LocalModel, Replicas, Setup, Ways, setup_of, ways_of
 
 TOLERANCE = 0.03
 """Relative error of the goodput of an option."""
@@ -37,22 +40,18 @@ TOLERANCE = 0.03
 SEEDS, CONFIRMATIONS = 2, 2
 """Seeds that the goodput of an option is searched with, and fresh ones that confirm it."""
 
-PROCESS_BYTES = 400 << 20
-"""Of an instance without GPUs, beside weights and cache: libraries, code and what a step computes with."""
-
-MOST_TIMES = 2
-"""A placement is simulated with as many requests as one option, times its instances or this number."""
-
 
 class Maker(ABC):
     """Instances of a model on the machines of a cluster.
 
     cluster  the machines
     longest  tokens of the longest request
+    window   tokens that a token attends to at most; None: all before it
     """
 
     cluster: ClusterSpec
     longest: int
+    window: int | None = None
 
     @property
     @abstractmethod
@@ -132,29 +131,22 @@ class OnGpus(Maker):
     def replicas(self, candidate: Candidate) -> Replicas:
         """See Maker."""
         if candidate not in self._made:
-            (self._made[candidate],) = self._setup([candidate], None).replicas
+            (self._made[candidate],) = self._setup([candidate]).replicas
         return self._made[candidate]
 
     def ways(self, option: Option) -> Ways:
         """See Maker. Caches of a pair stay within machines."""
         parts = (option.prefill, option.decode) if isinstance(option, Pair) else (option,)
-        return self._setup(parts, self._bulk(within=isinstance(option, Pair))).ways
+        return self._setup(parts, in_pairs=isinstance(option, Pair)).ways
 
     def setup(self, placement: Placement) -> Setup:
         """See Maker."""
-        within = placement.made["algorithm"] == "pairs"
         divisions = [Division(each.role, each.count, each.tp, each.pp) for each in placement.instances]
-        found = self.target.setup(divisions, ClusterConfig(), self._bulk(within=within))
-        return dataclasses.replace(found, in_pairs=within)
+        return self.target.setup(divisions, ClusterConfig(), in_pairs=placement.in_pairs)
 
-    def _setup(self, parts: Sequence[Candidate], bulk: Link | None) -> Setup:
-        return self.target.setup([Division(each.role, 1, each.tp, each.pp) for each in parts], ClusterConfig(), bulk)
-
-    def _bulk(self, *, within: bool) -> Link | None:
-        network = self.cluster.network
-        if within or network.between is None:
-            return None if network.inside is None else Link(HOP_SECONDS, float(network.inside))
-        return Link(HOP_SECONDS, float(network.between))
+    def _setup(self, parts: Sequence[Candidate], *, in_pairs: bool = False) -> Setup:
+        divisions = [Division(each.role, 1, each.tp, each.pp) for each in parts]
+        return self.target.setup(divisions, ClusterConfig(), in_pairs=in_pairs)
 
 
 @dataclass
@@ -171,6 +163,7 @@ class OnCores(Maker):
 
     def __post_init__(self) -> None:
         self._made: dict[Candidate, Replicas | ConfigError] = {}
+        self.window = self.model.shape.sliding_window
 
     @property
     def config(self) -> EngineConfig:
@@ -216,7 +209,7 @@ class OnCores(Maker):
 
     def setup(self, placement: Placement) -> Setup:
         """See Maker."""
-        within = placement.made["algorithm"] == "pairs"
+        within = placement.in_pairs
         found = [
             dataclasses.replace(self.replicas(self.candidate_of(each)), count=each.count)
             for each in placement.instances
@@ -255,7 +248,7 @@ class Planner:
     def asked(self) -> Asked:
         """What the requests ask for at least."""
         budget = self.maker.config.retain.budget
-        return Asked.of(self.load.workload, 1.0 if budget == "off" else budget)
+        return Asked.of(self.load.workload, 1.0 if budget == "off" else budget, self.maker.window)
 
     def goodput_of(self, option: Option) -> Goodput:
         """The goodput of one instance or pair, in requests/s."""
@@ -271,16 +264,22 @@ class Planner:
         return self._bound(option, self._slo(option)) * cluster.slots_of_unit / option.num_slots
 
     def explained(self, placement: Placement) -> Placement:
-        """The placement, where options without latencies say so."""
+        """The placement, where options without latencies say so. It warns of what is left out."""
         rejected = []
         for each in placement.rejected:
             reason = "" if each.why is Why.UNFIT else self.maker.why_unknown(each.option)
             rejected.append(Rejected(each.option, Why.UNFIT, reason) if reason else each)
-        return dataclasses.replace(placement, rejected=tuple(rejected))
+        warnings = list(placement.warnings)
+        if self.maker.config.tiers.is_on and placement.count(Role.DECODE):
+            warnings.append(
+                "instances that decode have no tiers in the search, only in the simulation of the whole; what they"
+                " preempt takes no time"
+            )
+        return dataclasses.replace(placement, rejected=tuple(rejected), warnings=tuple(warnings))
 
     def joint(self, placement: Placement, rate: float, seed: int) -> Simulation:
-        """All instances of a placement at once, with the router."""
-        times = min(MOST_TIMES, max(each.count for each in placement.instances))
+        """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
+        times = max(placement.count(role) for role in Role)
         load = dataclasses.replace(self.load, count=self.load.count * times)
         return Joint(self.maker.setup(placement), load, rate, seed)
 
@@ -300,6 +299,9 @@ class Planner:
     def _goodput(self, option: Option) -> Goodput:
         if self.maker.why_unknown(option):
             return Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
+        has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
+        if has_decoding and not self.asked.tokens.any():
+            raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
         attains = Attains(self._simulation(option), self._slo(option), workers=self.workers, on_run=self.on_run)
         ceiling = self._bound(option, ANYTHING)
         return find_goodput(attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=())
@@ -317,10 +319,18 @@ class Planner:
         """Requests/s of one instance or pair."""
         if isinstance(option, Pair):
             first, second = (bound_of(self.maker.replicas(each)) for each in (option.prefill, option.decode))
-            return min(first.prompts(self.asked, slo), second.decoding(self.asked, slo))
+            rates = first.prompts(self.asked, slo), second.decoding(self.asked, slo)
+            return min(*rates, self._link_bound(option, option.decode))
         bound = bound_of(self.maker.replicas(option))
-        by_role = {Role.PREFILL: bound.prompts, Role.DECODE: bound.decoding, Role.MIXED: bound.mixed}
-        return by_role[option.role](self.asked, slo)
+        if option.role is Role.DECODE:
+            return min(bound.decoding(self.asked, slo), self._link_bound(option, option))
+        return (bound.prompts if option.role is Role.PREFILL else bound.mixed)(self.asked, slo)
+
+    def _link_bound(self, option: Option, decode: Candidate) -> float:
+        """Requests/s whose caches the link of an instance that decodes can bring."""
+        num_tokens = float(np.where(self.asked.tokens > 0, self.asked.rows, 0.0).mean())
+        seconds = num_tokens * seconds_per_token(self.maker.replicas(decode), self.maker.ways(option))
+        return 1 / seconds if seconds else math.inf
 
     def _simulation(self, option: Option) -> Callable[[float, int], Simulation]:
         """Makes the simulation of a rate and a seed."""
@@ -339,7 +349,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class Joint:
-    """A whole setup, of which only times count. Equal instances that do both skip steps where that is possible."""
+    """A whole setup, of which only times count. Equal instances that do both skip steps where that changes nothing."""
 
     setup: Setup
     load: Load
@@ -356,9 +366,10 @@ class Joint:
 
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
         """See Simulation."""
-        first, *others = self.setup.replicas
-        if others or first.role != Role.MIXED or not may_skip(first):
-            return Run(self.setup, self.load, self.rate, self.seed).outcome(progress)
-        ways = self.setup.ways
-        workload = self.load.drawn(self.rate, self.seed)
-        return skipping(first, workload, ways.server + ways.hop * self.setup.is_cluster, progress)
+        setup, workload = self.setup, self.load.drawn(self.rate, self.seed)
+        first, *others = setup.replicas
+        fetches = setup.fetches and first.count > 1 and bool(workload.cached_tokens.any())
+        if others or first.role != Role.MIXED or not may_skip(first) or fetches:
+            return run_of(setup, workload, self.seed, progress)
+        messages = setup.ways.server + setup.ways.hop * setup.is_cluster
+        return skipping(first, workload, messages, progress, setup.routing)

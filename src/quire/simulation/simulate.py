@@ -25,7 +25,8 @@ def simulate(
 ) -> Outcome:
     """What comes of a workload.
 
-    prompts   token ids of each request: of those that follow another one in a conversation only the new ones
+    prompts   token ids of each request: of those that follow another one in a conversation only the new ones. What
+              follows a failed request has stand-ins for the missing tokens of its answer
     front_of  makes what takes the requests
     progress  is told the number of requests that have ended, and of all
     """
@@ -45,7 +46,8 @@ def simulate(
         left -= 1
         progress(count - left, count)
         for later in following.pop(index, []):
-            whole = prompt + answered.token_ids
+            missing = workload.arrivals[index].num_out - len(answered.token_ids)  # stand-ins, if the request failed
+            whole = prompt + answered.token_ids + np.resize(prompts[index], missing).tolist()
             events.after(workload.arrivals[later].pause, partial(begin, later, whole))
 
     for index, arrival in enumerate(workload.arrivals):

@@ -2,7 +2,7 @@
 
 An instance computes prompts and decodes them. It drives `Scheduler.advance`, over a chunk table that only counts. Steps
 between two events (an arrival, a chunk that begins or is full, an end) are one event here, whose time follows from the
-latency model in closed form. What it leaves out: tiers, transfers, and messages, which take no time.
+latency model in closed form. It leaves out tiers, transfers, and messages, which take no time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class SpanKeys(ChunkKeys):
     """
 
     def __init__(self, spans: Sequence[Span], num_tokens: int, prefixes: dict[tuple[int, int, int], int]) -> None:
-        """num_tokens: of prompt and answer. prefixes: numbers of rows of whole spans, shared by all requests."""
+        """spans: with ids below 2^48 - 1. num_tokens: of prompt and answer. prefixes: numbers of rows of whole spans,
+        shared by all requests.
+        """
         self.namespace = None
         self._keys = keys = []
         spans_left, end, number = iter(spans), 0, 0
@@ -101,9 +103,14 @@ class SkippingInstance:
         self._arrived.append(sequence)
         if self._is_idle:
             self._is_idle = False
-            self._turn()
+            self._events.at(self._events.now, self._turn)  # with others that arrive now
         elif self._quiet is not None:
             self._interrupt(self._quiet)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not admitted."""
+        return len(self.scheduler.waiting) + len(self._arrived)
 
     def memory_used(self) -> float:
         """Share of the cache that live sequences use."""
@@ -153,13 +160,12 @@ class SkippingInstance:
         count = scheduler.num_quiet
         if count:
             rows, context = len(scheduler.calendar), scheduler.calendar.context
-            work = StepWork(0, 0.0, rows, context, self._unique(context, rows, scheduler.manager.tree.num_read), 0)
+            work = StepWork(0, 0.0, rows, context, context - self._num_shared, 0)
             self._quiet = now, work, count
             self._version += 1
             self._events.at(now + self.latency.quiet(work, count), partial(self._wake, self._version))
             return
-        tree = scheduler.manager.tree
-        num_read = tree.num_read
+        num_shared = self._num_shared
         if not scheduler.advance(1):
             self._is_idle = True
             return
@@ -168,19 +174,23 @@ class SkippingInstance:
         num_rows = sum(rows for _, rows in passed.prompts)
         pairs = sum(rows * (start + rows / 2) for start, rows in passed.prompts)
         decode_rows = passed.num_quiet + len(passed.decodes)
-        unique = self._unique(context, decode_rows, max(num_read, tree.num_read))
+        # Prompts may share with each other, or with a sequence of one row.
+        unique = max(context - num_shared, context / max(1, decode_rows))
         work = StepWork(num_rows, pairs, decode_rows, context, unique, len(passed.prompts))
         seconds, occupied = self.latency.seconds(work), self.latency.occupancy(work)
+        if any(not is_last for _, _, is_last, _ in passed.sampled):
+            occupied = seconds  # their next rows need these tokens
         self._spend(occupied, 1, work)
         if occupied < seconds:  # of a pipeline: the next prompts enter while these are in later stages
             self._events.at(now + seconds, partial(self._tell, passed.sampled))
             passed.sampled = []
         self._end_at(now + occupied)
 
-    @staticmethod
-    def _unique(context: int, rows: int, num_read: int) -> float:
-        """About as many tokens of a context as are distinct: those of the tree's chunks that are read count once."""
-        return min(context, (num_read + rows) * PAGE_TOKENS)
+    @property
+    def _num_shared(self) -> int:
+        """Tokens of the batch's contexts that are read with those of others: the rest is distinct."""
+        reads = sum(each.path.num_shared for each in self.scheduler.running)
+        return (reads - self.scheduler.manager.tree.num_read) * PAGE_TOKENS
 
     def _wake(self, version: int) -> None:
         if version == self._version and self._quiet is not None:
