@@ -28,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, format_table, hardware, hardware_line
+from common import format_table, hardware, hardware_line
 from load import Asked, attainment, completions, replay
 from servers import ServerError, quire_server
 
@@ -66,7 +66,8 @@ def plan(args: argparse.Namespace, trace: str, file: Path) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "quire", "plan", "auto", args.model, "--trace", file, "--plan.memory", args.memory,
         "--plan.quality", args.quality, "--plan.seconds", args.seconds, "--slo.ttft", args.ttft,
-        "--slo.tpot", args.tpot, "--text", args.data / "text" / args.text, "--windows", args.windows,
+        "--slo.tpot", args.tpot, "--slo.attainment", args.attainment,
+        "--text", args.data / "text" / args.text, "--windows", args.windows,
         "--processes", args.processes, "--output", args.out / f"{trace}.toml", "--json", *args.more,
     ]  # fmt: skip
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, check=True)
@@ -76,12 +77,17 @@ def plan(args: argparse.Namespace, trace: str, file: Path) -> dict[str, Any]:
 
 
 def finalists(planned: dict[str, Any], most: int) -> list[dict[str, Any]]:
-    """The chosen settings, the default, and the best others by prediction."""
-    found = {each["settings"]: each for each in (planned["chosen"], planned["default"])}
+    """The chosen settings, the default if it was simulated, and the best others by prediction."""
+    found = {each["settings"]: each for each in named(planned).values()}
     for each in sorted(planned["finalists"], key=lambda each: -each["goodput"]["rate"]):
         if len(found) < most:
             found.setdefault(each["settings"], each)
     return list(found.values())
+
+
+def named(planned: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The chosen settings and the default, by these words. A plan without time for the default lacks it."""
+    return {name: planned[name] for name in ("chosen", "default") if planned[name] is not None}
 
 
 def configuration(options: dict[str, Any], file: Path) -> None:
@@ -148,7 +154,8 @@ def knee(shares: dict[str, float], target: float) -> float:
 def held_out(args: argparse.Namespace, options: dict[str, Any]) -> Loss | None:
     """The loss of settings on a text that the plan has not seen."""
     space = Space.of(machine_of(args.model, EngineConfig(), {}))
-    settings = next((each for each in space.settings() if _same(each, options)), None)
+    both = (each for settings in space.settings() for each in (settings, *space.later(settings)))
+    settings = next((each for each in both if _same(each, options)), None)
     if settings is None:
         return None
     with tempfile.TemporaryDirectory() as name:
@@ -179,20 +186,26 @@ def report(args: argparse.Namespace, trace: str) -> None:
         goodputs[each["settings"]] = knee(shares, args.attainment)
         with (args.out / "measured.jsonl").open("a") as out:
             out.write(json.dumps({"trace": trace, "settings": each, "shares": shares}) + "\n")
-        mark = ", ".join(name for name in ("chosen", "default") if each["settings"] == planned[name]["settings"])
+        mark = ", ".join(name for name, one in named(planned).items() if each["settings"] == one["settings"])
         rows.append([
             each["settings"], mark, f"{each['goodput']['rate']:.3f}", f"{goodputs[each['settings']]:.3f}",
             f"{each['loss']['value']:.2%} ({each['loss']['origin']})",
         ])  # fmt: skip
     print(f"\n{trace}: {len(load.arrivals):,} requests, mean {load.mean_in:.0f} in, {load.mean_out:.0f} out")
     print(format_table(["settings", "", "predicted/s", "measured/s", "loss"], rows))
-    chosen, default = (goodputs.get(planned[name]["settings"], 0.0) for name in ("chosen", "default"))
+    of = {name: goodputs.get(one["settings"], 0.0) for name, one in named(planned).items()}
     best = max(goodputs.values(), default=0.0)
     if not best:
         raise SystemExit(f"{trace}: no finalist serves a request within the targets")
+    chosen = of["chosen"]
     print(f"chosen / best {chosen / best:.3f} (at least 0.9: {_yes(chosen >= 0.9 * best)})")
-    print(f"default / chosen {default / chosen if chosen else 0:.3f} (at most 0.9: {_yes(default <= 0.9 * chosen)})")
-    print(f"default / best {default / best:.3f} (at most 0.9: {_yes(default <= 0.9 * best)})")
+    if "default" in of:
+        default = of["default"]
+        ratio = default / chosen if chosen else 0
+        print(f"default / chosen {ratio:.3f} (at most 0.9: {_yes(default <= 0.9 * chosen)})")
+        print(f"default / best {default / best:.3f} (at most 0.9: {_yes(default <= 0.9 * best)})")
+    else:
+        print("default: NOT MEASURED, because the plan had no time for it or no memory")
     loss = held_out(args, planned["chosen"]["options"])
     if loss is None:
         print(f"loss on {args.held_out}: NOT MEASURED, because no settings of this machine are the chosen ones")
@@ -234,7 +247,6 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help="further flags of quire plan auto, after --")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    sys.path.insert(0, str(ROOT / "src"))
     print(hardware_line(hardware()))
     for trace in args.traces.split(","):
         report(args, trace)

@@ -50,8 +50,9 @@ the same memory for all of its processes: what weights and processes leave of it
 A probe measures what they take.
 
 - **Sequences**: the most that the caches hold at once while more of them wait, in all instances: those that decode, and
-  those that are computed and wait for the instance that decodes. Scheduler, prefix tree, retention and ledger are those
-  of the engine; only the model is not computed. A test holds this number to real engines.
+  those that are computed and wait for the instance that decodes. Scheduler, prefix tree, retention, ledger and router
+  are those of the engine and of the cluster; only the model is not computed. Tests hold this number to real engines,
+  with the cache in memory and on the disk, and to a real pair of instances.
 - **Goodput**: answers a second that meet both latency targets, time to first token and time per token. Clients ask
   again as soon as they have their answer; the best number of clients counts. Such a load settles within two answers,
   while the queue of one with a fixed rate grows without end where the rate is too high. What comes of that depends on

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM
-from quire.cli import main
+from quire.cli import build_parser, main
+from quire.cli.bench_compose import Composition
 from quire.config import EngineConfig
+from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.evaluation import compose_run
 from quire.evaluation.compose import (
@@ -30,7 +35,6 @@ from quire.evaluation.compose import (
     Load,
     Recipe,
     Served,
-    Slo,
     Stage,
     Targets,
     best,
@@ -45,6 +49,8 @@ from quire.evaluation.compose_bench import SLO_FACTOR, Comparison, quality
 from quire.evaluation.compose_load import asked
 from quire.evaluation.compose_room import AHEAD, fill, held
 from quire.evaluation.compose_run import Order, Reply, family, proportional_bytes
+from quire.planning.slo import Slo
+from tests.clusters import Running, Threads
 from tests.engines import keep_calibration
 from tests.tiny_models import save_tiny
 
@@ -122,6 +128,11 @@ def test_what_the_benchmark_sets_cannot_be_given(key: str, instead: str) -> None
         Recipe.of({key: 1})
 
 
+def test_a_dense_codec_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="cache.codec is dense, which the others are compared with"):
+        Recipe.of({"cache.codec": "dense"})
+
+
 def test_the_cache_is_what_processes_and_weights_leave() -> None:
     assert cache_of((), 1000 * MIB, 300 * MIB) == 700 * MIB - RESERVE_BYTES
     assert cache_of(("instances",), 1000 * MIB, 300 * MIB) == 350 * MIB - RESERVE_BYTES
@@ -150,6 +161,10 @@ def test_kinds_tell_what_changes_the_memory_beside_the_cache() -> None:
 def test_loads_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Load(**{"prompt": 300, "shared": 200, **changes})
+
+
+def test_a_trace_s_prompts_have_no_shared_tokens_to_be_checked() -> None:
+    assert Load(prompt=100, shared=1792, trace="t").longest == 228
 
 
 def test_prompts_take_turns_with_their_prefixes_and_are_the_same_each_time() -> None:
@@ -203,6 +218,70 @@ def test_a_cache_holds_the_sequences_that_a_real_engine_runs_at_once(model: str,
     assert abs(counted.sequences - real.sequences) <= (name == "retention")
     if name != "retention":
         assert counted == real
+
+
+FAR: dict[str, dict[str, Any]] = {
+    "offload": {"cache.share": True},
+    "offload + codec": {"cache.share": False, "cache.codec": "nuq3"},
+    "offload + retention": {"cache.share": False, "retain.budget": 0.5, "retain.profile_rows": 32},
+}
+MOST_FAR = {"offload": 16, "offload + codec": 12, "offload + retention": 12}
+"""Sequences for which 4 MiB have the frames that a cache on the disk needs."""
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_a_cache_on_the_disk_holds_the_sequences_that_a_real_engine_runs_at_once(model: str, name: str) -> None:
+    options = {
+        **TINY, "cache.check": False, "cache.memory": 4 * MIB, "offload.mode": "auto", "offload.memory": "2MiB",
+        "offload.cache": 8 * MIB, "model.max_context": 320, **FAR[name],
+    }  # fmt: skip
+    counted = held(model, options, asked(LOAD, 256))
+    limits = {"scheduler.max_running": MOST_FAR[name], "scheduler.token_budget": 4096}
+    with LLM(model, options | limits) as llm:
+        real = fill(llm.engine, asked(LOAD, 256))
+    assert 2 <= counted.sequences <= MOST_FAR[name] and counted.num_bytes <= 8 * MIB
+    assert abs(counted.sequences - real.sequences) <= (name == "offload + retention")
+    with pytest.raises(ConfigError, match="an offloaded cache needs at least"):
+        LLM(model, options | limits | {"scheduler.max_running": MOST_FAR[name] + 1})
+
+
+@pytest.mark.parametrize("name", ["none", "sharing", "retention"])
+def test_two_instances_hold_the_sequences_that_real_ones_have_begun_at_once(model: str, name: str) -> None:
+    load = replace(LOAD, output=120)  # answers do not end before both caches are full
+    options = {
+        **TINY, "cache.check": False, "cache.memory": 4 * MIB, "model.max_context": 420,
+        "scheduler.max_running": 64, "scheduler.token_budget": 4096, **ROOM[name],
+    }  # fmt: skip
+    one = held(model, options, asked(load, 256))
+    counted = held(model, options, asked(load, 256), roles={"prefill": 1, "decode": 1})
+    now, most = 0, 0
+
+    async def ask(pair: Running, prompt: list[int], num_out: int) -> None:
+        nonlocal now, most
+        params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True, detokenize=False)
+        deltas = pair.cluster.generate({"prompt_token_ids": prompt}, params)
+        await anext(deltas)
+        now += 1
+        most = max(most, now)
+        async for _ in deltas:
+            pass
+        now -= 1
+
+    async def ask_all(pair: Running) -> None:
+        first = itertools.islice(asked(load, 256), counted.sequences + 4)
+        await asyncio.gather(*(ask(pair, each.prompt, each.num_out) for each in first))
+
+    with Running(model, options, Threads(), "local") as pair:
+        pair.call(ask_all(pair))
+    assert abs(counted.sequences - most) <= (name == "retention")
+    # A prompt that waits for the other instance needs no room to grow.
+    assert counted.sequences > 2 * one.sequences and counted.num_bytes <= 8 * MIB
+
+
+def test_a_request_that_instances_refuse_is_an_error(model: str) -> None:
+    options = {**TINY, "cache.memory": 4 * MIB, "model.max_context": 200}
+    with pytest.raises(ConfigError, match="do not fit into the context of 200"):
+        held(model, options, asked(LOAD, 256), roles={"prefill": 1, "decode": 1})
 
 
 def test_more_is_held_with_each_system(model: str) -> None:
@@ -279,6 +358,7 @@ def test_every_configuration_gets_what_is_left_of_the_same_memory(model: str) ->
     rows, slo = comparison(model, ["none", "sharing", "instances", "all five"], runs).measured()
     assert slo == Slo(SLO_FACTOR * 0.02, SLO_FACTOR * 0.002)
     assert [order.is_probe for order in runs.orders] == [True] * 3 + [False] * 4
+    assert all(order.load == LOAD for order in runs.orders if not order.is_probe)
     caches = [order.options["cache.memory"] for order in runs.orders if not order.is_probe]
     assert caches == [200 * MIB - RESERVE_BYTES] * 2 + [50 * MIB - RESERVE_BYTES] * 2
     none, sharing, apart, five = rows
@@ -289,6 +369,30 @@ def test_every_configuration_gets_what_is_left_of_the_same_memory(model: str) ->
     told = sharing.told(none, slo)
     assert told["gain_goodput"] == pytest.approx(2.0) and told["clients"] == 3
     assert told["gain_sequences"] == sharing.sequences / none.sequences and told["ratio"] is None
+
+
+def test_a_probe_fills_its_cache_whatever_the_load_is(model: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [0]}\n' * 3)
+    runs, load = Runs(), Load(prompt=300, output=20, clients=(2,), trace=str(trace))
+    Comparison(model, load, 300 * MIB, [()], Recipe.of(TINY), run=runs).measured()
+    probe, run = runs.orders
+    assert run.load == load and probe.is_probe
+    assert [(len(each.prompt), each.num_out) for each in itertools.islice(asked(probe.load, 256), 2)] == [(300, 20)] * 2
+
+
+def test_rows_are_told_as_they_come_and_a_short_text_before_anything_runs(model: str) -> None:
+    told: list[tuple[int, float | None]] = []
+    text = "Of all the mills on the river, the oldest made no flour. " * 10
+    names = ["none", "sharing"]
+    comparison(model, names, Runs(), text=text, windows=1).measured(
+        on_rows=lambda rows, slo: told.append((len(rows), rows[0].ratio))
+    )
+    assert told == [(1, None), (2, None), (2, 1.0)]
+    runs = Runs()
+    with pytest.raises(ConfigError, match="fewer than a window of 300"):
+        comparison(model, names, runs, text=text[:200]).measured()
+    assert not runs.orders
 
 
 @pytest.mark.parametrize("failing", ["refused", "failed"])
@@ -314,9 +418,10 @@ def test_targets_of_all_five_are_judged() -> None:
 
 
 def test_quality_is_that_of_the_codec_and_of_retention(model: str) -> None:
-    text = "Of all the mills on the river, the oldest made no flour. " * 20
+    draw = random.Random(0)
+    windows = [draw.choices(range(64, 128), k=300) for _ in range(2)]
     recipe = Recipe.of({**TINY, "retain.profile_rows": 32, "retain.budget": 0.4})
-    found = quality(model, text, recipe, 300, 2)
+    found = quality(model, windows, recipe)
     assert found[False, False].ratio == 1.0 and len(found) == 4
     assert found[True, True].codec == "nuq3, retain.budget 0.4" and found[False, True].continuation == 37
     assert found[True, False].kl_mean and found[False, True].kl_mean
@@ -364,6 +469,7 @@ def test_a_run_tells_latencies_memory_and_every_answer(model: str) -> None:
         (["--only", "everything"], "there is no configuration 'everything'"),
         (["--cache.memory", "1GiB"], "cache.memory is set by quire bench compose; use --plan.memory"),
         (["--shared-tokens", "5000"], "--shared-tokens is 5000; it must be below --input-tokens, 2048"),
+        (["--cache.codec", "dense"], "cache.codec is dense"),
         (["--ttft", "0"], "--ttft is 0; it must be above 0"),
         (["--runtime.device", "cuda"], "runtime.device must be cpu"),
         (["--batch", "3"], "--batch is for quire bench throughput, not for compose"),
@@ -375,6 +481,16 @@ def test_flags_that_cannot_be_are_refused(
 ) -> None:
     assert main(["bench", "compose", model, *FLAGS, *flags]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "shared"),
+    [([], 1792), (["--input-tokens", "1024"], 896), (["--shared-tokens", "5"], 5), (["--quick"], 448)],
+)
+def test_prompts_have_seven_eighths_in_common_unless_it_is_given(flags: list[str], shared: int) -> None:
+    args = build_parser().parse_args(["bench", "compose", "m", *flags])
+    namespace = argparse.Namespace(**{**Composition.DEFAULTS, **vars(args)})
+    assert Composition(namespace)._load.shared == shared
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from quire.evaluation.latency_bench import (
     settings_of,
 )
 from quire.evaluation.latency_points import DETAILS, POINTS, Limits, Point, plan, points_of
+from quire.planning.kept_latencies import keep, kept_models
 from quire.planning.latency import KINDS, LatencyModel, StepWork, mismatch
 from quire.planning.latency_fit import fit
 from tests.engines import make_engine
@@ -178,6 +181,7 @@ def test_a_model_says_what_other_settings_it_was_made_with() -> None:
     assert mismatch(made, settings_of("ab", config(**{"scheduler.max_running": 3}))) is None
     for options, message in [
         ({"cache.codec": "g4"}, "cache.codec dense, not g4"),
+        ({"cache.codec": "nuq3"}, "cache.codec dense, not nuq3"),
         ({"runtime.threads": 1}, "runtime.threads 2, not 1"),
         ({"retain.budget": 0.5}, "retain off, not budget 0.5, profile_rows 256"),
     ]:
@@ -186,3 +190,27 @@ def test_a_model_says_what_other_settings_it_was_made_with() -> None:
     assert chain == (
         "threshold 0.9, frequent 0.3, local 0.2, chain special,punctuation,frequent,local, profile_rows 256"
     )
+
+
+def test_models_of_other_outlier_slots_are_others(tmp_path: Path) -> None:
+    def made(slots: int, codec: str = "nuq3") -> LatencyModel:
+        options = {"runtime.device": "cpu", "cache.codec": codec, "cache.outlier_slots": slots}
+        return fit([(StepWork(1), 0.01)], settings_of("ab", EngineConfig.from_options(options)))
+
+    told = mismatch(made(1).about, made(2).about)
+    assert told is not None and "cache.outlier_slots 1, not 2" in told
+    assert mismatch(made(1, "g4").about, made(2, "g4").about) is None, "g4 has no slots"
+    assert len({keep(made(slots), tmp_path) for slots in (0, 1, 2)}) == 3 == len(kept_models(tmp_path))
+    without = {name: value for name, value in made(1).about.items() if name != "outlier_slots"}
+    assert mismatch(without, made(1).about) is not None, "a model that does not say its slots is not taken for one"
+
+
+def test_a_careful_model_comes_before_a_newer_quick_one(tmp_path: Path) -> None:
+    careful, quick, rough = (
+        dataclasses.replace(fit([(StepWork(1), 0.01)], {"codec": "dense"}), counts={"decode": count}, residuals=off)
+        for count, off in ((2000, {"within": 0.1}), (150, {}), (9000, {"within": 0.5}))
+    )
+    for number, (model, prefix) in enumerate(((careful, ""), (quick, "auto-"), (rough, "rough-"))):
+        file = keep(model, tmp_path, prefix)
+        os.utime(file, (number, number))
+    assert [model for _, model in kept_models(tmp_path)] == [careful, quick, rough]

@@ -14,7 +14,10 @@ import pytest
 
 from quire.cli import main
 from quire.evaluation import Perplexity, Retrieval, perplexity
+from quire.evaluation.curves import Quality
 from quire.evaluation.plot import save_plot
+from quire.planning.latency import Origin
+from quire.planning.space import Machine, Space
 
 from ..effort import full_only
 from ..real_model import embedded_gguf
@@ -27,6 +30,13 @@ SMALL = ("--model.dtype", "float32", "--runtime.threads", "1")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept curves."""
+    monkeypatch.setattr("quire.evaluation.curves.curve_folder", lambda: tmp_path / "curves")
+    return tmp_path / "curves"
 
 
 @pytest.fixture
@@ -54,6 +64,27 @@ def test_the_library_and_the_command_say_the_same(folder: str, text: str, capsys
     assert (line["eval"], line["model"], line["text"]) == ("ppl", folder, text)
     assert (line["codec"], line["num_windows"], line["num_tokens"]) == ("dense", len(TEXT) // 64, len(TEXT) // 64 * 63)
     assert (line["kl_mean"], line["ratio"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("g4", ["--cache.codec", "g4"]), ("budget 0.5", ["--retain.budget", "0.5"])],
+)
+def test_windows_are_kept_for_plans_and_fewer_do_not_replace_more(
+    name: str, flags: list[str], folder: str, text: str, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", "ppl", folder, "--text", text, "--context", "300", "--json", *flags, *SMALL]
+    assert main(words) == 0
+    dense, found = lines(capsys)
+    assert len(found["window_nll"]) == 2 and sum(found["window_nll"]) / 2 == pytest.approx(found["nll"])
+    space = Space.of(Machine())
+    options = {"model.dtype": "float32", "runtime.threads": 1}
+    (settings,) = (each for each in space.settings() if space.name(each) == name)
+    assert main([*words, "--windows", "1"]) == 0
+    loss = Quality(folder, options, None, space).losses.of(settings)
+    assert loss is not None and loss.origin is Origin.MEASURED and loss.how.startswith("2 windows of 300 tokens")
+    assert loss.log_ratio == pytest.approx(found["nll"] - dense["nll"])
+    assert len(list(kept.rglob("*.json"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,6 +154,7 @@ def test_codecs_given_twice_are_measured_once(folder: str, text: str, capsys: py
 def test_tables_are_not_cut(monkeypatch: pytest.MonkeyPatch, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     points = [point("dense", 23040.0, 1.0, 0.0), point("nuq4", 6592.4, 1.0123, 0.0045)]
     monkeypatch.setattr("quire.evaluation.perplexity", lambda *_, **__: points)
+    monkeypatch.setattr("quire.evaluation.curves.keep_results", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["eval", "ppl", "fake", "--text", text]) == 0
     head, _, row = capsys.readouterr().out.splitlines()

@@ -7,7 +7,9 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +20,21 @@ from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.evaluation import auto as planning
 from quire.evaluation.auto import within
+from quire.evaluation.auto_hardware import machine_of as machine_with_gpus
 from quire.evaluation.curves import Quality, Text
 from quire.evaluation.latency_bench import settings_of as speed_settings
 from quire.evaluation.speeds import LEAST_SECONDS, Speeds
-from quire.evaluation.trying import Parts
-from quire.planning.auto import BATCH, NoPlanError, Rung, Search, Trial
+from quire.evaluation.trying import Parts, fresh_seeds
+from quire.planning.auto import BATCH, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.composed import LEAST, composed, grid
 from quire.planning.curves import NOTHING, Curve, Loss
+from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.points import Found, Point, Room, Tried, Why, beats, covers
-from quire.planning.space import BUDGETS, SLOTS, Effect, Machine, Settings, Space
+from quire.planning.space import BUDGETS, RUNNING, SLOTS, Effect, Machine, Settings, Space
 from quire.planning.workload import Arrival, Span, Workload
+from quire.simulation.load import Load
 from quire.simulation.setup import LINKS, LocalModel
 from tests.benchmark_scripts import benchmark
 from tests.codecs import TOY
@@ -68,6 +73,24 @@ def test_the_space_is_the_product_of_what_can_be_together() -> None:
     assert SPACE.settings()[0] == SPACE.first and SPACE.name(SPACE.first) == "default"
     with_disk = Space.of(Machine(cores=2, is_packed=True, disk="d:1GiB", given={"tiers.disk": "d:1GiB"}))
     assert len(with_disk.settings()) == 2 * len(SPACE.settings())
+
+
+def test_memory_beside_the_cache_is_searched_if_it_may_be_used() -> None:
+    assert [each.name for each in SPACE.tried["memory"]] == ["no memory tier"]
+    space = Space.of(machine_with_gpus({"tiers.memory": GIB}))
+    assert [dict(each.options)["tiers.memory"] for each in space.tried["memory"]] == [None, GIB]
+    assert space.first.options["tiers.memory"] is None
+
+
+def test_the_most_running_sequences_are_varied_after_all_else() -> None:
+    assert {each.options["scheduler.max_running"] for each in SPACE.settings()} == {RUNNING[0]}
+    settings = chosen("nuq4", "prefill + decode")
+    later = SPACE.later(settings)
+    assert [each.options["scheduler.max_running"] for each in later] == [*RUNNING[1:]]
+    assert all(each.differs(settings) == ["running"] and SPACE.timed(each) == SPACE.timed(settings) for each in later)
+    assert SPACE.later(later[0])[0] == settings and EngineConfig().scheduler.max_running == RUNNING[0]
+    decided = Space.of(Machine(given={"scheduler.max_running": 7}))
+    assert decided.first.options["scheduler.max_running"] == 7 and not decided.later(decided.first)
 
 
 def test_roles_need_two_cores_and_16_bit_checkpoints_have_nothing_to_dequantize() -> None:
@@ -177,7 +200,7 @@ def test_the_grid_stays_within_what_was_measured() -> None:
 def point(
     *names: str,
     loss: float = 0.0,
-    error: float = 0.0,
+    error: float | None = 0.0,
     bound: float = 100.0,
     total: int = GIB,
     tokens: int = 1000,
@@ -244,6 +267,47 @@ def test_an_error_that_reaches_beyond_the_budget_is_not_within_it() -> None:
     assert searched(points, rates_of(points, 1.0, 2.0)).chosen.point.settings == chosen()
 
 
+def test_a_loss_from_few_windows_leaves_one_from_many_and_is_measured_further() -> None:
+    few = point("nuq3", loss=0.002, error=None, seconds=0.9)
+    many = point("nuq4", loss=0.003, error=0.0005, seconds=1.0)
+    points, rates = [point(seconds=2.0), few, many], {chosen(): 1.0, chosen("nuq3"): 3.0, chosen("nuq4"): 2.9}
+    assert not covers(SPACE, few, many) and not beats(*(Tried(each, Goodput(3.0, 0.9), 10) for each in (few, many)))
+    asked: list[Settings] = []
+
+    def refine(given: Sequence[Point], **measured: float) -> list[Point | None]:
+        asked.extend(each.settings for each in given if is_open(each.loss, 0.01))
+        return [point("nuq3", seconds=0.9, **measured) if each.settings == few.settings else each for each in given]
+
+    late = searched(points, rates)
+    assert late.chosen.point.settings == chosen("nuq4"), "no window more was read"
+    good = searched(points, rates, refine=lambda given: refine(given, loss=0.002, error=0.0005))
+    assert good.chosen.point.settings == chosen("nuq3") and {*asked} == {chosen("nuq3")}
+    bad = searched(points, rates, refine=lambda given: refine(given, loss=0.012, error=0.0005))
+    assert bad.chosen.point.settings == chosen("nuq4")
+
+
+def test_the_chosen_settings_wait_for_a_loss_that_may_be_within_the_budget() -> None:
+    points = [point(), point("nuq4", loss=0.004), point("nuq3", loss=0.005, error=0.005)]
+    num_asked = 0
+
+    def refine(given: Sequence[Point]) -> list[Point | None]:
+        nonlocal num_asked
+        num_asked += 1
+        # Before the last rung there was no time for it.
+        return [point("nuq3", loss=0.006, error=0.001) if len(given) == 1 else each for each in given]
+
+    found = searched(points, rates_of(points, 1.0, 2.0, 3.0), refine=refine)
+    assert found.chosen.point.settings == chosen("nuq3") and num_asked == 2
+
+
+def test_a_smaller_loss_that_is_less_sure_removes_no_other() -> None:
+    unsure, sure = point("nuq3", loss=0.004, error=0.005, seconds=0.9), point("nuq4", loss=0.005, seconds=1.0)
+    assert not covers(SPACE, unsure, sure)
+    points = [point(seconds=2.0), unsure, sure]
+    found = searched(points, rates_of(points, 1.0, 3.0, 2.0))
+    assert found.chosen.point.settings == chosen("nuq4") and len(found.frontier) == 3
+
+
 def test_what_loses_much_more_than_the_budget_is_not_tried() -> None:
     points = [point(), point("nuq2", loss=0.05), point("nuq3", loss=0.03)]
     fake = Fake(rates_of(points, 1.0, 9.0, 3.0))
@@ -256,16 +320,37 @@ def test_of_equal_goodputs_the_one_with_less_memory_is_chosen() -> None:
     points = [point(), point("nuq4", loss=0.004, total=GIB)]
     small = {0.5: GIB // 2, 0.25: GIB // 4}
 
-    def smaller(each: Point, share: float) -> Point:
+    def made(settings: Settings, share: float) -> Point | None:
+        if share == 1:
+            return None
+        each = next(each for each in points if each.settings == settings)
         return Point(each.settings, Room(1, small[share], 10), each.loss, each.bound, each.profile, each.speed, share)
 
     rates = rates_of(points, 1.0, 1.5)
-    found = searched(points, rates, smaller=smaller)
+    found = searched(points, rates, made=made)
     # A quarter of the cache serves 0.25 ** 0.1 = 13 % less, half of it 7 % less: more than a tie.
     assert found.chosen.point.share == 1.0
     assert {each.point.share for each in found.frontier if each.point.settings == chosen("nuq4")} == {1.0, 0.5, 0.25}
-    flat = searched(points, {}, smaller=smaller, fake=Flat(rates))
+    flat = searched(points, {}, made=made, fake=Flat(rates))
     assert (flat.chosen.point.settings, flat.chosen.point.share) == (chosen("nuq4"), 0.25)
+
+
+def test_the_best_settings_are_tried_with_fewer_running_sequences() -> None:
+    points = [point(), point("nuq4", loss=0.004), point("nuq3", loss=0.02)]
+    fewer = {settings: 3.0 / number for number, settings in enumerate(SPACE.later(chosen("nuq4")), 1)}
+    fake = Fake(
+        {**dict.fromkeys(SPACE.later(chosen()), 0.5), **dict.fromkeys(SPACE.later(chosen("nuq3")), 1.0), **fewer}
+    )
+    fake.rates |= rates_of(points, 1.0, 2.0, 1.0)
+
+    def made(settings: Settings, share: float) -> Point | None:
+        loss = {each.settings.of("codec"): each.loss for each in points}[settings.of("codec")]
+        return None if share < 1 else replace(points[0], settings=settings, loss=loss)
+
+    found = searched(points, {}, fake=fake, made=made)
+    assert found.chosen.point.settings == SPACE.later(chosen("nuq4"))[0] and found.chosen.rate == 3.0
+    assert SPACE.name(found.chosen.point.settings) == f"nuq4, {RUNNING[1]} running"
+    assert not any({*asked} & {*fewer} for requests, asked in fake.calls if requests == RUNGS[0].requests)
 
 
 def test_a_modelled_loss_is_measured_before_its_settings_are_chosen() -> None:
@@ -459,6 +544,27 @@ def test_the_measured_goodput_is_where_attainment_falls_to_the_target() -> None:
     others = [{"settings": f"{rate}", "goodput": {"rate": rate}} for rate in (0.5, 2.0, 2.5)]
     found = script.finalists({**planned, "finalists": [*others, *planned.values()]}, 4)
     assert [each["settings"] for each in found] == ["chosen", "default", "2.5", "2.0"]
+    found = script.finalists({**planned, "default": None, "finalists": others}, 3)
+    assert [each["settings"] for each in found] == ["chosen", "2.5", "2.0"]
+
+
+def test_the_benchmark_plans_for_the_attainment_that_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, commands = benchmark("plan_auto"), []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(stdout="{}")
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    args = SimpleNamespace(
+        model="m", memory="1GiB", quality="0.01", seconds="9", ttft=1.0, tpot=0.1, data=tmp_path, text="t", windows=1,
+        processes=1, out=tmp_path, attainment=0.95, more=[],
+    )  # fmt: skip
+    assert script.plan(args, "conv", tmp_path / "trace.jsonl") == {}
+    (command,) = commands
+    assert command[command.index("--slo.attainment") + 1] == "0.95"
 
 
 def test_gpus_that_are_not_here_are_planned_for(
@@ -497,6 +603,35 @@ def test_parts_of_a_trace_begin_elsewhere_for_each_seed_and_keep_their_gaps() ->
     faster = parts.drawn(2 * second.rate, 1)
     assert [each.at for each in faster.arrivals] == [0.0, 4.5, 10.0, 16.5]
     assert len(Parts(load, 20).drawn(None, 3).arrivals) == 10
+
+
+def test_fresh_seeds_draw_requests_that_no_other_seed_draws() -> None:
+    def parts(num_requests: int, after: int = -1) -> Parts:
+        arrivals = [Arrival(float(index), (Span(index, 5),), 1) for index in range(num_requests)]
+        arrivals[-1] = replace(arrivals[-1], after=after)
+        return Parts(Workload("w", arrivals), 4)
+
+    for num_requests, seed, count in ((15, 0, 2), (12, 5, 2), (8, 1, 1), (7, 0, 0), (3, 0, 0)):
+        load = parts(num_requests)
+        fresh = fresh_seeds(load, seed)
+        ids = [{each.prompt[0].id for each in load.drawn(3.0, each).arrivals} for each in (seed, *fresh)]
+        assert len(fresh) == count and len(set.union(*ids)) == sum(map(len, ids)), (num_requests, ids)
+    assert fresh_seeds(parts(15, after=3), 0) == (), "a conversation has no parts"
+    whole = parts(20).workload
+    assert fresh_seeds(Load(whole, 4), 0) == () and fresh_seeds(Load(whole, 4, fit(whole)), 3) == (4, 5)
+
+
+def test_a_goodput_that_no_other_requests_confirm_says_so(words: list[str], known: Path) -> None:
+    planner = planner_from(words)
+    arrivals = [Arrival(10.0 * (index // 2) + 0.1 * (index % 2), (Span(index, 30),), 4) for index in range(120)]
+    workload = Workload("pairs", arrivals)
+    planner.goal = replace(planner.goal, load=Load(workload, 30, fit(workload)))
+    assert not any("not confirmed" in told for told in planner._prepare())
+    planner.goal = replace(planner.goal, load=Load(workload, 61, fit(workload)))
+    assert any("the trace has no second 61" in told for told in planner._prepare())
+    trial = Trial(planner._made(planner.space.first, 1.0), 1.0)
+    (found,) = planner.evaluate([trial], Rung(61, 0.5, 1, confirms=True), math.inf)
+    assert found is not None and found.rate > 0 and not found.confirmed
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -599,6 +734,18 @@ def test_a_plan_without_a_text_or_curves_keeps_what_loses_nothing(
     assert [planner.space.name(each) for each in known_ones] == ["default"]
 
 
+@pytest.mark.parametrize(("budget", "is_measured"), [(0.01, False), (0.0012, True), (0.0001, False)])
+def test_losses_that_too_few_windows_leave_open_are_measured_further(
+    budget: float, is_measured: bool, words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = planner_from([*words, "--plan.quality", str(budget)])
+    asked: list[Settings] = []
+    monkeypatch.setattr(planner.quality, "measure", lambda settings, *_: asked.append(settings))
+    g4 = next(each for each in planner.space.settings() if planner.space.name(each) == "g4")
+    (found,) = planner.refine([planner._made(g4, 1.0)])
+    assert found.loss.value == pytest.approx(0.0011, rel=0.01) and asked == [g4] * is_measured
+
+
 def planner_from(words: list[str]) -> Any:
     from quire.cli import build_parser
 
@@ -625,6 +772,10 @@ def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str
     speeds = planner_from(words).speeds
     speeds.models.append(latency(0.007, **speeds.wanted(chosen("nuq4", space=space))))
     assert speeds.of(chosen("nuq4", space=space)).origin is Origin.FITTED
+    assert speeds.exact(chosen("nuq4", "2 slots", space=space)) is None
+    quick = replace(latency(0.02, **speeds.wanted(chosen("nuq4", space=space))), counts={"decode": 120})
+    speeds.models.insert(0, quick)
+    assert speeds.exact(chosen("nuq4", space=space)) is speeds.models[-1], "it has more steps"
     found = speeds.of(chosen("nuq3", "0 slots", space=space))
     assert found.origin is Origin.MODELLED and found.how == "from the steps of nuq3, 0 slots as nuq4"
     wanted = [chosen(name, space=space) for name in ("nuq4", "nuq3", "nuq2")]
@@ -683,7 +834,7 @@ def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], 
     apart = chosen("prefill + decode", space=Space.of(Machine(cores=2)))
     two = planner.fit(apart)
     assert 2 * two.room.cache == pytest.approx(one.room.cache - 2 * planner.process_bytes, rel=0.02)
-    planner.wish = type(planner.wish)(**{**vars(planner.wish), "memory": 200 << 20})
+    planner.goal = type(planner.goal)(**{**vars(planner.goal), "memory": 200 << 20})
     planner._fits.clear()
     with pytest.raises(ConfigError, match="one process|1 process need"):
         planner.fit(planner.space.first)
@@ -700,6 +851,9 @@ def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], 
         (["--text", "nowhere.txt"], "cannot read the text nowhere.txt"),
         (["--hardware", "h100"], "--plan.memory is for this machine"),
         (["--input-tokens", "5"], "--input-tokens is for quire plan offload"),
+        (["--plan.gpu", "8GiB"], "--plan.gpu is for quire plan offload, not for auto"),
+        (["--plan.cpu", "8GiB"], "--plan.cpu is for quire plan offload, not for auto"),
+        (["--plan.disk", "8GiB"], "--plan.disk is for quire plan offload, not for auto"),
     ],
 )
 def test_what_a_plan_does_not_take_is_said(

@@ -16,12 +16,13 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from quire.evaluation.compose import Load
+    from quire.evaluation.compose import Load, Row
+    from quire.planning.slo import Slo
 
 MEMORY = "plan.memory"
 
 QUICK: dict[str, Any] = {
-    "input_tokens": 512, "shared_tokens": 384, "output_tokens": 16, "clients": [4], "seconds": 3.0, "windows": 1,
+    "input_tokens": 512, "output_tokens": 16, "clients": [4], "seconds": 3.0, "windows": 1,
 }  # fmt: skip
 """What --quick sets, unless it is given: enough to see that all of it works, too little to compare."""
 
@@ -32,7 +33,7 @@ class Composition:
     """
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
-        MEMORY: 3 << 29, "text": None, "trace": None, "input_tokens": 2048, "shared_tokens": 1792, "prefixes": 2,
+        MEMORY: 3 << 29, "text": None, "trace": None, "input_tokens": 2048, "shared_tokens": None, "prefixes": 2,
         "output_tokens": 128, "clients": [8, 48], "seconds": 12.0, "ttft": None, "tpot": None, "windows": 4,
         "only": None, "quick": False, "output": None,
     }  # fmt: skip
@@ -46,7 +47,7 @@ class Composition:
 
         add(f"--{MEMORY}", "SIZE", "memory of all processes together (default: 1.5GiB)", dest=MEMORY, type=_bytes)
         add("--text", "FILE", "text on which the quality is measured; without it, it is not", type=Path)
-        text = "first tokens that prompts have in common (default: 1792 of --input-tokens 2048)"
+        text = "first tokens that prompts have in common (default: 7/8 of --input-tokens)"
         add("--shared-tokens", "N", text, type=int)
         add("--prefixes", "N", "different beginnings of prompts (default: 2)", type=shared.count)
         text = "clients at once, one number after the other, each for --seconds (default: 8 48, for 12 s)"
@@ -85,8 +86,9 @@ class Composition:
         from quire.evaluation.compose import Load
 
         trace = None if args.trace is None else str(args.trace)
+        shared_tokens = 7 * args.input_tokens // 8 if args.shared_tokens is None else args.shared_tokens
         return Load(
-            args.input_tokens, args.shared_tokens, args.prefixes, args.output_tokens, tuple(args.clients), args.seconds,
+            args.input_tokens, shared_tokens, args.prefixes, args.output_tokens, tuple(args.clients), args.seconds,
             trace,
         )  # fmt: skip
 
@@ -96,17 +98,23 @@ class Composition:
         """
         from quire.evaluation.compose import Targets, name_of
         from quire.evaluation.compose_bench import Comparison
+        from quire.evaluation.curves import Text
 
         args = self._args
         memory = getattr(args, MEMORY)
         comparison = Comparison(
             args.model, self._load, memory, self._configurations, self._recipe, args.config,
-            None if args.text is None else _read(args.text), args.windows, args.ttft, args.tpot,
+            None if args.text is None else Text.read(args.text).content, args.windows, args.ttft, args.tpot,
         )  # fmt: skip
+
+        def write(found: Sequence[Row], slo: Slo) -> None:
+            if args.output is not None:
+                report = {"about": comparison.about(slo), "rows": [row.told(found[0], slo) for row in found]}
+                args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
         with shared.progress("runs") as progress:
-            found, slo = comparison.measured(progress)
+            found, slo = comparison.measured(progress, write)
         rows = [row.told(found[0], slo) for row in found]
-        report = {"about": comparison.about(slo), "rows": rows}
         console.print(
             f"{args.model} in {format_bytes(memory)} of all processes; {self._load_text()}; targets: {slo.ttft:.2f} s"
             f" to the first token, {1e3 * slo.tpot:.0f} ms for each one after it"
@@ -122,8 +130,6 @@ class Composition:
         if not args.quick and rows[-1]["configuration"] == name_of(self._configurations[-1]) == "all five":
             for missed in Targets().missed(rows[-1], memory) if not rows[-1]["refused"] else ():
                 console.print(missed)
-        if args.output is not None:
-            args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         return rows, not any(row["refused"].startswith("failed") for row in rows)
 
     def _load_text(self) -> str:
@@ -158,13 +164,6 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )  # fmt: skip
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the text {file}: {error}") from error
 
 
 def _bytes(text: str) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.arguments import Arguments
-from quire.cli import shared
-from quire.cli.latencies import keep
+from quire.cli import latencies, shared
 from quire.config import options_from
 from quire.errors import ConfigError
 
@@ -122,8 +121,10 @@ class Latencies:
         return rows
 
     def _keep(self, model: LatencyModel, records: list[Record]) -> None:
+        from quire.planning.kept_latencies import keep
+
         if self._args.points == list(POINTS):
-            keep(model)
+            keep(model, latencies.kept_folder())
         if self._args.output is not None:
             model.write(self._args.output)
         if self._args.plot is not None:

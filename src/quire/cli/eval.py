@@ -102,7 +102,10 @@ def run(args: argparse.Namespace) -> int:
 def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
     if args.text is None:
         raise ConfigError("quire eval ppl needs --text FILE")
-    text = _read(args.text)
+    from quire.evaluation.curves import Text, keep_results
+    from quire.evaluation.engines import configs_of
+
+    text = Text.read(args.text)
     if args.plot is not None:
         from quire.evaluation.plot import check_figure, save_plot
 
@@ -113,7 +116,7 @@ def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
     with shared.progress("windows") as progress:
         results = perplexity(
             args.model,
-            text,
+            text.content,
             context=args.context,
             continuation=args.continuation,
             max_tokens=args.tokens,
@@ -122,6 +125,7 @@ def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
             progress=progress,
             **common,
         )
+    keep_results(args.model, text, results, configs_of(**common, compares=args.kl))
     if args.plot is not None:
         save_plot(args.plot, results, f"{args.model}, {args.text.name}, context {args.context}")
     if args.json:
@@ -131,8 +135,10 @@ def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
 
 
 def _retrieval(args: argparse.Namespace, common: dict[str, Any]) -> None:
-    text = None if args.text is None else _read(args.text)
     from quire.evaluation import retrieval
+    from quire.evaluation.curves import Text
+
+    text = None if args.text is None else Text.read(args.text).content
 
     with shared.progress("answers") as progress:
         results = retrieval(
@@ -206,13 +212,6 @@ def _print_retrieval(results: Sequence[Retrieval]) -> None:
             for (codec, length), cells in rows.items()
         ],
     )
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the text {file}: {error}") from error
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,28 +15,10 @@ if TYPE_CHECKING:
 
 ROLES = ("prefill", "decode", "mixed")
 
-SET_BY_USERS = ("fingerprint", "dtype", "weights", "codec", "sparse_values", "retain", "offload", "threads")
-"""What a given file must agree with. Its processor may be that of another machine."""
-
-
-KEPT_BY = (*SET_BY_USERS, "backend", "processor", "level", "tp", "pp")
-"""What kept models are told apart by."""
-
 
 def kept_folder() -> Path:
     """The folder of kept latency models. Every .json file there is one."""
     return user_cache() / "latency"
-
-
-def keep(model: LatencyModel) -> Path:
-    """Keeps a model in place of an earlier one for the same settings. Returns its file."""
-    settings = {name: model.about.get(name) for name in KEPT_BY}
-    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
-    folder = kept_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{digest}.json"
-    model.write(path)
-    return path
 
 
 class LatencyFiles:
@@ -58,7 +38,9 @@ class LatencyFiles:
                 role, file = "", word
             self.models.append((role, file, _read(Path(file))))
         if not words:
-            self.models = [("", str(path), model) for path, model in _kept()]
+            from quire.planning.kept_latencies import kept_models
+
+            self.models = [("", str(path), model) for path, model in kept_models(kept_folder())]
 
     def of(self, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
         """The model for instances of a role; of several that suit, one for this role, and else the first.
@@ -90,6 +72,8 @@ class LatencyFiles:
 
 def _needed(about: About, wanted: About) -> About:
     """Those of the wanted settings that a file must agree with, and says something about."""
+    from quire.planning.kept_latencies import SET_BY_USERS
+
     return {name: wanted[name] for name in SET_BY_USERS if about.get(name) is not None}
 
 
@@ -97,14 +81,3 @@ def _read(path: Path) -> LatencyModel:
     from quire.planning.latency import LatencyModel
 
     return LatencyModel.read(path)
-
-
-def _kept() -> list[tuple[Path, LatencyModel]]:
-    """The kept models that can be read, the newest first."""
-    found = []
-    for path in sorted(kept_folder().glob("*.json"), key=lambda each: each.stat().st_mtime, reverse=True):
-        try:
-            found.append((path, _read(path)))
-        except ConfigError:
-            continue
-    return found

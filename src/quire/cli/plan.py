@@ -26,11 +26,12 @@ opt-66b; those on cores have the latencies of --latency, or of kept models of qu
 simulated again as a whole. --output writes it for quire serve --cluster.placement and for quire simulate.
 
 auto finds the settings that serve most requests of a trace within --plan.memory, of those that lose at most
---plan.quality: weights, codec, outlier slots, retention, roles and, with --tiers.disk, whether the disk is used. A
-setting that is given is not searched. Quality is measured with --text, and the steps of engines with engines, within
---plan.seconds (300). Both are kept for later plans of this model. What is not measured follows from its parts, and says
-so. With --hardware NAME it plans for GPUs that need not be here, parallelism included, and all of it is modelled.
---plot draws goodput over quality. --output writes a file for quire serve --config.
+--plan.quality: weights, codec, outlier slots, retention, roles and, of the best of these, the most running sequences.
+With --tiers.disk or --tiers.memory it also finds whether to use that. Any other setting that is given is not searched.
+Quality is measured with --text, and the steps of engines with engines, within --plan.seconds (300). Both are kept for
+later plans of this model, and windows that quire eval ppl has read count, too. What is not measured follows from its
+parts, and says so. With --hardware NAME it plans for GPUs that need not be here, parallelism included, and all of it is
+modelled. --plot draws goodput over quality. --output writes a file for quire serve --config.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SECTIONS = ("model", "cache", "retain", "tiers", "offload", "attention", "schedu
 OF_LOADS = ("tiers", "slo")
 """Sections that only plans for requests have."""
 OF_AUTO = ("plan.memory", "plan.quality")
-"""Settings that only `quire plan auto` has."""
+"""Settings of the section plan that `quire plan auto` has, and nothing else."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -81,5 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--{key} is for quire plan placement and auto, not for {args.action}")
     for key in (key for key in OF_AUTO if key in args and args.action != "auto"):
         raise ConfigError(f"--{key} is for quire plan auto, not for {args.action}")
+    for key in options_from(args, ("plan",)) if args.action == "auto" else ():
+        if key not in OF_AUTO:
+            raise ConfigError(f"--{key} is for quire plan offload, not for auto")
     found: int = chosen.run(argparse.Namespace(**{**chosen.DEFAULTS, **vars(args)}))
     return found

@@ -16,7 +16,7 @@ from quire.config import ClusterConfig, EngineConfig, PlanConfig, format_bytes, 
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.evaluation.auto import Means, Planner
+    from quire.evaluation.auto import Planner, Tools
     from quire.planning.slo import Slo
     from quire.simulation.load import Load
 
@@ -61,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli import plan_auto_shown as shown
 
     if not args.json:
-        simulated.print_load(planner.wish.load)
+        simulated.print_load(planner.goal.load)
     found = planner.run()
     if args.plot is not None:
         from quire.evaluation.auto_plot import save_frontier
 
-        title = f"{args.model}, {planner.wish.load.workload.name}, {format_bytes(planner.wish.memory)}"
-        save_frontier(args.plot, found, planner.space, planner.wish.quality, title, planner.unit)
+        title = f"{args.model}, {planner.goal.load.workload.name}, {format_bytes(planner.goal.memory)}"
+        save_frontier(args.plot, found, planner.space, planner.goal.quality, title, planner.unit)
     if args.output is not None:
         _write(args.output, shown.configuration(planner, found, args.model, args.output))
     if args.json:
@@ -85,8 +85,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
         raise ConfigError("quire plan auto needs --trace FILE: the requests to plan for")
     slo = simulated.slo_of(args)
     simulated.check_targets(slo, "quire plan auto")
-    if args.seed < 0:
-        raise ConfigError(f"--seed is {args.seed}; it must be at least 0")
+    simulated.check_seed(args.seed)
     plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
     options = options_from(args, shared.ENGINE_SECTIONS)
     config, cluster = EngineConfig.from_options(options, args.config), ClusterConfig.from_options({}, args.config)
@@ -101,7 +100,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
         shared.check_writable(args.plot)
     if args.output is not None:
         shared.check_writable(args.output)
-    from quire.evaluation.auto import Means, Wish
+    from quire.evaluation.auto import Goal, Tools
     from quire.evaluation.auto_local import LocalPlanner, free_bytes, machine_of
     from quire.evaluation.curves import WINDOWS, Text
     from quire.planning.auto import RUNGS
@@ -109,20 +108,20 @@ def planner_of(args: argparse.Namespace) -> Planner:
 
     text = None if args.text is None else Text.read(args.text)
     load = simulated.load_of(args.trace, RUNGS[-1].requests, fitted=True)
-    means = Means(kept_folder(), text, args.context, args.windows or WINDOWS, args.processes, progress=_teller())
+    tools = Tools(kept_folder(), text, args.context, args.windows or WINDOWS, args.processes, progress=_teller())
     common = load, slo
     if args.hardware is not None:
-        return _on_hardware(args, options, given, common, means, plan)
+        return _on_hardware(args, options, given, common, tools, plan)
     memory = free_bytes(config) if plan.memory is None else plan.memory
-    wish = Wish(*common, memory, plan.quality, args.plan_seconds, args.seed)
-    return LocalPlanner(args.model, options, args.config, Space.of(machine_of(args.model, config, given)), wish, means)
+    goal = Goal(*common, memory, plan.quality, args.plan_seconds, args.seed)
+    return LocalPlanner(args.model, options, args.config, Space.of(machine_of(args.model, config, given)), goal, tools)
 
 
 def _on_hardware(
-    args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any], common: tuple[Load, Slo], means: Means,
+    args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any], common: tuple[Load, Slo], tools: Tools,
     plan: PlanConfig,
 ) -> Planner:  # fmt: skip
-    from quire.evaluation.auto import Wish
+    from quire.evaluation.auto import Goal
     from quire.evaluation.auto_hardware import HardwarePlanner, machine_of
     from quire.evaluation.curves import Quality
     from quire.planning.analytic import MODELS
@@ -139,12 +138,12 @@ def _on_hardware(
     quality = None
     if has_files:
         quality = Quality(
-            args.model, options, args.config, space, means.text, context=means.context, num_windows=means.num_windows
+            args.model, options, args.config, space, tools.text, context=tools.context, num_windows=tools.num_windows
         )
-    elif means.text is not None:
+    elif tools.text is not None:
         raise ConfigError(f"{args.model} has no weights to measure quality with; leave --text out")
-    wish = Wish(*common, int(device.memory), plan.quality, args.plan_seconds, args.seed)
-    return HardwarePlanner(args.model, options, args.config, space, wish, means, device, quality)
+    goal = Goal(*common, int(device.memory), plan.quality, args.plan_seconds, args.seed)
+    return HardwarePlanner(args.model, options, args.config, space, goal, tools, device, quality)
 
 
 def given_of(

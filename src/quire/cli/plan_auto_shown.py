@@ -21,10 +21,10 @@ REASONS = 5
 
 def show(planner: Planner, found: Found) -> None:
     """Prints a plan."""
-    wish = planner.wish
+    goal = planner.goal
     print(
-        f"\nfrontier within {format_bytes(wish.memory)}: no settings serve more, lose less quality and need less memory"
-        f" at once. The quality budget is {wish.quality:.2%}"
+        f"\nfrontier within {format_bytes(goal.memory)}: no settings serve more, lose less quality and need less memory"
+        f" at once. The quality budget is {goal.quality:.2%}"
     )
     rows = {each.point.key: each for each in (*found.frontier, found.chosen)}
     if found.baseline is not None:
@@ -98,7 +98,7 @@ def remarks(point: Point) -> list[str]:
 
 def configuration(planner: Planner, found: Found, model: str, file: Path) -> str:
     """A file for `quire serve --config`: every setting of engine, cluster and targets, with predictions as comments."""
-    chosen, wish = found.chosen, planner.wish
+    chosen, goal = found.chosen, planner.goal
     point = chosen.point
     options = {**planner.engine_options(point.settings), "cache.memory": point.room.cache}
     origins = sources(options, planner.file, shared.ENGINE_SECTIONS) | sources({}, planner.file, ("serve", "cluster"))
@@ -108,8 +108,8 @@ def configuration(planner: Planner, found: Found, model: str, file: Path) -> str
     lines = [
         f"quire serve {model} --config {file}",
         "",
-        f"Made by quire plan auto for {wish.load.workload.name} within {format_bytes(wish.memory)} and a quality budget"
-        f" of {wish.quality:.2%}: {point.name(planner.space)}.",
+        f"Made by quire plan auto for {goal.load.workload.name} within {format_bytes(goal.memory)} and a quality budget"
+        f" of {goal.quality:.2%}: {point.name(planner.space)}.",
         f"Predicted: {_goodput(planner, chosen)}.",
         f"Quality lost: {_loss(point.loss)}, {point.loss.how}.",
         f"Memory: {_memory(planner, point)}.",
@@ -117,7 +117,7 @@ def configuration(planner: Planner, found: Found, model: str, file: Path) -> str
         *remarks(point),
     ]
     head = "".join(f"# {line}".rstrip() + "\n" for line in _wrapped(lines))
-    slo = SloConfig(ttft=_finite(wish.slo.ttft), tpot=_finite(wish.slo.tpot), attainment=wish.slo.attainment)
+    slo = SloConfig(ttft=_finite(goal.slo.ttft), tpot=_finite(goal.slo.tpot), attainment=goal.slo.attainment)
     groups = (
         EngineConfig.from_options(options, planner.file),
         ServeConfig.from_options({}, planner.file),
@@ -142,12 +142,12 @@ def facts(planner: Planner, found: Found) -> dict[str, Any]:
     """Everything, for JSON."""
     from quire.cli import simulated
 
-    wish, chosen = planner.wish, found.chosen
+    goal, chosen = planner.goal, found.chosen
     return {
-        "workload": simulated.facts_of(wish.load),
-        "memory": wish.memory,
-        "quality": wish.quality,
-        "slo": {"ttft": _finite(wish.slo.ttft), "tpot": _finite(wish.slo.tpot), "attainment": wish.slo.attainment},
+        "workload": simulated.facts_of(goal.load),
+        "memory": goal.memory,
+        "quality": goal.quality,
+        "slo": {"ttft": _finite(goal.slo.ttft), "tpot": _finite(goal.slo.tpot), "attainment": goal.slo.attainment},
         "chosen": _facts_of(planner, chosen),
         "default": None if found.baseline is None else _facts_of(planner, found.baseline),
         "frontier": [_facts_of(planner, each) for each in found.frontier],

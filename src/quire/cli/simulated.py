@@ -186,8 +186,10 @@ def times_of(outcome: Outcome) -> dict[str, dict[str, float | None]]:
 
 def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str, Any]:
     """All numbers of a simulation, for JSON."""
+    import numpy as np
+
     has_targets = min(slo.ttft, slo.tpot) < math.inf
-    used = outcome.used
+    used, num_tokens = outcome.used, int(outcome.num_out[np.isfinite(outcome.last)].sum())
     return {
         "rate": _finite(rate),
         "requests": len(outcome.arrived),
@@ -198,7 +200,7 @@ def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str,
         },
         **times_of(outcome),
         "seconds": outcome.seconds,
-        "tokens_per_second": int(outcome.num_out.sum()) / outcome.seconds if outcome.seconds else None,
+        "tokens_per_second": num_tokens / outcome.seconds if outcome.seconds else None,
         "utilisation": outcome.utilisation(),
         "hit_rate": outcome.hit_rate,
         "shares": {name: share for name, share in outcome.shares().items() if math.isfinite(share)},

@@ -23,8 +23,8 @@ import numpy as np
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.curves import WINDOWS, Quality, Text
-from quire.evaluation.trying import Maker, Parts, Trying
-from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial
+from quire.evaluation.trying import Maker, Parts, Trying, fresh_seeds
+from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
 from quire.planning.bounds import Asked, Bound
 from quire.planning.composed import profile_of
 from quire.planning.curves import BEYOND, NOTHING, Loss
@@ -52,7 +52,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class Goal:
     """What is planned for.
 
     load     requests; their number is each rung's own
@@ -70,7 +70,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Means:
+class Tools:
     """What a plan is made with.
 
     folder       of kept latency models
@@ -136,16 +136,16 @@ class Planner(ABC):
         options: Mapping[str, Any],
         file: Path | None,
         space: Space,
-        wish: Wish,
-        means: Means,
+        goal: Goal,
+        tools: Tools,
         quality: Quality | None,
     ) -> None:
         self.name, self.options, self.file = name, dict(options), file
-        self.space, self.wish, self.means, self.quality = space, wish, means, quality
+        self.space, self.goal, self.tools, self.quality = space, goal, tools, quality
         self.left: list[Left] = []
         self.end = math.inf
         self.cluster_of = cache(self._cluster_of)
-        self._asked = cache(lambda kept: Asked.of(self.wish.load.workload, kept))
+        self._asked = cache(lambda kept: Asked.of(self.goal.load.workload, kept))
         self._ceilings: dict[tuple[Settings, float], float] = {}
         self._workers: Workers | None = None
 
@@ -190,25 +190,25 @@ class Planner(ABC):
 
     def run(self) -> Found:
         """Measures, searches, and returns the result. Raises NoPlanError."""
-        wish, means = self.wish, self.means
+        goal, tools = self.goal, self.tools
         warnings = self._prepare()
-        begun = means.clock()
-        self.end = begun + wish.seconds
+        begun = tools.clock()
+        self.end = begun + goal.seconds
         settings = self._possible()
         lacking: dict[Settings, str] = {}
         if self.quality is not None:
-            end = begun + QUALITY_PART * wish.seconds
-            lacking = self.quality.measure_all(settings, wish.quality, end, means.progress)
+            end = begun + QUALITY_PART * goal.seconds
+            lacking = self.quality.measure_all(settings, goal.quality, end, tools.progress)
         wanted = self._fitting(self._known(settings, lacking))
-        slow = self.measure_latencies(wanted, begun + SPEED_PART * wish.seconds)
+        slow = self.measure_latencies(wanted, begun + SPEED_PART * goal.seconds)
         points = [point for each in wanted if (point := self._point(each, slow)) is not None]
         if not points:
             reasons = Counter(each.reason for each in self.left)
             raise NoPlanError(f"no settings can be tried: {'; '.join(reason for reason, _ in reasons.most_common(2))}")
         with self._pool():
             search = Search(
-                self.space, points, self.evaluate, wish.quality, self.smaller, self.refine, means.clock, self.end,
-                lambda rung, done, total: means.progress(f"points with {RUNGS[rung].requests} requests", done, total),
+                self.space, points, self.evaluate, goal.quality, self.made, self.refine, tools.clock, self.end,
+                lambda rung, done, total: tools.progress(f"points with {RUNGS[rung].requests} requests", done, total),
                 RUNGS, left=self.left, warnings=warnings,
             )  # fmt: skip
             found = search.run()
@@ -218,7 +218,7 @@ class Planner(ABC):
         """Leaves out requests that the model's context has no room for. Where no distribution has the gaps of the
         trace, its own requests are simulated. Returns what is to be said of that.
         """
-        told, load = [], self.wish.load
+        told, load = [], self.goal.load
         workload = load.workload
         part = within(workload, self.context)
         if part is not workload:
@@ -234,15 +234,20 @@ class Planner(ABC):
                 " trace itself are simulated, with its own gaps at other rates"
             )
             load = Parts(load.workload, load.count)
-        self.wish = replace(self.wish, load=load)
+            if not fresh_seeds(load, self.goal.seed):
+                told.append(
+                    f"the goodput is not confirmed with other requests: the trace has no second {load.count} without"
+                    " conversations"
+                )
+        self.goal = replace(self.goal, load=load)
         return told
 
     @contextlib.contextmanager
     def _pool(self) -> Iterator[None]:
-        if self.means.processes == 1:
+        if self.tools.processes == 1:
             yield
             return
-        with Workers(self.means.processes) as self._workers:
+        with Workers(self.tools.processes) as self._workers:
             yield
         self._workers = None
 
@@ -299,8 +304,8 @@ class Planner(ABC):
             if loss is None:
                 reasons = [lacking[part] for part in self.space.parts(settings).values() if part in lacking]
                 self.left.append(Left(settings, Why.UNKNOWN, reasons[0] if reasons else "its loss is not known"))
-            elif loss.value > BEYOND * self.wish.quality and settings != self.space.first:
-                reason = f"it loses {loss.value:.2%} ({loss.origin}), and the budget is {self.wish.quality:.2%}"
+            elif loss.value > BEYOND * self.goal.quality and settings != self.space.first:
+                reason = f"it loses {loss.value:.2%} ({loss.origin}), and the budget is {self.goal.quality:.2%}"
                 self.left.append(Left(settings, Why.LOSSY, reason))
             else:
                 found.append(settings)
@@ -320,7 +325,7 @@ class Planner(ABC):
         latency, origin, how = told
         ceiling = self._bound(settings, fit.config, latency, ANYTHING)
         self._ceilings[settings, share] = ceiling
-        bound = min(ceiling, self._bound(settings, fit.config, latency, self.wish.slo))
+        bound = min(ceiling, self._bound(settings, fit.config, latency, self.goal.slo))
         # Steps in which nothing happens are skipped where that is possible.
         is_slow = fit.config.retain.is_on or fit.config.tiers.is_on or self.cluster_of(settings).is_on
         return Point(
@@ -344,7 +349,7 @@ class Planner(ABC):
 
     def evaluate(self, trials: Sequence[Trial], rung: Rung, end: float) -> list[Goodput | None]:
         """See Search."""
-        load, slo = replace(self.wish.load, count=rung.requests), self.wish.slo
+        load, slo = replace(self.goal.load, count=rung.requests), self.goal.slo
         found: dict[int, Goodput | None] = {}
         jobs: dict[int, Trying] = {}
         for index, (point, guess, floor) in enumerate(trials):
@@ -352,7 +357,7 @@ class Planner(ABC):
                 found[index] = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False, target=slo.attainment)
             else:
                 limits = floor, self._ceilings[point.key]
-                jobs[index] = Trying(self.maker(point), load, slo, limits, guess, rung, self.wish.seed, end)
+                jobs[index] = Trying(self.maker(point), load, slo, limits, guess, rung, self.goal.seed, end)
         if self._workers is None:
             found |= {index: job.outcome() for index, job in jobs.items()}
         else:
@@ -361,23 +366,24 @@ class Planner(ABC):
             found |= dict(zip(jobs, cast("list[Goodput | None]", results), strict=True))
         return [found[index] for index in range(len(trials))]
 
-    def smaller(self, point: Point, share: float) -> Point | None:
+    def made(self, settings: Settings, share: float) -> Point | None:
         """See Search."""
         try:
-            return self._made(point.settings, share)
+            return self._made(settings, share)
         except ConfigError:
             return None
 
     def refine(self, points: Sequence[Point]) -> list[Point | None]:
-        """See Search: measures quality and steps of points for which they are modelled, as far as there is time."""
-        now = self.means.clock()
+        """See Search: measures quality and steps of points for which they are modelled or little known, as far as there
+        is time.
+        """
+        now = self.tools.clock()
         end = now + REFINE_PART * max(0.0, self.end - now)
         found: list[Point | None] = []
         for point in points:
-            may_be_chosen = point.loss.least <= self.wish.quality
-            if self.quality is not None and point.loss.origin is not Origin.MEASURED and may_be_chosen:
-                self.quality.measure(point.settings, self.means.num_windows, end, self.means.progress)
+            if self.quality is not None and is_open(point.loss, self.goal.quality):
+                self.quality.measure(point.settings, self.tools.num_windows, end, self.tools.progress)
             if point.speed[0] is not Origin.FITTED:
                 self.measure_latency(point.settings, end)
-            found.append(self.smaller(point, point.share))
+            found.append(self.made(point.settings, point.share))
         return found

@@ -14,7 +14,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.config import ClusterConfig, EngineConfig, format_bytes
 from quire.engine.build import LEAST_CHUNKS, TOKEN_BUDGET
 from quire.errors import ConfigError
-from quire.evaluation.auto import Fit, Means, Planner, Wish
+from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
 from quire.evaluation.speeds import num_instances
 from quire.planning.analytic import AnalyticModel
@@ -33,7 +33,7 @@ HOW = "from the data sheet of the GPU"
 
 @dataclass(frozen=True)
 class Sheet:
-    """Instances on GPUs, for another process to make a setup of. cache: bytes of each instance."""
+    """Instances on GPUs, from which another process makes a setup."""
 
     target: Target
     divisions: tuple[Division, ...]
@@ -46,7 +46,7 @@ class Sheet:
 
 def machine_of(given: Mapping[str, Any]) -> Machine:
     """A machine with GPUs. given: settings that the user has decided, by key."""
-    return Machine(0, GPUS, is_packed=False, disk="", given=dict(given))
+    return Machine(0, GPUS, is_packed=False, memory=int(given.get("tiers.memory") or 0), given=dict(given))
 
 
 class HardwarePlanner(Planner):
@@ -55,10 +55,10 @@ class HardwarePlanner(Planner):
     unit = "GPU"
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, wish: Wish, means: Means,
+        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, goal: Goal, tools: Tools,
         device: Device, quality: Quality | None,
     ) -> None:  # fmt: skip
-        super().__init__(name, options, file, space, wish, means, quality)
+        super().__init__(name, options, file, space, goal, tools, quality)
         self.device = device
         self._targets: dict[str, Target] = {}
         self.latency_of = cache(self._latency_of)

@@ -13,23 +13,18 @@ from quire.cache.ledger import MAX_ARENA_BYTES
 from quire.config import EngineConfig, format_bytes
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.errors import ConfigError
-from quire.evaluation.auto import Fit, Means, Planner, Wish
+from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
-from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, is_poor, num_instances
-from quire.evaluation.trying import Recipe
+from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, num_instances
+from quire.evaluation.trying import LocalInstances
 from quire.models.quants import BLOCK_KINDS
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
+from quire.planning.kept_latencies import is_poor
 from quire.planning.latency import Latency, LatencyModel, Origin
 from quire.planning.points import Point, Room
 from quire.planning.space import Machine, Settings, Space
-from quire.simulation.setup import LocalModel
-
-PROCESS_BYTES = 256 << 20
-"""Memory of a process beside weights and cache: interpreter, libraries, tokenizer, and what a step computes with.
-Measured with SmolLM2 on two cores: 250 MiB of an engine in the server's process, 210 MiB and 63 MiB of shared memory of
-an instance, 206 MiB of a router.
-"""
+from quire.simulation.setup import PROCESS_BYTES, LocalModel
 
 DEVICE_BYTES = 1 << 30
 """The same on a GPU: its context, and what a step computes with. Not measured."""
@@ -46,7 +41,7 @@ def machine_of(name: str, config: EngineConfig, given: Mapping[str, Any]) -> Mac
     with open_model(resolve_model(name)) as checkpoint:
         is_packed = any(checkpoint.kind(each) in BLOCK_KINDS for each in checkpoint.shape.tensor_shapes)
     cores = usable_cores() if device_type_of(config.runtime.device) == "cpu" else 1
-    return Machine(cores, 0, is_packed, config.tiers.disk or "", dict(given))
+    return Machine(cores, 0, is_packed, config.tiers.disk or "", config.tiers.memory or 0, dict(given))
 
 
 def free_bytes(config: EngineConfig) -> int:
@@ -62,10 +57,10 @@ class LocalPlanner(Planner):
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, wish: Wish, means: Means
+        self, name: str, options: Mapping[str, Any], file: Path | None, space: Space, goal: Goal, tools: Tools
     ) -> None:
-        quality = Quality(name, options, file, space, means.text, context=means.context, num_windows=means.num_windows)
-        super().__init__(name, options, file, space, wish, means, quality)
+        quality = Quality(name, options, file, space, tools.text, context=tools.context, num_windows=tools.num_windows)
+        super().__init__(name, options, file, space, goal, tools, quality)
         # Weights take the same with any cache.
         self._model = LocalModel(name, {**self.options, "cache.memory": MAX_ARENA_BYTES}, file, _no_latency)
         self.process_bytes = DEVICE_BYTES if self._model.config.runtime.device == "cuda" else PROCESS_BYTES
@@ -73,7 +68,7 @@ class LocalPlanner(Planner):
         self._fits: dict[tuple[Settings, float], Fit] = {}
         self._disk = cache(disk_link)
         measured = min(self.fit(space.only(space.first, ())).room.cache, MOST_MEASURED)
-        self.speeds = Speeds(name, options, file, space, means.folder, measured)
+        self.speeds = Speeds(name, options, file, space, tools.folder, measured)
 
     @property
     def context(self) -> int:
@@ -91,11 +86,11 @@ class LocalPlanner(Planner):
         count, processes = self._counts(settings)
         weights = self._weights(EngineConfig.from_options(options, self.file).model.weights)
         others = count * weights + processes * self.process_bytes
-        cache_bytes = int((self.wish.memory - others) * share / count) // GRAIN * GRAIN
+        cache_bytes = int((self.goal.memory - others) * share / count) // GRAIN * GRAIN
         if cache_bytes <= 0:
             raise ConfigError(
                 f"weights and {processes} process{'es' * (processes > 1)} need {format_bytes(others)}, and plan.memory"
-                f" is {format_bytes(self.wish.memory)}"
+                f" is {format_bytes(self.goal.memory)}"
             )
         config, sizes, _ = self._model.resolved({**options, "cache.memory": cache_bytes})
         return Fit(Room(cache_bytes, others + count * sizes.cache_bytes, count * sizes.tokens), config)
@@ -112,13 +107,13 @@ class LocalPlanner(Planner):
 
     def measure_latencies(self, settings: Sequence[Settings], end: float) -> dict[Settings, str]:
         """See Planner."""
-        return self.speeds.measure_all(settings, end, self.means.progress)
+        return self.speeds.measure_all(settings, end, self.tools.progress)
 
     def measure_latency(self, settings: Settings, end: float) -> None:
         """See Planner."""
-        seconds = min(SECONDS, end - self.means.clock())
+        seconds = min(SECONDS, end - self.tools.clock())
         if seconds >= LEAST_SECONDS:
-            self.speeds.measure(settings, seconds, self.means.progress)
+            self.speeds.measure(settings, seconds, self.tools.progress)
 
     def doubts(self, point: Point) -> list[str]:
         """See Planner."""
@@ -127,13 +122,14 @@ class LocalPlanner(Planner):
             return []
         return [f"the seconds of its steps are little known ({found.how}); raise plan.seconds"]
 
-    def maker(self, point: Point) -> Recipe:
+    def maker(self, point: Point) -> LocalInstances:
         """See Planner."""
         found = self.speeds.of(point.settings)
         assert found is not None, f"{point.settings} without a latency"
         options = {**self.engine_options(point.settings), "cache.memory": point.room.cache}
         link = self._disk(EngineConfig.from_options(options, self.file).tiers)
-        return Recipe(self.name, options, self.file, self.cluster_of(point.settings), found.model, link)
+        cluster = self.cluster_of(point.settings)
+        return LocalInstances(self.name, options, self.file, cluster, found.model, link)
 
     def memory_text(self, point: Point) -> str:
         """See Planner."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quire.cache.codecs import DENSE
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import format_bytes
 from quire.errors import ConfigError
+from quire.planning.slo import Slo
 
 
 class System(NamedTuple):
@@ -88,7 +90,8 @@ class Load:
     """The requests of all configurations: `clients` at once, each of which asks again as soon as it has its answer.
 
     prompt    tokens of a prompt
-    shared    of them, first tokens that it has in common with every prompt that begins with the same prefix
+    shared    of them, first tokens that it has in common with every prompt that begins with the same prefix; not of a
+              trace
     prefixes  number of different prefixes, which take turns
     output    tokens of an answer
     clients   numbers of clients, one after the other
@@ -110,7 +113,7 @@ class Load:
                 "quire bench compose needs prompts, prefixes and clients of at least 1, and --output-tokens of at least"
                 " 2"
             )
-        if not 0 <= self.shared < self.prompt:
+        if self.trace is None and not 0 <= self.shared < self.prompt:
             raise ConfigError(f"--shared-tokens is {self.shared}; it must be below --input-tokens, {self.prompt}")
         if not self.seconds > 0:
             raise ConfigError(f"--seconds is {self.seconds:g}; it must be above 0")
@@ -145,7 +148,8 @@ class Recipe:
             parts[owners.get(key, section)][key] = value
         if parts["base"].setdefault("runtime.device", "cpu") != "cpu":
             raise ConfigError("runtime.device must be cpu: quire bench compose counts the memory of processes")
-        parts["codec"].setdefault("cache.codec", DEFAULT_CODEC)
+        if parts["codec"].setdefault("cache.codec", DEFAULT_CODEC) == DENSE:
+            raise ConfigError(f"cache.codec is {DENSE}, which the others are compared with; give another codec")
         if not {"retain.budget", "retain.threshold"} & parts["retention"].keys():
             parts["retention"]["retain.budget"] = DEFAULT_BUDGET
         parts["offload"].setdefault("offload.mode", "auto")
@@ -228,14 +232,6 @@ def probe_cache(load: Load, chunk_bytes: int) -> int:
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Most seconds to the first token, and most seconds for each token after it. A request meets both or misses."""
-
-    ttft: float
-    tpot: float
 
 
 @dataclass(frozen=True)
@@ -374,14 +370,3 @@ class Targets:
         if row.get("pss", 0) > memory:
             found.append(f"all five took {format_bytes(row['pss'])} of {format_bytes(memory)}")
         return found
-
-
-@dataclass
-class Report:
-    """All that was found, as `scripts/composition.py` reads it.
-
-    about  model, memory, load, latency targets, machine, version and date
-    """
-
-    about: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)

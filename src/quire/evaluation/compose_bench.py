@@ -7,11 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.cache.codecs import DENSE
+from quire.config import EngineConfig
 from quire.engine.machine import processor_name, usable_cores
 from quire.errors import ConfigError, QuireError
 from quire.evaluation.compose import (
@@ -21,7 +22,6 @@ from quire.evaluation.compose import (
     Load,
     Recipe,
     Row,
-    Slo,
     Systems,
     cache_of,
     num_engines,
@@ -33,6 +33,10 @@ from quire.evaluation.compose_room import held, resolved
 from quire.evaluation.compose_run import Order, Reply, start
 from quire.evaluation.engines import REFERENCE, load_engines
 from quire.evaluation.perplexity import CONTINUATION, Perplexity, cut_windows, measure
+from quire.models.resolve import resolve_model
+from quire.models.tokenizer import load_tokenizer
+from quire.models.weights import open_model
+from quire.planning.slo import Slo
 from quire.version import __version__
 
 SLO_FACTOR = 10.0
@@ -40,6 +44,9 @@ SLO_FACTOR = 10.0
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
+
+OnRows = Callable[[Sequence[Row], Slo], None]
+"""Called with the rows so far, whenever there is a new one, and the latency targets."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +73,18 @@ class Comparison:
     tpot: float | None = None
     run: Callable[[Order], Reply] = start
 
-    def measured(self, progress: Progress = lambda done, total: None) -> tuple[list[Row], Slo]:
-        """A row for each configuration, and the latency targets. Raises ConfigError if the base cannot run."""
+    def measured(
+        self, progress: Progress = lambda done, total: None, on_rows: OnRows = lambda rows, slo: None
+    ) -> tuple[list[Row], Slo]:
+        """A row for each configuration, and the latency targets. Raises ConfigError if the base cannot run, or if the
+        text is shorter than a window.
+        """
         assert not self.configurations[0], "the base is not the first one"
         kinds = list(dict.fromkeys(Kind.of(each) for each in self.configurations))
         done, total = itertools.count(1), len(kinds) + len(self.configurations) + (self.text is not None)
         progress(0, total)
         sizes = resolved(self.model, self.recipe.options((), self.load, self.memory, 0), self.config_file)[1]
-        weights = sizes.weight_bytes
+        weights, windows = sizes.weight_bytes, self._cut()
         beside: dict[Kind, int | str] = {}
         for kind in kinds:
             beside[kind] = self._beside(kind, weights, probe_cache(self.load, sizes.chunk_bytes))
@@ -86,18 +97,24 @@ class Comparison:
                     raise ConfigError(row.refused)
                 slo = self._slo(reply)
             rows.append(row)
-            progress(next(done), total)
-        if self.text is not None:
-            self._add_quality(rows, self.text)
+            assert slo is not None
+            on_rows(rows, slo)
             progress(next(done), total)
         assert slo is not None
+        if windows:
+            self._add_quality(rows, windows)
+            on_rows(rows, slo)
+            progress(next(done), total)
         return rows, slo
 
     def _beside(self, kind: Kind, weights: int, cache: int) -> int | str:
-        """Bytes that processes and weights take, or why they cannot be. cache: of an engine, which the probe fills."""
+        """Bytes that processes and weights take, or why they cannot be. cache: of an engine, which the probe fills with
+        the longest requests, whatever those of the load are: memory that nothing was written to is not in use.
+        """
         options = self.recipe.options(kind.systems, self.load, cache, weights)
         options.pop("offload.cache", None)  # what that takes is within the cache's memory
-        reply = self._reply(kind.systems, options, is_probe=True)
+        load = replace(self.load, trace=None, shared=0)
+        reply = self._reply(kind.systems, options, load, is_probe=True)
         return reply.refused or reply.pss - cache * num_engines(kind.systems)
 
     def _row(self, systems: Systems, weights: int, beside: int | str) -> tuple[Row, Reply]:
@@ -111,22 +128,22 @@ class Comparison:
             options = self.recipe.options(systems, self.load, row.cache, weights)
             sizes = resolved(self.model, options, self.config_file)[1]
             vocab_size = self._vocab_size()
-            found = held(self.model, options, asked(self.load, vocab_size), self.config_file)
+            found = held(self.model, options, asked(self.load, vocab_size), self.config_file, roles_of(systems))
         except ConfigError as error:
             row.refused = str(error)
             return row, reply
         engines = num_engines(systems)
         row.cache, row.weights = row.cache * engines, sizes.weight_bytes * engines
-        row.sequences = found.sequences * engines
+        row.sequences = found.sequences
         row.sequence_bytes = found.num_bytes / max(1, found.sequences)
-        reply = self._reply(systems, options, is_base=not systems)
+        reply = self._reply(systems, options, self.load, is_base=not systems)
         row.refused, row.pss, row.stages = reply.refused, reply.pss, tuple(reply.stages)
         return row, reply
 
-    def _reply(self, systems: Systems, options: dict[str, Any], **what: bool) -> Reply:
+    def _reply(self, systems: Systems, options: dict[str, Any], load: Load, **what: bool) -> Reply:
         file = None if self.config_file is None else str(self.config_file)
         try:
-            return self.run(Order(self.model, options, roles_of(systems), self.load, file, **what))
+            return self.run(Order(self.model, options, roles_of(systems), load, file, **what))
         except QuireError as error:
             return Reply(refused=f"failed: {error}")
 
@@ -138,14 +155,19 @@ class Comparison:
         )
 
     def _vocab_size(self) -> int:
-        from quire.models.resolve import resolve_model
-        from quire.models.weights import open_model
-
         with open_model(resolve_model(self.model)) as checkpoint:
             return checkpoint.shape.vocab_size
 
-    def _add_quality(self, rows: Sequence[Row], text: str) -> None:
-        found = quality(self.model, text, self.recipe, self.load.prompt, self.windows, self.config_file)
+    def _cut(self) -> list[list[int]]:
+        """The windows of the text; none without a text."""
+        if self.text is None:
+            return []
+        config = EngineConfig.from_options(self.recipe.base, self.config_file).model
+        tokenizer = load_tokenizer(resolve_model(self.model), config.tokenizer, config.chat_template)
+        return cut_windows(tokenizer.encode(self.text), self.load.prompt)[: self.windows]
+
+    def _add_quality(self, rows: Sequence[Row], windows: Sequence[Sequence[int]]) -> None:
+        found = quality(self.model, windows, self.recipe, self.config_file)
         for row in rows:
             of = found[CODEC in row.systems, RETENTION in row.systems]
             row.ratio, row.ratio_error = (1.0, 0.0) if of.ratio is None else (of.ratio, of.ratio_error)
@@ -156,7 +178,7 @@ class Comparison:
             "model": self.model,
             "memory": self.memory,
             "load": asdict(self.load),
-            "slo": asdict(slo),
+            "slo": {"ttft": slo.ttft, "tpot": slo.tpot},
             "codec": dict(self.recipe.codec),
             "retention": dict(self.recipe.retention),
             "offload": dict(self.recipe.offload),
@@ -169,18 +191,17 @@ class Comparison:
 
 
 def quality(
-    model: str, text: str, recipe: Recipe, context: int, num_windows: int, file: Path | None = None
+    model: str, windows: Sequence[Sequence[int]], recipe: Recipe, file: Path | None = None
 ) -> Mapping[tuple[bool, bool], Perplexity]:
     """Perplexities with and without the codec, and with and without retention, of the same continuations. The other
     systems change no token.
 
-    context  tokens of a window
-    Raises ConfigError if the text is shorter.
+    windows  token ids, all of the same number
     """
+    context = len(windows[0])
     codec, base = recipe.codec["cache.codec"], {**recipe.base, **recipe.codec}
-    engines, tokenizer = load_engines(model, [codec], context, base, file, compares=True)
+    engines = load_engines(model, [codec], context, base, file, compares=True)[0]
     engines |= load_engines(model, [DENSE, codec], context, {**base, **recipe.retention}, file)[0]
-    windows = cut_windows(tokenizer.encode(text), context)[:num_windows]
     found = measure(engines, windows, REFERENCE, continuation=min(CONTINUATION, max(1, context // 8)))
     keys = [(False, False), (True, False), (False, True), (True, True)]
     assert len(found) == len(keys) and not math.isnan(found[0].nll)

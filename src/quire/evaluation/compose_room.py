@@ -1,22 +1,29 @@
-"""How many sequences a cache holds: the most that an engine has at once while more of them wait.
+"""How many sequences caches hold: the most that an engine, or all instances, have at once while more of them wait.
 
-Scheduler, prefix tree, retention and ledger are those of the engine, with every page that it would take, and only the
-model is not computed: `quire.simulation` has the engine, and tests/unit/test_simulated_decisions.py holds it to the
-real one. So a cache of any size is full in seconds. A step computes all prompts that have room, because otherwise
-answers would end before the cache is full.
+Scheduler, prefix tree, retention, ledger and router are those of the engine and of the cluster, with every page that
+they would take, and only the model is not computed: `quire.simulation` has them, and
+tests/unit/test_simulated_decisions.py holds it to the real ones. So a cache of any size is full in seconds. A step
+computes all prompts that have room, and caches travel in no time, because otherwise answers would end before the caches
+are full.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quire.config import EngineConfig
 from quire.engine.build import resolve
+from quire.engine.capacity import Capacity
 from quire.engine.engine import Engine
+from quire.engine.offloading import cache_bytes
 from quire.engine.params import SamplingParams
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError
@@ -24,8 +31,10 @@ from quire.evaluation.compose_load import Asked
 from quire.load import calibration_for
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.latency import Origin, StepWork
+from quire.offload.room import Room
+from quire.planning.latency import Link, Origin, StepWork
 from quire.simulation.arrivals import Arrivals
+from quire.simulation.cluster import Answered, Place, SimulatedCluster
 from quire.simulation.engine import Plan, check_simulated, make_engine
 from quire.simulation.events import Events, StepClock
 
@@ -38,13 +47,16 @@ MOST_ROWS = 1 << 20
 AHEAD = 64
 """Sequences that wait at least."""
 
+STEP_SECONDS = 1e-3
+"""Of every step. No result depends on it."""
+
 
 @dataclass(frozen=True)
 class Held:
-    """What was in a cache at the most.
+    """Sequences in caches, when there were most.
 
     sequences  that had their first token and not yet their last one
-    num_bytes  of their chunks, shared ones once
+    num_bytes  of their chunks, shared ones once in each cache
     """
 
     sequences: int
@@ -58,15 +70,15 @@ class Instant:
 
     def seconds(self, work: StepWork) -> float:
         """See Latency."""
-        return 1e-3
+        return STEP_SECONDS
 
     def occupancy(self, work: StepWork) -> float:
         """See Latency."""
-        return 1e-3
+        return STEP_SECONDS
 
     def quiet(self, work: StepWork, count: int) -> float:
         """See Latency."""
-        return 1e-3 * count
+        return STEP_SECONDS * count
 
     def covers(self, work: StepWork) -> bool:
         """Whatever it is."""
@@ -87,15 +99,21 @@ def _plan(model: str, options: Mapping[str, Any], file: Path | None) -> Plan:
         return Plan(shape, *resolve(config, shape, checkpoint, calibration), Instant(), calibration)
 
 
-def held(model: str, options: Mapping[str, Any], asked: Iterator[Asked], file: Path | None = None) -> Held:
-    """The most sequences that the cache of an engine holds at once.
+def held(
+    model: str, options: Mapping[str, Any], asked: Iterator[Asked], file: Path | None = None,
+    roles: Mapping[str, int] | None = None,
+) -> Held:  # fmt: skip
+    """The most sequences that caches hold at once.
 
-    options  of the engine; its limits on running sequences and rows do not count, as long as there is room for more
+    options  of each engine; its limits on running sequences and rows do not count, as long as there is room for more
     asked    see `fill`
+    roles    numbers of instances by role; empty: one engine
     Raises ConfigError if no engine can be.
     """
     plan = _most_running(model, dict(options), file)
     check_simulated(plan.config)
+    if roles:
+        return fill_instances(plan, roles, asked)
     events = Events()
     return fill(make_engine(plan, StepClock(events), Arrivals(events)), asked)
 
@@ -123,13 +141,61 @@ def fill(engine: Engine, asked: Iterator[Asked]) -> Held:
     return found
 
 
+def fill_instances(plan: Plan, roles: Mapping[str, int], asked: Iterator[Asked]) -> Held:
+    """The most sequences that instances with equal engines hold at once while more of them wait: those that decode, and
+    those that wait, computed, for an instance that decodes.
+
+    roles  numbers of instances by role
+    asked  see `fill`
+    Raises ConfigError for a sequence that the instances refuse.
+    """
+    events, config = Events(), plan.config
+    capacity = Capacity(MOST_ROWS, MOST_RUNNING, STEP_SECONDS / MOST_ROWS, STEP_SECONDS)
+    places = [
+        Place(f"{role}-{number}", role, partial(make_engine, plan), capacity)
+        for role, count in roles.items()
+        for number in range(count)
+    ]
+    shares = config.cache.share
+    cluster = SimulatedCluster(
+        events, places, hop=0.0, bulk=Link(0.0, 1e18), shares=shares, fetches=shares and not config.retain.is_on
+    )
+    engines = [each.engine for each in cluster.instances]
+    waiting, begun = list[Answered](), list[Answered]()
+    found, last, longest = Held(0, 0), 0.0, 1
+
+    def look() -> None:
+        nonlocal waiting, begun, found, last, longest
+        begun = [each for each in (*begun, *waiting) if each.first < math.inf and each.last == math.inf]
+        waiting = [each for each in waiting if each.first == math.inf]
+        while len(waiting) < AHEAD:
+            one = next(asked)
+            longest = max(longest, one.num_out)
+            waiting.append(cluster.begin(one.prompt, one.num_out, refused))
+        inside = sum(len(each.scheduler.running) + len(each.exports) for each in engines)
+        count = min(len(begun), inside)  # preempted ones are outside, and those that travel are in two caches
+        if count > found.sequences:
+            found, last = Held(count, sum(each.stats()["cache"]["bytes_used"] for each in engines)), events.now
+        events.after(STEP_SECONDS, look)
+
+    def refused(answered: Answered) -> None:
+        if answered.error:
+            raise ConfigError(answered.error)
+
+    look()
+    events.run(lambda: events.now - last > longest * STEP_SECONDS)
+    return found
+
+
 def _most_running(model: str, options: dict[str, Any], file: Path | None) -> Plan:
     """The engine with the most sequences at once that it can be made for. A cache on the disk has frames for each of
     them in memory.
     """
 
     def plan(count: int) -> Plan:
-        return _plan(model, options | {"scheduler.max_running": count, "scheduler.token_budget": MOST_ROWS}, file)
+        found = _plan(model, options | {"scheduler.max_running": count, "scheduler.token_budget": MOST_ROWS}, file)
+        _check_frames(found)
+        return found
 
     if "offload.cache" not in options:
         return plan(MOST_RUNNING)
@@ -142,3 +208,14 @@ def _most_running(model: str, options: dict[str, Any], file: Path | None) -> Pla
         except ConfigError:
             high = middle
     return found
+
+
+def _check_frames(plan: Plan) -> None:
+    """Raises ConfigError if cache.memory has no room for what a cache on the disk needs in memory."""
+    config, layers_heads = plan.config, (plan.shape.num_layers, plan.shape.num_kv_heads)
+    open_, sealed = (np.broadcast_to(plan.formats.codecs[index].page_bytes, layers_heads) for index in (0, -1))
+    is_same = len(plan.formats.codecs) == 1
+    found = cache_bytes(config, plan.sizes.max_context, sealed, None if is_same else open_)
+    assert isinstance(config.cache.memory, int), "a configuration with automatic values"
+    if found is not None:
+        Room.of(config.cache.memory, found[1])

@@ -23,7 +23,7 @@ from quire.errors import ConfigError
 from quire.evaluation.engines import load_engines
 from quire.evaluation.latency_bench import retention_text
 from quire.evaluation.memory_use import free_memory
-from quire.evaluation.perplexity import CONTINUATION, cut_windows, measure
+from quire.evaluation.perplexity import CONTINUATION, Perplexity, cut_windows, measure
 from quire.folders import user_cache
 from quire.load import find_calibration
 from quire.models.fingerprint import fingerprint
@@ -228,6 +228,31 @@ class Quality:
         config = self.config_of(settings)
         calibration = self.calibration_of(config)
         return quality_key(config, self._shape, calibration)
+
+
+def keep_results(name: str, text: Text, results: Sequence[Perplexity], configs: Mapping[str, EngineConfig]) -> None:
+    """Keeps what `perplexity` found for later plans, unless more windows are kept already that were read in the same
+    way.
+
+    name     of the model
+    text     that was read
+    configs  of the results' engines: see `configs_of`
+    """
+    path = resolve_model(name)
+    with open_model(path) as checkpoint:
+        shape = checkpoint.shape
+    curves = Curves(curve_folder(), fingerprint(path))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    for each in results:
+        config = configs[each.codec]
+        key = quality_key(config, shape, find_calibration(path, config))
+        curve = Curve(
+            curves.model, dict(key), text.digest, text.name, each.context, each.continuation, each.window_nll,
+            __version__, now,
+        )  # fmt: skip
+        known = curves.find(key, curve.scoring)
+        if known is None or len(known.losses) < len(curve.losses):
+            curves.keep(curve)
 
 
 def quality_key(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> About:

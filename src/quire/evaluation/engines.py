@@ -48,11 +48,7 @@ def load_engines(
     Raises ModelError or ConfigError before weights are loaded, if the model or a cache cannot hold `context` tokens or
     the arenas do not fit the machine.
     """
-    configs = _configs(codecs, dict(options or {}), config_file)
-    if compares and REFERENCE not in configs:
-        plain = dataclasses.replace(_dense(next(iter(configs.values()))), retain=RetainConfig())
-        plain = dataclasses.replace(plain, cache=dataclasses.replace(plain.cache, sparse_values=1.0))
-        configs = {REFERENCE: plain, **configs}
+    configs = configs_of(codecs, options, config_file, compares=compares)
     path = resolve_model(model)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
@@ -95,11 +91,29 @@ def load_engines(
     return engines, loaded.tokenizer
 
 
+def configs_of(
+    codecs: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    config_file: Path | None = None,
+    *,
+    compares: bool = False,
+) -> dict[str, EngineConfig]:
+    """The configurations of the engines of `load_engines`, by name and in order, with automatic values. Raises
+    ConfigError.
+    """
+    configs = _configs(codecs, dict(options or {}), config_file)
+    if compares and REFERENCE not in configs:
+        plain = dataclasses.replace(_dense(next(iter(configs.values()))), retain=RetainConfig())
+        plain = dataclasses.replace(plain, cache=dataclasses.replace(plain.cache, sparse_values=1.0))
+        configs = {REFERENCE: plain, **configs}
+    return configs
+
+
 def decodes_apart(codecs: Sequence[str], options: Mapping[str, Any] | None, config_file: Path | None) -> bool:
     """Whether the tokens of an answer see something else than those of a prompt, in the engines of `load_engines`.
     Raises ConfigError.
     """
-    config = next(iter(_configs(codecs, dict(options or {}), config_file).values()))
+    config = next(iter(configs_of(codecs, options, config_file).values()))
     return config.retain.is_on or config.cache.sparse_values < 1
 
 

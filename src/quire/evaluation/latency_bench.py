@@ -306,6 +306,7 @@ def settings_of(fingerprint: str, config: EngineConfig) -> About:
         "dtype": config.model.dtype,
         "weights": config.model.weights,
         "codec": config.cache.codec,
+        "outlier_slots": config.cache.outlier_slots if config.cache.is_calibrated else None,
         "sparse_values": config.cache.sparse_values,
         "retain": retention_text(config.retain),
         "offload": config.offload.mode,

@@ -88,8 +88,8 @@ class Limits:
             scheduler.manager.tree.shares,
         )
 
-    def take(self, point: Point) -> bool:
-        """Whether a point is possible."""
+    def allows(self, point: Point) -> bool:
+        """Whether an engine with these limits can run the requests of a point."""
         longest = max((point.own, *(length for _, length in point.joining))) + point.shared
         return (
             point.cached_tokens <= self.tokens
@@ -124,7 +124,7 @@ def points_of(limits: Limits, kinds: Sequence[str] = POINTS, detail: int = DETAI
         found.append(Point("decode", count, LEAST_PROMPT // 2, shared=depth))
         found += [Point("decode", count, long)] * (long > PAGE_TOKENS)
     found.append(Point("decode", 1, min(budget * 2**detail, most)))
-    chosen = [each for each in dict.fromkeys(found) if each.kind in kinds and limits.take(each)]
+    chosen = [each for each in dict.fromkeys(found) if each.kind in kinds and limits.allows(each)]
     return sorted(chosen, key=lambda point: point.computed_tokens)
 
 

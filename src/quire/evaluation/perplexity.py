@@ -52,6 +52,7 @@ class Perplexity:
     ratio             perplexity divided by the reference's
     ratio_error       standard error of the ratio, from the differences of both within each window
     continuation      scored tokens at the end of each window, one step each after a prompt; None: all, as a prompt
+    window_nll        `nll` of each window, from the text's beginning on
     """
 
     codec: str
@@ -68,6 +69,7 @@ class Perplexity:
     ratio: float | None = None
     ratio_error: float | None = None
     continuation: int | None = None
+    window_nll: tuple[float, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -261,7 +263,7 @@ class _Tally:
         values = (codec, context, len(nll), len(nll) * rows, float(nll.mean()), _standard_error(nll))
         sizes = (sum(self.bytes) / (len(nll) * (context - 1)), bits)
         if reference is None:
-            return Perplexity(*values, *sizes, continuation=continuation)
+            return Perplexity(*values, *sizes, continuation=continuation, window_nll=tuple(self.nll))
         kl = self.kl
         # Both read the same tokens, so their losses are correlated within a window.
         difference = nll - reference
@@ -275,6 +277,7 @@ class _Tally:
             ratio=ratio,
             ratio_error=None if error is None else ratio * error,
             continuation=continuation,
+            window_nll=tuple(self.nll),
         )
 
 

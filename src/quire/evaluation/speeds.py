@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,29 +22,17 @@ from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.composed import composed
+from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank
 from quire.planning.latency import About, LatencyModel, Link, Origin, mismatch
 from quire.planning.latency_fit import Record, fit
-from quire.planning.space import NOT_OF_ENGINES, SLOTS, Effect, Settings, Space, Value
+from quire.planning.space import NOT_OF_ENGINES, Effect, Settings, Space, Value
 from quire.stores.direct import allows_direct, measured_speed
 
 SECONDS, LEAST_SECONDS = 60.0, 5.0
 """Most seconds in which the steps of one setting are measured, and the fewest that tell something."""
 
-FEW_STEPS, POOR = 100, 0.25
-"""Measured steps below which seconds are little known, and the error of nine in ten of them above which. Such models
-are measured again if there is time.
-"""
-
 DISK_BYTES = 16 << 20
 """Written and read to measure a disk."""
-
-SLOTS_KEY = "outlier_slots"
-"""In `about` of models of calibrated codecs. One without it has the default."""
-
-NAMED = (
-    "fingerprint", "dtype", "weights", "codec", SLOTS_KEY, "retain", "threads", "processor", "level", "backend",
-)  # fmt: skip
-"""Entries of `about` that name the file of a model."""
 
 Progress = Callable[[str, int, int], None]
 """Is told what is measured, seconds that have passed, and all of them."""
@@ -76,23 +62,14 @@ class Speeds:
         self._options, self._file, self._folder, self._memory = dict(options), file, folder, memory
         self._path = resolve_model(name)
         self._model_id = fingerprint(self._path)
-        self.models = _kept(folder)
+        self.models = [model for _, model in kept_models(folder)]
         self.wanted = functools.cache(self._wanted)
         self._composed: dict[Settings, Speed] = {}
 
     def exact(self, settings: Settings) -> LatencyModel | None:
         """The model that was measured with what of these settings decides the seconds of steps."""
         wanted = self.wanted(self.space.timed(settings))
-        slots = wanted.get(SLOTS_KEY)
-        others = {name: value for name, value in wanted.items() if name != SLOTS_KEY}
-        return next(
-            (
-                each
-                for each in self.models
-                if mismatch(each.about, others) is None and slots in (None, each.about.get(SLOTS_KEY, SLOTS[0]))
-            ),
-            None,
-        )
+        return min((each for each in self.models if mismatch(each.about, wanted) is None), key=rank, default=None)
 
     def of(self, settings: Settings) -> Speed | None:
         """The measured model, or one that follows from those of its parts; None if one of them is not known."""
@@ -163,7 +140,7 @@ class Speeds:
             free_memory()
         self.models.insert(0, model)
         self._composed.clear()
-        self._keep(model)
+        keep(model, self._folder, "auto-")
         return ""
 
     def _steps(
@@ -210,14 +187,7 @@ class Speeds:
         config = self._config(timed)
         with open_model(self._path) as checkpoint:
             resolved, _ = resolve(config, checkpoint.shape, checkpoint, find_calibration(self._path, config))
-        found = settings_of(self._model_id, resolved)
-        return found | {SLOTS_KEY: config.cache.outlier_slots} if config.cache.is_calibrated else found
-
-    def _keep(self, model: LatencyModel) -> None:
-        told = json.dumps({name: model.about.get(name) for name in NAMED})
-        name = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        model.write(self._folder / f"auto-{name}.json")
+        return settings_of(self._model_id, resolved)
 
 
 def threads_of(options: Mapping[str, Value], given: Mapping[str, Any], file: Path | None) -> int:
@@ -246,24 +216,3 @@ def disk_link(config: TiersConfig) -> Link | None:
     except OSError as error:
         raise ConfigError(f"tiers.disk is {config.disk!r}: {folder} cannot be measured ({error.strerror})") from None
     return Link(LATENCY, min(speed, float(config.disk_bandwidth or speed)))
-
-
-def _kept(folder: Path) -> list[LatencyModel]:
-    """The kept models that can be read, the newest first."""
-    found = []
-    for path in sorted(folder.glob("*.json"), key=lambda each: each.stat().st_mtime, reverse=True):
-        try:
-            found.append(LatencyModel.read(path))
-        except ConfigError:
-            continue
-    return found
-
-
-def is_poor(model: LatencyModel) -> bool:
-    """Whether a model says little."""
-    return num_steps(model) < FEW_STEPS or model.residuals.get("within", 0.0) > POOR
-
-
-def num_steps(model: LatencyModel) -> int:
-    """Steps that a model is fitted to."""
-    return sum(model.counts.get(kind, 0) for kind in ("prompt", "decode", "mixed"))

@@ -28,19 +28,33 @@ MOST_TPOT = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Parts(Load):
-    """Parts of a workload, each from another place on: the seed says which. Gaps are those of the part, scaled."""
+    """Parts of a workload without common requests: the seed says which. Gaps are those of the part, scaled."""
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of `count` requests. Conversations are one part, because their requests follow each other."""
+        columns = self.workload.columns
+        return 1 if (columns.after >= 0).any() else max(1, len(self.workload.arrivals) // self.count)
 
     def drawn(self, rate: float | None, seed: int) -> Workload:
-        """See Load."""
-        columns = self.workload.columns
-        spare = len(self.workload.arrivals) - self.count
-        if spare <= 0 or (columns.after >= 0).any():
+        """See Load. Seeds that differ by a multiple of `num_parts` draw the same requests."""
+        first = seed % self.num_parts * self.count
+        if not first:
             return super().drawn(rate, seed)
-        first = seed * self.count % (spare + 1)
+        columns = self.workload.columns
         begun = float(columns.at[first])
         part = [replace(each, at=each.at - begun) for each in columns[first : first + self.count]]
         found = Workload(self.workload.name, part)
         return found if rate is None else found.at_rate(rate)
+
+
+def fresh_seeds(load: Load, seed: int) -> tuple[int, ...]:
+    """Seeds that draw other requests than a seed does, each of them others: CONFIRMATIONS, or fewer if there are not
+    enough requests.
+    """
+    parts = load.num_parts if isinstance(load, Parts) else 1
+    count = CONFIRMATIONS if load.fitted is not None else min(CONFIRMATIONS, parts - 1)
+    return tuple(range(seed + 1, seed + 1 + count))
 
 
 class Maker(Protocol):
@@ -52,8 +66,8 @@ class Maker(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Instances of this machine, for another process to make a setup of.
+class LocalInstances:
+    """Instances of this machine, from which another process makes a setup.
 
     options  of an engine, with its cache
     latency  of every instance
@@ -90,8 +104,8 @@ class Trying:
 
     Instances for prompts and for decoding are simulated as a tandem, and to confirm the result as a cluster.
 
-    limits  requests/s that are of no use or less, and those that are never served for long
-    end     time of `time.monotonic` at which it is given up
+    limits  requests/s: a floor, at or below which a result is useless, and an upper bound of the goodput
+    end     time of `time.monotonic` at which the search gives up
     """
 
     maker: Maker
@@ -135,7 +149,7 @@ class Trying:
                 )
             return Run(setup, self.load, rate, seed)
 
-        fresh = tuple(range(self.seed + 1, self.seed + 1 + CONFIRMATIONS)) if self.rung.confirms else ()
+        fresh = fresh_seeds(self.load, self.seed) if self.rung.confirms else ()
         attains = Attains(run, self.slo, ((self.seed,), fresh))
         return goodput(
             attains,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire.errors import QuireError
-from quire.planning.curves import BEYOND
+from quire.planning.curves import BEYOND, Loss
 from quire.planning.goodput import Goodput
 from quire.planning.latency import Origin
 from quire.planning.points import (
@@ -40,8 +40,10 @@ from quire.planning.space import Settings, Space
 BATCH = 4
 """Points that are tried together. Between batches bounds are compared with what was found."""
 
-SHARES, SHRUNK = (0.5, 0.25), 6
-"""Parts of its cache with which a good point is tried as well, and the number of these points."""
+SHARES, VARIED = (0.5, 0.25), 6
+"""Parts of its cache with which a good point is tried as well, and the number of these points. They are tried with the
+choices of late axes, too.
+"""
 
 
 class NoPlanError(QuireError):
@@ -82,6 +84,12 @@ class Trial(NamedTuple):
     floor: float = 0.0
 
 
+def is_open(loss: Loss, budget: float) -> bool:
+    """Whether a loss may be within the budget, and more windows would tell: it is modelled, or known from too few."""
+    is_settled = loss.origin is Origin.MEASURED and loss.is_within(budget)
+    return not is_settled and loss.least <= budget
+
+
 Evaluate = Callable[[Sequence[Trial], Rung, float], Sequence[Goodput | None]]
 """Goodputs of some points, by a time of the clock; None for those that would take longer."""
 
@@ -94,7 +102,7 @@ class Search:
     points    that can run, with what is known of them
     evaluate  see Evaluate. Its results do not depend on how many points there are
     quality   loss that the chosen point may have
-    smaller   the same point with a part of its cache; None if that cannot run
+    made      the point of some settings, with a part of the cache that they can have; None if that cannot run
     refine    points again, with what was measured for them meanwhile; None for one that turned out not to run
     clock     seconds
     deadline  on that clock
@@ -106,7 +114,7 @@ class Search:
     points: Sequence[Point]
     evaluate: Evaluate
     quality: float
-    smaller: Callable[[Point, float], Point | None] = lambda point, share: None
+    made: Callable[[Settings, float], Point | None] = lambda settings, share: None
     refine: Callable[[Sequence[Point]], Sequence[Point | None]] = lambda points: points
     clock: Callable[[], float] = lambda: 0.0
     deadline: float = math.inf
@@ -126,7 +134,7 @@ class Search:
                 self._leave_slower(tried, kept)
                 points = [each.point for each in kept]
                 if number == 1:
-                    points += self._smaller(points[:SHRUNK])
+                    points += self._varied(points[:VARIED])
             if number == len(self.rungs) - 1:
                 points, lost = self._refined(points)
                 self.left += lost
@@ -159,9 +167,12 @@ class Search:
                 self.left.append(Left(point.settings, Why.COVERED, reason))
         return found
 
-    def _smaller(self, points: Sequence[Point]) -> list[Point]:
-        whole = [point for point in points if point.share == 1]
-        found = [self.smaller(point, share) for point in whole for share in SHARES]
+    def _varied(self, points: Sequence[Point]) -> list[Point]:
+        """The points with parts of their caches, and with other choices of late axes."""
+        found: list[Point | None] = []
+        for settings in (point.settings for point in points if point.share == 1):
+            found += [self.made(settings, share) for share in SHARES]
+            found += [self.made(other, 1.0) for other in self.space.later(settings)]
         return [each for each in found if each is not None]
 
     def _refined(self, points: Sequence[Point]) -> tuple[list[Point], list[Left]]:
@@ -295,16 +306,25 @@ class Search:
     # ---- the result ----------------------------------------------------------------------------------------------
 
     def _choose(self, tried: Sequence[Tried]) -> tuple[Tried, list[Tried]]:
-        """The best point within the budget whose loss is measured, as far as there is time to measure."""
+        """The best point that is surely within the budget. Losses that may be within it are measured first, as far as
+        there is time.
+        """
         current = list(tried)
         asked: set[tuple[Settings, float]] = set()
         while True:
-            within = [each for each in current if each.point.loss.is_within(self.quality) and each.rate > 0]
-            if not within:
+            is_late = self.clock() >= self.deadline
+            served = [each for each in current if each.rate > 0]
+            unsure = {
+                each.point.key
+                for each in served
+                if not is_late and each.point.key not in asked and is_open(each.point.loss, self.quality)
+            }
+            able = [each for each in served if each.point.key in unsure or each.point.loss.is_within(self.quality)]
+            if not able:
                 raise NoPlanError(self._nothing(current))
-            best = self._pick(within)
+            best = self._pick(able)
             point = best.point
-            if point.loss.origin is Origin.MEASURED or point.key in asked or self.clock() >= self.deadline:
+            if point.key not in unsure:
                 break
             asked.add(point.key)
             (after,) = self.refine([point])

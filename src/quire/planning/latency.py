@@ -291,6 +291,7 @@ SETTINGS = {
     "dtype": "model.dtype",
     "weights": "model.weights",
     "codec": "cache.codec",
+    "outlier_slots": "cache.outlier_slots",
     "sparse_values": "cache.sparse_values",
     "offload": "offload.mode",
     "backend": "attention.backend",

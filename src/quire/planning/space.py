@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quire.cache.codecs import CODECS, DENSE
+from quire.config import SchedulerConfig
 
 Value = str | int | float | bool | None
 
@@ -20,6 +21,9 @@ BUDGETS = (0.75, 0.5, 0.25)
 
 SLOTS = (1, 0, 2)
 """Elements of a vector that calibrated codecs store exactly; the default comes first."""
+
+RUNNING = (SchedulerConfig.max_running, SchedulerConfig.max_running // 4, SchedulerConfig.max_running // 16)
+"""Most sequences at once. Fewer decode faster and wait longer."""
 
 NOT_OF_ENGINES = ("cluster.", "parallel.")
 """Beginnings of keys that are not settings of an engine."""
@@ -36,6 +40,7 @@ class Machine:
     gpus        of a machine; 0: none, so that instances are processes with some cores
     is_packed   whether the checkpoint has weights in less than 16 bits
     disk        a folder and its size, as tiers.disk has them; empty: none
+    memory      bytes beside the cache of a GPU, as tiers.memory has them; 0: none
     given       settings that the user has decided, by key
     """
 
@@ -43,6 +48,7 @@ class Machine:
     gpus: int = 0
     is_packed: bool = False
     disk: str = ""
+    memory: int = 0
     given: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -91,6 +97,7 @@ class Axis:
     effect      on the seconds of steps
     is_ordered  whether each choice loses at least as much as the one before it
     decodes     whether the loss shows in decoded tokens alone, and not in those of a prompt
+    is_late     whether choices other than the first one are tried with the best settings alone
     """
 
     name: str
@@ -101,6 +108,7 @@ class Axis:
     effect: Effect = Effect.NONE
     is_ordered: bool = False
     decodes: bool = False
+    is_late: bool = False
 
 
 def _weights(machine: Machine) -> list[Choice]:
@@ -145,6 +153,18 @@ def _disk(machine: Machine) -> list[Choice]:
     return [none, Choice("disk", "disk", (("tiers.disk", machine.disk), ("tiers.disk_bandwidth", limit)), loses=False)]
 
 
+def _memory(machine: Machine) -> list[Choice]:
+    none = Choice("memory", "no memory tier", (("tiers.memory", None),), loses=False)
+    tier = Choice("memory", "memory tier", (("tiers.memory", machine.memory),), loses=False)
+    return [none, tier] if machine.memory else [none]
+
+
+def _running(machine: Machine) -> list[Choice]:
+    return [
+        Choice("running", f"{count} running", (("scheduler.max_running", count),), loses=False) for count in RUNNING
+    ]
+
+
 def _roles(machine: Machine) -> list[Choice]:
     one = Choice("roles", "one engine", (("cluster.prefill", 0), ("cluster.decode", 0)), loses=False)
     apart = Choice("roles", "prefill + decode", (("cluster.prefill", 1), ("cluster.decode", 1)), loses=False)
@@ -167,11 +187,13 @@ AXES = (
         "retention", ("retain.budget", "retain.threshold"), _retention, part="retention", is_ordered=True, decodes=True
     ),
     Axis("disk", (), _disk),
+    Axis("memory", (), _memory),
     Axis(
         "roles", ("cluster.prefill", "cluster.decode", "cluster.mixed", "cluster.placement"), _roles,
         effect=Effect.SCALES,
     ),
     Axis("parallel", (), _parallel),
+    Axis("running", ("scheduler.max_running",), _running, is_late=True),
 )  # fmt: skip
 """Of retention, features of a step say what it saves: sequences attend to fewer tokens. Roles divide the threads."""
 
@@ -230,9 +252,11 @@ class Space:
         return ", ".join(told) or "default"
 
     def settings(self) -> list[Settings]:
-        """All that can be, the plainest first. What an axis refuses to be with others is no settings of its own."""
+        """All that can be with the first choices of late axes, the plainest first. What an axis refuses to be with
+        others is no settings of its own.
+        """
         found = []
-        for choices in itertools.product(*(self.tried[axis.name] for axis in self.axes)):
+        for choices in itertools.product(*(self.tried[axis.name][: 1 if axis.is_late else None] for axis in self.axes)):
             others: dict[str, Choice] = {}
             for axis, choice in zip(self.axes, choices, strict=True):
                 if axis.refuses(choice, others):
@@ -241,6 +265,16 @@ class Space:
             else:
                 found.append(Settings(choices))
         return sorted(found, key=lambda each: len(each.differs(self.first)))
+
+    def later(self, settings: Settings) -> list[Settings]:
+        """The same settings with another choice of a late axis."""
+        return [
+            Settings(tuple(choice if own.axis == axis.name else own for own in settings.choices))
+            for axis in self.axes
+            if axis.is_late
+            for choice in self.tried[axis.name]
+            if choice != settings.of(axis.name)
+        ]
 
     def only(self, settings: Settings, axes: Iterable[str]) -> Settings:
         """The choices of some axes, and plain ones of all others."""

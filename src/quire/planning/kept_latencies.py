@@ -1,0 +1,62 @@
+"""Latency models that are kept for later simulations and plans, one file for each way to measure and each group of
+settings. Knows files, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.planning.latency import KINDS, LatencyModel
+
+SET_BY_USERS = (
+    "fingerprint", "dtype", "weights", "codec", "outlier_slots", "sparse_values", "retain", "offload", "threads",
+)  # fmt: skip
+"""What a given file must agree with. Its processor may be that of another machine."""
+
+KEPT_BY = (*SET_BY_USERS, "backend", "processor", "level", "tp", "pp")
+"""What kept models are told apart by."""
+
+FEW_STEPS, POOR = 100, 0.25
+"""Measured steps below which seconds are little known, and the error of nine in ten of them above which."""
+
+
+def keep(model: LatencyModel, folder: Path, prefix: str = "") -> Path:
+    """Keeps a model in place of an earlier one for the same settings. Returns its file.
+
+    prefix  of the file's name: models with different prefixes do not replace each other
+    """
+    settings = {name: model.about.get(name) for name in KEPT_BY}
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{prefix}{digest}.json"
+    model.write(path)
+    return path
+
+
+def kept_models(folder: Path) -> list[tuple[Path, LatencyModel]]:
+    """The kept models that can be read, by `rank`, and of equal ones the newest first."""
+    found = []
+    for path in sorted(folder.glob("*.json"), key=lambda each: each.stat().st_mtime, reverse=True):
+        try:
+            found.append((path, LatencyModel.read(path)))
+        except ConfigError:
+            continue
+    return sorted(found, key=lambda each: rank(each[1]))
+
+
+def rank(model: LatencyModel) -> tuple[bool, int]:
+    """Of two models for the same settings the one with the lower rank is used: it says enough, or it has more steps."""
+    return is_poor(model), -num_steps(model)
+
+
+def is_poor(model: LatencyModel) -> bool:
+    """Whether a model says little. Plans measure again if there is time."""
+    return num_steps(model) < FEW_STEPS or model.residuals.get("within", 0.0) > POOR
+
+
+def num_steps(model: LatencyModel) -> int:
+    """Steps that a model is fitted to."""
+    return sum(model.counts.get(kind, 0) for kind in KINDS)
