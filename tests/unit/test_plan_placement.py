@@ -131,6 +131,29 @@ def test_the_file_is_a_placement_with_all_that_it_was_made_for(placed: Path) -> 
         assert 2 * GIB * int(each.options["runtime.threads"]) > int(each.options["cache.memory"]) > 0
 
 
+def test_a_plan_says_whether_the_trace_itself_fares_like_what_was_drawn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for accepted, is_said in ((-1.0, True), (1.0, False)):
+        monkeypatch.setattr(plan_placement, "ACCEPTED_SHARE", accepted)
+        assert main(words_of(folder, "--rate", "6", "--algorithm", "mixed", "--json")) == 0
+        found = json.loads(capsys.readouterr().out)
+        said = [each for each in found["made"].get("warnings", []) if "of the trace itself" in each]
+        assert bool(said) == is_said and 0 <= found["made"]["attainment_of_trace"] <= 1
+
+
+def test_a_replay_has_the_requests_and_the_gaps_of_the_trace() -> None:
+    whole = made_workload(24)
+    found = planner(Slo(2.0, 0.2, 0.9), workload=whole)
+    placement = Placement((Instances("mixed", 2, 1, 1),), Predicted(1.0, 2.0, "GPU", 0.5, 0.9))
+    replay = found.replayed(placement, 12.0, 0)
+    drawn = replay.load.drawn(replay.rate, replay.seed)
+    assert drawn.prompt_tokens.tolist() == whole.prompt_tokens.tolist() and drawn.rate == pytest.approx(12.0)
+    gaps, scaled = np.diff(whole.columns.at), np.diff(drawn.columns.at)
+    assert scaled == pytest.approx(gaps * whole.rate / drawn.rate)
+    assert np.isfinite(replay.outcome().last).all()
+
+
 def test_the_command_of_the_file_plans_the_same_again(placed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = read_placement(placed).made["command"].split()
     assert command[:3] == ["quire", "plan", "placement"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quire.simulation.load import Load, Workers
     from quire.simulation.outcome import Outcome
     from quire.simulation.queue_check import QueueCheck
-    from quire.simulation.search import Maker, Planner
+    from quire.simulation.search import Joint, Maker, Planner
 
 ALGORITHMS = ("apart", "pairs", "mixed")
 DEFAULTS: dict[str, Any] = {
@@ -53,6 +53,10 @@ JOINT_SEEDS = 2
 
 NEAR = 0.01
 """Share of requests by which a placement may miss the target and still count as reaching it: what simulations vary."""
+
+
+ACCEPTED_SHARE = 0.02
+"""Most by which drawn requests may attain more or less than those of the trace before it is said."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -84,6 +88,7 @@ class Found:
     """What an algorithm found.
 
     attainment  in the simulation of the whole placement at its predicted rate
+    replayed    the same of the requests that were recorded, with their gaps scaled to that rate
     at_wanted   at the rate that was asked for, if the target is missed at the predicted one; None otherwise
     check       of an instance for prompts; None: there is none
     error       why there is no placement; empty if there is one
@@ -92,6 +97,7 @@ class Found:
     algorithm: str
     placement: Placement | None = None
     attainment: float = 0.0
+    replayed: float = 0.0
     at_wanted: float | None = None
     check: QueueCheck | None = None
     error: str = ""
@@ -231,15 +237,20 @@ def _place(
         return Found(algorithm, error=str(error))
     fresh = args.seed + SEEDS + CONFIRMATIONS
 
-    def attainment(rate: float) -> float:
-        runs = [planner.joint(found, rate, fresh + index) for index in range(JOINT_SEEDS)]
+    def attainments(runs: list[Joint]) -> list[float]:
         outcomes: list[Outcome] = [each.outcome() for each in runs] if workers is None else workers.run(runs)
-        return fmean(each.attainment(planner.slo) for each in outcomes)
+        return [each.attainment(planner.slo) for each in outcomes]
 
-    share = attainment(found.predicted.rate)
+    def joint(rate: float) -> list[Joint]:
+        return [planner.joint(found, rate, fresh + index) for index in range(JOINT_SEEDS)]
+
+    rate = found.predicted.rate
+    *shares, replayed = attainments([*joint(rate), planner.replayed(found, rate, fresh)])
+    share = fmean(shares)
     misses = share < planner.slo.attainment and args.rate is not None
     check = planner.queue_check(found, fresh)
-    return Found(algorithm, found, share, attainment(args.rate) if misses else None, check)
+    at_wanted = fmean(attainments(joint(args.rate))) if misses else None
+    return Found(algorithm, found, share, replayed, at_wanted, check)
 
 
 def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
@@ -277,6 +288,12 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
             f"simulated as a whole, {share:.1%} of the requests meet both targets at {rate:.4g} requests/s, and"
             f" {slo.attainment:.1%} are wanted; plan for a higher rate than is needed"
         )
+    if abs(best.replayed - best.attainment) > ACCEPTED_SHARE:
+        warnings.append(
+            f"of the requests of the trace itself, replayed at {best.placement.predicted.rate:.4g} requests/s,"
+            f" {best.replayed:.1%} meet both targets, and {best.attainment:.1%} of those that were drawn like them: the"
+            " fitted arrivals are not like the trace's"
+        )
     seeds = {"first": args.seed, "search": SEEDS, "confirm": CONFIRMATIONS, "joint": JOINT_SEEDS}
     made = {
         **best.placement.made,
@@ -285,6 +302,7 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
         "version": __version__,
         "seeds": seeds,
         "origin": maker.origin.value,
+        "attainment_of_trace": best.replayed,
         **({} if best.check is None else {"queue_check": checked(best.check)}),
         **({} if best.at_wanted is None else {"wanted_rate": args.rate, "attainment_at_wanted_rate": best.at_wanted}),
     }

@@ -277,11 +277,16 @@ class Planner:
             )
         return dataclasses.replace(placement, rejected=tuple(rejected), warnings=tuple(warnings))
 
-    def joint(self, placement: Placement, rate: float, seed: int) -> Simulation:
+    def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
         times = max(placement.count(role) for role in Role)
         load = dataclasses.replace(self.load, count=self.load.count * times)
         return Joint(self.maker.setup(placement), load, rate, seed)
+
+    def replayed(self, placement: Placement, rate: float, seed: int) -> Joint:
+        """The same with the requests and the gaps that were recorded, scaled to the rate."""
+        found = self.joint(placement, rate, seed)
+        return dataclasses.replace(found, load=dataclasses.replace(found.load, fitted=None))
 
     def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
         """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
