@@ -28,13 +28,14 @@ import urllib.request
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import format_table, hardware, hardware_line
-from load import Answered, Asked, Send, completions, replay
+from load import Asked, Send, completions, replay
 from servers import Server, quire_server
 
 from quire.cache.costs import LATENCY
@@ -47,7 +48,7 @@ from quire.models.weights import open_model
 from quire.planning.latency import LatencyModel, Link
 from quire.planning.latency_fit import fit
 from quire.planning.slo import Slo
-from quire.planning.step_log import read_steps
+from quire.planning.step_log import Logged, read_steps
 from quire.planning.traces import read_workload, tokens
 from quire.planning.workload import Arrival, Workload
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
@@ -114,11 +115,6 @@ def serving(side: str, args: argparse.Namespace, folder: Path) -> Iterator[tuple
         yield server, completions(server.url, args.model)
 
 
-def lines_of(folder: Path) -> dict[str, int]:
-    """How many lines each log of steps has."""
-    return {file.name: len(file.read_bytes().splitlines()) for file in folder.glob("steps*.log")}
-
-
 def busy_seconds() -> float:
     """Processor seconds of all programs since the start of the machine."""
     fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
@@ -148,68 +144,86 @@ def serve(args: argparse.Namespace) -> None:
     for repeat in range(args.repeats):
         for side in args.sides:
             with tempfile.TemporaryDirectory() as name, serving(side, args, Path(name)) as (server, send):
-                folder = Path(name)
                 asyncio.run(replay([Asked(0.3 * n, [700 + n] * 200, 6) for n in range(4)], send))
                 points = [(trace, rate) for trace in args.traces for rate in args.rates[trace]]
                 random.Random(repeat).shuffle(points)
-                for place, (trace, rate) in enumerate(points):
-                    if place % -(-len(points) // PARTS) == 0:
-                        asked = profile(f"{repeat} {place}", args.profile / PARTS, args.busy, args.longest)
-                        before = lines_of(folder)
-                        lonely = asyncio.run(replay(asked, send))[:LONELY]
-                        keep_steps(args, side, repeat, folder, before, lonely, server)
-                    load = load_of(args.data, trace, args.longest, rate, args.seconds, repeat)
-                    prompts = prompts_of(load, rate, repeat)
-                    asked = [
-                        Asked(each.at, prompt, each.num_out)
-                        for each, prompt in zip(load.arrivals, prompts, strict=True)
-                    ]
-                    pids = family(server.process.pid)
-                    busy, own, begun = busy_seconds(), own_seconds(pids), time.monotonic()
-                    answers = asyncio.run(replay(asked, send))
-                    seconds = time.monotonic() - begun
-                    others = (busy_seconds() - busy - own_seconds(pids) + own) / seconds
-                    keep(args, {
-                        "kind": "load", "side": side, "trace": trace, "rate": rate, "repeat": repeat, "others": others,
-                        "ttft": [each.ttft for each in answers], "tpot": [each.tpot for each in answers],
-                        "errors": [each.error for each in answers if each.error],
-                    })  # fmt: skip
-                    ok = [each for each in answers if not each.error]
-                    print(
-                        f"{side} {trace} {rate:g}/s repeat {repeat}: {len(answers)} requests, TTFT"
-                        f" {statistics.mean(each.ttft for each in ok):.3f} s, TPOT"
-                        f" {1e3 * statistics.mean(each.tpot for each in ok):.1f} ms, others {others:.2f}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                measuring = Measuring(args, side, repeat, Path(name), server, send)
+                for part in range(PARTS):
+                    measuring.profile(part)
+                    for trace, rate in points[part::PARTS]:
+                        measuring.load(trace, rate)
 
 
-def keep_steps(
-    args: argparse.Namespace, side: str, repeat: int, folder: Path, before: dict[str, int], lonely: list[Answered],
-    server: Server,
-) -> None:  # fmt: skip
-    """Keeps the steps of a profile, and what the instances had measured."""
-    state = None
-    if side == "apart":
-        with urllib.request.urlopen(f"{server.url}/v1/cluster") as page:
-            state = json.load(page)["instances"]
-    for file in sorted(folder.glob("steps*.log")):
-        lines = file.read_text().splitlines()
-        head = lines[0]
-        keep(args, {
-            "kind": "steps", "side": side, "repeat": repeat, "log": file.name, "head": head,
-            "lines": lines[max(1, before.get(file.name, 1)) :],
-        })  # fmt: skip
-    keep(args, {
-        "kind": "lonely", "side": side, "repeat": repeat, "cluster": state,
-        "requests": [[len(each.asked.prompt), each.asked.num_out, each.ttft, each.tpot] for each in lonely],
-    })  # fmt: skip
+@dataclass
+class Measuring:
+    """One repeat of a side."""
+
+    args: argparse.Namespace
+    side: str
+    repeat: int
+    folder: Path
+    server: Server
+    send: Send
+
+    def profile(self, part: int) -> None:
+        """Answers a part of the profile. Keeps its steps, and what the instances had measured."""
+        args, state = self.args, None
+        with self._keeping_steps("steps"):
+            asked = profile(f"{self.repeat} {part}", args.profile / PARTS, args.busy, args.longest)
+            lonely = asyncio.run(replay(asked, self.send))[:LONELY]
+        if self.side == "apart":
+            with urllib.request.urlopen(f"{self.server.url}/v1/cluster") as page:
+                state = json.load(page)["instances"]
+        requests = [[len(each.asked.prompt), each.asked.num_out, each.ttft, each.tpot] for each in lonely]
+        self._keep("lonely", cluster=state, requests=requests)
+
+    def load(self, trace: str, rate: float) -> None:
+        """Answers a load, and keeps its times and its steps."""
+        args = self.args
+        load = load_of(args.data, trace, args.longest, rate, args.seconds, self.repeat)
+        pairs = zip(load.arrivals, prompts_of(load, rate, self.repeat), strict=True)
+        asked = [Asked(each.at, prompt, each.num_out) for each, prompt in pairs]
+        pids = family(self.server.process.pid)
+        busy, own, begun = busy_seconds(), own_seconds(pids), time.monotonic()
+        with self._keeping_steps("loaded"):
+            answers = asyncio.run(replay(asked, self.send))
+        seconds = time.monotonic() - begun
+        others = (busy_seconds() - busy - own_seconds(pids) + own) / seconds
+        ok = [each for each in answers if not each.error]
+        self._keep(
+            "load", trace=trace, rate=rate, others=others, ttft=[each.ttft for each in answers],
+            tpot=[each.tpot for each in answers], errors=[each.error for each in answers if each.error],
+        )  # fmt: skip
+        print(
+            f"{self.side} {trace} {rate:g}/s repeat {self.repeat}: {len(answers)} requests, TTFT"
+            f" {statistics.mean(each.ttft for each in ok):.3f} s, TPOT"
+            f" {1e3 * statistics.mean(each.tpot for each in ok):.1f} ms, others {others:.2f}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    @contextmanager
+    def _keeping_steps(self, kind: str) -> Iterator[None]:
+        """Keeps the steps that the server logs meanwhile."""
+        before = {file.name: len(file.read_bytes().splitlines()) for file in self.folder.glob("steps*.log")}
+        yield
+        for file in sorted(self.folder.glob("steps*.log")):
+            lines = file.read_text().splitlines()
+            self._keep(kind, log=file.name, head=lines[0], lines=lines[max(1, before.get(file.name, 1)) :])
+
+    def _keep(self, kind: str, **what: Any) -> None:
+        """Appends a record."""
+        with self.args.out.open("a") as file:
+            file.write(json.dumps({"kind": kind, "side": self.side, "repeat": self.repeat, **what}) + "\n")
 
 
-def keep(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Appends a record."""
-    with args.out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+def steps_of(records: list[dict[str, Any]]) -> Logged:
+    """The steps of some records of one role."""
+    with tempfile.TemporaryDirectory() as name:
+        files = [Path(name) / f"{number}.log" for number in range(len(records))]
+        for file, each in zip(files, records, strict=True):
+            file.write_text("\n".join((each["head"], *each["lines"])) + "\n")
+        return read_steps(files)
 
 
 class Simulated:
@@ -218,21 +232,18 @@ class Simulated:
     def __init__(self, side: str, records: list[dict[str, Any]], model: str, repeats: list[int]) -> None:
         self.side = side
         options = {**COMMON, **{key: value for key, value in SIDES[side].items() if not key.startswith("cluster")}}
-        steps = [
-            each for each in records if each["kind"] == "steps" and each["side"] == side and each["repeat"] in repeats
-        ]
+        own = [each for each in records if each["side"] == side and each["repeat"] in repeats]
         self.models: dict[str, LatencyModel] = {}
+        self.loaded: dict[str, tuple[float, float]] = {}  # seconds of the loads' steps, measured and fitted
         speeds: list[float] = []
         for role in ("mixed",) if side == "mixed" else ("prefill", "decode"):
-            of_role = [each for each in steps if side == "mixed" or f".{role}-" in each["log"]]
-            with tempfile.TemporaryDirectory() as name:
-                files = []
-                for number, each in enumerate(of_role):
-                    files.append(Path(name) / f"{number}.log")
-                    files[-1].write_text("\n".join((each["head"], *each["lines"])) + "\n")
-                logged = read_steps(files)
-            self.models[role] = fit(logged.records, {"model": model})
+            of_role = [each for each in own if side == "mixed" or f".{role}-" in each.get("log", "")]
+            logged = steps_of([each for each in of_role if each["kind"] == "steps"])
+            self.models[role] = found = fit(logged.records, {"model": model})
             speeds += logged.speeds
+            if loaded := [each for each in of_role if each["kind"] == "loaded"]:
+                steps = steps_of(loaded).records
+                self.loaded[role] = sum(seconds for _, seconds in steps), sum(found.seconds(work) for work, _ in steps)
         self.bulk = Link(LATENCY, statistics.median(speeds)) if speeds else Link(LATENCY, 0.5e9)
         given = EngineConfig.from_options({**options, "runtime.threads": 2 if side == "mixed" else 1})
         path = resolve_model(model)
@@ -241,9 +252,7 @@ class Simulated:
             config, sizes = resolve(given, checkpoint.shape, checkpoint, calibration)
             shape = checkpoint.shape
         self.plans = {role: Plan(shape, config, sizes, found, calibration) for role, found in self.models.items()}
-        lonely = [
-            each for each in records if each["kind"] == "lonely" and each["side"] == side and each["repeat"] in repeats
-        ]
+        lonely = [each for each in own if each["kind"] == "lonely"]
         self.capacities = {}
         for each in lonely[-1]["cluster"] or ():
             self.capacities[each["role"]] = Capacity(
@@ -299,6 +308,9 @@ def report(args: argparse.Namespace) -> None:
                 f"{side} {role}: {model.counts['steps']} steps, measured / fitted {model.residuals['p10']:.3f}"
                 f" {model.residuals['p50']:.3f} {model.residuals['p90']:.3f}, sum {model.residuals['total']:.3f}"
             )
+            if role in simulated.loaded:
+                real, said = simulated.loaded[role]
+                print(f"{side} {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as fitted")
         print(
             f"{side}: {1e3 * simulated.overhead:.1f} ms each way; {len(loads) - len(kept)} of {len(loads)} repeats"
             " dropped"
@@ -347,10 +359,13 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--sides", default="mixed,apart")
     parser.add_argument("--traces", default="conv,code")
-    parser.add_argument("--rates", default="0.3,0.45,0.6,0.7,0.8,0.95;0.1,0.15,0.2,0.25,0.3,0.4", help="of each trace")
+    parser.add_argument(
+        "--rates", default="0.3,0.45,0.6,0.7,0.8,0.95;0.1,0.15,0.2,0.25,0.3,0.4",
+        help="requests/s, of each trace; ';' alone: the profile only",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=90.0, help="of each load (default: 90)")
     parser.add_argument("--profile", type=float, default=120.0, help="seconds of a profile (default: 120)")
-    parser.add_argument("--busy", type=float, default=0.6, help="requests/s of a profile, about (default: 0.6)")
+    parser.add_argument("--busy", type=float, default=1.5, help="requests/s of a profile, about (default: 1.5)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
     parser.add_argument("--ttft", type=float, default=2.0)
@@ -358,7 +373,7 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=0.1, help="cores that other programs may take (default: 0.1)")
     args = parser.parse_args()
     args.sides, args.traces = args.sides.split(","), args.traces.split(",")
-    of_traces = [[float(each) for each in rates.split(",")] for rates in args.rates.split(";")]
+    of_traces = [[float(each) for each in rates.split(",") if each] for rates in args.rates.split(";")]
     args.rates = dict(zip(args.traces, of_traces, strict=True))
     if args.out is not None:
         serve(args)

@@ -193,6 +193,17 @@ def toy_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, TOY.name, TOY)
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of a module's own. Kernels are built in the user's."""
+    from quire.kernels import load
+
+    load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of texts, traces and tokenizers outside the repository: $QUIRE_DATA, or shared/data beside it."""

@@ -610,6 +610,12 @@ def options_from(namespace: argparse.Namespace, sections: Iterable[str] = SECTIO
     return _options.options_from(namespace, _groups_of(sections))
 
 
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Words of a command line that set these settings: what `options_from` reads back."""
+    known = {each.key: each for group in _ALL_GROUPS for each in _options.settings_of(group)}
+    return [word for key, value in options.items() for word in (f"--{key}", known[key].show(value))]
+
+
 def sources(options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = SECTIONS) -> dict[str, str]:
     """The origin of every setting of the sections: `flag`, `file NAME` or `default`."""
     return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]

@@ -5,7 +5,6 @@ that a cache may be stored as, keep and share at once.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,7 @@ REFERENCE = {"attention.backend": "reference", "cache.share": False}
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from quire.kernels import load
-
-    load()  # from the user's cache, before that is another one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

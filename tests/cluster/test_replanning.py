@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ import pytest
 
 from quire import LLM
 from quire.cache.keys import ChunkKeys
+from quire.cli.latencies import kept_folder
 from quire.cluster import replanning
 from quire.cluster.cluster import Cluster
 from quire.cluster.replanning import Command, Ended, Proposal, Replanning, workload_of
 from quire.config import ClusterConfig, SloConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
+from quire.evaluation.latency_bench import settings_of
 from quire.planning.drift import Patience
+from quire.planning.kept_latencies import keep
+from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.workload import Workload
+from quire.simulation.setup import LocalModel
 
 from ..clusters import SMALL, Running, Threads
 from ..tiny_models import save_tiny
@@ -35,6 +41,7 @@ APART = dataclasses.replace(
     predicted=dataclasses.replace(PREDICTED, rate=3.0),
 )  # fmt: skip
 MACHINES = "[nodes]\ncount = 1\ncores = 4\nmemory = '8GiB'\n"
+ONE_AT_A_TIME = {"runtime.threads": 1, "scheduler.max_running": 1}
 PATIENCE = Patience(seconds=1.0, requests=20, windows=2, pause=3.0)
 
 
@@ -194,6 +201,41 @@ def test_a_command_that_fails_says_why_in_one_line(tmp_path) -> None:
     workload = workload_of([Ended(float(number), (), 20, 3, 0) for number in range(30)])
     with pytest.raises(QuireError, match="^quire plan: .*machines.toml"):
         asyncio.run(command.search(workload, PRESENT))
+
+
+@pytest.mark.slow
+def test_the_command_simulates_what_it_finds_and_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, which find a kept latency model. There is one core, and a placement that wastes it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, machines = save_tiny(tmp_path / "model", tokenizer=False), tmp_path / "machines.toml"
+    machines.write_text("[nodes]\ncores = 1\nmemory = '4GiB'\n")
+    options = {
+        "cache.memory": "4MiB", "scheduler.max_running": 16, "scheduler.token_budget": 128,
+        "attention.backend": "reference",
+    }  # fmt: skip
+    found = LocalModel(str(model), {**options, "runtime.threads": 1}, None, lambda *_: None)  # type: ignore[arg-type, return-value]
+    about = settings_of(found.model_id, found.resolved({})[0])
+    keep(LatencyModel(about, {"base": 0.02, "rows_from_1": 2e-4}, (1,), {}, {}), kept_folder())
+    command = Command(str(model), options, None, machines, {"slo.ttft": 1.0, "slo.tpot": 0.1}, seconds=20.0)
+    workload = workload_of([Ended(0.2 * number, (), 100 + number, 10, 0) for number in range(60)])
+    one = dataclasses.replace(PRESENT, instances=(Instances("mixed", 1, options=ONE_AT_A_TIME),))
+    proposal = asyncio.run(command.search(workload, one))
+    assert proposal.rate > 1.2 * proposal.present > 0, "a batch beside one request at a time"
+    assert proposal.placement.workload["mean_in"] == pytest.approx(130, rel=0.1)
+
+
+def test_a_search_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its process with it."""
+    started = tmp_path / "started"
+    code = f"import os, pathlib, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    command = Command("model", {}, None, tmp_path / "machines.toml", {}, seconds=0.6)
+    with pytest.raises(QuireError, match="longer than 3 s"):
+        asyncio.run(command.search(workload_of([Ended(0.0, (), 20, 3, 0)]), PRESENT))
+    assert not Path(f"/proc/{started.read_text()}").exists()
 
 
 def test_a_switch_by_hand_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,7 @@ LONG = {"model.max_context": 512, "offload.cache": "64MiB"}
 NO_LIMIT = {"cache.memory": "16MiB"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from quire.kernels import load
-
-    load()  # from the user's cache, before that is another one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from quire.config import (
     ServeConfig,
     add_flags,
     describe,
+    flags_of,
     format_bytes,
     options_from,
     parse_bytes,
@@ -187,6 +188,17 @@ def test_options_give_the_configuration_back():
     config = EngineConfig.from_options({"cache.memory": "3MiB", "runtime.threads": 1, "model.name": "it"})
     assert EngineConfig.from_options(config.to_options()) == config
     assert EngineConfig.from_options(EngineConfig().to_options()) == EngineConfig()
+
+
+def test_settings_as_flags_are_read_back():
+    options = EngineConfig.from_options(
+        {"cache.memory": "3MiB", "retain.budget": 0.5, "cache.strict": True}
+    ).to_options()
+    assert None in options.values() and True in options.values() and "off" in options.values()
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    read = options_from(parser.parse_args(flags_of(options)))
+    assert read.keys() == options.keys() and EngineConfig.from_options(read).to_options() == options
 
 
 def test_a_printed_configuration_is_a_file_that_gives_it_back(tmp_path):

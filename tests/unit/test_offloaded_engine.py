@@ -40,14 +40,7 @@ IN_MEMORY = {"cache.memory": "8MiB"}
 ON_DISK = {"offload.mode": "auto", "offload.cache": "4MiB"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from quire.kernels import load
-
-    load()  # from the user's cache, before that is another one
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared, simulated
 from quire.cli.latencies import LatencyFiles
-from quire.config import options_from
+from quire.config import flags_of, options_from
 from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
@@ -335,9 +335,7 @@ def command_of(args: argparse.Namespace) -> str:
                 words += [flag, str(each)]
     if args.config is not None:
         words += ["--config", str(args.config)]
-    for key, value in options_from(args, (*shared.ENGINE_SECTIONS, "slo")).items():
-        words += [f"--{key}", str(value)]
-    return shlex.join(words)
+    return shlex.join(words + flags_of(options_from(args, (*shared.ENGINE_SECTIONS, "slo"))))
 
 
 def _print_algorithms(found: list[Found], slo: Slo) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cache.ledger import PAGE_TOKENS
+from quire.config import flags_of
 from quire.errors import ConfigError, QuireError
 from quire.planning.drift import Load, Patience, Replanner, Seen
 from quire.planning.placement_file import Placement, read_placement
@@ -30,6 +31,9 @@ MOST_REQUESTS = 2000
 """Last requests that a search gets."""
 
 TICK_SECONDS = 1.0
+
+PATIENT = 5
+"""Multiple of the seconds of a plan after which a search is given up."""
 
 NICE = 19
 """Of the search's process: it runs when nobody else wants to."""
@@ -187,7 +191,7 @@ class Command:
     options   settings of the engine, by key
     machines  cluster file
     slo       settings of the latency targets, by key
-    seconds   that the search may take
+    seconds   that the plan may take. With the simulations after it a search may take PATIENT times as long
     """
 
     model: str
@@ -199,6 +203,13 @@ class Command:
 
     async def search(self, workload: Workload, present: Placement) -> Proposal:
         """See Search."""
+        try:
+            async with asyncio.timeout(PATIENT * self.seconds):
+                return await self._search(workload, present)
+        except TimeoutError:
+            raise QuireError(f"the search took longer than {PATIENT * self.seconds:g} s") from None
+
+    async def _search(self, workload: Workload, present: Placement) -> Proposal:
         with tempfile.TemporaryDirectory(prefix="quire-") as name:
             folder = Path(name)
             trace, now, found = folder / "requests.jsonl", folder / "present.json", folder / "found.json"
@@ -219,10 +230,8 @@ class Command:
             return Proposal(read_placement(found), await goodput(found), await goodput(now))
 
     def _settings(self) -> list[str]:
-        words = [] if self.config_file is None else ["--config", str(self.config_file)]
-        for key, value in {**self.options, **self.slo}.items():
-            words += [f"--{key}", str(value)]
-        return words
+        file = [] if self.config_file is None else ["--config", str(self.config_file)]
+        return file + flags_of({**self.options, **self.slo})
 
 
 async def _run(*words: str) -> str:
@@ -236,6 +245,7 @@ async def _run(*words: str) -> str:
     except asyncio.CancelledError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        await process.wait()
         raise
     if process.returncode:
         lines = errors.decode(errors="replace").strip().splitlines() or [f"it ended with {process.returncode}"]

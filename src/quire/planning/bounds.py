@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from quire.planning.goodput import ROUNDING
-from quire.planning.latency import Latency, StepWork
+from quire.planning.latency import Latency, LatencyModel, StepWork
 from quire.planning.slo import Slo
 from quire.planning.workload import Floats, Workload
 
@@ -158,5 +158,5 @@ class Bound:
 
     def _sizes(self, most: int) -> Iterator[int]:
         """Sizes of which one is the cheapest per row: latencies bend at their knots, and nowhere else."""
-        knots = getattr(self.latency, "knots", ())
+        knots = self.latency.knots if isinstance(self.latency, LatencyModel) else ()
         yield from {*(size for size in (*knots, *(1 << power for power in range(21))) if 0 < size < most), most}

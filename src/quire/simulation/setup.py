@@ -31,7 +31,7 @@ from quire.load import find_calibration
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.latency import Latency, Link
+from quire.planning.latency import Latency, LatencyModel, Link
 from quire.planning.placement_file import Instances, Placement
 from quire.simulation.arrivals import Arrivals, Disk
 from quire.simulation.cluster import Alone, Front, Place, SimulatedCluster
@@ -336,7 +336,8 @@ def ways_of(latencies: Sequence[Latency], transport: str = "shm") -> Ways:
     """The ways that came with latency models: of two that were measured the one of the first model."""
     links: dict[str, Link] = {}
     for latency in latencies:
-        links = {**getattr(latency, "links", {}), **links}
+        if isinstance(latency, LatencyModel):  # others have no links of their own
+            links = {**latency.links, **links}
     return Ways.of(links, transport)
 
 
