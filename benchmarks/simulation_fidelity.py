@@ -73,21 +73,25 @@ PARTS = 3
 
 
 def profile(seed: str, seconds: float, rate: float, longest: int) -> list[Asked]:
-    """Lonely requests, then Poisson arrivals of lengths between 8 and `longest`, at rates from a third of `rate` up."""
+    """Lonely requests, then Poisson arrivals at rates from a third of `rate` up. Half of them have prompts of 8 tokens
+    and more, the others short prompts and long answers, so that many sequences decode at once.
+    """
     rng, at, found = random.Random(seed), 0.0, list[Asked]()
 
-    def prompt(length: int) -> list[int]:
-        return [rng.choice(VOCABULARY) for _ in range(length)]
+    def add(num_in: float, num_out: float) -> None:
+        found.append(Asked(at, [rng.choice(VOCABULARY) for _ in range(int(num_in))], max(1, int(num_out))))
 
     for number in range(LONELY):
-        found.append(Asked(at, prompt(48 + 60 * number), 12))
+        add(48 + 60 * number, 12)
         at += 1.6
     begun = at
     while at < begun + seconds:
         at += rng.expovariate(rate * (0.35 + 1.1 * (at - begun) / seconds))
-        num_in = int(np.exp(rng.uniform(np.log(8), np.log(longest * 0.8))))
-        num_out = int(np.exp(rng.uniform(np.log(4), np.log(min(200, longest - num_in)))))
-        found.append(Asked(at, prompt(num_in), max(1, num_out)))
+        if rng.random() < 0.5:
+            num_in = np.exp(rng.uniform(np.log(8), np.log(longest * 0.8)))
+            add(num_in, np.exp(rng.uniform(np.log(4), np.log(min(200, longest - num_in)))))
+        else:
+            add(rng.uniform(8, 64), rng.uniform(60, 250))
     return found
 
 
