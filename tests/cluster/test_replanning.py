@@ -18,7 +18,7 @@ from quire.cli.latencies import kept_folder
 from quire.cluster import replanning
 from quire.cluster.cluster import Cluster
 from quire.cluster.replanning import Command, Ended, Proposal, Replanning, workload_of
-from quire.config import ClusterConfig, SloConfig
+from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.evaluation.latency_bench import settings_of
@@ -203,6 +203,10 @@ def test_a_command_that_fails_says_why_in_one_line(tmp_path) -> None:
         asyncio.run(command.search(workload, PRESENT))
 
 
+def unused(role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
+    raise AssertionError("nobody asks for seconds")
+
+
 @pytest.mark.slow
 def test_the_command_simulates_what_it_finds_and_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own, which find a kept latency model. There is one core, and a placement that wastes it."""
@@ -213,7 +217,7 @@ def test_the_command_simulates_what_it_finds_and_what_there_is(tmp_path: Path, m
         "cache.memory": "4MiB", "scheduler.max_running": 16, "scheduler.token_budget": 128,
         "attention.backend": "reference",
     }  # fmt: skip
-    found = LocalModel(str(model), {**options, "runtime.threads": 1}, None, lambda *_: None)  # type: ignore[arg-type, return-value]
+    found = LocalModel(str(model), {**options, "runtime.threads": 1}, None, unused)
     about = settings_of(found.model_id, found.resolved({})[0])
     keep(LatencyModel(about, {"base": 0.02, "rows_from_1": 2e-4}, (1,), {}, {}), kept_folder())
     command = Command(str(model), options, None, machines, {"slo.ttft": 1.0, "slo.tpot": 0.1}, seconds=20.0)

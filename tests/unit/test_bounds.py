@@ -66,7 +66,7 @@ def test_what_arrives_at_once_takes_at_least_as_long_as_the_bound_says(latency: 
         workload = load(seed, 100, 1e6, num_out)
         outcome = simulate_bulk(workload, plan_of(latency), 1)
         most = bound.mixed(Asked.of(workload), ANYTHING)
-        assert 0.05 * most < 100 / outcome.seconds <= most * (1 + 1e-9)
+        assert (0.05 if getattr(latency, "pp", 1) > 2 else 0.3) * most < 100 / outcome.seconds <= most * (1 + 1e-9)
         if num_out == 1:
             assert 100 / outcome.seconds <= bound.prompts(Asked.of(workload), ANYTHING) * (1 + 1e-9)
 

@@ -32,7 +32,7 @@ MOST_REQUESTS = 2000
 
 TICK_SECONDS = 1.0
 
-PATIENT = 5
+SEARCH_FACTOR = 5
 """Multiple of the seconds of a plan after which a search is given up."""
 
 NICE = 19
@@ -165,7 +165,9 @@ class Replanning:
             log.warning("no other placement: %s", error, exc_info=not isinstance(error, QuireError))
             self._replanner.failed(self._clock())
             if self._present() is None:
-                log.warning("no placement is searched until the instances are those of one: see quire cluster place")
+                log.warning(
+                    "the instances are of no placement: none is searched until quire cluster place sets one"
+                )
             return
         self._placement = found.placement
         self.counts["switches"] += 1
@@ -191,7 +193,7 @@ class Command:
     options   settings of the engine, by key
     machines  cluster file
     slo       settings of the latency targets, by key
-    seconds   that the plan may take. With the simulations after it a search may take PATIENT times as long
+    seconds   that the plan may take. With the simulations after it a search may take SEARCH_FACTOR times as long
     """
 
     model: str
@@ -204,10 +206,10 @@ class Command:
     async def search(self, workload: Workload, present: Placement) -> Proposal:
         """See Search."""
         try:
-            async with asyncio.timeout(PATIENT * self.seconds):
+            async with asyncio.timeout(SEARCH_FACTOR * self.seconds):
                 return await self._search(workload, present)
         except TimeoutError:
-            raise QuireError(f"the search took longer than {PATIENT * self.seconds:g} s") from None
+            raise QuireError(f"the search took longer than {SEARCH_FACTOR * self.seconds:g} s") from None
 
     async def _search(self, workload: Workload, present: Placement) -> Proposal:
         with tempfile.TemporaryDirectory(prefix="quire-") as name:
