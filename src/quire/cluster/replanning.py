@@ -165,9 +165,7 @@ class Replanning:
             log.warning("no other placement: %s", error, exc_info=not isinstance(error, QuireError))
             self._replanner.failed(self._clock())
             if self._present() is None:
-                log.warning(
-                    "the instances are of no placement: none is searched until quire cluster place sets one"
-                )
+                log.warning("the instances are of no placement: none is searched until quire cluster place sets one")
             return
         self._placement = found.placement
         self.counts["switches"] += 1
