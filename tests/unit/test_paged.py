@@ -38,7 +38,6 @@ from tests.unit.test_offloaded_engine import (
     numbers,
     running,
 )  # fmt: skip
-from tests.unit.test_offloaded_engine import _cache as _cache
 from tests.unit.test_offloaded_engine import model as model
 
 
