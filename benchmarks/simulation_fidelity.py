@@ -95,7 +95,7 @@ def profile(seed: str, seconds: float, rate: float, longest: int) -> list[Asked]
     return found
 
 
-def load_of(data: Path, trace: str, longest: int, rate: float, seconds: float, repeat: int) -> Workload:
+def load_of(data: Path, trace: str, rate: float, repeat: int, longest: int, seconds: float) -> Workload:
     """Requests of a trace that fit, at a rate, from another place of the trace in each repeat."""
     whole = read_workload(data / "traces" / TRACES[trace])
     fits = [each for each in whole.arrivals if each.num_in + each.num_out <= longest]
@@ -103,6 +103,11 @@ def load_of(data: Path, trace: str, longest: int, rate: float, seconds: float, r
     part = fits[repeat * count : (repeat + 1) * count]
     moved = [Arrival(each.at - part[0].at, each.prompt, each.num_out) for each in part]
     return Workload(trace, moved).at_rate(rate)
+
+
+def kept_load(data: Path, record: dict[str, Any]) -> Workload:
+    """The load of a record."""
+    return load_of(data, *(record[key] for key in ("trace", "rate", "repeat", "longest", "seconds")))
 
 
 def prompts_of(load: Workload, rate: float, repeat: int) -> list[list[int]]:
@@ -184,7 +189,7 @@ class Measuring:
     def load(self, trace: str, rate: float) -> None:
         """Answers a load, and keeps its times and its steps."""
         args = self.args
-        load = load_of(args.data, trace, args.longest, rate, args.seconds, self.repeat)
+        load = load_of(args.data, trace, rate, self.repeat, args.longest, args.seconds)
         pairs = zip(load.arrivals, prompts_of(load, rate, self.repeat), strict=True)
         asked = [Asked(each.at, prompt, each.num_out) for each, prompt in pairs]
         pids = family(self.server.process.pid)
@@ -195,8 +200,9 @@ class Measuring:
         others = (busy_seconds() - busy - own_seconds(pids) + own) / seconds
         ok = [each for each in answers if not each.error]
         self._keep(
-            "load", trace=trace, rate=rate, others=others, ttft=[each.ttft for each in answers],
-            tpot=[each.tpot for each in answers], errors=[each.error for each in answers if each.error],
+            "load", trace=trace, rate=rate, longest=args.longest, seconds=args.seconds, others=others,
+            ttft=[each.ttft for each in answers], tpot=[each.tpot for each in answers],
+            errors=[each.error for each in answers if each.error],
         )  # fmt: skip
         print(
             f"{self.side} {trace} {rate:g}/s repeat {self.repeat}: {len(answers)} requests, TTFT"
@@ -326,7 +332,7 @@ def report(args: argparse.Namespace) -> None:
                 at_rate = [each for each in kept if (each["trace"], each["rate"]) == (trace, rate)]
                 real, said = [], []
                 for each in at_rate:
-                    load = load_of(args.data, trace, args.longest, rate, args.seconds, each["repeat"])
+                    load = kept_load(args.data, each)
                     outcome = simulated.run(load, prompts_of(load, rate, each["repeat"]))
                     ttft, tpot = np.array(each["ttft"]), np.array(each["tpot"])
                     real.append((float(((ttft <= slo.ttft) & (tpot <= slo.tpot)).mean()), ttft.mean(), tpot.mean()))

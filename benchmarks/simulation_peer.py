@@ -3,12 +3,11 @@
     python3.11 -m venv VENV && VENV/bin/pip install vidur==0.0.26
     python benchmarks/simulation_peer.py --data DIR --report fidelity.jsonl --vidur VENV/bin/python
 
-It takes the loads of the side `mixed`: one engine with a dense cache. --data, --longest and --seconds must be those of
-the measurement. Vidur (arXiv 2405.05465) gets one replica with Sarathi's scheduler, the server's rows per step, its
-sequences per batch, its number of blocks of 64 tokens, and the same requests at the same moments. A predictor of ours,
-registered with Vidur for its type DUMMY, returns the seconds that Quire's simulator takes: those of the model that is
-fitted to the profiles. Vidur knows no client, so the seconds between client and engine are added to its TTFT. What
-remains different is the scheduler, and what Vidur leaves out.
+It takes the loads of the side `mixed`: one engine with a dense cache. Vidur (arXiv 2405.05465) gets one replica with
+Sarathi's scheduler, the server's rows per step, its sequences per batch, its number of blocks of 64 tokens, and the
+same requests at the same moments. A predictor of ours, registered with Vidur for its type DUMMY, returns the seconds
+that Quire's simulator takes: those of the model that is fitted to the profiles. Vidur knows no client, so the seconds
+between client and engine are added to its TTFT. What remains different is the scheduler, and what Vidur leaves out.
 
 `Vidur, paper` has the form of DistServe's appendix A instead, fitted to the same profiles: one slope for prompt tokens,
 and another form for steps that decode. The paper has no mixed steps; here a mixed step takes the sum of both forms.
@@ -43,7 +42,7 @@ from typing import Any
 
 import numpy as np
 from common import format_table, hardware, hardware_line
-from simulation_fidelity import Simulated, knee, load_of, prompts_of
+from simulation_fidelity import Simulated, kept_load, knee, prompts_of
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.planning.latency import BASE, ROWS, TERMS, LatencyModel
@@ -141,15 +140,7 @@ def report(args: argparse.Namespace) -> None:
     if not kept:
         raise SystemExit(f"{args.report} has no quiet load of the side mixed; raise --quiet, or measure again")
     simulated = Simulated("mixed", records, args.model, sorted({each["repeat"] for each in measured}))
-    loads = [
-        load_of(args.data, each["trace"], args.longest, each["rate"], args.seconds, each["repeat"]) for each in kept
-    ]
-    for load, each in zip(loads, kept, strict=True):
-        if len(load.arrivals) != len(each["ttft"]):
-            raise SystemExit(
-                f"{args.report} has {len(each['ttft'])} requests of {load.name} at {each['rate']:g}/s, and --seconds"
-                f" {args.seconds:g} makes {len(load.arrivals)}; give --seconds and --longest of the measurement"
-            )
+    loads = [kept_load(args.data, each) for each in kept]
     plan, model = simulated.plans["mixed"], simulated.models["mixed"]
     print(hardware_line(hardware()))
     print(
@@ -227,8 +218,6 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True, metavar="FILE", help="what simulation_fidelity has kept")
     parser.add_argument("--vidur", type=Path, required=True, metavar="PYTHON", help="of Vidur's own environment")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of each load (default: 90)")
-    parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--tpot", type=float, default=0.1)
     parser.add_argument("--quiet", type=float, default=0.1, help="cores that other programs may take (default: 0.1)")
