@@ -12,7 +12,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from quire.cache.run import Pages
@@ -100,10 +100,14 @@ class Deadlines:
 
     def of(self, state: Source | Receiver) -> float:
         """Seconds from now on."""
+        return self._of_phases[state.phase]
+
+    @cached_property
+    def _of_phases(self) -> dict[Supply | Intake, float]:
         return {
             Supply.EXPECTED: self.expected, Supply.QUEUED: self.queued, Supply.HELD: self.held,
             Intake.ASKED: self.asked, Intake.QUEUED: self.waiting, Intake.PULLING: self.pulling,
-        }[state.phase]  # fmt: skip
+        }  # fmt: skip
 
 
 @dataclass(eq=False)

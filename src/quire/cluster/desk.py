@@ -164,6 +164,7 @@ class Desk:
         self._seal = seal
         self._neighbours = neighbours
         self._by_id: dict[str, Work] = {}
+        self._changing: dict[Attempt, Work] = {}  # those at which a step may change something
         self._asked: list[Pull] = []
         self._notices: list[Notice] = []
         self._shape: tuple[int, int] = engine.scheduler.manager.table.shape
@@ -235,6 +236,7 @@ class Desk:
         if work.ahead is not None:
             self.engine.scheduler.manager.fetching.dismiss(work.ahead)
         self._neighbours.withdraw(attempt)
+        self._changing.pop(attempt, None)
         if self._by_id.pop(work.request_id, None) is None:
             return
         if work.shipment is not None:
@@ -314,9 +316,10 @@ class Desk:
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
         """Notes what a step has changed, and tells it."""
-        for work in list(self.works.values()):
-            if work.sequence is not None:
-                self._look_at(work, work.sequence)
+        for work in list(self._changing.values()):
+            assert work.sequence is not None
+            if not self._look_at(work, work.sequence):
+                del self._changing[work.attempt]
         self._notices += self._asked
         self._asked.clear()
         for output in outputs:
@@ -327,7 +330,8 @@ class Desk:
             notices, self._notices = self._notices, []
             self._tell(notices)
 
-    def _look_at(self, work: Work, sequence: Sequence) -> None:
+    def _look_at(self, work: Work, sequence: Sequence) -> bool:
+        """Whether later steps may change something, too."""
         is_new = work.stage in (Stage.SOURCE, Stage.ALONE) and work.admitted is None
         if is_new and sequence.state is not State.WAITING:
             work.admitted = self.engine.scheduler.manager.tree.now  # the step's begin
@@ -351,6 +355,12 @@ class Desk:
             # They have arrived, or the engine computes them.
             work.stage = Stage.DECODING
             self._notices.append(HasAll(work.attempt))
+        match work.stage:
+            case Stage.ALONE:
+                return work.admitted is None
+            case Stage.SOURCE:
+                return work.shipment is None
+        return work.stage is not Stage.DECODING
 
     def _note(self, work: Work, output: RequestOutput) -> None:
         (completion,) = output.outputs
@@ -392,7 +402,7 @@ class Desk:
         except QuireError as error:
             self._fail(work, str(error))
             return None
-        self.works[work.attempt] = self._by_id[work.request_id] = work
+        self.works[work.attempt] = self._by_id[work.request_id] = self._changing[work.attempt] = work
         (work.sequence,) = request.sequences
         log.debug("%s: %s, %d tokens", work.described, work.stage.value, len(work.sequence.token_ids))
         return work.sequence
