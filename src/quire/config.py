@@ -210,11 +210,15 @@ class TiersConfig(Group):
             if not (colon and self.disk_folder):
                 raise ConfigError(f"tiers.disk is {self.disk!r}; it must be a folder and its size, such as DIR:20GiB")
             try:
-                is_enough = parse_bytes(size) >= LEAST_DISK
+                is_enough = parse_bytes(size) >= LEAST_TIER
             except ConfigError as error:
                 raise ConfigError(f"tiers.disk is {self.disk!r}: {error}") from None
             if not is_enough:
-                raise ConfigError(f"tiers.disk is {self.disk!r}; its size must be at least {format_bytes(LEAST_DISK)}")
+                raise ConfigError(f"tiers.disk is {self.disk!r}; its size must be at least {format_bytes(LEAST_TIER)}")
+        if self.memory is not None and self.memory < LEAST_TIER:
+            raise ConfigError(
+                f"tiers.memory is {format_bytes(self.memory)}; it must be at least {format_bytes(LEAST_TIER)}"
+            )
         if self.disk_bandwidth is not None and self.disk_bandwidth < LEAST_BANDWIDTH:
             raise ConfigError(
                 f"tiers.disk_bandwidth is {format_bytes(self.disk_bandwidth)}; it must be at least"
@@ -285,7 +289,8 @@ class OffloadConfig(Group):
 
 
 LEAST_BANDWIDTH = 1 << 20
-LEAST_DISK = 64 << 20
+LEAST_TIER = 64 << 20
+"""Room for several runs of chunks: a tier that never has room for one would be offered it again and again."""
 
 
 Backend = Literal["auto", "reference", "cpu", "triton"]

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from quire.cli import main
-from quire.config import LEAST_DISK
+from quire.config import LEAST_TIER
 from quire.llm import LLM
 from quire.stores.folder import MIN_CAP
 from quire.stores.sizing import disk_bytes_per_token, tokens_that_fit
@@ -58,7 +58,7 @@ def test_a_folder_that_an_engine_would_refuse_is_refused(folder, tmp_path, capsy
     tmp_path.chmod(0o777)
     assert main(["inspect", folder, "--tiers", "--tiers.disk", f"{tmp_path}:64MiB", *SMALL]) == 2
     assert "other users may write to" in capsys.readouterr().err
-    assert LEAST_DISK == MIN_CAP
+    assert LEAST_TIER == MIN_CAP
 
 
 @pytest.mark.anyio

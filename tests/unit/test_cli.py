@@ -199,6 +199,7 @@ def test_without_a_command_all_of_them_are_listed(capsys):
         (["inspect", "smollm2", "--tiers", "--tiers.disk", "/dev/null:1GiB"], "/dev/null is a file"),
         (["inspect", "smollm2", "--tiers", "--tiers.disk", "/dev/null/x:1GiB"], "/dev/null/x cannot be measured"),
         (["inspect", "smollm2", "--tiers", "--tiers.disk", "x:63MiB"], "its size must be at least 64MiB"),
+        (["serve", "smollm2", "--tiers.memory", "63MiB"], "tiers.memory is 63MiB; it must be at least 64MiB"),
         (["inspect", "--tree", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 (Connection refused)"),
         (["inspect", "--tree", "smollm2"], "--tree: 'smollm2' is not a server address such as http://127"),
         (["inspect", "--tree", "ftp://127.0.0.1"], "is not a server address"),

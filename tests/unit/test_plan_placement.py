@@ -242,14 +242,15 @@ def test_a_slow_network_costs_time_per_token() -> None:
     assert far.tpot.mean() == pytest.approx(near.tpot.mean())  # a pair shares a machine
 
 
-def test_a_link_bounds_the_rate_of_instances_that_decode() -> None:
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_link_bounds_the_rate_of_instances_that_send_caches_and_of_those_that_get_them(role: Role) -> None:
     """154 tokens of 0.8 MB are on average 0.63 s on a link of 200 MB/s, however loose the target."""
     made = planner(Slo(math.inf, 10.0, 0.9), between=200_000_000)
-    decode = Candidate(Role.DECODE)
+    option = Candidate(role)
     mean = float(made.asked.rows[made.asked.tokens > 0].sum()) / len(made.asked.rows)
-    bytes_per_token = made.maker.replicas(decode).plan.sizes.bytes_per_token
-    assert made.bound_of(decode) == pytest.approx(2e8 / (mean * bytes_per_token), rel=0.01)
-    assert planner(Slo(math.inf, 10.0, 0.9)).bound_of(decode) > 5 * made.bound_of(decode)
+    bytes_per_token = made.maker.replicas(option).plan.sizes.bytes_per_token
+    assert made.bound_of(option) == pytest.approx(2e8 / (mean * bytes_per_token), rel=0.01)
+    assert planner(Slo(math.inf, 10.0, 0.9)).bound_of(option) > 5 * made.bound_of(option)
 
 
 def test_caches_wait_for_those_before_them() -> None:

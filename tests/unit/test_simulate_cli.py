@@ -392,5 +392,5 @@ def test_every_word_of_the_help_is_there(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_tiers_forget_what_was_not_used_for_a_lifetime() -> None:
-    config = EngineConfig.from_options({"tiers.memory": "1MiB", "tiers.disk": "folder:64MiB", "cache.lifetime": 30.0})
+    config = EngineConfig.from_options({"tiers.memory": "64MiB", "tiers.disk": "folder:64MiB", "cache.lifetime": 30.0})
     assert [(each.name, each.lifetime) for each in tiers_of(config, Ways())] == [("memory", 30.0), ("disk", 30.0)]

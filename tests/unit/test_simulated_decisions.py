@@ -31,7 +31,7 @@ def setting(rng: random.Random, *, small: bool) -> Setting:
     share = 1.0 if options["cache.codec"] == "dense" else 0.4  # of a dense chunk's bytes, open chunks included
     share += 0.3 * any(key.startswith("retain") for key in options)  # sums
     chunks = rng.randint(8, 12) if small else rng.randint(14, 40)
-    disk = rng.choice([0, 6, 60, 60]) * chunk_bytes(SHAPE) if options["cache.share"] else 0
+    disk = rng.choice([0, 18, 60, 60]) * chunk_bytes(SHAPE) if options["cache.share"] else 0
     return Setting(int(share * chunks * chunk_bytes(SHAPE)), options, disk, SHAPE)
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from quire.planning.placement_file import Instances, Placement
     from quire.planning.slo import Slo
     from quire.simulation.load import Load, Workers
-    from quire.simulation.outcome import Outcome
     from quire.simulation.queue_check import QueueCheck
     from quire.simulation.search import Joint, Maker, Planner
 
@@ -224,6 +223,7 @@ def _place(
 ) -> Found:
     """What one algorithm finds, simulated as a whole with fresh seeds."""
     from quire.planning import placement
+    from quire.simulation.load import run_many
     from quire.simulation.search import CONFIRMATIONS, SEEDS
 
     places: dict[str, Callable[[Search], Placement]] = {
@@ -238,7 +238,8 @@ def _place(
     fresh = args.seed + SEEDS + CONFIRMATIONS
 
     def attainments(runs: list[Joint]) -> list[float]:
-        outcomes: list[Outcome] = [each.outcome() for each in runs] if workers is None else workers.run(runs)
+        with shared.progress(f"requests ({algorithm}, the placement as a whole)") as progress:
+            outcomes = run_many(runs, progress=progress) if workers is None else workers.run(runs, progress)
         return [each.attainment(planner.slo) for each in outcomes]
 
     def joint(rate: float) -> list[Joint]:

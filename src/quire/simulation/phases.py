@@ -259,7 +259,7 @@ class PairRun:
 
 
 def seconds_per_token(replicas: Replicas, ways: Ways) -> float:
-    """Seconds that a token of a prompt keeps the link of an instance that decodes."""
+    """Seconds that a token of a prompt keeps the link of an instance that sends its cache, or gets it."""
     budget = replicas.config.retain.budget
     kept = 1.0 if budget == "off" else budget
     return kept * replicas.plan.sizes.bytes_per_token / ways.bulk.bytes_per_second

@@ -327,14 +327,15 @@ class Planner:
             rates = first.prompts(self.asked, slo), second.decoding(self.asked, slo)
             return min(*rates, self._link_bound(option, option.decode))
         bound = bound_of(self.maker.replicas(option))
-        if option.role is Role.DECODE:
-            return min(bound.decoding(self.asked, slo), self._link_bound(option, option))
-        return (bound.prompts if option.role is Role.PREFILL else bound.mixed)(self.asked, slo)
+        if option.role is Role.MIXED:
+            return bound.mixed(self.asked, slo)
+        rate = bound.prompts if option.role is Role.PREFILL else bound.decoding
+        return min(rate(self.asked, slo), self._link_bound(option, option))
 
-    def _link_bound(self, option: Option, decode: Candidate) -> float:
-        """Requests/s whose caches the link of an instance that decodes can bring."""
+    def _link_bound(self, option: Option, instance: Candidate) -> float:
+        """Requests/s whose caches the link of an instance can send, or bring."""
         num_tokens = float(np.where(self.asked.tokens > 0, self.asked.rows, 0.0).mean())
-        seconds = num_tokens * seconds_per_token(self.maker.replicas(decode), self.maker.ways(option))
+        seconds = num_tokens * seconds_per_token(self.maker.replicas(instance), self.maker.ways(option))
         return 1 / seconds if seconds else math.inf
 
     def _simulation(self, option: Option) -> Callable[[float, int], Simulation]:
