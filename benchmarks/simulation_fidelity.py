@@ -150,7 +150,7 @@ def family(pid: int) -> list[int]:
 
 def serve(args: argparse.Namespace) -> None:
     """Measures all sides and appends what came of every load."""
-    for repeat in range(args.repeats):
+    for repeat in range(args.first, args.first + args.repeats):
         for side in args.sides:
             with tempfile.TemporaryDirectory() as name, serving(side, args, Path(name)) as (server, send):
                 asyncio.run(replay([Asked(0.3 * n, [700 + n] * 200, 6) for n in range(4)], send))
@@ -396,6 +396,7 @@ def main() -> None:
     parser.add_argument("--profile", type=float, default=120.0, help="seconds of a profile (default: 120)")
     parser.add_argument("--busy", type=float, default=1.5, help="requests/s of a profile, about (default: 1.5)")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="number of the first repeat, to go on with a file")
     parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--tpot", type=float, default=0.1)
