@@ -248,23 +248,12 @@ class Simulated:
         speeds: list[float] = []
         for role in ("mixed",) if side == "mixed" else ("prefill", "decode"):
             of_role = [each for each in own if side == "mixed" or f".{role}-" in each.get("log", "")]
-            others = [each for each in own if each not in of_role]
-
-            def logs(kind: str, records: list[dict[str, Any]]) -> list[Logged]:
-                found = [each for each in records if each["kind"] == kind]
-                return [steps_of(found)] if found else []
-
-            (logged,) = logs("steps", of_role)
-            found = fit(logged.records, {"model": model}, beside=logged.beside(logs("steps", others)))
-            self.models[role] = found
+            logged = steps_of([each for each in of_role if each["kind"] == "steps"])
+            self.models[role] = found = fit(logged.records, {"model": model})
             speeds += logged.speeds
-            for of_loads in logs("loaded", of_role):
-                beside = of_loads.beside(logs("loaded", others))
-                said = [
-                    found.seconds(work) * (1 + found.beside * n)
-                    for (work, _), n in zip(of_loads.records, beside, strict=True)
-                ]
-                self.loaded[role] = sum(seconds for _, seconds in of_loads.records), sum(said)
+            if loaded := [each for each in of_role if each["kind"] == "loaded"]:
+                steps = steps_of(loaded).records
+                self.loaded[role] = sum(seconds for _, seconds in steps), sum(found.seconds(work) for work, _ in steps)
         self.bulk = Link(LATENCY, statistics.median(speeds)) if speeds else Link(LATENCY, 0.5e9)
         given = EngineConfig.from_options({**options, "runtime.threads": 2 if side == "mixed" else 1})
         path = resolve_model(model)
@@ -294,14 +283,7 @@ class Simulated:
         if self.side == "mixed":
             return Alone(events, partial(make_engine, self.plans["mixed"]), overhead=self.overhead)
         places = [
-            Place(
-                f"{role}-0",
-                role,
-                partial(make_engine, plan),
-                self.capacities[role],
-                machine=0,
-                slower=self.models[role].beside,
-            )
+            Place(f"{role}-0", role, partial(make_engine, plan), self.capacities[role])
             for role, plan in self.plans.items()
         ]
         return SimulatedCluster(events, places, hop=HOP, bulk=self.bulk, fetches=False, overhead=self.overhead)
@@ -334,8 +316,7 @@ def report(args: argparse.Namespace) -> None:
         for role, model in simulated.models.items():
             print(
                 f"{side} {role}: {model.counts['steps']} steps, measured / fitted {model.residuals['p10']:.3f}"
-                f" {model.residuals['p50']:.3f} {model.residuals['p90']:.3f}, sum {model.residuals['total']:.3f};"
-                f" {model.beside:.0%} slower beside the other instance"
+                f" {model.residuals['p50']:.3f} {model.residuals['p90']:.3f}, sum {model.residuals['total']:.3f}"
             )
             if role in simulated.loaded:
                 real, said = simulated.loaded[role]

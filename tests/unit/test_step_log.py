@@ -118,27 +118,3 @@ def test_logs_of_different_engines_are_not_mixed(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.step_log .*cannot be written"):
         answer(tmp_path / "no" / "steps.log")
-
-
-def test_logs_tell_how_many_others_computed_during_a_step(tmp_path: Path) -> None:
-    """Of an instance with steps from 0 to 2 and from 3 to 4, beside one from 1 to 3.5 and one from 0 to 0.5."""
-
-    def log(name: str, *steps: tuple[float, float]) -> Path:
-        head = {"model": "abc", "options": CONFIG.to_options()}
-        lines = [json.dumps([1, 0.5, 0, 0.0, 0.0, 1, end - begun, None, begun]) for begun, end in steps]
-        (tmp_path / name).write_text("\n".join([json.dumps(head), *lines]) + "\n")
-        return tmp_path / name
-
-    own, first, second = (
-        read_steps([log(*each)])
-        for each in (("own", (0.0, 2.0), (3.0, 4.0)), ("first", (1.0, 3.5)), ("second", (0.0, 0.5)))
-    )
-    assert own.beside([first, second]) == pytest.approx([0.5 + 0.25, 0.5])
-    assert own.beside([]) == [0.0, 0.0]
-
-
-def test_steps_say_when_they_began(tmp_path: Path) -> None:
-    answer(tmp_path / "steps.log", [1, 2, 3])
-    found = read_steps([tmp_path / "steps.log"])
-    ended = [begun + seconds for begun, (_, seconds) in zip(found.begun, found.records, strict=True)]
-    assert found.begun[1:] == ended[:-1], "an engine that has more to do goes on at once"

@@ -30,7 +30,7 @@ class Latencies:
     """The benchmark; see `quire.cli.bench`."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
-        "output": None, "plot": None, "seconds": 120.0, "points": list(POINTS), "steps": None, "beside": None,
+        "output": None, "plot": None, "seconds": 120.0, "points": list(POINTS), "steps": None,
     }  # fmt: skip
 
     @staticmethod
@@ -49,15 +49,11 @@ class Latencies:
         add("--points", None, text, nargs="+", choices=POINTS)
         text = "logs of a server's steps (runtime.step_log), to be fitted in place of measuring"
         add("--steps", "FILE", text, nargs="+", type=Path)
-        text = "logs of the other instances on the machine, which slow steps down while they compute (with --steps)"
-        add("--beside", "FILE", text, nargs="+", type=Path)
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises ConfigError for invalid arguments."""
         if not args.seconds > 0:
             raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
-        if args.beside is not None and args.steps is None:
-            raise ConfigError("--beside is of logged steps; give --steps, too")
         if args.output is not None:
             shared.check_writable(args.output)
         if args.plot is not None:
@@ -118,8 +114,7 @@ class Latencies:
         if logged.speeds:
             names = ("disk",) if logged.config.tiers.disk is not None else ("shm", "tcp")
             links = dict.fromkeys(names, Link(LATENCY, statistics.median(logged.speeds)))
-        others = [read_steps([file]) for file in self._args.beside or ()]
-        model = fit(logged.records, about, links, beside=logged.beside(others))
+        model = fit(logged.records, about, links)
         rows = _rows(model, logged.records)
         _print(model, rows, console)
         self._keep(model, logged.records)
@@ -178,10 +173,6 @@ def _print(model: LatencyModel, rows: list[dict[str, Any]], console: Console) ->
     )
     for name, link in model.links.items():
         console.print(f"{name} (measured): {link.bytes_per_second / 1e6:,.0f} MB/s after {1e3 * link.latency:.0f} ms")
-    if model.beside:
-        console.print(
-            f"while another instance of the machine computes, a step takes {model.beside:.0%} longer (fitted)"
-        )
     for row in rows:
         if row["within"] > LARGE:
             console.print(

@@ -162,8 +162,6 @@ class LatencyModel:
                   else must have run
     dropped       terms that the measured steps do not tell apart from others
     paper         the paper's constants C1 to C5, fitted to the same steps, with residuals
-    beside        by which share a step is slower while another instance of the same machine computes. Seconds are those
-                  of an instance alone
     """
 
     about: About
@@ -175,7 +173,6 @@ class LatencyModel:
     counts: dict[str, int] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     paper: dict[str, float] = field(default_factory=dict)
-    beside: float = 0.0
 
     def __post_init__(self) -> None:
         if any(after <= before for before, after in itertools.pairwise(self.knots)):
@@ -186,8 +183,6 @@ class LatencyModel:
                 raise ConfigError(f"coefficients.{name} is no term; the terms are {', '.join(sorted(known))}")
             if not 0 <= value < math.inf:
                 raise ConfigError(f"coefficients.{name} is {value!r}; it must be a number of at least 0")
-        if not 0 <= self.beside < math.inf:
-            raise ConfigError(f"beside is {self.beside!r}; it must be a number of at least 0")
         if not any(self.coefficients.values()):
             raise ConfigError("coefficients are all 0: no step would take any time")
         for name, bounds in self.ranges.items():
@@ -226,12 +221,6 @@ class LatencyModel:
         _, context, unique, _, _ = self._slopes
         growth = (context + unique) * work.decode_rows
         return count * self.seconds(work) + growth * (count * (count - 1) / 2)
-
-    def crowded(self, others: int) -> LatencyModel:
-        """Of an instance beside others of its machine that always compute."""
-        slower = 1 + self.beside * others
-        coefficients = {name: slower * value for name, value in self.coefficients.items()}
-        return dataclasses.replace(self, coefficients=coefficients, beside=0.0)
 
     def covers(self, work: StepWork) -> bool:
         """See Latency. SLACK may be missing at either end of a range."""

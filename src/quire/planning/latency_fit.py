@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,50 +48,17 @@ CELLS = 4
 """Steps are alike if each of their features is in the same of so many parts of a doubling."""
 
 
-MOST_BESIDE = 1.0
-"""By which share another instance may slow a step down: with 1 two take as long as one after the other."""
-
-
 def fit(
-    records: Iterable[Record],
-    about: About,
-    links: Mapping[str, Link] | None = None,
-    *,
-    beside: Sequence[float] = (),
-    are_exact: bool = False,
+    records: Iterable[Record], about: About, links: Mapping[str, Link] | None = None, *, are_exact: bool = False
 ) -> LatencyModel:
     """Fits a model to measured steps, by non-negative least squares on relative errors.
 
     Steps that are alike count together as the square root of their number. Steps that took much longer than their like
     are left out. The noisier the steps, the more neighbouring pieces are pulled towards one slope.
 
-    beside     for each step, the mean number of other instances of the machine that computed meanwhile; empty: none.
-               The model is that of a lonely instance, and its `beside` explains the seconds best
     are_exact  whether the seconds are computed and not measured: then none is left out
     Raises ConfigError if there are no steps.
     """
-    steps = [*records]
-    if not any(beside):
-        return _fit(steps, about, links, are_exact=are_exact)
-    from scipy.optimize import minimize_scalar
-
-    def model(slower: float) -> LatencyModel:
-        lonely = [(work, seconds / (1 + slower * n)) for (work, seconds), n in zip(steps, beside, strict=True)]
-        return dataclasses.replace(_fit(lonely, about, links, are_exact=are_exact), beside=slower)
-
-    def error(slower: float) -> float:
-        found = model(slower)
-        times = [found.seconds(work) * (1 + slower * n) for (work, _), n in zip(steps, beside, strict=True)]
-        return float(np.abs(np.log(np.array([seconds for _, seconds in steps]) / times)).mean())
-
-    best = float(minimize_scalar(error, bounds=(0, MOST_BESIDE), method="bounded", options={"xatol": 1e-3}).x)
-    return model(best if error(best) < error(0.0) else 0.0)
-
-
-def _fit(
-    records: Iterable[Record], about: About, links: Mapping[str, Link] | None = None, *, are_exact: bool = False
-) -> LatencyModel:
-    """See `fit`: of a lonely instance."""
     steps = [(work, seconds) for work, seconds in records if work.rows and seconds > 0]
     if not steps:
         raise ConfigError("a latency model needs measured steps, but there are none; raise --seconds")

@@ -1,8 +1,7 @@
 """A log of an engine's steps while it serves: what each computed, and how long it took with all that happens between.
 
-The first line of a file describes the engine. Every other line is a step: the fields of `StepWork`, seconds, the bytes
-a second of fetched chunks or null, and when it began, on a clock that all processes of a machine share. `quire bench
-latency MODEL --steps FILE` fits a model to it.
+The first line of a file describes the engine. Every other line is a step: the fields of `StepWork`, seconds, and the
+bytes a second of fetched chunks or null. `quire bench latency MODEL --steps FILE` fits a model to it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
@@ -83,7 +80,7 @@ class StepLog:
         now, work = self._clock(), self._work
         if work is not None:
             seconds = now - (self._ended if self._goes_on else self._begun)
-            self._file.write(json.dumps([*astuple(work), seconds, self._costs.speed, now - seconds]) + "\n")
+            self._file.write(json.dumps([*astuple(work), seconds, self._costs.speed]) + "\n")
         self._ended, self._goes_on = now, goes_on
 
     def close(self) -> None:
@@ -97,30 +94,13 @@ class Logged:
 
     model    fingerprint of the checkpoint
     records  steps and their seconds
-    begun    when each step began
     speeds   last bytes a second of fetched chunks in each log that knows them
     """
 
     model: str
     config: EngineConfig
     records: list[tuple[StepWork, float]]
-    begun: list[float]
     speeds: list[float]
-
-    def beside(self, others: Iterable[Logged]) -> list[float]:
-        """For each step, the mean number of other instances of the same machine that computed meanwhile."""
-        found = np.zeros(len(self.records))
-        begun = np.array(self.begun)
-        ended = begun + [seconds for _, seconds in self.records]
-        for other in others:
-            order = np.argsort(other.begun)
-            starts = np.array(other.begun)[order]
-            # Of one engine, steps do not overlap: computed(t) are the seconds of them until t.
-            lengths = np.array([seconds for _, seconds in other.records])[order]
-            times = np.column_stack((starts, starts + lengths)).ravel()
-            totals = np.column_stack((np.cumsum(lengths) - lengths, np.cumsum(lengths))).ravel()
-            found += np.interp(ended, times, totals) - np.interp(begun, times, totals)
-        return [float(each) for each in found / np.maximum(ended - begun, 1e-9)]
 
 
 def read_steps(files: Iterable[Path]) -> Logged:
@@ -129,7 +109,6 @@ def read_steps(files: Iterable[Path]) -> Logged:
     """
     heads: list[dict[str, Any]] = []
     records: list[tuple[StepWork, float]] = []
-    begun: list[float] = []
     speeds: list[float] = []
     for file in files:
         try:
@@ -143,14 +122,12 @@ def read_steps(files: Iterable[Path]) -> Logged:
                 if isinstance(found, dict):
                     heads.append({"model": found["model"], "options": found["options"]})
                     continue
-                *work, seconds, speed, at = found
-                step = (StepWork(*work), float(seconds)), float(at)
+                *work, seconds, speed = found
+                records.append((StepWork(*work), float(seconds)))
             except (ValueError, TypeError, KeyError):
                 if number == len(lines) or lines[number].startswith("{"):
                     continue  # the engine is writing it, or was killed while it did
                 raise ConfigError(f"{file} line {number} is no step of a log") from None
-            records.append(step[0])
-            begun.append(step[1])
         if speed is not None:
             speeds.append(float(speed))
     if not heads or not records:
@@ -163,4 +140,4 @@ def read_steps(files: Iterable[Path]) -> Logged:
             if value != other and key != "runtime.step_log":
                 raise ConfigError(f"the logs are of engines with other settings: {key} is {other!r} and {value!r}")
     options = {key: value for key, value in heads[0]["options"].items() if key != "runtime.step_log"}
-    return Logged(heads[0]["model"], EngineConfig.from_options(options), records, begun, speeds)
+    return Logged(heads[0]["model"], EngineConfig.from_options(options), records, speeds)

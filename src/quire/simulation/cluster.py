@@ -22,7 +22,6 @@ from quire.simulation.arrivals import Arrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
 from quire.simulation.instance import Network, SimulatedInstance
-from quire.simulation.machine import Machine
 from quire.simulation.outcome import Used
 
 
@@ -129,8 +128,6 @@ class Place:
 
     capacity   what it measures when it starts
     stores_of  see SimulatedInstance
-    machine    the number of the one that it shares with others; None: it is alone
-    slower     by which share each of them slows its steps down
     """
 
     name: str
@@ -138,8 +135,6 @@ class Place:
     engine_of: EngineOf
     capacity: Capacity
     stores_of: StoresOf = no_stores
-    machine: int | None = None
-    slower: float = 0.0
 
 
 class SimulatedCluster:
@@ -178,11 +173,9 @@ class SimulatedCluster:
             clock=lambda: events.now, soon=lambda call: events.after(0.0, call),
         )  # fmt: skip
         self.instances: list[SimulatedInstance] = []
-        machines = {place.machine: Machine(events) for place in places}
         for place in places:
             instance = self.instance(
                 self.network, place.name, place.role, place.engine_of, place.capacity, stores_of=place.stores_of,
-                after=None if place.machine is None else machines[place.machine].place(place.slower),
                 timeout=timeout,
             )  # fmt: skip
             self.instances.append(instance)

@@ -31,7 +31,6 @@ from quire.planning.latency import Latency
 from quire.planning.work import WorkMeter
 from quire.simulation.arrivals import Arrivals, Disk
 from quire.simulation.events import Events, StepClock
-from quire.simulation.machine import After
 from quire.simulation.table import PagesOnly
 from quire.stores.tiers import Tier, Tiers
 
@@ -235,21 +234,14 @@ class EngineLoop:
     """Commands and steps of an engine, in the order of `EngineThread`, as events.
 
     has_stepped  is told the outputs of each step at its end, and after commands
-    after        how long steps take beside those of other engines; None: as long as alone
     busy         seconds of all steps
     num_steps    steps that took time
     """
 
     def __init__(
-        self,
-        events: Events,
-        engine: Engine,
-        clock: StepClock,
-        has_stepped: Callable[[list[RequestOutput]], None],
-        after: After | None = None,
+        self, events: Events, engine: Engine, clock: StepClock, has_stepped: Callable[[list[RequestOutput]], None]
     ) -> None:
         self.engine = engine
-        self._after = after or events.after
         self._events, self._clock, self._has_stepped = events, clock, has_stepped
         self._commands: deque[Callable[[], object]] = deque()
         self._is_busy = self._is_waiting = False
@@ -292,11 +284,10 @@ class EngineLoop:
             self._commands.popleft()()
         outputs = self.engine.step()
         lag = self._lag(outputs)
-        begun = self._events.now
-        seconds = self._clock() - begun
+        seconds = self._clock() - self._events.now
+        self.busy += seconds
         self.num_steps += seconds > 0
-        after = self._after if seconds else self._events.after
-        after(seconds, partial(self._end, outputs, lag, begun))
+        self._events.after(seconds, partial(self._end, outputs, lag))
 
     def _lag(self, outputs: list[RequestOutput]) -> float:
         """Seconds that the tokens of a step come after its end. A step whose sequences go on here ends with its tokens:
@@ -310,9 +301,8 @@ class EngineLoop:
             return 0.0
         return runner.lag
 
-    def _end(self, outputs: list[RequestOutput], lag: float, begun: float) -> None:
+    def _end(self, outputs: list[RequestOutput], lag: float) -> None:
         self._is_busy = False
-        self.busy += self._events.now - begun
         if lag > 0:
             self._events.after(lag, partial(self._has_stepped, outputs))
             outputs = []

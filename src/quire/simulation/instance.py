@@ -20,7 +20,6 @@ from quire.planning.latency import Link
 from quire.simulation.arrivals import Arrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
-from quire.simulation.machine import After
 from quire.stores.seal import SECRET_BYTES, Seal
 
 SEAL = Seal(bytes(SECRET_BYTES))
@@ -120,7 +119,6 @@ class SimulatedInstance:
     """An engine, a desk and an agent.
 
     stores_of  makes its stores beside those of all instances
-    after      see EngineLoop
     """
 
     def __init__(
@@ -132,7 +130,6 @@ class SimulatedInstance:
         capacity: Capacity,
         *,
         stores_of: StoresOf = no_stores,
-        after: After | None = None,
         timeout: float = 60.0,
     ) -> None:
         self.name, self.role = name, role
@@ -144,7 +141,7 @@ class SimulatedInstance:
         self.engine = engine = with_stores(engine_of, clock, self.arrivals, stores)
         if role == "prefill":
             engine.scheduler.prompt_rows = capacity.prompt_rows
-        self.loop = EngineLoop(events, engine, clock, self._has_stepped, after)
+        self.loop = EngineLoop(events, engine, clock, self._has_stepped)
         self._agent = Agent(
             name, _Links(network, name), self.neighbours, self.loop.submit,  # type: ignore[arg-type]
             Deadlines.within(timeout), clock=lambda: events.now,

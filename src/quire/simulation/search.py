@@ -23,7 +23,7 @@ from quire.planning.bounds import Asked
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.latency import LatencyModel, Link, Origin
+from quire.planning.latency import Link, Origin
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Rejected, Why
 from quire.planning.slo import ANYTHING, Slo
@@ -163,7 +163,6 @@ class OnCores(Maker):
 
     def __post_init__(self) -> None:
         self._made: dict[Candidate, Replicas | ConfigError] = {}
-        self._crowded: dict[Candidate, Replicas] = {}
         self.window = self.model.shape.sliding_window
 
     @property
@@ -191,17 +190,7 @@ class OnCores(Maker):
         return found
 
     def replicas(self, candidate: Candidate) -> Replicas:
-        """See Maker. Others of its machine always compute: how much they do is known once a placement is."""
-        found, others = self._alone(candidate), self.cluster.slots // candidate.cores - 1
-        latency = found.plan.latency
-        if not others or not isinstance(latency, LatencyModel) or not latency.beside:
-            return found
-        if candidate not in self._crowded:
-            plan = dataclasses.replace(found.plan, latency=latency.crowded(others))
-            self._crowded[candidate] = dataclasses.replace(found, plan=plan)
-        return self._crowded[candidate]
-
-    def _alone(self, candidate: Candidate) -> Replicas:
+        """See Maker."""
         if candidate not in self._made:
             options = {**self.options_of(candidate), "runtime.threads": candidate.cores}
             try:
@@ -222,10 +211,10 @@ class OnCores(Maker):
         """See Maker."""
         within = placement.in_pairs
         found = [
-            dataclasses.replace(self._alone(self.candidate_of(each)), count=each.count) for each in placement.instances
+            dataclasses.replace(self.replicas(self.candidate_of(each)), count=each.count)
+            for each in placement.instances
         ]
-        ways = self._ways(found, within=within)
-        return setup_of(found, ways, ClusterConfig(), in_pairs=within, cores=self.cluster.slots)
+        return setup_of(found, self._ways(found, within=within), ClusterConfig(), in_pairs=within)
 
     def _ways(self, replicas: Sequence[Replicas], *, within: bool) -> Ways:
         between = self.cluster.network.between
@@ -386,7 +375,7 @@ class Joint:
         setup, workload = self.setup, self.load.drawn(self.rate, self.seed)
         first, *others = setup.replicas
         fetches = setup.fetches and first.count > 1 and bool(workload.cached_tokens.any())
-        if others or first.role != Role.MIXED or not may_skip(first) or fetches or setup.is_crowded:
+        if others or first.role != Role.MIXED or not may_skip(first) or fetches:
             return run_of(setup, workload, self.seed, progress)
         messages = setup.ways.server + setup.ways.hop * setup.is_cluster
         return skipping(first, workload, messages, progress, setup.routing)

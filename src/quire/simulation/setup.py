@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +157,6 @@ class Setup:
 
     is_cluster  whether a router and instances do; otherwise one engine in the server's process does
     in_pairs    whether caches stay within pairs of an instance for prompts and one that decodes
-    cores       of each machine, whose instances slow each other down; None: each instance has a machine of its own
     """
 
     replicas: tuple[Replicas, ...]
@@ -170,7 +168,6 @@ class Setup:
     fetches: bool = True
     timeout: float = 60.0
     tries: int = 4
-    cores: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -192,32 +189,6 @@ class Setup:
                 numbers[each.role] += 1
         return found
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether instances slow each other down."""
-        return len(set(self._machines.values())) < len(self._machines)
-
-    @cached_property
-    def _groups(self) -> list[list[str]]:
-        """Places that are on one machine together."""
-        roles = {name: each.role for name, each in self.places.items()}
-        return groups_of(roles, "pairs") if self.in_pairs else [[name] for name in roles]
-
-    @cached_property
-    def _machines(self) -> dict[str, int]:
-        """The machine of each place where others may be, too: for the largest groups first, the first one with room."""
-        if self.cores is None:
-            return {}
-        places, free, found = self.places, list[int](), dict[str, int]()
-        threads = {name: each.config.runtime.threads or 1 for name, each in places.items() if beside(each)}
-        sized = [(sum(threads.get(name, 0) for name in group), group) for group in self._groups]
-        for needed, group in sorted(sized, key=lambda each: -each[0]):
-            machine = next((number for number, left in enumerate(free) if left >= needed), len(free))
-            free += [self.cores] * (machine == len(free))
-            free[machine] -= needed
-            found.update({name: machine for name in group if name in threads})
-        return found
-
     def measure(self) -> None:
         """Measures the instances of a cluster, once, before other processes get copies of them."""
         for each in self.replicas if self.is_cluster else ():
@@ -229,13 +200,9 @@ class Setup:
             (only,) = self.replicas
             return Alone(events, only.engine, only.stores, overhead=self.ways.server)
         places = self.places
-        machines = self._machines
         cluster = SimulatedCluster(
             events,
-            [
-                Place(name, each.role, each.engine, each.capacity, each.stores, machines.get(name), beside(each))
-                for name, each in places.items()
-            ],
+            [Place(name, each.role, each.engine, each.capacity, each.stores) for name, each in places.items()],
             hop=self.ways.hop,
             bulk=self.ways.bulk,
             routing=self.routing,
@@ -247,7 +214,8 @@ class Setup:
             max_queue=self.replicas[0].plan.config.scheduler.max_queue,
         )
         if self.in_pairs:
-            for number, names in enumerate(self._groups):
+            groups = groups_of({name: each.role for name, each in places.items()}, "pairs")
+            for number, names in enumerate(groups):
                 for name in names:
                     cluster.router.members[name].group = f"group-{number}"
         return cluster
@@ -340,32 +308,17 @@ class LocalModel:
         # A placement for another machine says how many cores that one has.
         threads = [str(each.options.get("runtime.threads", "")) for each in instances]
         given = sum(int(own) * each.count for own, each in zip(threads, instances, strict=True) if own.isdecimal())
-        num_cores = max(given, len(os.sched_getaffinity(0)))
-        specs = Counter(specs_of(instances, model, num_cores, is_local=is_local))
+        specs = Counter(specs_of(instances, model, max(given, len(os.sched_getaffinity(0))), is_local=is_local))
         replicas = [
             self.replicas(spec.role, {**common, **dict(spec.build.options)}, count) for spec, count in specs.items()
         ]
         transport = "tcp" if settings.transport == "tcp" or not is_local else "shm"
         ways = ways_of([each.plan.latency for each in replicas], transport)
-        in_pairs = placement is None and settings.placement == "pairs"
-        return setup_of(replicas, ways, settings, in_pairs=in_pairs, cores=num_cores if is_local else None)
+        return setup_of(replicas, ways, settings, in_pairs=placement is None and settings.placement == "pairs")
 
 
-def beside(replicas: Replicas) -> float:
-    """By which share another instance of the same machine slows steps down. Instances with GPUs share little."""
-    latency = replicas.plan.latency
-    return latency.beside if isinstance(latency, LatencyModel) else 0.0
-
-
-def setup_of(
-    replicas: Sequence[Replicas],
-    ways: Ways,
-    settings: ClusterConfig,
-    *,
-    in_pairs: bool = False,
-    cores: int | None = None,
-) -> Setup:
-    """Instances behind a router, as `Supervisor` has it. cores: see Setup."""
+def setup_of(replicas: Sequence[Replicas], ways: Ways, settings: ClusterConfig, *, in_pairs: bool = False) -> Setup:
+    """Instances behind a router, as `Supervisor` has it."""
     config = replicas[0].config
     return Setup(
         tuple(replicas),
@@ -376,7 +329,6 @@ def setup_of(
         fetches=config.cache.share and not config.retain.is_on,
         timeout=settings.timeout,
         tries=settings.tries,
-        cores=cores,
     )
 
 
