@@ -73,13 +73,16 @@ PARTS = 3
 
 
 def profile(seed: str, seconds: float, rate: float, longest: int) -> list[Asked]:
-    """Lonely requests, then Poisson arrivals at rates from a third of `rate` up. Half of them have prompts of 8 tokens
-    and more, the others short prompts and long answers, so that many sequences decode at once.
+    """Lonely requests, then Poisson arrivals at rates from a third of `rate` up. Half of them have short answers to
+    prompts of all lengths, the others long answers to shorter prompts, so that many sequences decode at once.
     """
     rng, at, found = random.Random(seed), 0.0, list[Asked]()
 
     def add(num_in: float, num_out: float) -> None:
         found.append(Asked(at, [rng.choice(VOCABULARY) for _ in range(int(num_in))], max(1, int(num_out))))
+
+    def drawn(low: float, high: float) -> float:
+        return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
     for number in range(LONELY):
         add(48 + 60 * number, 12)
@@ -88,10 +91,10 @@ def profile(seed: str, seconds: float, rate: float, longest: int) -> list[Asked]
     while at < begun + seconds:
         at += rng.expovariate(rate * (0.35 + 1.1 * (at - begun) / seconds))
         if rng.random() < 0.5:
-            num_in = np.exp(rng.uniform(np.log(8), np.log(longest * 0.8)))
-            add(num_in, np.exp(rng.uniform(np.log(4), np.log(min(200, longest - num_in)))))
+            num_in = drawn(8, longest * 0.8)
+            add(num_in, drawn(4, min(200, longest - num_in)))
         else:
-            add(rng.uniform(8, 64), rng.uniform(60, 250))
+            add(drawn(16, longest * 0.4), rng.uniform(60, min(250, longest * 0.6)))
     return found
 
 
