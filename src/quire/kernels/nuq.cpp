@@ -2,12 +2,14 @@
 // cache/codecs/nuq.py.
 //
 // Both work on the transposed page, channels by slots: a vector holds several slots, and nothing is summed across a vector.
+#include <type_traits>
 #include "nuq.h"
 
 namespace quire {
 namespace {
 
 constexpr int VECTORS = PAGE / VL;
+constexpr int MOST_CHANNELS = 256;   // of a head; their number is a multiple of 16
 
 // One number of each slot.
 struct Slots {
@@ -86,23 +88,63 @@ void pack(int fields, int bits, const Code& code, uint8_t*& out) {
     });
 }
 
-template <class Put>
-void unpack(int fields, int bits, const Put& put, const uint8_t*& in) {
-    for_parts(bits, [&](int width, int place) {
-        const int per_line = 16 / width;
-        for (int first = 0; first < fields; first += per_line, in += LINE) {
-            uint16_t words[32];
-            std::memcpy(words, in, LINE);
-            for (int f = 0; f < per_line; f++)
-                for (int lane = 0; lane < 32; lane++) put(first + f, lane, (words[lane] >> width * f & ((1 << width) - 1)) << place);
+// The values of VL codes, from a book of 32 floats of which the first 2^BITS are used.
+template <int BITS>
+inline vf looked_up(const float* book, vu code) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(book), (__m512i)code, _mm512_loadu_ps(book + VL));
+#elif defined(__AVX2__)
+    const auto eight = [&](int first) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(book + first), (__m256i)code); };
+    const auto choose = [&](__m256 low, __m256 high, int bit) {   // the sign of a lane chooses
+        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)code, 31 - bit)));
+    };
+    if constexpr (BITS <= 3) return (vf)eight(0);
+    else if constexpr (BITS == 4) return (vf)choose(eight(0), eight(8), 3);
+    else return (vf)choose(choose(eight(0), eight(8), 3), choose(eight(16), eight(24), 3), 4);
+#else
+    vf found;
+    for (int i = 0; i < VL; i++) found[i] = book[code[i]];
+    return found;
+#endif
+}
+
+// Reads the fields that `pack` has written, BITS wide: calls put(field, i, codes) with the codes of lanes 2 * VL * i on, those of two neighbouring
+// lanes in an element.
+template <int BITS, class Put>
+void unpack(int fields, const uint8_t* in, const Put& put) {
+    constexpr int PARTS = 16 / VL;   // vectors of a line
+    for (int field = 0; field < fields; field++)
+        for (int i = 0; i < PARTS; i++) {
+            vu code{};
+            const uint8_t* lines = in;
+            for_parts(BITS, [&](int width, int place) {
+                const int per_line = 16 / width;
+                const vu line = *reinterpret_cast<const vu_loose*>(lines + field / per_line * LINE + i * VL * 4);
+                const uint32_t mask = (1u << width) - 1;
+                code |= (line >> field % per_line * width & (mask | mask << 16)) << place;
+                lines += fields / per_line * LINE;
+            });
+            put(field, i, code);
         }
-    });
+}
+
+// Calls body(bits) with the width of a code as a number that is known to the compiler.
+template <class Body>
+inline void with_bits(int bits, const Body& body) {
+    switch (bits) {
+    case 0: return body(std::integral_constant<int, 0>{});
+    case 1: return body(std::integral_constant<int, 1>{});
+    case 2: return body(std::integral_constant<int, 2>{});
+    case 3: return body(std::integral_constant<int, 3>{});
+    case 4: return body(std::integral_constant<int, 4>{});
+    default: return body(std::integral_constant<int, 5>{});
+    }
 }
 
 void encode_keys(const NuqHead& head, int D, const Slots* x, Slots* missing, uint8_t* codes, uint8_t* page) {
     const int half = D / 2;
     Largest largest;
-    int bits_of[128];
+    int bits_of[MOST_CHANNELS / 2];
     for (int p = 0; p < half; p++) bits_of[head.order[p]] = head.bits[p / BLOCK_PAIRS];
     for (int d = 0; d < D; d++) {
         const float* edges = head.key_edges + d * (BOOK - 1);
@@ -229,30 +271,46 @@ void encode_page(const NuqHead& head, int D, Kind kind, const void* k, const voi
 
 void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, float* v) {
     const int half = D / 2;
-    // Codes first, then their values, because the parts of a code follow each other.
     if (k) {
-        std::memset(k, 0, sizeof(float) * PAGE * D);
+        alignas(64) float channels[MOST_CHANNELS][PAGE];
         const uint8_t* in = page;
-        for (int block = 0; block < half / BLOCK_PAIRS; block++)
-            unpack(4 * BLOCK_PAIRS, head.bits[block], [&](int field, int lane, int part) {
-                const int pair = head.order[block * BLOCK_PAIRS + field / 4];
-                k[(field % 4 * 16 + lane / 2) * D + pair + lane % 2 * half] += static_cast<float>(part);
-            }, in);
-        for (int t = 0; t < PAGE; t++)
-            for (int d = 0; d < D; d++) k[t * D + d] = head.key_books[d * BOOK + static_cast<int>(k[t * D + d])];
+        for (int block = 0; block < half / BLOCK_PAIRS; block++) {
+            const uint8_t* pairs = head.order + block * BLOCK_PAIRS;
+            with_bits(head.bits[block], [&](auto bits) {
+                constexpr int BITS = decltype(bits)::value;
+                unpack<BITS>(4 * BLOCK_PAIRS, in, [&](int field, int i, vu code) {
+                    const int d = pairs[field / 4], slot = field % 4 * 16 + i * VL;
+                    store(channels[d] + slot, looked_up<BITS>(head.key_books + d * BOOK, code & 0xffffu));
+                    store(channels[d + half] + slot, looked_up<BITS>(head.key_books + (d + half) * BOOK, code >> 16));
+                });
+            });
+            in += LINE * head.bits[block];
+        }
+        for (int d = 0; d < D; d += VL)
+            for (int t = 0; t < PAGE; t += VL) {
+                vu square[VL];
+                for (int i = 0; i < VL; i++) square[i] = *reinterpret_cast<const vu_loose*>(channels[d + i] + t);
+                transpose(square);
+                for (int i = 0; i < VL; i++) *reinterpret_cast<vu_loose*>(k + (t + i) * D + d) = square[i];
+            }
         add_slots(page + head.at_key_slots, head.key_slots, D, k);
     }
     if (v) {
-        std::memset(v, 0, sizeof(float) * PAGE * D);
-        const uint8_t* in = page + head.at_values;
-        for (int first = 0; first < D; first += 16)
-            unpack(PAGE / 2, head.value_bits, [&](int field, int lane, int part) {
-                v[(2 * field + lane % 2) * D + first + lane / 2] += static_cast<float>(part);
-            }, in);
+        float scale[PAGE], offset[PAGE];
         for (int t = 0; t < PAGE; t++) {
-            const float s = half_value(page + head.at_ranges + 2 * t), z = half_value(page + head.at_ranges + 2 * (PAGE + t));
-            for (int d = 0; d < D; d++) v[t * D + d] = head.value_books[static_cast<int>(v[t * D + d])] * s + z;
+            scale[t] = half_value(page + head.at_ranges + 2 * t);
+            offset[t] = half_value(page + head.at_ranges + 2 * (PAGE + t));
         }
+        with_bits(head.value_bits, [&](auto bits) {
+            constexpr int BITS = decltype(bits)::value;
+            const uint8_t* in = page + head.at_values;
+            for (int first = 0; first < D; first += 16, in += 2 * LINE * BITS)
+                unpack<BITS>(PAGE / 2, in, [&](int field, int i, vu code) {
+                    float* row = v + 2 * field * D + first + i * VL;
+                    store(row, looked_up<BITS>(head.value_books, code & 0xffffu) * scale[2 * field] + offset[2 * field]);
+                    store(row + D, looked_up<BITS>(head.value_books, code >> 16) * scale[2 * field + 1] + offset[2 * field + 1]);
+                });
+        });
         add_slots(page + head.at_value_slots, head.value_slots, D, v);
     }
 }

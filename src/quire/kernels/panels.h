@@ -64,52 +64,6 @@ inline Prefetcher prefetch(const Page& page, int D, int which) {
 
 // ---- scratch panels of a page ----------------------------------------------------------------------------------------------------------
 
-// VL x VL transpose of 32-bit elements.
-inline void transpose(vu (&x)[VL]) {
-#if defined(__AVX512F__)
-    // Within 128-bit lanes first, then lanes: such shuffles need no index registers and two issue per cycle, against one full permute.
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
-        a[i + 1] = _mm512_unpackhi_epi32((__m512i)x[i], (__m512i)x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
-        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
-        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
-        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        x[i] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
-        x[i + 8] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
-        x[i + 4] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
-        x[i + 12] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd);
-    }
-#else
-    // log2(VL) perfect shuffles.
-    for (int step = 1; step < VL; step *= 2) {
-        vu y[VL];
-        for (int i = 0; i < VL / 2; i++) {
-            const vu a = x[i], b = x[i + VL / 2];
-#if defined(__AVX2__)
-            y[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-            y[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-            y[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
-            y[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-#endif
-        }
-        for (int i = 0; i < VL; i++) x[i] = y[i];
-    }
-#endif
-}
-
 // VL floats, or VL pairs of bf16, of a key row from column d on; columns at and past D are zero.
 template <class Math, class T>
 inline vu key_part(const T* row, int d, int D) {
