@@ -271,14 +271,10 @@ void plain_keys(const bf16* k, int D, const Turns& turns, int valid, uint32_t* o
 template <class T>
 inline void turn_rows(const Plan& plan, const T* x, const int32_t* positions, int start, int rows, float* out) {
     const int D = plan.D, half = D / 2;
-    for (int t = 0; t < rows; t++)
-        for (int j = 0; j < half; j++) {
-            const float a = widen(x[t * D + j]), b = widen(x[t * D + half + j]);
-            const int64_t at = static_cast<int64_t>(positions ? positions[t] : start + t) * half + j;
-            const float c = plan.cos ? plan.cos[at] : 1.0f, s = plan.cos ? plan.sin[at] : 0.0f;
-            out[t * D + j] = a * c - b * s;
-            out[t * D + half + j] = b * c + a * s;
-        }
+    for (int t = 0; t < rows; t++) {
+        const int64_t at = static_cast<int64_t>(positions ? positions[t] : start + t) * half;
+        rotate(x + t * D, plan.cos ? plan.cos + at : nullptr, plan.cos ? plan.sin + at : nullptr, D, 1.0f, out + t * D);
+    }
 }
 
 // Floats of the buffer that panels of such pages are made from: 32-bit ones of rows, bf16 ones of group codes.

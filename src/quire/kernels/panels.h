@@ -62,6 +62,27 @@ inline Prefetcher prefetch(const Page& page, int D, int which) {
     return {at, at + page.valid * row, 2};
 }
 
+// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`. Without tables, only the scale.
+template <class T>
+inline void rotate(const T* x, const float* cos, const float* sin, int D, float scale, float* y) {
+    const int half = D / 2;
+    if (cos == nullptr) {
+        for (int i = 0; i < D; i++) y[i] = widen(x[i]) * scale;
+        return;
+    }
+    int i = 0;
+    for (; i + VL <= half; i += VL) {
+        const vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(y + i, (a * c - b * s) * scale);
+        store(y + half + i, (b * c + a * s) * scale);
+    }
+    for (; i < half; i++) {
+        const float a = widen(x[i]), b = widen(x[half + i]);
+        y[i] = (a * cos[i] - b * sin[i]) * scale;
+        y[half + i] = (b * cos[i] + a * sin[i]) * scale;
+    }
+}
+
 // ---- scratch panels of a page ----------------------------------------------------------------------------------------------------------
 
 // VL floats, or VL pairs of bf16, of a key row from column d on; columns at and past D are zero.

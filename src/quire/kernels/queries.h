@@ -9,27 +9,6 @@ constexpr float LOG2E = 1.4426950408889634f;
 // The factor of scores: base 2, so that exponentials need no factor.
 inline float score_scale(int D) { return LOG2E / std::sqrt(static_cast<float>(D)); }
 
-// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`. Without tables, only the scale.
-template <class T>
-inline void rotate(const T* x, const float* cos, const float* sin, int D, float scale, float* y) {
-    const int half = D / 2;
-    if (cos == nullptr) {
-        for (int i = 0; i < D; i++) y[i] = widen(x[i]) * scale;
-        return;
-    }
-    int i = 0;
-    for (; i + VL <= half; i += VL) {
-        const vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
-        store(y + i, (a * c - b * s) * scale);
-        store(y + half + i, (b * c + a * s) * scale);
-    }
-    for (; i < half; i++) {
-        const float a = widen(x[i]), b = widen(x[half + i]);
-        y[i] = (a * cos[i] - b * sin[i]) * scale;
-        y[half + i] = (b * cos[i] + a * sin[i]) * scale;
-    }
-}
-
 template <class Math>
 inline void store_operand(const float* x, int D, uint32_t* out) {
     if constexpr (Math::PAIR == 1) {
