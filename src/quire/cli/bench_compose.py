@@ -33,8 +33,8 @@ class Composition:
     """
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
-        MEMORY: 3 << 29, "text": None, "trace": None, "input_tokens": 2048, "shared_tokens": None, "prefixes": 2,
-        "output_tokens": 128, "clients": [8, 48], "seconds": 12.0, "ttft": None, "tpot": None, "windows": 4,
+        MEMORY: 2 << 30, "text": None, "trace": None, "input_tokens": 4096, "shared_tokens": None, "prefixes": 2,
+        "output_tokens": 64, "clients": [1, 4], "seconds": 50.0, "ttft": None, "tpot": None, "windows": 4,
         "only": None, "quick": False, "output": None,
     }  # fmt: skip
 
@@ -45,12 +45,12 @@ class Composition:
         def add(flag: str, metavar: str, text: str, **more: Any) -> None:
             group.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text, **more)
 
-        add(f"--{MEMORY}", "SIZE", "memory of all processes together (default: 1.5GiB)", dest=MEMORY, type=_bytes)
+        add(f"--{MEMORY}", "SIZE", "memory of all processes together (default: 2GiB)", dest=MEMORY, type=_bytes)
         add("--text", "FILE", "text on which the quality is measured; without it, it is not", type=Path)
         text = "first tokens that prompts have in common (default: 7/8 of --input-tokens)"
         add("--shared-tokens", "N", text, type=int)
         add("--prefixes", "N", "different beginnings of prompts (default: 2)", type=shared.count)
-        text = "clients at once, one number after the other, each for --seconds (default: 8 48, for 12 s)"
+        text = "clients at once, one number after the other, each for --seconds (default: 1 4, for 50 s)"
         add("--clients", "N", text, nargs="+", type=shared.count)
         add("--ttft", "X", "most seconds to the first token (default: 10 times those of a request alone)", type=float)
         add("--tpot", "X", "most seconds per token after it (default: likewise)", type=float)

@@ -63,7 +63,7 @@ WEIGHTS_NEAR = 0.75
 CACHE_ROOM = 2
 """Room of an offloaded cache, relative to cache.memory, unless offload.cache is given."""
 
-RESERVE_BYTES = 24 << 20
+RESERVE_BYTES = 40 << 20
 """Of each engine beside its cache, for batches larger than those of the probe."""
 
 CODEC_KEYS = ("codec", "calibration", "outlier_slots", "sink_tokens", "strict")
@@ -99,12 +99,12 @@ class Load:
     trace     file that has prompts and answers instead; those longer than prompt + output are left out
     """
 
-    prompt: int = 2048
-    shared: int = 1792
-    prefixes: int = 2
-    output: int = 128
-    clients: tuple[int, ...] = (8, 48)
-    seconds: float = 12.0
+    prompt: int
+    shared: int
+    prefixes: int
+    output: int
+    clients: tuple[int, ...]
+    seconds: float
     trace: str | None = None
 
     def __post_init__(self) -> None:
