@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from quire.config import format_bytes  # noqa: E402
-from quire.evaluation.compose import CONFIGURATIONS, IN_INSTANCES, NAMES, PAIRS, SYSTEMS, name_of  # noqa: E402
+from quire.evaluation.compose import CONFIGURATIONS, IN_INSTANCES, NAMES, PAIRS, SYSTEMS, WARM_UP, name_of  # noqa: E402
 from tests.composition import MATRIX, Test  # noqa: E402
 
 PAGE, RESULTS = ROOT / "docs" / "composition.md", ROOT / "docs" / "composition.json"
@@ -62,7 +62,14 @@ A probe measures what they take.
 - **PSS**: the most memory that all processes of the run had together. Memory that several of them map counts once.
 """
 
-LIMITS = f"With `offload` and `instances` together {IN_INSTANCES}. So in instances `offload` is of weights alone."
+LIMITS = (
+    f"With `offload` and `instances` together {IN_INSTANCES}. So in instances `offload` is of weights alone.",
+    "More systems are not faster by themselves. On one small machine two instances have the same cores as one engine,"
+    " and processes of their own that take memory from the cache; offloading reads weights from the disk for each"
+    " step. Both are for models and machines that need them: see [offload](offload.md) and"
+    " [disaggregation](disaggregation.md). Retention makes the sequences of a shared prompt different: a page that they"
+    " keep in place is held once, but read by each of them.",
+)
 
 
 def page(results: Mapping[str, Any] | None) -> str:
@@ -91,7 +98,7 @@ def page(results: Mapping[str, Any] | None) -> str:
         _command(results),
         *(_results(results) if results is not None else ()),
         "## Limits\n",
-        _filled(LIMITS),
+        *map(_filled, LIMITS),
     ]
     return "\n".join(parts)
 
@@ -142,10 +149,12 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     settings = ", ".join(
         f"`{key} {value}`" for part in ("codec", "retention", "offload") for key, value in about[part].items()
     )
+    answers = [stage["answers"] for row in results["rows"] for stage in row.get("stages", ())] or [0]
     text = (
         f"{about['model']} in {format_bytes(about['memory'])}, {requests}; {settings}; at most {slo['ttft']:.2f} s to"
         f" the first token and {1e3 * slo['tpot']:.0f} ms for each one after it;"
-        f" {' and '.join(map(str, load['clients']))} clients, {load['seconds']:g} s each. {about['processor']},"
+        f" {' and '.join(map(str, load['clients']))} clients, {load['seconds']:g} s each, of which the last"
+        f" {1 - WARM_UP:.0%} count ({min(answers)} to {max(answers)} answers). {about['processor']},"
         f" {about['cores']} cores, Quire {about['version']}, {about['date']}."
     )
     lines = []
@@ -157,7 +166,7 @@ def _results(results: Mapping[str, Any]) -> list[str]:
         gains = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("gain_sequences", "gain_goodput")]
         sizes = [format_bytes(row[key]) for key in ("weights", "cache", "pss")]
         lines.append((
-            row["configuration"], f"{row['sequences']:,}", gains[0], f"{row['goodput']:.2f}", gains[1],
+            row["configuration"], f"{row['sequences']:,}", gains[0], f"{row['goodput']:.3f}", gains[1],
             str(row["clients"]), ratio, *sizes,
         ))  # fmt: skip
     head = ("configuration", "sequences", "to none", "goodput/s", "to none", "clients", "perplexity ratio", "weights",

@@ -152,11 +152,11 @@ def test_kinds_tell_what_changes_the_memory_beside_the_cache() -> None:
 )
 def test_loads_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Load(**{"prompt": 300, "shared": 200, **changes})
+        replace(LOAD, **changes)
 
 
 def test_a_trace_s_prompts_have_no_shared_tokens_to_be_checked() -> None:
-    assert Load(prompt=100, shared=1792, trace="t").longest == 228
+    assert replace(LOAD, prompt=100, shared=1792, trace="t").longest == 120
 
 
 def test_prompts_take_turns_with_their_prefixes_and_are_the_same_each_time() -> None:
@@ -177,12 +177,12 @@ def test_a_trace_s_requests_that_fit_come_again_and_again(tmp_path: Path) -> Non
             for place, (num_in, num_out, ids) in enumerate(lines)
         )
     )
-    load = Load(prompt=2000, shared=0, output=20, trace=str(trace))
+    load = replace(LOAD, prompt=2000, shared=0, trace=str(trace))
     found = list(itertools.islice(asked(load, 10_000), 6))
     assert [(len(each.prompt), each.num_out) for each in found[:3]] == [(512, 5), (1024, 2), (512, 5)]
     assert found[:3] == found[3:] and found[1].prompt[:512] == found[0].prompt != found[2].prompt
     with pytest.raises(ConfigError, match="has no request of at most 120 tokens"):
-        asked(Load(prompt=100, shared=0, output=20, trace=str(trace)), 10_000)
+        asked(replace(LOAD, prompt=100, shared=0, trace=str(trace)), 10_000)
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_every_configuration_gets_what_is_left_of_the_same_memory(model: str) ->
 def test_a_probe_fills_its_cache_whatever_the_load_is(model: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [0]}\n' * 3)
-    runs, load = Runs(), Load(prompt=300, output=20, clients=(2,), trace=str(trace))
+    runs, load = Runs(), replace(LOAD, clients=(2,), trace=str(trace))
     Comparison(model, load, 300 * MIB, [()], Recipe.of(TINY), run=runs).measured()
     probe, run = runs.orders
     assert run.load == load and probe.is_probe
@@ -460,7 +460,7 @@ def test_a_run_tells_latencies_memory_and_every_answer(model: str) -> None:
     [
         (["--only", "everything"], "there is no configuration 'everything'"),
         (["--cache.memory", "1GiB"], "cache.memory is set by quire bench compose; use --plan.memory"),
-        (["--shared-tokens", "5000"], "--shared-tokens is 5000; it must be below --input-tokens, 2048"),
+        (["--shared-tokens", "5000"], "--shared-tokens is 5000; it must be below --input-tokens, 4096"),
         (["--cache.codec", "dense"], "cache.codec is dense"),
         (["--ttft", "0"], "--ttft is 0; it must be above 0"),
         (["--runtime.device", "cuda"], "runtime.device must be cpu"),
@@ -477,7 +477,7 @@ def test_flags_that_cannot_be_are_refused(
 
 @pytest.mark.parametrize(
     ("flags", "shared"),
-    [([], 1792), (["--input-tokens", "1024"], 896), (["--shared-tokens", "5"], 5), (["--quick"], 448)],
+    [([], 3584), (["--input-tokens", "1024"], 896), (["--shared-tokens", "5"], 5), (["--quick"], 448)],
 )
 def test_prompts_have_seven_eighths_in_common_unless_it_is_given(flags: list[str], shared: int) -> None:
     args = build_parser().parse_args(["bench", "compose", "m", *flags])
@@ -486,6 +486,7 @@ def test_prompts_have_seven_eighths_in_common_unless_it_is_given(flags: list[str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_command_runs_processes_of_each_kind_and_writes_what_it_found(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

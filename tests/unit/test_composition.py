@@ -97,7 +97,7 @@ def test_the_page_has_every_configuration_with_its_gains(script: ModuleType) -> 
             assert f"`{test.name}`" in found
     pair = name_of(CONFIGURATIONS[6])
     assert pair == "sharing + codec" and "| 1.60, 7.00, 1.012 |" in found
-    assert f"| {pair} | 16 | 1.60 | 7.00 | 7.00 | 2 | 1.0125 ± 0.0000 | 1MiB | 2MiB | 4MiB |" in found
+    assert f"| {pair} | 16 | 1.60 | 7.000 | 7.00 | 2 | 1.0125 ± 0.0000 | 1MiB | 2MiB | 4MiB |" in found
     assert "All five: refused." in found and "- all five: no room" in found
 
 

@@ -155,7 +155,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
                 row["configuration"],
                 f"{row['sequences']:,}",
                 number(row["gain_sequences"], ".2f"),
-                f"{row['goodput']:.2f}",
+                f"{row['goodput']:.3f}",
                 number(row["gain_goodput"], ".2f"),
                 f"{row['clients']}",
                 number(row["ratio"], ".4f"),
