@@ -60,7 +60,14 @@ A probe measures what they take.
 - **Perplexity**: of a continuation, relative to the dense cache that keeps everything ([quality](quality.md)). It is
   measured with and without the codec and retention. The other systems change no token, which the tests above prove.
 - **PSS**: the most memory that all processes of the run had together. Memory that several of them map counts once.
+
+A full run takes about an hour on two cores.
 """
+
+CELLS = (
+    "A cell has the sequences and the goodput relative to none, and the perplexity relative to that of none. The"
+    " diagonal is each system alone."
+)
 
 LIMITS = (
     f"With `offload` and `instances` together {IN_INSTANCES}. So in instances `offload` is of weights alone.",
@@ -69,6 +76,9 @@ LIMITS = (
     " step. Both are for models and machines that need them: see [offload](offload.md) and"
     " [disaggregation](disaggregation.md). Retention makes the sequences of a shared prompt different: a page that they"
     " keep in place is held once, but read by each of them.",
+    "The gain in goodput depends on the load. This one has long prompts in common and short answers, and sharing gives"
+    " most of it. With shorter prompts and longer answers, a CPU without AVX-512 loses by decoding codes what sharing"
+    " saves ([log](log.md)).",
 )
 
 
@@ -82,10 +92,7 @@ def page(results: Mapping[str, Any] | None) -> str:
             [(f"[{each.name}]({each.page})", each.paper, HOW[each.name]) for each in SYSTEMS],
         ),
         "## Every pair\n",
-        "A cell has the sequences and the goodput relative to none, and the perplexity relative to that of none. The"
-        " diagonal is each\nsystem alone.\n"
-        if rows
-        else "Not measured yet.\n",
+        _filled(CELLS if rows else "Not measured yet."),
         _matrix(rows),
         *(_all_five(rows) if rows else ()),
         "## What is proved\n",
