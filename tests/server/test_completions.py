@@ -113,6 +113,18 @@ async def test_text_offset_skips_what_the_text_does_not_show():
     assert lists["top_logprobs"] is None
 
 
+async def test_text_offset_counts_the_special_tokens_that_a_written_prompt_has():
+    engine = FakeEngine()
+    begin = engine.tokenizer.decode([256], skip_special=False)
+    for skips in (None, True, False):
+        options = {"echo": True, "max_tokens": 1, "logprobs": 0, "skip_special_tokens": skips}
+        choice = (await post({"prompt": f"a{begin}b"} | options))["choices"][0]
+        tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        # Encoding adds the first token, which the text does not have.
+        assert tokens[:4] == [begin, "a", begin, "b"] and offsets == [0, 0, 1, 4, 5]
+        assert all(choice["text"][offset:].startswith(each) for each, offset in list(zip(tokens, offsets))[1:])
+
+
 async def test_text_offset_counts_characters_not_tokens():
     lists = (await post({"prompt": "é🌍!", "max_tokens": 3, "logprobs": 0, "add_special_tokens": False}))["choices"][0]
     assert lists["text"] == "é\ufffd"
@@ -201,6 +213,31 @@ async def test_continuous_usage_counts_along():
     async with client() as http:
         chunks = events((await http.post("/v1/completions", json=body)).text)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("options", "counts", "last"),
+    [
+        ({}, False, False),
+        ({"include_usage": None, "continuous_usage_stats": None}, False, False),
+        ({"include_usage": True, "continuous_usage_stats": None}, False, True),
+        ({"include_usage": None, "continuous_usage_stats": True}, True, False),
+        ({"include_usage": False, "continuous_usage_stats": True}, True, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+    ],
+)
+async def test_usage_comes_where_it_was_asked_for(path, options, counts, last):
+    """A chunk without choices breaks clients that did not ask for it."""
+    body = (CHAT if "chat" in path else TEXT) | {"stream": True, "stream_options": options}
+    async with client() as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    chunks = events(answer.text)
+    with_choices = [chunk for chunk in chunks if chunk["choices"]]
+    assert all((chunk.get("usage") is not None) == counts for chunk in with_choices)
+    assert all(("usage" in chunk) == (counts or last) for chunk in with_choices)
+    assert len(chunks) - len(with_choices) == last and (not last or chunks[-1]["usage"]["total_tokens"])
 
 
 async def test_a_prompt_too_long_names_the_context():

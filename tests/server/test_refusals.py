@@ -168,6 +168,10 @@ async def test_a_request_is_refused_by_name(path, body, param, code):
         ("/v1/completions", {"stop": ["a"] * 17}, "or a list of at most 16; the list has 17."),
         ("/v1/chat/completions", {"messages": []}, "'messages': its length must be at least 1 and is 0."),
         ("/v1/completions", {"stop_token_ids": [1] * 1025}, "its length must be at most 1024 and is 1025."),
+        ("/v1/completions", {"logit_bias": {"1": 5, "a": 1}}, 'must be token ids; "a" is none.'),
+        ("/v1/chat/completions", {"logit_bias": {"-1": 5}}, 'must be token ids; "-1" is none.'),
+        ("/v1/completions", {"logit_bias": {"7": 101}}, "from -100 to 100; that of 7 is 101."),
+        ("/v1/completions", {"logit_bias": {"7": "x{}"}}, 'from -100 to 100; that of 7 is "x{}".'),
     ],
 )
 async def test_a_refusal_names_the_item_at_fault(path, options, said):

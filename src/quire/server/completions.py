@@ -247,7 +247,7 @@ class Completion:
             if self.body.echo:
                 opening.text = prompt.text if prompt.text is not None else self._text(prompt.prompt_ids)
                 if self.body.logprobs is not None:
-                    lists: Mapping[str, Any] = legacy(prompt.prompt_ids, scores)
+                    lists: Mapping[str, Any] = legacy(prompt.prompt_ids, scores, prompt.text)
                     opening.lists = {name: None if each is None else encoded(each) for name, each in lists.items()}
             return opening, legacy
 

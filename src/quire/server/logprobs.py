@@ -93,14 +93,20 @@ class LegacyLogprobs:
         other._characters.setstate(self._characters.getstate())
         return other
 
-    def __call__(self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]) -> TextLogprobs:
-        """The lists of the next tokens; a position without probabilities (a prompt's first token) gives nulls."""
+    def __call__(
+        self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None], text: str | None = None
+    ) -> TextLogprobs:
+        """The lists of the next tokens; a position without probabilities (a prompt's first token) gives nulls.
+
+        text  the text that is shown for these tokens, which begins the choice's; None: their own, special ones skipped
+              as in every answer
+        """
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
         text_offset: list[int] = []
         for token_id, position in zip(token_ids, positions, strict=True):
             text_offset.append(self._offset)
-            if token_id not in self._skipped:
+            if self._is_shown(token_id, text):
                 self._offset += len(self._characters.decode(self.names.bytes_of(token_id)))
             token_logprobs.append(None if position is None else finite(position[token_id].logprob))
             top_logprobs.append(None if position is None else self._top(token_id, position))
@@ -110,6 +116,12 @@ class LegacyLogprobs:
             "top_logprobs": top_logprobs if self.num_top else None,
             "text_offset": text_offset,
         }
+
+    def _is_shown(self, token_id: int, text: str | None) -> bool:
+        if text is None or token_id not in self.names.tokenizer.special_ids:
+            return token_id not in self._skipped
+        # A given text holds the special tokens that were written in it, but not those that encoding has added.
+        return text.startswith(self.names.of(token_id), self._offset)
 
     def _top(self, token_id: int, position: Mapping[int, Logprob]) -> dict[str, float]:
         """Text to log-probability, for the best tokens and the token at this position.

@@ -139,9 +139,9 @@ def _biases(value: Any) -> dict[int, float] | None:
     biases = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
-            raise ValueError("Its keys must be token ids")
+            raise _faulty_item("Its keys must be token ids", f"{shown(key)} is none")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError("Its values must be numbers from -100 to 100")
+            raise _faulty_item("Its values must be numbers from -100 to 100", f"that of {key} is {shown(bias)}")
         biases[int(key)] = float(bias)
     return biases
 
@@ -214,9 +214,9 @@ class Model(BaseModel):
 class StreamOptions(Model):
     """Optional contents of a stream."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     """A last chunk without choices has the token counts."""
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = None
     """Every chunk has the token counts so far."""
     include_obfuscation: OnlyFalse = None
 
@@ -374,7 +374,7 @@ class ChatRequest(Sampling):
 
     @model_validator(mode="after")
     def _options_agree(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one of them", "max_tokens")

@@ -129,7 +129,7 @@ class Chunks:
     def __init__(self, head: shapes.Head, usage: Usage, options: StreamOptions | None) -> None:
         self._usage = usage
         self._continuous = options is not None and bool(options.continuous_usage_stats)
-        self._include = self._continuous or (options is not None and bool(options.include_usage))
+        self._include = options is not None and bool(options.include_usage)
         self._last_head = head
         self._head: shapes.ChunkHead = {**head, "usage": None}
         if not self._include:
