@@ -243,6 +243,9 @@ class Served:
     tpot: float
 
 
+FEW_ANSWERS = 20
+"""Answers of a stage from which its goodput is known to about a tenth."""
+
 WARM_UP = 0.4
 """Share of a stage that does not count: the first prompts come all at once."""
 
@@ -347,6 +350,25 @@ class Row:
             "gain_goodput": goodput / base if base else None,
             "stages": [stage.told(slo) for stage in self.stages],
         }
+
+
+def doubts(load: Load, slo: Slo, none: Row) -> list[str]:
+    """Reasons why goodputs of a load say less than they should, one sentence each. none: the base."""
+    found, most = list[str](), max(load.clients)
+    if most <= none.sequences:
+        found.append(
+            f"at most {most} clients ask, and {NONE} has memory for {none.sequences} sequences: no goodput is one under"
+            " memory pressure; give more --clients"
+        )
+    if slo.ttft >= load.seconds:
+        found.append(
+            f"a stage has {load.seconds:g} s, in which hardly an answer can miss {slo.ttft:.4g} s to the first token;"
+            " give more --seconds or a lower --ttft"
+        )
+    answers = max((len(stage.counted) for stage in none.stages), default=0)
+    if answers < FEW_ANSWERS:
+        found.append(f"{NONE} gave at most {answers} answers that count: ratios of goodputs are rough")
+    return found
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,12 @@ from quire.models.image_folder import (
     remove_older,
     table_bytes,
 )
+from quire.models.layers import torch_dtype
 from quire.models.loading import held_kind, held_sizes
 from quire.models.quants import held_bytes
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.models.loading import Form
     from quire.models.weights import Checkpoint
 
@@ -82,6 +84,17 @@ def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted |
     if checkpoint.path is None or num_bytes < LEAST_BYTES:
         return None
     return _wanted(checkpoint, dtype, form, num_bytes)
+
+
+def shared_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Bytes of weights that all processes with this configuration have in common; 0 without an image.
+
+    config  resolved
+    """
+    if config.attention.backend != "cpu" or not config.model.images:
+        return 0
+    wanted = image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
+    return 0 if wanted is None else wanted.num_bytes
 
 
 def whole_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted:
