@@ -57,7 +57,7 @@ def test_the_time_before_the_first_request_is_nobody_s() -> None:
     for each in (found, late):
         assert each.utilisation() == {"mixed-0": 0.25} and each.duration == 100.0 and each.offered == 1.0
         said = result_of(1.0, each, Slo(1.0), "fitted")
-        assert said["seconds"] == 100.0 and said["tokens_per_second"] == pytest.approx(51 * 11 / 100)
+        assert said["seconds"] == 100.0 and said["tokens_per_second"] == pytest.approx(51 * 11 / 50.2)
 
 
 def test_only_requests_that_arrive_in_time_count() -> None:
@@ -68,6 +68,10 @@ def test_only_requests_that_arrive_in_time_count() -> None:
     assert part.arrived.tolist() == [3, 4, 5, 6] and part.attainment(Slo(1.0)) == 0.5
     assert part.by_tier["disk"].tolist() == [3, 4, 5, 6] == part.stages["queue"].tolist()
     assert found.counting((0.0, np.inf)) is found and found.counting((50.0, 60.0)) is found
+    # An instance that was busy for 60 of all 100 s was no busier while the others counted.
+    busy = dataclasses.replace(found, used=(Used("mixed-0", "mixed", 60.0, 10, 0),)).counting((3.0, 7.0))
+    assert busy.utilisation() == {"mixed-0": 0.6} and busy.offered == 1.0
+    assert busy.tokens_per_second == pytest.approx(4 * 11 / (6 + 9.0 + 0.1 - 3))
 
 
 def test_shares_are_those_of_stages_that_are_known() -> None:
@@ -83,7 +87,7 @@ def test_shares_are_those_of_stages_that_are_known() -> None:
 
 def test_tokens_per_second_are_those_of_answers() -> None:
     found = outcome([0.1, np.inf, 0.1], [0.01, np.inf, 0.01])
-    assert result_of(1.0, found, Slo(), "fitted")["tokens_per_second"] == 2 * 11 / 100.0
+    assert result_of(1.0, found, Slo(), "fitted")["tokens_per_second"] == pytest.approx(2 * 11 / 2.2)
 
 
 def served(times: list[float], seconds: float, stages: int = 1) -> dict[str, np.ndarray]:

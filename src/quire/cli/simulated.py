@@ -194,10 +194,8 @@ def times_of(outcome: Outcome) -> dict[str, dict[str, float | None]]:
 
 def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str, Any]:
     """All numbers of a simulation, for JSON."""
-    import numpy as np
-
     has_targets = min(slo.ttft, slo.tpot) < math.inf
-    used, num_tokens = outcome.used, int(outcome.num_out[np.isfinite(outcome.last)].sum())
+    used = outcome.used
     return {
         "rate": _finite(rate),
         "requests": len(outcome.arrived),
@@ -209,7 +207,7 @@ def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str,
         **times_of(outcome),
         "offered": _finite(outcome.offered),
         "seconds": outcome.duration,
-        "tokens_per_second": num_tokens / outcome.duration if outcome.duration else None,
+        "tokens_per_second": outcome.tokens_per_second,
         "utilisation": outcome.utilisation(),
         "hit_rate": outcome.hit_rate,
         "shares": {name: share for name, share in outcome.shares().items() if math.isfinite(share)},

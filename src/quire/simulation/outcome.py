@@ -50,6 +50,7 @@ class Outcome:
     stages      seconds of each stage by name; nan where unknown
     used        instances
     seconds     time of the last token of all
+    begun       time of the first arrival, if requests were left out; None: that of the first one here
     """
 
     arrived: Floats
@@ -62,6 +63,7 @@ class Outcome:
     stages: Mapping[str, Floats]
     used: tuple[Used, ...]
     seconds: float
+    begun: float | None = None
 
     def within(self, span: tuple[float, float]) -> NDArray[np.bool_]:
         """Which requests arrived from one time on and before another; all if none did."""
@@ -69,14 +71,14 @@ class Outcome:
         return found if found.any() else np.ones_like(found)
 
     def only(self, kept: NDArray[np.bool_]) -> Outcome:
-        """Some of the requests. Instances did what they did for all. kept: bool [n]"""
+        """Some of the requests. Instances and the duration remain those of all. kept: bool [n]"""
         if kept.all():
             return self
         arrays = ("arrived", "first", "last", "num_out", "num_in", "num_cached")
         found: dict[str, Any] = {name: getattr(self, name)[kept] for name in arrays}
         for name in ("by_tier", "stages"):
             found[name] = {key: each[kept] for key, each in getattr(self, name).items()}
-        return replace(self, **found)
+        return replace(self, **found, begun=self._begun)
 
     def counting(self, span: tuple[float, float]) -> Outcome:
         """The requests that arrived within a span: see `Workload.counted`."""
@@ -91,7 +93,18 @@ class Outcome:
     @property
     def duration(self) -> float:
         """Seconds from the first arrival to the last token. A workload may begin at any time."""
-        return self.seconds - float(self.arrived.min()) if len(self.arrived) else 0.0
+        return self.seconds - self._begun
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of these requests' answers over the seconds from their first arrival to their last token."""
+        answered = np.isfinite(self.last)
+        seconds = float(self.last[answered].max() - self.arrived.min()) if answered.any() else 0.0
+        return float(self.num_out[answered].sum()) / seconds if seconds else 0.0
+
+    @property
+    def _begun(self) -> float:
+        return float(self.arrived.min(initial=self.seconds)) if self.begun is None else self.begun
 
     @property
     def ttft(self) -> Floats:
