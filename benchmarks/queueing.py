@@ -4,9 +4,8 @@
 
 Prompts of 0.1 s arrive at Poisson rates. `one` computes them on one device, `stages` on a pipeline of two (inter-op),
 `faster` on two devices that are 1.6 times as fast together (intra-op), `copies` on two devices that get half of them
-each. Then the same queue is simulated, and each line
-has the mean time to first token of all seeds beside the closed form. The last table has DistServe's fitted seconds of
-OPT-13B, from its public code.
+each. Then the same queue is simulated, and each line has the mean time to first token of all seeds beside the closed
+form. The last table has DistServe's fitted seconds of OPT-13B, from its public code.
 """
 
 from __future__ import annotations

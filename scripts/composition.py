@@ -180,7 +180,9 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     head = ("configuration", "sequences (simulated)", "to none", "goodput/s", "to none", "clients", "perplexity ratio",
             "weights", "cache", "PSS")  # fmt: skip
     refused = [f"- {row['configuration']}: {row['refused']}" for row in results["rows"] if row["refused"]]
-    doubts = [f"- {each}" for each in results.get("doubts", ())]
+    doubts = [
+        textwrap.fill(each, WIDTH, initial_indent="- ", subsequent_indent="  ") for each in results.get("doubts", ())
+    ]
     return [
         _filled(text),
         *(["What these numbers do not show:\n", "\n".join(doubts) + "\n"] if doubts else ()),

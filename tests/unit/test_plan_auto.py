@@ -19,8 +19,9 @@ from quire.cli import main, plan_auto
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.evaluation import auto as planning
-from quire.evaluation.auto import within
+from quire.evaluation.auto import Fit, within
 from quire.evaluation.auto_hardware import machine_of as machine_with_gpus
+from quire.evaluation.auto_local import LocalPlanner
 from quire.evaluation.curves import Quality, Text
 from quire.evaluation.latency_bench import settings_of as speed_settings
 from quire.evaluation.speeds import LEAST_SECONDS, Speeds
@@ -859,38 +860,41 @@ def test_weights_that_instances_map_are_counted_once(
     words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = planner_from([*words, "--plan.memory", "2GiB"])
-    planner.cluster_of = lambda settings: ClusterConfig(prefill=1, decode=1)  # type: ignore[method-assign]
     monkeypatch.setattr(type(planner), "_counts", lambda self, settings: (2, 3))
     settings = planner.space.first
     weights = 64 << 20
     planner._weights = lambda form: weights
     planner._fits.clear()
     apart = planner.fit(settings).room
-    monkeypatch.setattr("quire.evaluation.auto_local.shared_bytes", lambda checkpoint, config: weights)
+    monkeypatch.setattr(
+        "quire.evaluation.auto_local.image_for", lambda checkpoint, config: SimpleNamespace(num_bytes=weights)
+    )
     planner._shared.cache_clear()
     planner._fits.clear()
     mapped = planner.fit(settings).room
     assert 2 * (mapped.cache - apart.cache) == pytest.approx(weights, abs=4 << 20)
 
 
-def test_a_plan_is_made_where_only_packed_weights_fit(words: list[str], known: Path, folder: Path) -> None:
-    from quire.evaluation.auto_local import LocalPlanner
+@pytest.mark.parametrize("weights", ["g4", ""])
+def test_a_plan_is_made_where_only_packed_weights_fit(
+    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    """And refused with the reason of the plain settings where no weights fit."""
+    original = LocalPlanner.fit
 
-    def fit(self: Any, settings: Settings, share: float = 1.0) -> Any:
-        if settings.options["model.weights"] != "g4":
-            raise ConfigError("weights and 1 process need 1.25GiB, and plan.memory is 900MiB")
+    def fit(self: LocalPlanner, settings: Settings, share: float = 1.0) -> Fit:
+        if settings.options["model.weights"] != weights:
+            raise ConfigError(f"{settings.options['model.weights']} weights need 1.25GiB")
         return original(self, settings, share)
 
+    monkeypatch.setattr(LocalPlanner, "fit", fit)
     words = [word for word in words if word not in ("--model.weights", "native")]
-    original = LocalPlanner.fit
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalPlanner, "fit", fit)
-        assert {each.of("weights").name for each in planner_from(words)._fitting(planner_from(words)._possible())} == {
-            "g4 weights"
-        }
-        patch.setattr(LocalPlanner, "fit", lambda *_: fit(*_[:1], chosen(space=Space.of(Machine(cores=1)))))
-        with pytest.raises(ConfigError, match=r"need 1\.25GiB"):
+    if not weights:
+        with pytest.raises(ConfigError, match=r"native weights need 1\.25GiB"):
             planner_from(words)
+        return
+    planner = planner_from(words)
+    assert {each.of("weights").name for each in planner._fitting(planner._possible())} == {"g4 weights"}
 
 
 def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], known: Path) -> None:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 MEMORY = "plan.memory"
 
-SET_HERE = ("cache.memory", "cache.share")
-"""Settings of the engine that the benchmark sets. Those of a file do not count."""
-
 QUICK: dict[str, Any] = {
     "input_tokens": 512, "output_tokens": 16, "clients": [4], "seconds": 3.0, "windows": 1,
 }  # fmt: skip
@@ -149,9 +146,11 @@ class Composition:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that flags give, and those that a file has and that are not the defaults. A file of quire plan auto
-    has all settings, and a size of the cache that is none here.
+    """The settings of the flags, and those of the file that differ from the defaults. A file of quire plan auto has all
+    settings; its size of the cache does not count here.
     """
+    from quire.evaluation.compose import SET_HERE
+
     flags = options_from(args, shared.ENGINE_SECTIONS)
     values, usual = (each.to_options() for each in (EngineConfig.from_options(flags, args.config), EngineConfig()))
     origins = sources(flags, args.config, shared.ENGINE_SECTIONS)

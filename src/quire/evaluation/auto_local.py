@@ -17,7 +17,7 @@ from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
 from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, num_instances
 from quire.evaluation.trying import LocalInstances
-from quire.models.images import shared_bytes
+from quire.models.images import image_for
 from quire.models.quants import BLOCK_KINDS
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
@@ -96,7 +96,8 @@ class LocalPlanner(Planner):
         """Bytes of weights that several instances have once: those of a layer image."""
         config, _, _ = self._model.resolved({"model.weights": form})
         with open_model(resolve_model(self.name)) as checkpoint:
-            return shared_bytes(checkpoint, config)
+            wanted = image_for(checkpoint, config)
+        return 0 if wanted is None else wanted.num_bytes
 
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
         """See Planner. The cache is divided among the instances."""

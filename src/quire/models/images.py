@@ -86,15 +86,11 @@ def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted |
     return _wanted(checkpoint, dtype, form, num_bytes)
 
 
-def shared_bytes(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Bytes of weights that all processes with this configuration have in common; 0 without an image.
-
-    config  resolved
-    """
+def image_for(checkpoint: Checkpoint, config: EngineConfig) -> Wanted | None:
+    """The image that engines with a resolved configuration map; None if they map none."""
     if config.attention.backend != "cpu" or not config.model.images:
-        return 0
-    wanted = image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
-    return 0 if wanted is None else wanted.num_bytes
+        return None
+    return image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
 
 
 def whole_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted:

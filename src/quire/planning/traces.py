@@ -40,7 +40,7 @@ TELLING_TOKENS = 4
 fewer tokens of a block. Chunks are therefore equal only if their blocks are."""
 
 MOST_WHOLE = 10**300
-"""A whole number up to which a float has any."""
+"""Whole numbers of a trace are at most this, so that they have a float."""
 MOST_TOKENS = 10**9
 """A length is below this."""
 MOST_ID = 1 << 62

@@ -31,7 +31,7 @@ CONFIRMATIONS = 4
 """Fresh seeds that confirm a goodput."""
 
 SHORT = 0.05
-"""Share of a goodput that a queue may be which grows too slowly to be seen, from which it is said."""
+"""A doubt is told if a queue that still grows may account for more than this share of a goodput."""
 
 LOWEST = 1000
 """The lowest rate of a search for the goodput is this part of the highest one."""

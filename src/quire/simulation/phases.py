@@ -194,8 +194,7 @@ class DecodeRun:
 
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
         """See Simulation."""
-        workload = self.load.drawn(self.rate, self.seed)
-        return self.of(workload, progress)
+        return self.of(self.load.drawn(self.rate, self.seed), progress)
 
     def of(self, workload: Workload, progress: Progress = lambda done, total: None) -> Outcome:
         """What comes of a workload."""
