@@ -3,9 +3,9 @@
     python benchmarks/queueing.py [--arrivals 400000] [--seeds 20]
 
 Prompts of 0.1 s arrive at Poisson rates. `one` computes them on one device, `stages` on a pipeline of two (inter-op),
-`faster` on two devices that are 1.6 times as fast together (intra-op). Then the same queue is simulated, and each line
-has the mean time to first token of all seeds beside the closed form. The last table has DistServe's fitted seconds of
-OPT-13B, from its public code.
+`faster` on two devices that are 1.6 times as fast together (intra-op), `copies` on two devices that get half of them
+each. Then the same queue is simulated, and each line has the mean time to first token of all seeds beside the closed
+form. The last table has DistServe's fitted seconds of OPT-13B, from its public code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ import sys
 import numpy as np
 from common import ROOT, format_table
 
-from quire.planning.queueing import crossover, inter_op_ttft, intra_op_ttft, mean_ttft, rate_for, simulate_md1
+from quire.planning.queueing import (
+    crossover,
+    inter_op_ttft,
+    intra_op_ttft,
+    mean_ttft,
+    mixed_ttft,
+    rate_for,
+    replicated_ttft,
+    simulate_md1,
+)
 
 SERVICE, SPEEDUP, RATES = 0.1, 1.6, (2.0, 5.0, 8.0)
 """Seconds of a prompt, how much faster two devices are, and requests/s."""
@@ -35,11 +44,13 @@ def main() -> None:
     print(f"mean time to first token of prompts of {SERVICE} s, in ms")
     rows = [
         [f"{rate:g}", *map(milliseconds, (
-            mean_ttft(rate, SERVICE), inter_op_ttft(rate, SERVICE), intra_op_ttft(rate, SERVICE, SPEEDUP)
+            mean_ttft(rate, SERVICE), inter_op_ttft(rate, SERVICE), intra_op_ttft(rate, SERVICE, SPEEDUP),
+            replicated_ttft(rate, SERVICE, 2),
         ))]
         for rate in RATES
     ]  # fmt: skip
-    print(format_table(["requests/s", "one", "stages", "faster"], rows))
+    print(format_table(["requests/s", "one", "stages", "faster", "copies"], rows))
+    print(f"5 requests/s of which half take 0.1 s and half 0.025 s: {milliseconds(mixed_ttft(5, [0.1, 0.025]))} ms")
     print("\nrate above which stages are better than devices that are faster together")
     speedups = (1.3, 1.5, 1.6, 1.8)
     print(format_table(["speed-up", "requests/s"], [[each, f"{crossover(SERVICE, each):.2f}"] for each in speedups]))

@@ -11,7 +11,8 @@ steps the server logs (runtime.step_log). No step of a trace is used for fitting
 The report fits a latency model to the steps of the profiles alone, takes the seconds between client and engine from a
 few lonely requests of the profiles, simulates every load, and prints attainment, mean TTFT and mean TPOT beside the
 measured ones; the rate at which attainment falls to 90 %, measured and predicted; and the repeats that were dropped
-because other programs took more than --quiet of a core.
+because other programs took more than --quiet of a core. A repeat is a server of its own, and loads of a repeat are
+simulated with its own profile; --pooled takes the profiles of all repeats together.
 """
 
 from __future__ import annotations
@@ -315,19 +316,22 @@ def report(args: argparse.Namespace) -> None:
         loads = [each for each in records if each["kind"] == "load" and each["side"] == side]
         kept = [each for each in loads if each["others"] <= args.quiet]
         repeats = sorted({each["repeat"] for each in loads})
-        simulated = Simulated(side, records, args.model, repeats)
-        for role, model in simulated.models.items():
-            print(
-                f"{side} {role}: {model.counts['steps']} steps, measured / fitted {model.residuals['p10']:.3f}"
-                f" {model.residuals['p50']:.3f} {model.residuals['p90']:.3f}, sum {model.residuals['total']:.3f}"
-            )
-            if role in simulated.loaded:
-                real, said = simulated.loaded[role]
-                print(f"{side} {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as fitted")
-        print(
-            f"{side}: {1e3 * simulated.overhead:.1f} ms each way; {len(loads) - len(kept)} of {len(loads)} repeats"
-            " dropped"
-        )
+        groups = [repeats] if args.pooled else [[each] for each in repeats]
+        of: dict[int, Simulated] = {}
+        for group in groups:
+            simulated = Simulated(side, records, args.model, group)
+            of |= dict.fromkeys(group, simulated)
+            name = f"{side}, repeat {', '.join(map(str, group))}"
+            for role, model in simulated.models.items():
+                print(
+                    f"{name}, {role}: {model.counts['steps']} steps, measured / fitted {model.residuals['p10']:.3f}"
+                    f" {model.residuals['p50']:.3f} {model.residuals['p90']:.3f}, sum {model.residuals['total']:.3f}"
+                )
+                if role in simulated.loaded:
+                    real, said = simulated.loaded[role]
+                    print(f"{name}, {role}: the steps of the loads took {real:.0f} s, and {said:.0f} s as fitted")
+            print(f"{name}: {1e3 * simulated.overhead:.1f} ms each way")
+        print(f"{side}: {len(loads) - len(kept)} of {len(loads)} loads dropped")
         for trace in dict.fromkeys(each["trace"] for each in kept):
             rows, measured, predicted = [], [], []
             rates = sorted({each["rate"] for each in kept if each["trace"] == trace})
@@ -336,7 +340,7 @@ def report(args: argparse.Namespace) -> None:
                 real, said = [], []
                 for each in at_rate:
                     load = kept_load(args.data, each)
-                    outcome = simulated.run(load, prompts_of(load, rate, each["repeat"]))
+                    outcome = of[each["repeat"]].run(load, prompts_of(load, rate, each["repeat"]))
                     ttft, tpot = np.array(each["ttft"]), np.array(each["tpot"])
                     real.append((float(((ttft <= slo.ttft) & (tpot <= slo.tpot)).mean()), ttft.mean(), tpot.mean()))
                     said.append((outcome.attainment(slo), outcome.ttft.mean(), outcome.tpot.mean()))
@@ -382,6 +386,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--first", type=int, default=0, help="number of the first repeat, to go on with a file")
     parser.add_argument("--longest", type=int, default=768, help="tokens of a request (default: 768)")
+    parser.add_argument("--pooled", action="store_true", help="fit to the profiles of all repeats together")
     parser.add_argument("--ttft", type=float, default=2.0)
     parser.add_argument("--tpot", type=float, default=0.1)
     parser.add_argument("--quiet", type=float, default=0.1, help="cores that other programs may take (default: 0.1)")

@@ -49,17 +49,18 @@ MEASURED = """\
 the same memory for all of its processes: what weights and processes leave of it is cache, divided among the instances.
 A probe measures what they take.
 
-- **Sequences**: the most that the caches hold at once while more of them wait, in all instances: those that decode, and
-  those that are computed and wait for the instance that decodes. Scheduler, prefix tree, retention, ledger and router
-  are those of the engine and of the cluster; only the model is not computed. Tests hold this number to real engines,
-  with the cache in memory and on the disk, and to a real pair of instances.
+- **Sequences** (simulated): the most that the caches hold at once while more of them wait, in all instances: those
+  that decode, and those that are computed and wait for the instance that decodes. Scheduler, prefix tree, retention,
+  ledger and router are those of the engine and of the cluster; only the model is not computed. Tests hold this number
+  to real engines, with the cache in memory and on the disk, and to a real pair of instances.
 - **Goodput**: answers a second that meet both latency targets, time to first token and time per token. Clients ask
   again as soon as they have their answer; the best number of clients counts. Such a load settles within two answers,
   while the queue of one with a fixed rate grows without end where the rate is too high. What comes of that depends on
   how long it runs, and a search for the highest rate needs many runs.
 - **Perplexity**: of a continuation, relative to the dense cache that keeps everything ([quality](quality.md)). It is
   measured with and without the codec and retention. The other systems change no token, which the tests above prove.
-- **PSS**: the most memory that all processes of the run had together. Memory that several of them map counts once.
+- **PSS**: the most memory that all processes of the run had together once they had loaded. Memory that several of them
+  map counts once.
 
 A full run takes about an hour on two cores.
 """
@@ -176,11 +177,15 @@ def _results(results: Mapping[str, Any]) -> list[str]:
             row["configuration"], f"{row['sequences']:,}", gains[0], f"{row['goodput']:.3f}", gains[1],
             str(row["clients"]), ratio, *sizes,
         ))  # fmt: skip
-    head = ("configuration", "sequences", "to none", "goodput/s", "to none", "clients", "perplexity ratio", "weights",
-            "cache", "PSS")  # fmt: skip
+    head = ("configuration", "sequences (simulated)", "to none", "goodput/s", "to none", "clients", "perplexity ratio",
+            "weights", "cache", "PSS")  # fmt: skip
     refused = [f"- {row['configuration']}: {row['refused']}" for row in results["rows"] if row["refused"]]
+    doubts = [
+        textwrap.fill(each, WIDTH, initial_indent="- ", subsequent_indent="  ") for each in results.get("doubts", ())
+    ]
     return [
         _filled(text),
+        *(["What these numbers do not show:\n", "\n".join(doubts) + "\n"] if doubts else ()),
         _table(head, lines, numbers=True),
         *(["\n".join(refused) + "\n"] if refused else ()),
     ]

@@ -100,6 +100,8 @@ class Poisoned(Instance):
             super().lost(name)
         else:
             self.agent.lost(name)
+            if name == ROUTER:
+                self._is_alone.set()
 
     def ask(self, question: Callable[[Engine], Answer]) -> Answer:
         """Runs a question on the engine's thread, between two steps."""

@@ -64,7 +64,7 @@ MATRIX: dict[Systems, Proof] = {
     (SHARING, OFFLOAD): Proof(
         "Tokens are those of a cache in memory, and a beginning that several micro-batches share is read once a layer.",
         (
-            Test(*MEMORY, ("dense", "True")),
+            Test(*MEMORY, ("dense", "shared")),
             Test("unit/test_offloaded_engine.py", "test_a_shared_beginning_is_loaded_once_a_layer"),
         ),
     ),

@@ -437,9 +437,10 @@ class ClusterConfig(Group):
     a file made by `quire plan placement`: it has the numbers of instances, here or on a Ray cluster, and settings of
     the engine for each role."""
     replan: str | None = None
-    """Search another placement when rate, lengths or cached share of the requests have changed for minutes, and switch
-    to it without a failed request: a file with the machines, as for `quire plan placement --cluster.file`. It needs
-    `cluster.placement` to be a file, `slo.ttft` and `slo.tpot`. none: the placement stays."""
+    """Search another placement when lengths or cached share of the requests have changed for minutes, or more come than
+    the present one serves, and switch to it without a failed request: a file with the machines, as for `quire plan
+    placement --cluster.file`. It needs `cluster.placement` to be a file, `slo.ttft` and `slo.tpot`. none: the placement
+    stays."""
     cores: Count | None = None
     """Cores of each instance on a Ray cluster. auto: `runtime.threads`, or else as many as all instances can have."""
     prefill_labels: str | None = None

@@ -50,9 +50,11 @@ class EngineThread:
     failure  why it stopped by itself; None if it did not
     """
 
-    def __init__(self, load: Callable[[], Loaded], listener: Listener) -> None:
+    def __init__(self, load: Callable[[], Loaded], listener: Listener, transport: str = "") -> None:
+        """transport: how caches come from other engines; empty: there are none."""
         self.loaded: Loaded | None = None
         self.failure: str | None = None
+        self._transport = transport
         self._load = load
         self._listener = listener
         self._commands: deque[Callable[[], object]] = deque()
@@ -130,7 +132,7 @@ class EngineThread:
         if file is None:
             return None
         model, window = fingerprint(loaded.path), loaded.shape.sliding_window
-        return StepLog(Path(file), loaded.engine, model, loaded.config, window)
+        return StepLog(Path(file), loaded.engine, model, loaded.config, window, transport=self._transport)
 
 
 def is_loading() -> bool:

@@ -598,6 +598,22 @@ def test_a_switch_ends_at_an_instance_that_does_not_start_and_the_cluster_serves
         assert [each.outputs[0].token_ids for each in found] == right
 
 
+def test_a_switch_whose_first_instance_does_not_start_leaves_the_placement(
+    model: Path, cores: int, tmp_path: Path
+) -> None:
+    """Replanning goes on then, because the instances are still those that were planned."""
+    threads, file = {"runtime.threads": 1}, tmp_path / "plan.json"
+    bad = {**threads, "cache.memory": "3MiB"}
+    placement(("prefill", 1, threads), ("decode", 1, threads), name="good").write(file)
+    with Running(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
+        operations = running.cluster.operations
+        with pytest.raises(ModelError, match="after 0 of"):
+            running.call(operations.place(placement(("prefill", 1, bad), ("decode", 1, bad), name="bad")))
+        state = operations.state()
+        assert state["placement"]["name"] == "good" and "after 0 of" in state["switch"]["error"]
+        assert operations.placement is not None and len(roles(running)) == 2
+
+
 def test_after_a_pause_an_instance_that_does_not_start_gets_its_settings_back(
     model: Path, cores: int, right: list[list[int]]
 ) -> None:

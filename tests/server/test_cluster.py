@@ -43,7 +43,7 @@ class FakeOperations:
     done    what was asked of them
     gate    a drain, restart or switch ends once it is set
     error   which it then raises
-    placed  the placement and the switch
+    placed  the placement, the switch and replanning
     """
 
     def __init__(self):
@@ -52,7 +52,7 @@ class FakeOperations:
         self.times = StageTimes()
         self.times.add(Stages(0.2, 0.5, 0.004, 2.0))
         self.instances = [copy.deepcopy(READY), copy.deepcopy(DOWN)]
-        self.placed = {"placement": None, "switch": None}
+        self.placed = {"placement": None, "switch": None, "replanning": None}
 
     def state(self):
         return {
@@ -373,18 +373,27 @@ async def test_the_status_is_a_table_of_instances_and_one_of_stages(capsys):
 
 async def test_the_status_tells_the_placement_and_a_switch(capsys):
     async with served(fake := engine()) as url:
-        for placed, switch, lines in (
-            (PLACED, None, [
-                "placement plan.json: 3.5 requests/s predicted on 2 GPUs, 95.0% within the latency targets"
+        quiet = {"phase": "quiet", "reason": "", "searches": 3, "switches": 1, "failed": 0}
+        changed = quiet | {"phase": "suspect", "reason": "prompt tokens 200 -> 2e+03"}
+        for placed, switch, plan, lines in (
+            (PLACED, None, quiet, [
+                "placement plan.json: 3.5 requests/s predicted on 2 GPUs, 95.0% within the latency targets",
+                "replanning quiet (searches 3, switches 1, failed 0)",
             ]),
-            (None, UNDER_WAY, ["a switch to plan.json is under way: 2 of 5 actions are done, now: end prefill-0"]),
-            (None, UNDER_WAY | {"now": "", "error": "it ended after 2 of 5"}, ["it ended after 2 of 5"]),
-            (None, None, []),
+            (None, UNDER_WAY, None, [
+                "a switch to plan.json is under way: 2 of 5 actions are done, now: end prefill-0"
+            ]),
+            (None, UNDER_WAY | {"now": "", "error": "it ended after 2 of 5"}, changed, [
+                "it ended after 2 of 5",
+                "replanning suspect: prompt tokens 200 -> 2e+03 (searches 3, switches 1, failed 0)",
+            ]),
+            (None, None, None, []),
         ):  # fmt: skip
-            fake.operations.placed = {"placement": placed, "switch": switch}
+            fake.operations.placed = {"placement": placed, "switch": switch, "replanning": plan}
             assert await cluster("status", "--url", url) == 0
             out = capsys.readouterr().out.splitlines()
-            assert [line for line in out if "plan.json" in line or "it ended" in line] == lines
+            told = ("plan.json", "it ended", "replanning")
+            assert [line for line in out if any(each in line for each in told)] == lines
             assert await cluster("status", "--url", url, "--json") == 0
             check(shapes.Cluster, json.loads(capsys.readouterr().out))
 

@@ -33,11 +33,13 @@ from quire.evaluation.compose import (
     Kind,
     Load,
     Recipe,
+    Row,
     Served,
     Stage,
     Targets,
     best,
     cache_of,
+    doubts,
     name_of,
     note_of,
     quantile,
@@ -473,6 +475,36 @@ def test_flags_that_cannot_be_are_refused(
 ) -> None:
     assert main(["bench", "compose", model, *FLAGS, *flags]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_settings_of_a_file_belong_to_their_systems(model: str, tmp_path: Path) -> None:
+    """One that quire plan auto wrote has all settings, and must not switch a system on where it is off."""
+    file = tmp_path / "quire.toml"
+    file.write_text(
+        '[cache]\nmemory = "1GiB"\nshare = true\ncodec = "nuq4"\noutlier_slots = 2\n[retain]\nbudget = 0.5\n'
+        "[scheduler]\nmax_running = 7\ntoken_budget = 300\n"
+    )
+    args = build_parser().parse_args(["bench", "compose", "m", "--config", str(file), "--cache.codec", "nuq2"])
+    recipe = Composition(argparse.Namespace(**{**Composition.DEFAULTS, **vars(args)}))._recipe
+    assert recipe.codec == {"cache.codec": "nuq2", "cache.outlier_slots": 2} and recipe.retention == {
+        "retain.budget": 0.5
+    }
+    none = EngineConfig.from_options(recipe.options((), LOAD, 100 * MIB, 0))
+    assert (none.cache.codec, none.retain.budget, none.cache.share, none.cache.memory) == (
+        "dense", "off", False, 100 * MIB,
+    )  # fmt: skip
+    assert (none.scheduler.max_running, none.scheduler.token_budget) == (7, 300)
+
+
+def test_what_goodputs_do_not_show_is_said() -> None:
+    served = tuple(Served(5.0 + 0.1 * place, 0.1, 0.01) for place in range(30))
+    load = replace(LOAD, clients=(4, 24), seconds=10.0)
+    none = Row((), sequences=17, stages=(Stage(24, 10.0, served, 17, 0),))
+    assert doubts(load, Slo(5.0, 1.0), none) == []
+    told = doubts(
+        replace(load, clients=(4, 17)), Slo(10.0, 1.0), replace(none, stages=(Stage(4, 10.0, served[:9], 4, 0),))
+    )
+    assert [text.split()[2] for text in told] == ["number", "takes", "'none'"] and "memory pressure" in told[0]
 
 
 @pytest.mark.parametrize(

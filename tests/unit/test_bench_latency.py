@@ -13,6 +13,7 @@ import pytest
 
 from quire.cli import bench_latency, main
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.evaluation.latency_bench import (
     Measurement,
     Visit,
@@ -205,6 +206,22 @@ def test_models_of_other_outlier_slots_are_others(tmp_path: Path) -> None:
     assert mismatch(without, made(1).about) is not None, "a model that does not say its slots is not taken for one"
 
 
+def test_a_quick_measurement_does_not_replace_a_careful_one(tmp_path: Path) -> None:
+    model = fit([(StepWork(1), 0.01)], {"codec": "dense"})
+    careful, quick = (dataclasses.replace(model, counts={"decode": count}) for count in (2000, 5))
+    first, again = keep(quick, tmp_path), keep(careful, tmp_path)
+    assert first == again is not None and keep(quick, tmp_path) is None
+    assert [each for _, each in kept_models(tmp_path)] == [careful]
+    newer = dataclasses.replace(careful, counts={"decode": 1000})
+    assert keep(newer, tmp_path) == first and [each for _, each in kept_models(tmp_path)] == [newer]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        keep(fit([(StepWork(1), 0.01)], {"codec": "dense"}), tmp_path / "file" / "latencies")
+
+
 def test_a_careful_model_comes_before_a_newer_quick_one(tmp_path: Path) -> None:
     careful, quick, rough = (
         dataclasses.replace(fit([(StepWork(1), 0.01)], {"codec": "dense"}), counts={"decode": count}, residuals=off)
@@ -212,5 +229,6 @@ def test_a_careful_model_comes_before_a_newer_quick_one(tmp_path: Path) -> None:
     )
     for number, (model, prefix) in enumerate(((careful, ""), (quick, "auto-"), (rough, "rough-"))):
         file = keep(model, tmp_path, prefix)
+        assert file is not None
         os.utime(file, (number, number))
     assert [model for _, model in kept_models(tmp_path)] == [careful, quick, rough]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ from quire.engine.build import resolve
 from quire.planning.analytic import MODELS, AnalyticModel
 from quire.planning.bounds import Asked, Bound
 from quire.planning.devices import DEVICES
-from quire.planning.latency import Latency, LatencyModel, StepWork
+from quire.planning.latency import Latency, LatencyModel, StepWork, pairs_of
 from quire.planning.slo import ANYTHING, Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.engine import Plan
+from quire.simulation.load import bound_of, ceiling_of, run_of
+from quire.simulation.setup import Replicas, Setup
 from tests.effort import tries
 from tests.engines import chunk_bytes
 from tests.tiny_models import tiny_shape
@@ -39,14 +43,15 @@ def names(latency: Latency) -> str:
     return f"tp {latency.tp} pp {latency.pp}" if isinstance(latency, AnalyticModel) else "fitted"
 
 
-def plan_of(latency: Latency) -> Plan:
+def plan_of(latency: Latency, window: int | None = None, **options: Any) -> Plan:
     config = EngineConfig.from_options({
         "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1,
         "cache.memory": 2000 * chunk_bytes(SHAPE), "scheduler.max_running": BATCH, "scheduler.token_budget": BUDGET,
-        "scheduler.max_queue": 10_000,
+        "scheduler.max_queue": 10_000, **options,
     })  # fmt: skip
-    resolved, sizes = resolve(config, SHAPE)
-    return Plan(SHAPE, resolved, sizes, latency)
+    shape = dataclasses.replace(SHAPE, sliding_window=window)
+    resolved, sizes = resolve(config, shape)
+    return Plan(shape, resolved, sizes, latency)
 
 
 def load(seed: int, count: int, rate: float, num_out: int | None = None) -> Workload:
@@ -102,7 +107,35 @@ def test_a_window_limits_what_a_token_attends_to() -> None:
     workload = Workload("long", [Arrival(0.0, (Span(1, 5000),), 100)])
     whole, near = Asked.of(workload), Asked.of(workload, window=1000)
     assert whole.context == 5050 and near.context == near.own == 1000
-    assert whole.pairs == 5000 * 2500 and near.pairs == 5000 * 1000
+    assert whole.pairs == 5000 * 2500 and near.pairs == 1000 * 500 + 4000 * 1000
+
+
+@pytest.mark.parametrize("seed", range(tries(5)))
+def test_a_prompt_has_the_same_pairs_in_any_slices(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cached, rows = int(rng.integers(1, 40)) * 64, int(rng.integers(1, 3000))
+    for window in (None, 1, int(rng.integers(1, 5000))):
+        most = np.inf if window is None else window
+        cuts = sorted({0, rows, *rng.integers(0, rows, 5).tolist()})
+        sliced = sum(pairs_of(cached + begin, end - begin, most) for begin, end in itertools.pairwise(cuts))
+        exact = sum(min(place + 0.5, most) for place in range(cached, cached + rows))
+        first = Arrival(0.0, (Span(1, cached),), 1)
+        asked = Asked.of(Workload("twice", [first, Arrival(1.0, (Span(1, cached), Span(2, rows)), 1)]), window=window)
+        # A prompt computes its last token even if that is cached.
+        assert sliced == pytest.approx(exact, rel=1e-3) and asked.pairs[1] == pytest.approx(sliced, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["window", "retention"])
+def test_the_ceiling_counts_what_rows_attend_to_and_is_not_exceeded(kind: str) -> None:
+    """What a window or retention leaves out takes no time: the ceiling is above that of a dense cache, and holds."""
+    retention = {"retain.budget": 0.25, "retain.profile_rows": 16}
+    plan = plan_of(FITTED, **(retention if kind == "retention" else {"window": 128}))
+    setup = Setup((Replicas("mixed", plan),), is_cluster=False)
+    workload = load(3, 60, 1e6)
+    dense = bound_of(setup.replicas[0]).mixed(Asked.of(workload), ANYTHING)
+    ceiling = ceiling_of(setup, workload)
+    outcome = run_of(setup, workload, 0)
+    assert 1.3 * dense < ceiling and 0.2 * ceiling < 60 / outcome.seconds <= ceiling * (1 + 1e-9)
 
 
 def test_a_share_that_is_reached_but_for_rounding_is_reached() -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.errors import ConfigError
 from quire.evaluation import curves as measuring
 from quire.evaluation.curves import Quality, Text
 from quire.planning.curves import (
+    FITTED_TEXT,
     NOTHING,
     Curve,
     Curves,
@@ -168,6 +170,22 @@ def test_settings_without_any_loss_are_the_reference(losses: Losses) -> None:
         assert losses.of(settings_of(*names)) is NOTHING
 
 
+def test_a_text_that_the_codec_was_calibrated_on_comes_last_and_is_said(losses: Losses) -> None:
+    nuq3 = settings_of("nuq3")
+    key, plain = {**key_of(nuq3), FITTED_TEXT: "t"}, key_of(losses.reference(nuq3))
+    fitted = replace(losses, key_of=lambda each: key if each == nuq3 else key_of(each))
+    four, two = (2.0, 2.2, 2.4, 2.6), (2.1, 2.3)
+    for text, windows in (("t", four), ("other", two)):
+        losses.curves.keep(replace(curve(losses=tuple(each - 0.05 for each in windows), text=text), settings=plain))
+    losses.curves.keep(replace(curve(losses=four), settings=key))
+    own = fitted.measured(nuq3)
+    assert own is not None and own.is_fitted and own.num_windows == 4
+    assert summed({"codec": own, "weights": Loss(0.0, 0.0, Origin.MEASURED)}).is_fitted
+    losses.curves.keep(replace(curve(losses=two, text="other"), settings=key))
+    other = fitted.measured(nuq3)
+    assert other is not None and not other.is_fitted and other.num_windows == 2
+
+
 def test_what_is_measured_together_is_preferred_to_the_sum_of_its_parts(losses: Losses) -> None:
     both, plain = settings_of("nuq3", "budget 0.5"), curve("default", (2.0, 2.0), continuation=32)
     assert losses.of(both) is None
@@ -261,6 +279,12 @@ def test_a_measurement_that_ran_out_of_time_goes_on(
     monkeypatch.undo()
     again = quality()
     assert again.measure(g4, 3, math.inf) == "" and again.losses.num_windows(g4) == 3
+
+
+@pytest.mark.parametrize("context", [1, 3, 7])
+def test_a_window_without_room_for_an_answer_is_refused(quality: Callable[..., Quality], context: int) -> None:
+    with pytest.raises(ConfigError, match="give at least 8"):
+        quality(context=context)
 
 
 def test_retention_decodes_what_it_scores(quality: Callable[..., Quality]) -> None:

@@ -18,7 +18,7 @@ from quire.engine.step import Result, Slice, Step
 from quire.errors import ConfigError
 from quire.planning.latency import LatencyModel, Link, Origin, StepWork, mismatch
 from quire.planning.latency_fit import Record, describe, fit, told
-from quire.planning.work import WorkMeter, work_of
+from quire.planning.work import WorkMeter
 from tests.engines import make_engine
 
 TRUE = LatencyModel(
@@ -261,6 +261,10 @@ def step_of(*slices: Slice) -> Step:
     return Step([*slices], np.zeros(len(rows), np.int64), np.array(rows))
 
 
+def work_of(step: Step, window: int | None = None) -> StepWork:
+    return WorkMeter(window).of(step)
+
+
 def row(start: int, *shared: tuple[int, int], **fields: Any) -> Slice:
     return Slice(start, 1, np.zeros(200, np.int32), shared=shared, samples=True, **fields)
 
@@ -290,6 +294,15 @@ def test_tokens_that_retention_dropped_are_not_attended_to() -> None:
 def test_a_window_bounds_what_is_attended_to() -> None:
     found = work_of(step_of(row(1000), row(99), prompt(2000, 10)), window=256)
     assert (found.context, found.prompt_pairs) == (256 + 100, 2560.0)
+
+
+def test_what_a_window_has_passed_is_not_shared() -> None:
+    """Three rows share five chunks, 320 tokens. Windows of 256 tokens begin behind them, or amid them."""
+    step = step_of(row(999, (1, 5)), row(999, (1, 5)), row(399, (1, 5)), row(349, (1, 5)))
+    found = work_of(step, window=256)
+    assert found.context == 4 * 256
+    # The first two see nothing of it. The last two see the tokens from 144 and from 94 on: 176 are common.
+    assert found.unique == found.context - 176
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "retention": {"retain.budget": 0.5, "retain.profile_rows": 16}}

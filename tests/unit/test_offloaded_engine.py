@@ -155,13 +155,13 @@ CODECS: dict[str, dict[str, Any]] = {
 @combine(
     codec=whole([*CODECS], 3),
     micro_batch=[2, 1, 3],
-    share=[True, False],
+    sharing=["shared", "alone"],
     overlap=[True, False],
 )
 def test_tokens_are_those_of_a_cache_in_memory(
-    model: Path, codec: str, micro_batch: int, share: bool, overlap: bool
+    model: Path, codec: str, micro_batch: int, sharing: str, overlap: bool
 ) -> None:
-    options = CODECS[codec] | {"cache.share": share} | ON_DISK
+    options = CODECS[codec] | {"cache.share": sharing == "shared"} | ON_DISK
     options |= {"offload.overlap": overlap, "offload.micro_batch": micro_batch}
     with poisoned():
         assert found(model, options) == expected(model, options | {"offload.overlap": True})

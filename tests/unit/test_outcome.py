@@ -16,7 +16,7 @@ from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.bulk import simulate_bulk
 from quire.simulation.cluster import Alone
 from quire.simulation.engine import make_engine
-from quire.simulation.outcome import Outcome
+from quire.simulation.outcome import Outcome, Used
 from quire.simulation.simulate import simulate
 from tests.unit.test_bulk import plan_of
 
@@ -49,6 +49,31 @@ def test_what_failed_meets_nothing() -> None:
     assert found.num_failed == 1 and found.attainment(Slo()) == 0.5 and found.tpot[1] == np.inf
 
 
+def test_the_time_before_the_first_request_is_nobody_s() -> None:
+    used = (Used("mixed-0", "mixed", 25.0, 10, 0),)
+    found = dataclasses.replace(outcome([0.1] * 51, [0.01] * 51), used=used, seconds=100.0)
+    late = dataclasses.replace(found, arrived=found.arrived + 3600, first=found.first + 3600, last=found.last + 3600)
+    late = dataclasses.replace(late, seconds=3700.0)
+    for each in (found, late):
+        assert each.utilisation() == {"mixed-0": 0.25} and each.duration == 100.0 and each.offered == 1.0
+        said = result_of(1.0, each, Slo(1.0), "fitted")
+        assert said["seconds"] == 100.0 and said["tokens_per_second"] == pytest.approx(51 * 11 / 50.2)
+
+
+def test_only_requests_that_arrive_in_time_count() -> None:
+    found = outcome([0.1] * 5 + [9.0] * 5, [0.01] * 10)
+    tiers, stages = {"disk": np.arange(10)}, {"queue": np.arange(10.0)}
+    found = dataclasses.replace(found, by_tier=tiers, stages=stages)
+    part = found.counting((3.0, 7.0))
+    assert part.arrived.tolist() == [3, 4, 5, 6] and part.attainment(Slo(1.0)) == 0.5
+    assert part.by_tier["disk"].tolist() == [3, 4, 5, 6] == part.stages["queue"].tolist()
+    assert found.counting((0.0, np.inf)) is found and found.counting((50.0, 60.0)) is found
+    # An instance that was busy for 60 of all 100 s was no busier while the others counted.
+    busy = dataclasses.replace(found, used=(Used("mixed-0", "mixed", 60.0, 10, 0),)).counting((3.0, 7.0))
+    assert busy.utilisation() == {"mixed-0": 0.6} and busy.offered == 1.0
+    assert busy.tokens_per_second == pytest.approx(4 * 11 / (6 + 9.0 + 0.1 - 3))
+
+
 def test_shares_are_those_of_stages_that_are_known() -> None:
     """Of 4 s between arrival and last token, 1 s is decoding; nothing is known of the request that failed."""
     arrived, first, last = np.zeros(3), np.array([1.5, 1.5, np.inf]), np.array([2.0, 2.0, np.inf])
@@ -62,7 +87,7 @@ def test_shares_are_those_of_stages_that_are_known() -> None:
 
 def test_tokens_per_second_are_those_of_answers() -> None:
     found = outcome([0.1, np.inf, 0.1], [0.01, np.inf, 0.01])
-    assert result_of(1.0, found, Slo(), "fitted")["tokens_per_second"] == 2 * 11 / 100.0
+    assert result_of(1.0, found, Slo(), "fitted")["tokens_per_second"] == pytest.approx(2 * 11 / 2.2)
 
 
 def served(times: list[float], seconds: float, stages: int = 1) -> dict[str, np.ndarray]:

@@ -43,6 +43,11 @@ def cpus(nodes: int, cores: int, memory: int = 64 * GIB) -> ClusterSpec:
     return ClusterSpec(Nodes(count=nodes, cores=cores, memory=memory), Network(between=between))
 
 
+def untried(placement: Placement) -> tuple[Option, ...]:
+    """Options that were not tried because the time was over."""
+    return tuple(each.option for each in placement.rejected if each.why is Why.UNTRIED)
+
+
 def rates(known: dict[str, float]) -> Callable[[Option], Goodput]:
     """The goodput of options by their names; of all others no rate meets the targets."""
     return lambda option: Goodput(known.get(str(option), 0.0), 0.95)
@@ -443,7 +448,7 @@ def test_a_bound_excludes_nothing_that_an_untried_partner_could_make_the_best() 
         )
     )  # fmt: skip
     assert placement.predicted.rate == 3.0
-    assert [str(each) for each in placement.untried] == ["prefill tp 2 pp 1", "decode tp 2 pp 1"]
+    assert [str(each) for each in untried(placement)] == ["prefill tp 2 pp 1", "decode tp 2 pp 1"]
     assert set(reasons(placement, Why.BOUND)) == {
         f"{role} tp {tp} pp 1" for role in ("prefill", "decode") for tp in (3, 4)
     }
@@ -482,10 +487,10 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
         )
     )  # fmt: skip
     assert clock.now == 1000 + 10 * num_tried
-    assert len(placement.untried) == 16 - num_tried
+    assert len(untried(placement)) == 16 - num_tried
     assert [at[:2] for at in done] == [(number, 16) for number in range(1, 17)]
     assert {option for _, _, option in done[:2]} == {Candidate(Role.PREFILL), Candidate(Role.DECODE)}
-    assert placement.untried == tuple(option for *_, option in done[num_tried:])
+    assert untried(placement) == tuple(option for *_, option in done[num_tried:])
     said = [warning for warning in placement.warnings if "not tried" in warning]
     assert said == ([f"{16 - num_tried} of 16 options were not tried: the time was over"] if num_tried < 16 else [])
     assert len(set(reasons(placement, Why.UNTRIED).values())) == (num_tried < 16)
@@ -558,12 +563,33 @@ def test_an_instance_without_gpus_takes_cores_and_their_memory() -> None:
         (f"{role} on 1 core", "16GiB are needed (15GiB of weights, 1GiB for the longest request), and a core has 10GiB")
         for role in ("prefill", "decode")
     ]
-    assert counts(placement) == [("prefill", 2, 1, 1), ("decode", 1, 1, 1)]
-    assert [each.options for each in placement.instances] == [{"runtime.threads": 2}, {"runtime.threads": 4}]
-    assert (placement.predicted.cost, placement.predicted.unit, placement.predicted.rate) == (2.0, "machine", 4.0)
-    assert placement.predicted.rate_per_unit == 2.0
-    pair = place_pairs(Search(cluster, needs, rates({"prefill on 2 cores with decode on 2 cores": 1.5}), rate=3.0))
+    assert counts(placement) == [("prefill", 2, 1, 1), ("decode", 2, 1, 1)]
+    assert [each.options for each in placement.instances] == [{"runtime.threads": 2}, {"runtime.threads": 2}]
+    assert (placement.predicted.cost, placement.predicted.unit, placement.predicted.rate) == (2.0, "machine", 3.8)
+    assert placement.predicted.rate_per_unit == 1.9
+    told = {str(each.option): each.reason for each in placement.rejected if each.why is Why.MISSES}
+    assert set(told) == {"prefill on 4 cores", "decode on 4 cores"} and "no option meets" in told["decode on 4 cores"]
+    # Of one machine the instances may be unequal.
+    known = {"prefill on 2 cores": 2.0, "decode on 2 cores": 0.9, "decode on 4 cores": 5.0}
+    alone = place_apart(Search(cpus(1, 6, 60 * GIB), needs, rates(known)))
+    assert [each.options for each in alone.instances] == [{"runtime.threads": 2}, {"runtime.threads": 4}]
+    uneven = {"prefill on 1 core with decode on 2 cores": 9.0, "prefill on 2 cores with decode on 2 cores": 1.5}
+    pair = place_pairs(Search(cluster, needs, rates(uneven), rate=3.0))
     assert [each.count for each in pair.instances] == [2, 2] and pair.predicted.rate_per_unit == 1.5
+
+
+def test_the_best_size_of_equal_instances_is_taken_and_the_others_say_why_not() -> None:
+    known = {f"{role} on {size}": rate for role in ("prefill", "decode")
+             for size, rate in (("1 core", 1.0), ("2 cores", 2.5), ("4 cores", 4.0))}  # fmt: skip
+    cluster, needs = cpus(2, 4), Needs(num_layers=30, weight_bytes=GIB, request_bytes=GIB)
+    most = place_apart(Search(cluster, needs, rates(known)))
+    assert counts(most) == [("prefill", 2, 1, 1), ("decode", 2, 1, 1)] and most.predicted.rate == 5.0
+    few = place_apart(Search(cluster, needs, rates(known), rate=1.0))
+    assert counts(few) == [("prefill", 1, 1, 1), ("decode", 1, 1, 1)] and few.predicted.cost == 0.5
+    assert [each.options["runtime.threads"] for each in few.instances] == [1, 1]
+    told = {str(each.option): each.reason for each in most.rejected if each.why is Why.SLOWER}
+    assert told["decode on 1 core"] == "4 requests/s on 2 machines, but 5 on 2 with instances of another size"
+    assert {str(each.option) for each in (*most.rejected, *few.rejected)} >= set(known)
 
 
 def test_the_caller_s_settings_are_part_of_the_instances() -> None:

@@ -19,8 +19,9 @@ from quire.cli import main, plan_auto
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.evaluation import auto as planning
-from quire.evaluation.auto import within
+from quire.evaluation.auto import Fit, within
 from quire.evaluation.auto_hardware import machine_of as machine_with_gpus
+from quire.evaluation.auto_local import LocalPlanner
 from quire.evaluation.curves import Quality, Text
 from quire.evaluation.latency_bench import settings_of as speed_settings
 from quire.evaluation.speeds import LEAST_SECONDS, Speeds
@@ -142,12 +143,32 @@ def test_parts_are_what_may_lose_quality_each_alone() -> None:
     }  # fmt: skip
 
 
-def test_steps_depend_on_weights_codec_and_threads() -> None:
+def test_a_codec_without_outlier_slots_is_searched_whatever_their_number_is() -> None:
+    space = Space.of(Machine(cores=1, given={"cache.outlier_slots": 2}))
+    assert {each.of("codec").name for each in space.settings()} == {*CODECS}
+    assert space.settings()[0] == space.first and space.first.of("codec").name == "dense"
+    for settings in space.settings():
+        EngineConfig.from_options({key: settings.options[key] for key in ("cache.codec", "cache.outlier_slots")})
+    only = Space.of(Machine(cores=1, given={"cache.outlier_slots": 2, "cache.codec": "g4"}))
+    assert only.settings()
+
+
+def test_retention_is_never_covered_by_a_cache_that_keeps_everything() -> None:
+    """The same steps take as long, but retention has fewer tokens in them."""
+    all_tokens, half = point(seconds=1.0), point("budget 0.5", seconds=1.0)
+    assert not covers(SPACE, all_tokens, half) and not covers(SPACE, half, all_tokens)
+    assert covers(SPACE, all_tokens, point("g4", seconds=1.0))
+
+
+def test_steps_depend_on_weights_codec_retention_and_threads() -> None:
     settings = chosen("g4 weights", "nuq3", "0 slots", "budget 0.5", "prefill + decode")
-    assert SPACE.timed(settings) == chosen("g4 weights", "nuq3", "0 slots", "prefill + decode")
+    assert SPACE.timed(settings) == settings
     assert SPACE.effects(settings) == {
-        Effect.ADDS: [chosen("g4 weights"), chosen("nuq3", "0 slots")], Effect.SCALES: [chosen("prefill + decode")],
-    }  # fmt: skip
+        Effect.ADDS: [chosen("g4 weights"), chosen("nuq3", "0 slots"), chosen("budget 0.5")],
+        Effect.SCALES: [chosen("prefill + decode")],
+    }
+    more_running = Space.of(Machine(cores=2, is_packed=True)).later(settings)[0]
+    assert SPACE.timed(more_running) == settings
     assert SPACE.effects(SPACE.first) == {Effect.ADDS: [], Effect.SCALES: []}
 
 
@@ -778,8 +799,17 @@ def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str
     assert speeds.exact(chosen("nuq4", space=space)) is speeds.models[-1], "it has more steps"
     found = speeds.of(chosen("nuq3", "0 slots", space=space))
     assert found.origin is Origin.MODELLED and found.how == "from the steps of nuq3, 0 slots as nuq4"
+    assert not found.is_poor
     wanted = [chosen(name, space=space) for name in ("nuq4", "nuq3", "nuq2")]
     assert speeds.needed(wanted) == wanted[1:]
+    # A sum of parts is as little known as the part that was measured least.
+    speeds.models = [
+        replace(each, counts={"decode": 9}) if each is speeds.models[-1] else each for each in speeds.models
+    ]
+    speeds.models.remove(quick)
+    speeds._composed.clear()
+    poor = speeds.of(chosen("nuq3", "0 slots", space=space))
+    assert poor.is_poor and poor.origin is Origin.MODELLED
 
 
 def test_steps_are_measured_once_and_kept(words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -826,6 +856,47 @@ def test_the_number_of_processes_changes_nothing(
     assert results[0] == results[1]
 
 
+def test_weights_that_instances_map_are_counted_once(
+    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = planner_from([*words, "--plan.memory", "2GiB"])
+    monkeypatch.setattr(type(planner), "_counts", lambda self, settings: (2, 3))
+    settings = planner.space.first
+    weights = 64 << 20
+    planner._weights = lambda form: weights
+    planner._fits.clear()
+    apart = planner.fit(settings).room
+    monkeypatch.setattr(
+        "quire.evaluation.auto_local.image_for", lambda checkpoint, config: SimpleNamespace(num_bytes=weights)
+    )
+    planner._shared.cache_clear()
+    planner._fits.clear()
+    mapped = planner.fit(settings).room
+    assert 2 * (mapped.cache - apart.cache) == pytest.approx(weights, abs=4 << 20)
+
+
+@pytest.mark.parametrize("weights", ["g4", ""])
+def test_a_plan_is_made_where_only_packed_weights_fit(
+    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    """And refused with the reason of the plain settings where no weights fit."""
+    original = LocalPlanner.fit
+
+    def fit(self: LocalPlanner, settings: Settings, share: float = 1.0) -> Fit:
+        if settings.options["model.weights"] != weights:
+            raise ConfigError(f"{settings.options['model.weights']} weights need 1.25GiB")
+        return original(self, settings, share)
+
+    monkeypatch.setattr(LocalPlanner, "fit", fit)
+    words = [word for word in words if word not in ("--model.weights", "native")]
+    if not weights:
+        with pytest.raises(ConfigError, match=r"native weights need 1\.25GiB"):
+            planner_from(words)
+        return
+    planner = planner_from(words)
+    assert {each.of("weights").name for each in planner._fitting(planner._possible())} == {"g4 weights"}
+
+
 def test_memory_is_divided_among_processes_weights_and_caches(words: list[str], known: Path) -> None:
     planner = planner_from([*words, "--plan.memory", "1GiB"])
     one = planner.fit(planner.space.first)
@@ -861,6 +932,11 @@ def test_what_a_plan_does_not_take_is_said(
 ) -> None:
     assert main([*words, *more]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_needs_a_share_of_requests(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--slo.attainment", "0"]) == 2
+    assert "slo.attainment is 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from quire.arguments import Arguments
 from quire.cli import main, plan_placement, simulate
+from quire.cluster.placements import shared_options
 from quire.planning.candidates import Candidate, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec, Network, Nodes
 from quire.planning.devices import DEVICES
@@ -22,7 +23,7 @@ from quire.planning.fitted import fit
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.latency import LatencyModel, Link, StepWork
 from quire.planning.placement import PlacementError
-from quire.planning.placement_file import Gpus, Instances, Placement, Predicted, Why, read_placement
+from quire.planning.placement_file import Gpus, Hosts, Instances, Placement, Predicted, Why, read_placement
 from quire.planning.queueing import poisson_arrivals
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
@@ -31,8 +32,8 @@ from quire.simulation.hardware import Target
 from quire.simulation.load import Load, Run
 from quire.simulation.phases import DecodeRun
 from quire.simulation.queue_check import prompt_seconds, queue_check
-from quire.simulation.search import Joint, OnGpus, Planner
-from quire.simulation.setup import Setup
+from quire.simulation.search import Joint, OnCores, OnGpus, Planner
+from quire.simulation.setup import LINKS, Setup
 from tests.tiny_models import save_tiny
 
 GIB = 1 << 30
@@ -122,6 +123,7 @@ def test_the_file_is_a_placement_with_all_that_it_was_made_for(placed: Path) -> 
     found = read_placement(placed)
     assert found.slo == {"ttft": 0.3, "tpot": 0.05, "attainment": 0.9}
     assert found.workload["name"] == "made" and found.workload["origin"] == "fitted"
+    assert found.workload["cached"] == 0, "no two prompts of the trace share anything"
     assert found.made["origin"] == "fitted" and found.made["algorithm"] == "mixed"
     assert found.made["seeds"] == {"first": 0, "search": 1, "confirm": 1, "joint": 1}
     assert found.made["rejected"] and found.made["version"]
@@ -146,12 +148,30 @@ def test_a_replay_has_the_requests_and_the_gaps_of_the_trace() -> None:
     whole = made_workload(24)
     found = planner(Slo(2.0, 0.2, 0.9), workload=whole)
     placement = Placement((Instances("mixed", 2, 1, 1),), Predicted(1.0, 2.0, "GPU", 0.5, 0.9))
-    replay = found.replayed(placement, 12.0, 0)
+    replay, alike = found.replayed(placement, 12.0, 0)
     drawn = replay.load.drawn(replay.rate, replay.seed)
     assert drawn.prompt_tokens.tolist() == whole.prompt_tokens.tolist() and drawn.rate == pytest.approx(12.0)
     gaps, scaled = np.diff(whole.columns.at), np.diff(drawn.columns.at)
     assert scaled == pytest.approx(gaps * whole.rate / drawn.rate)
     assert np.isfinite(replay.outcome().last).all()
+    # Two instances would get 48 requests. Runs of different length attain differently, so 24 are drawn beside these.
+    assert (
+        found.joint(placement, 12.0, 0).count == 48 and replay.count == alike.count == len(alike.outcome().last) == 24
+    )
+    assert alike.load.fitted is not None
+
+
+@pytest.mark.parametrize("kind", ["at once", "conversations"])
+def test_a_recording_that_tells_nothing_of_a_rate_is_not_compared(kind: str) -> None:
+    arrivals = [
+        Arrival(0.0 if kind == "at once" else float(index), (Span(index, 40),), 5, pause=0.0) for index in range(24)
+    ]
+    if kind == "conversations":
+        arrivals[5] = Arrival(0.0, (Span(5, 40),), 5, 4, 3.0)
+    late = [Arrival(100.0 + each, (Span(50 + each, 40),), 5) for each in range(4)]
+    found = planner(Slo(2.0, 0.2, 0.9), 12, workload=Workload(kind, [*arrivals, *late]))
+    placement = Placement((Instances("mixed", 2, 1, 1),), Predicted(1.0, 2.0, "GPU", 0.5, 0.9))
+    assert found.replayed(placement, 12.0, 0) == []
 
 
 def test_the_command_of_the_file_plans_the_same_again(placed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,6 +386,44 @@ def test_a_placement_is_simulated_on_the_gpus_that_it_is_for(
     assert other.setup.replicas[0].plan.latency.device == DEVICES["h100"]  # type: ignore[attr-defined]
 
 
+def test_a_placement_on_machines_without_gpus_is_simulated_and_served_as_it_was_planned(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's instances are equal, use TCP on one machine too, and stay in their pairs."""
+    machines = '[nodes]\ncount = 2\ncores = 4\nmemory = "8GiB"\n\n[network]\nbetween = "10MB"\n'
+    (tmp_path / "hosts.toml").write_text(machines)
+    for algorithm in ("pairs", "mixed", "apart"):
+        words = words_of(folder, "--algorithm", algorithm, "--plan.seconds", "0.1")
+        words[words.index("--cluster.file") + 1] = str(tmp_path / "hosts.toml")
+        planned: list[Setup] = []
+        setup = OnCores.setup
+
+        def noted(self: OnCores, placement: Placement, planned: list[Setup] = planned, setup: Any = setup) -> Setup:
+            planned.append(setup(self, placement))
+            return planned[-1]
+
+        monkeypatch.setattr(OnCores, "setup", noted)
+        file = tmp_path / f"{algorithm}.json"
+        assert main([*words, "--output", str(file)]) == 0
+        monkeypatch.undo()
+        placement = read_placement(file)
+        assert placement.hosts == Hosts(2, 10**7) and placement.in_pairs == (algorithm == "pairs")
+        shared_options(placement.instances, {}, None, is_local=False)  # refuses what Ray cannot have
+        parser = argparse.ArgumentParser()
+        simulate.add_arguments(Arguments(parser, []))
+        latencies = [word for count in (1, 2) for word in ("--latency", str(folder / f"{count}.json"))]
+        command = [str(folder / "model"), "--trace", str(folder / "trace.jsonl"), *OPTIONS, *latencies]
+        subject = simulate._subject(parser.parse_args([*command, "--cluster.placement", str(file)]))
+        found = subject.setup
+        assert (found.in_pairs, found.ways) == (planned[0].in_pairs, planned[0].ways)
+        tcp = LINKS["tcp"].bytes_per_second
+        assert found.ways.bulk.bytes_per_second == (tcp if algorithm == "pairs" else 10**7)
+        assert [each.plan.sizes.cache_bytes for each in found.replicas] == [
+            each.plan.sizes.cache_bytes for each in planned[0].replicas
+        ]
+        assert subject.units == placement.predicted.cost
+
+
 # What is refused.
 
 
@@ -449,8 +507,9 @@ def test_a_simulated_instance_for_prompts_is_a_queue_where_it_computes_one_at_a_
 
 
 def test_a_prompt_alone_takes_its_slices() -> None:
-    model = latency(1)
-    busy, until = prompt_seconds(model, 64, 264, 128)
+    model, made = latency(1), planner(Slo(1.0, 0.05, 0.9), **{"scheduler.token_budget": 128})
+    plan = dataclasses.replace(made.maker.replicas(Candidate(Role.PREFILL)).plan, latency=model)
+    busy, until = prompt_seconds(plan, 64, 264)
     slices = (StepWork(128, 128 * (64 + 192) / 2, num_prompts=1), StepWork(72, 72 * (192 + 264) / 2, num_prompts=1))
     assert busy == until == pytest.approx(sum(map(model.seconds, slices)))
 

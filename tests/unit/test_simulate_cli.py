@@ -19,15 +19,17 @@ from quire.planning.analytic import MODELS
 from quire.planning.bounds import Asked
 from quire.planning.devices import DEVICES
 from quire.planning.fitted import fit
+from quire.planning.goodput import Goodput
 from quire.planning.latency import LatencyModel, Link
 from quire.planning.placement_file import Instances, Placement, Predicted
-from quire.planning.slo import ANYTHING
+from quire.planning.slo import ANYTHING, Slo
 from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.cluster import SimulatedCluster
 from quire.simulation.events import Events
 from quire.simulation.hardware import Division, Target, shape_of
-from quire.simulation.load import Load, Run, bound_of, run_many
-from quire.simulation.phases import DecodeRun, PairRun, PromptRun, arriving, prompts_of
+from quire.simulation.load import Load, Run, bound_of, noted, run_many
+from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, arriving, prompts_of
+from quire.simulation.search import Joint
 from quire.simulation.setup import LINKS, LocalModel, Setup, Ways, tiers_of
 from tests.tiny_models import save_tiny
 
@@ -260,6 +262,43 @@ def test_the_bound_of_a_rate_is_never_exceeded(local: Callable[..., LocalModel])
     assert 0.4 * bound < 80 / outcome.seconds <= bound
 
 
+@pytest.mark.parametrize("rate", [1.0, 4.0])
+def test_conversations_arrive_at_the_rate_that_is_asked_for(rate: float, local: Callable[..., LocalModel]) -> None:
+    """Of five turns with pauses of 3 s, in an engine, in a cluster, and in each phase by itself."""
+    turns = [
+        Arrival(2.0 * (index // 5), (Span(index, 20),), 4, index - 1 if index % 5 else -1, 3.0 * (index % 5 > 0))
+        for index in range(200)
+    ]
+    workload = Workload("chat", turns)
+    load, setup = Load(workload, 60, fit(workload)), local().setup(ClusterConfig())
+    apart = local().setup(ClusterConfig(prefill=1, decode=1))
+    first, second = apart.replicas
+    prompts, decoding = PromptRun(first, apart.ways, load, 0.01, rate, 0), DecodeRun(second, apart.ways, load, rate, 0)
+    runs = [Run(setup, load, rate), Run(apart, load, rate), prompts, decoding, PairRun(prompts, decoding)]
+    for run in [*runs, MixedRun(setup.replicas[0], setup.ways, load, rate, 0), Joint(apart, load, rate, 0)]:
+        outcome = run.outcome()
+        assert len(outcome.arrived) == pytest.approx(60, rel=0.15), type(run).__name__
+        assert outcome.offered == pytest.approx(rate, rel=0.15), type(run).__name__
+    assert Run(setup, Load(workload, 60), 4.0).outcome().offered < 3.5, "a replay begins with first turns alone"
+
+
+def test_few_requests_for_a_loose_target_are_a_doubt() -> None:
+    load = Load(made_workload(), 60)
+    found = noted(Goodput(10.0, 0.95), load, Slo(4.0, attainment=0.9))
+    (told,) = found.doubts
+    # 60 requests in 6 s: with 5.74 requests/s the 54th waits for 4 s.
+    assert "up to 43% of this rate" in told and "--requests" in told
+    assert not noted(Goodput(10.0, 0.95), load, Slo(0.2, attainment=0.9)).doubts
+    assert not noted(Goodput(10.0, 0.95), load, Slo(tpot=0.1, attainment=0.9)).doubts
+    turns = [
+        Arrival(float(index), (Span(index, 9),), 2, index - 1 if index % 2 else -1, 1e4 * (index % 2))
+        for index in range(20)
+    ]
+    days = Workload("days", turns)
+    (told,) = noted(Goodput(1.0, 0.95), Load(days, 20, fit(days)), Slo(0.2)).doubts
+    assert "conversations pause so long" in told
+
+
 def test_a_pair_as_a_tandem_is_like_a_cluster(local: Callable[..., LocalModel]) -> None:
     setup, load = local().setup(ClusterConfig(prefill=1, decode=1)), Load(made_workload(60), 60)
     first, second = setup.replicas
@@ -332,7 +371,9 @@ def test_errors_are_one_line_that_says_what_to_do(
     two.write(tmp_path / "two.json")
     cases: list[tuple[list[str], str]] = [
         ([*words, "--goodput"], "--goodput needs a latency target: give --slo.ttft or --slo.tpot"),
+        ([*words, "--goodput", "--slo.ttft", "1", "--slo.attainment", "0"], "slo.attainment is 0; --goodput needs"),
         ([*words, "--seed", "-1"], "--seed is -1"),
+        ([*words, "--seed", str(1 << 64)], "--seed is 18446744073709551616"),
         ([*words, "--rate", "0"], "'0' is not a number above 0"),
         ([*words, "--rates", "1,x"], "'x' is not a number above 0"),
         ([*words, "--parallel.tp", "2"], "--parallel.tp is for GPUs that are not here"),

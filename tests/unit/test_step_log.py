@@ -100,6 +100,29 @@ def test_a_killed_engine_leaves_half_a_line_and_the_next_one_goes_on_after_it(tm
         read_steps([file])
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["[1, 2, 3, 4, 5, 6, Infinity, null]", '["x", 0, 1, 2, 3, 0, 0.1, null]', "[1, 2, 3, 0.1, null]", "[[1]]", "7",
+     "[1, 2, 3, 4, 5, 6, 0.1, -1]", "[NaN, 2, 3, 4, 5, 6, 0.1, null]", "[1, 2, 3, 4, 5, 6, 1" + "0" * 400 + ", null]"],
+)  # fmt: skip
+def test_what_is_no_step_is_named_with_its_line(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "steps.log"
+    answer(file, [5] * 10)
+    file.write_text(file.read_text() + line + "\n" + file.read_text().splitlines()[-1] + "\n")
+    with pytest.raises(ConfigError, match=r"steps.log line \d+ is no step of a log"):
+        read_steps([file])
+
+
+def test_a_speed_is_that_of_the_transport(tmp_path: Path) -> None:
+    for name, transport in (("a", "shm"), ("b", "tcp")):
+        engine = make_engine()
+        log = StepLog(tmp_path / name, engine, "abc", CONFIG, transport=transport)
+        drive(engine, log, [5] * 10)
+        log.close()
+    assert read_steps([tmp_path / "a"]).transport == "shm"
+    assert read_steps([tmp_path / "a", tmp_path / "b"]).transport == "", "nobody knows which speed is whose"
+
+
 def test_logs_of_different_engines_are_not_mixed(tmp_path: Path) -> None:
     answer(tmp_path / "a", [5] * 10)
     answer(tmp_path / "b", [5] * 10, model="def")

@@ -138,6 +138,8 @@ def test_only_the_first_requests_are_read_if_a_limit_says_so(tmp_path: Path, tex
         (OWN, '"at": 2.5', '"at": 0.25', "line 4: at is 0.25, which is before the request above"),
         (OWN, '"at": 2.5', '"at": NaN', "line 4: at is nan"),
         (OWN, '"at": 2.5', '"at": "2.5"', "line 4: at is '2.5'; it must be seconds"),
+        (OWN, '"at": 2.5', '"at": 1' + "0" * 400, "line 4: at is 1000"),
+        (MOONCAKE, "9000", "9" * 400, "line 2: timestamp is 9999"),
         (OWN, '{"at": 2.5', '[{"at": 2.5', "line 4: "),
         (OWN, OWN[21:], "3\n", "line 2: a request is an object, not 3"),
         (OWN, OWN[21:], "", "has no requests"),

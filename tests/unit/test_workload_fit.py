@@ -219,9 +219,58 @@ def test_conversations_stay_whole() -> None:
 def test_a_rate_counts_the_requests_of_conversations() -> None:
     fitted = fit(conversations())
     assert fitted.rate == pytest.approx(180 / 60 * 59 / 59**2)
-    drawn = fitted.sample(20_000, 0, rate=12.0, burstiness=1.0)
+    drawn = replace(fitted, cv=1.0).sample(20_000, 0, rate=12.0)
     assert drawn.rate == pytest.approx(12.0, rel=0.05)
     assert 1 / np.diff(drawn.times).mean() == pytest.approx(4.0, rel=0.05), "three requests a conversation"
+
+
+@pytest.mark.parametrize("rate", [0.5, 12.0])
+def test_requests_that_count_arrive_at_the_rate_although_conversations_pause(rate: float) -> None:
+    """Without an answer's time, as many arrive as the rate says, from the first second that counts on."""
+    turns = [
+        Arrival(10.0 * (index // 5), (Span(index, 30),), 5, index - 1 if index % 5 else -1, 30.0 * (index % 5 > 0))
+        for index in range(400)
+    ]
+    fitted = replace(fit(Workload("chat", turns)), cv=0.2)
+    drawn = fitted.steady(300, 0, rate)
+    begin, end = drawn.counted
+    assert end - begin == pytest.approx(300 / rate) and begin == 120.0 and fitted.settles(300, rate)
+    at = drawn.begun + drawn.waited
+    assert ((at >= begin) & (at < end)).sum() == pytest.approx(300, rel=0.05)
+    assert at.max() < end and (at < begin).sum() < 0.6 * 120 * rate
+    # Without those before, far fewer arrive in as many seconds where pauses are long beside them.
+    plain = fitted.sample(300, 0, rate)
+    early = plain.begun + plain.waited < 300 / rate
+    assert early.sum() < (0.98 if rate < 1 else 0.3) * 300
+    # The same conversations begin at every rate.
+    other = fitted.steady(300, 0, 2 * rate)
+    count = min(len(other.times), len(drawn.times))
+    assert other.times[:count] == pytest.approx(drawn.times[:count] / 2)
+
+
+def test_pauses_that_are_too_long_to_wait_for_are_told() -> None:
+    turns = [
+        Arrival(float(index), (Span(index, 30),), 5, index - 1 if index % 2 else -1, 1e5 * (index % 2))
+        for index in range(100)
+    ]
+    fitted = fit(Workload("days", turns))
+    assert not fitted.settles(300, 1.0) and len(fitted.steady(300, 0, 1.0).arrivals) <= 8 * 300
+
+
+def test_some_requests_of_a_workload_keep_their_own_predecessors() -> None:
+    workload = conversations()
+    columns = workload.columns
+    kept = np.ones(len(columns), dtype=np.bool_)
+    roots = np.flatnonzero(columns.after < 0)
+    kept[[index for index in range(len(columns)) if workload.begun[index] == columns.at[roots[1]]]] = False
+    part = workload.only(kept)
+    left = [each for each, is_kept in zip(columns, kept, strict=True) if is_kept]
+    assert [(each.at, each.prompt, each.num_out, each.pause) for each in part.arrivals] == [
+        (each.at, each.prompt, each.num_out, each.pause) for each in left
+    ]
+    assert part.prompt_tokens.tolist() == workload.prompt_tokens[kept].tolist()
+    with pytest.raises(AssertionError, match="without the one that it follows"):
+        workload.only(columns.after >= 0)
 
 
 @pytest.mark.parametrize("workload", [lengths_that_correlate(300), documents(400), conversations()])
@@ -231,17 +280,17 @@ def test_one_seed_gives_the_same_requests_at_every_rate(workload: Workload) -> N
     assert fast == fitted.sample(500, 4, rate=8.0) != fitted.sample(500, 5, rate=8.0)
     assert fast.times == pytest.approx(slow.times / 16)
     assert replace(fast.columns, at=slow.columns.at) == slow.columns
-    bursty = fitted.sample(500, 4, rate=0.5, burstiness=3.0)
+    bursty = replace(fitted, cv=3.0).sample(500, 4, rate=0.5)
     assert bursty != slow and replace(bursty.columns, at=slow.columns.at) == slow.columns
 
 
 def test_burstiness_is_the_variation_of_the_gaps() -> None:
     fitted = fit(lengths_that_correlate(300))
     for burstiness in (0.0, 0.3, 1.0, 2.5):
-        drawn = fitted.sample(20_000, 0, rate=3.0, burstiness=burstiness)
+        drawn = replace(fitted, cv=burstiness).sample(20_000, 0, rate=3.0)
         assert drawn.cv == pytest.approx(burstiness, rel=0.05, abs=1e-9)
         assert drawn.rate == pytest.approx(3.0, rel=0.05)
-    assert np.diff(fitted.sample(50, 0, rate=4.0, burstiness=0.0).times) == pytest.approx(np.full(49, 0.25))
+    assert np.diff(replace(fitted, cv=0.0).sample(50, 0, rate=4.0).times) == pytest.approx(np.full(49, 0.25))
 
 
 @pytest.mark.parametrize("workload", [lengths_that_correlate(40), documents(300), conversations()])
@@ -295,9 +344,6 @@ def test_what_cannot_be_fitted_or_drawn_is_refused() -> None:
     for rate in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="a rate is"):
             fitted.sample(1, 0, rate=rate)
-    for burstiness in (-0.1, math.inf, math.nan):
-        with pytest.raises(ConfigError, match="a burstiness is"):
-            fitted.sample(1, 0, burstiness=burstiness)
 
 
 def trace(data_dir: Path, name: str) -> Path:

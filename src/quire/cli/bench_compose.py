@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import format_bytes, options_from, parse_bytes
+from quire.config import EngineConfig, format_bytes, options_from, parse_bytes, sources
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Composition:
             shared.check_writable(args.output)
         chosen = {systems_of(name) for name in args.only or ()}
         self._configurations = [each for each in CONFIGURATIONS if args.only is None or not each or each in chosen]
-        self._recipe = Recipe.of(options_from(args, shared.ENGINE_SECTIONS))
+        self._recipe = Recipe.of(_given(args))
         self._load = self._load_of(args)
 
     @staticmethod
@@ -96,20 +96,24 @@ class Composition:
         """Runs all configurations, each in processes of its own, and prints a table. Returns its rows, and whether all
         could be run.
         """
-        from quire.evaluation.compose import Targets, name_of
+        from quire.evaluation.compose import Targets, doubts, name_of
         from quire.evaluation.compose_bench import Comparison
         from quire.evaluation.curves import Text
 
         args = self._args
         memory = getattr(args, MEMORY)
         comparison = Comparison(
-            args.model, self._load, memory, self._configurations, self._recipe, args.config,
+            args.model, self._load, memory, self._configurations, self._recipe,
             None if args.text is None else Text.read(args.text).content, args.windows, args.ttft, args.tpot,
         )  # fmt: skip
 
         def write(found: Sequence[Row], slo: Slo) -> None:
             if args.output is not None:
-                report = {"about": comparison.about(slo), "rows": [row.told(found[0], slo) for row in found]}
+                report = {
+                    "about": comparison.about(slo),
+                    "doubts": doubts(self._load, slo, found[0]),
+                    "rows": [row.told(found[0], slo) for row in found],
+                }
                 args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
         with shared.progress("runs") as progress:
@@ -127,6 +131,8 @@ class Composition:
         for row in rows:
             if row["refused"]:
                 console.print(f"{row['configuration']}: {row['refused']}")
+        for doubt in doubts(self._load, slo, found[0]):
+            console.print(f"doubt: {doubt}")
         if not args.quick and rows[-1]["configuration"] == name_of(self._configurations[-1]) == "all five":
             for missed in Targets().missed(rows[-1], memory) if not rows[-1]["refused"] else ():
                 console.print(missed)
@@ -139,6 +145,22 @@ class Composition:
         return f"prompts of {load.prompt:,} tokens, {load.shared:,} of them shared, and {load.output:,} out"
 
 
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the flags, and those of the file that differ from the defaults. A file of quire plan auto has all
+    settings; its size of the cache does not count here.
+    """
+    from quire.evaluation.compose import SET_HERE
+
+    flags = options_from(args, shared.ENGINE_SECTIONS)
+    values, usual = (each.to_options() for each in (EngineConfig.from_options(flags, args.config), EngineConfig()))
+    origins = sources(flags, args.config, shared.ENGINE_SECTIONS)
+    return {
+        key: values[key]
+        for key, origin in origins.items()
+        if origin == "flag" or (origin != "default" and values[key] != usual[key] and key not in SET_HERE)
+    }
+
+
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Prints the table."""
 
@@ -146,8 +168,8 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         return "" if value is None else format(value, form)
 
     shared.print_table(
-        ("configuration", "sequences", "to none", "goodput/s", "to none", "clients", "perplexity ratio", "weights",
-         "cache", "PSS"),
+        ("configuration", "sequences (simulated)", "to none", "goodput/s", "to none", "clients", "perplexity ratio",
+         "weights", "cache", "PSS"),
         [
             (row["configuration"], "refused", *[""] * 8)
             if row["refused"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,8 +53,8 @@ class Latencies:
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises ConfigError for invalid arguments."""
-        if not args.seconds > 0:
-            raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
+        if not 0 < args.seconds < math.inf:
+            raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0, and finite")
         if args.output is not None:
             shared.check_writable(args.output)
         if args.plot is not None:
@@ -92,7 +93,7 @@ class Latencies:
         )
         if len(found.visits) < len(found.points):
             console.print("the largest points are missing, and the model does not cover them: raise --seconds")
-        self._keep(model, found.records)
+        self._keep(model, found.records, console)
         return rows, True
 
     def fit_log(self, console: Console) -> list[dict[str, Any]]:
@@ -112,23 +113,27 @@ class Latencies:
         about = {"model": self._args.model, **settings_of(model_id, logged.config)}
         links = {}
         if logged.speeds:
-            names = ("disk",) if logged.config.tiers.disk is not None else ("shm", "tcp")
-            links = dict.fromkeys(names, Link(LATENCY, statistics.median(logged.speeds)))
+            name = "disk" if logged.config.tiers.disk is not None else logged.transport
+            links = {name: Link(LATENCY, statistics.median(logged.speeds))} if name else {}
         model = fit(logged.records, about, links)
         rows = _rows(model, logged.records)
         _print(model, rows, console)
-        self._keep(model, logged.records)
+        self._keep(model, logged.records, console)
         return rows
 
-    def _keep(self, model: LatencyModel, records: list[Record]) -> None:
+    def _keep(self, model: LatencyModel, records: list[Record], console: Console) -> None:
         from quire.planning.kept_latencies import keep
 
-        if self._args.points == list(POINTS):
-            keep(model, latencies.kept_folder())
         if self._args.output is not None:
             model.write(self._args.output)
         if self._args.plot is not None:
             draw(self._args.plot, model, records)
+        if self._args.points == list(POINTS):
+            try:
+                if keep(model, latencies.kept_folder()) is None:
+                    console.print("the kept model of these settings says more and stays; raise --seconds")
+            except ConfigError as error:
+                console.print(f"not kept for later simulations: {error}")
 
 
 def _rows(model: LatencyModel, records: list[Record]) -> list[dict[str, Any]]:

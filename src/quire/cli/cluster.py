@@ -143,10 +143,10 @@ def print_status(found: dict[str, Any]) -> None:
 
 
 def _placed(found: dict[str, Any]) -> list[str]:
-    """A line about the placement that the instances are, and one about a switch that is under way or has failed. An
-    older server has neither.
+    """A line about the placement that the instances are, one about a switch that is under way or has failed, and one
+    about replanning. An older server has none of them.
     """
-    told, placed, switch = [], found.get("placement"), found.get("switch")
+    told, placed, switch, plan = [], found.get("placement"), found.get("switch"), found.get("replanning")
     if placed is not None:
         told.append(
             f"placement {placed['name']}: {placed['rate']:.4g} requests/s predicted on {placed['cost']:.4g}"
@@ -159,6 +159,10 @@ def _placed(found: dict[str, Any]) -> list[str]:
             f"a switch to {switch['to']} is under way: {switch['done']} of {switch['actions']} actions are done"
             f"{', now: ' * bool(switch['now'])}{switch['now']}"
         )
+    if plan is not None:
+        changed = f": {plan['reason']}" if plan["reason"] else ""
+        counts = ", ".join(f"{name} {plan[name]:,}" for name in ("searches", "switches", "failed"))
+        told.append(f"replanning {plan['phase']}{changed} ({counts})")
     return told
 
 

@@ -148,12 +148,9 @@ def _show_server(args: argparse.Namespace) -> int:
 def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | None:
     """The layer image of this configuration: path, bytes, and whether it is written. None if it uses none."""
     from quire.models.image_folder import ImageError, image_path, open_image
-    from quire.models.images import image_of
-    from quire.models.layers import torch_dtype
+    from quire.models.images import image_for
 
-    if config.attention.backend != "cpu" or not config.model.images:
-        return None
-    wanted = image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
+    wanted = image_for(checkpoint, config)
     if wanted is None:
         return None
     try:

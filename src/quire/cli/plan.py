@@ -19,9 +19,9 @@ t4: the machine of FlexGen's paper, with the constants of its public code. With 
 without weights. --output writes the policy as JSON. --plot draws throughput over block size, and over the seconds until
 a block is done.
 
-placement finds the instances that serve the requests of a trace within the latency targets with the fewest GPUs or
-machines, or with --rate left out the most requests with all of them: how many compute prompts, decode or do both, and
-how each is divided. Options are simulated. Those on GPUs have modelled latencies, and MODEL may be a name such as
+placement finds the instances with which all machines serve most requests of a trace within the latency targets, or with
+--rate as many as that needs of those that serve most per GPU or machine: how many compute prompts, decode or do both,
+and how each is divided. Options are simulated. Those on GPUs have modelled latencies, and MODEL may be a name such as
 opt-66b; those on cores have the latencies of --latency, or of kept models of quire bench latency. The best placement is
 simulated again as a whole. --output writes it for quire serve --cluster.placement and for quire simulate.
 

@@ -1,4 +1,4 @@
-"""`quire plan placement`: the instances that serve a load with the fewest GPUs or machines, found by simulation."""
+"""`quire plan placement`: the instances that serve most of a load per GPU or machine, found by simulation."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quire.planning.placement_file import Instances, Placement
     from quire.planning.slo import Slo
     from quire.simulation.load import Load, Workers
+    from quire.simulation.outcome import Outcome
     from quire.simulation.queue_check import QueueCheck
     from quire.simulation.search import Joint, Maker, Planner
 
@@ -68,13 +69,16 @@ def add_arguments(parser: Arguments) -> None:
     add("--cluster.file", text, type=Path, dest="cluster_file", metavar="FILE")
     text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
     add("--trace", text, type=Path, metavar="FILE")
-    text = "requests/s to serve with the fewest machines (default: as many as the machines can serve)"
+    text = "requests/s to serve, with the instances that serve most per machine (default: as many as all can serve)"
     add("--rate", text, type=simulated.positive, metavar="X")
     add("--requests", "number of requests of a simulation (default: 300)", type=shared.count, metavar="N")
     add("--seed", "first seed of the requests (default: 0)", type=int, metavar="N")
     text = "latency model of instances on cores, or ROLE=FILE for a role; one for each number of threads"
     add("--latency", text, action="append", metavar="FILE")
-    text = "time for the search; one option of each role is tried in any case (default: 120)"
+    text = (
+        "time for the search; one option of each role is tried in any case, and what is found is simulated as a whole"
+        " afterwards (default: 120)"
+    )
     add("--plan.seconds", text, type=simulated.positive, dest="plan_seconds", metavar="X")
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
     add("--algorithm", text, choices=(*ALGORITHMS, "auto"))
@@ -87,7 +91,10 @@ class Found:
     """What an algorithm found.
 
     attainment  in the simulation of the whole placement at its predicted rate
-    replayed    the same of the requests that were recorded, with their gaps scaled to that rate
+    cached      share of the prompts' tokens that were cached there
+    replayed    of requests that were recorded, with their gaps scaled to that rate, and of as many that were drawn;
+                None: the recorded ones cannot be compared
+    searched    seconds of the search
     at_wanted   at the rate that was asked for, if the target is missed at the predicted one; None otherwise
     check       of an instance for prompts; None: there is none
     error       why there is no placement; empty if there is one
@@ -96,7 +103,9 @@ class Found:
     algorithm: str
     placement: Placement | None = None
     attainment: float = 0.0
-    replayed: float = 0.0
+    cached: float = 0.0
+    replayed: tuple[float, float] | None = None
+    searched: float = 0.0
     at_wanted: float | None = None
     check: QueueCheck | None = None
     error: str = ""
@@ -138,8 +147,6 @@ def _checked(args: argparse.Namespace) -> Slo:
     simulated.check_seed(args.seed)
     slo = simulated.slo_of(args)
     simulated.check_targets(slo, "quire plan placement")
-    if not 0 < slo.attainment <= 1:
-        raise ConfigError(f"slo.attainment is {slo.attainment:g}; a plan needs a share above 0")
     if args.output is not None:
         shared.check_writable(args.output)
     return slo
@@ -182,8 +189,8 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
         chosen = ["apart" if maker.cluster.is_fast else "pairs", "mixed"]
     chosen = list(ALGORITHMS) if args.ablation else chosen
     _check_known(planner)
-    found = []
-    for algorithm in chosen:
+    found, left = list[Found](), args.plan_seconds
+    for index, algorithm in enumerate(chosen):
         with shared.progress(f"options ({algorithm})") as progress:
             search = Search(
                 maker.cluster,
@@ -191,11 +198,12 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
                 planner.goodput_of,
                 args.rate,
                 planner.bound_of,
-                Budget(args.plan_seconds / len(chosen), time.monotonic),
+                Budget(max(0.0, left) / (len(chosen) - index), time.monotonic),
                 partial(_tell, progress),
                 maker.options_of,
             )
             found.append(_place(args, algorithm, search, planner, workers))
+        left -= found[-1].searched
     return found
 
 
@@ -231,27 +239,30 @@ def _place(
         "pairs": placement.place_pairs,
         "mixed": placement.place_mixed,
     }
+    begun = time.monotonic()
     try:
         found = planner.explained(places[algorithm](search))
     except placement.PlacementError as error:
-        return Found(algorithm, error=str(error))
-    fresh = args.seed + SEEDS + CONFIRMATIONS
+        return Found(algorithm, error=str(error), searched=time.monotonic() - begun)
+    searched, fresh = time.monotonic() - begun, args.seed + SEEDS + CONFIRMATIONS
 
-    def attainments(runs: list[Joint]) -> list[float]:
+    def outcomes(runs: list[Joint]) -> list[Outcome]:
         with shared.progress(f"requests ({algorithm}, the placement as a whole)") as progress:
-            outcomes = run_many(runs, progress=progress) if workers is None else workers.run(runs, progress)
-        return [each.attainment(planner.slo) for each in outcomes]
+            return run_many(runs, progress=progress) if workers is None else workers.run(runs, progress)
 
     def joint(rate: float) -> list[Joint]:
         return [planner.joint(found, rate, fresh + index) for index in range(JOINT_SEEDS)]
 
     rate = found.predicted.rate
-    *shares, replayed = attainments([*joint(rate), planner.replayed(found, rate, fresh)])
-    share = fmean(shares)
+    results = outcomes([*joint(rate), *planner.replayed(found, rate, fresh)])
+    shares = [each.attainment(planner.slo) for each in results]
+    share, compared = fmean(shares[:JOINT_SEEDS]), shares[JOINT_SEEDS:]
+    cached = fmean(each.cached for each in results[:JOINT_SEEDS])
     misses = share < planner.slo.attainment and args.rate is not None
     check = planner.queue_check(found, fresh)
-    at_wanted = fmean(attainments(joint(args.rate))) if misses else None
-    return Found(algorithm, found, share, replayed, at_wanted, check)
+    at_wanted = fmean(each.attainment(planner.slo) for each in outcomes(joint(args.rate))) if misses else None
+    replayed = (compared[0], compared[1]) if compared else None
+    return Found(algorithm, found, share, cached, replayed, searched, at_wanted, check)
 
 
 def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
@@ -275,7 +286,7 @@ def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
 
 def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, slo: Slo) -> Placement:
     """The placement with what it was planned for and how."""
-    from quire.planning.placement_file import Gpus
+    from quire.planning.placement_file import Gpus, Hosts
     from quire.simulation.search import CONFIRMATIONS, SEEDS
     from quire.version import __version__
 
@@ -289,11 +300,12 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
             f"simulated as a whole, {share:.1%} of the requests meet both targets at {rate:.4g} requests/s, and"
             f" {slo.attainment:.1%} are wanted; plan for a higher rate than is needed"
         )
-    if abs(best.replayed - best.attainment) > ACCEPTED_SHARE:
+    if best.replayed is not None and abs(best.replayed[0] - best.replayed[1]) > ACCEPTED_SHARE:
+        replayed, drawn = best.replayed
         warnings.append(
             f"of the requests of the trace itself, replayed at {best.placement.predicted.rate:.4g} requests/s,"
-            f" {best.replayed:.1%} meet both targets, and {best.attainment:.1%} of those that were drawn like them: the"
-            " fitted arrivals are not like the trace's"
+            f" {replayed:.1%} meet both targets, and {drawn:.1%} of as many that were drawn like them: the fitted"
+            " arrivals are not like the trace's"
         )
     seeds = {"first": args.seed, "search": SEEDS, "confirm": CONFIRMATIONS, "joint": JOINT_SEEDS}
     made = {
@@ -303,7 +315,7 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
         "version": __version__,
         "seeds": seeds,
         "origin": maker.origin.value,
-        "attainment_of_trace": best.replayed,
+        **({} if best.replayed is None else {"attainment_of_trace": best.replayed[0]}),
         **({} if best.check is None else {"queue_check": checked(best.check)}),
         **({} if best.at_wanted is None else {"wanted_rate": args.rate, "attainment_at_wanted_rate": best.at_wanted}),
     }
@@ -312,10 +324,15 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
         best.placement,
         predicted=dataclasses.replace(best.placement.predicted, attainment=best.attainment),
         warnings=tuple(warnings),
-        workload={**simulated.facts_of(load), **({} if args.rate is None else {"rate": args.rate})},
+        workload={
+            **simulated.facts_of(load),
+            "cached": best.cached,
+            **({} if args.rate is None else {"rate": args.rate}),
+        },
         slo={name: value for name, value in targets.items() if math.isfinite(value)},
         made=made,
         gpus=Gpus.of(maker.cluster),
+        hosts=Hosts.of(maker.cluster),
     )
 
 

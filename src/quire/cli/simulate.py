@@ -103,7 +103,7 @@ class Subject:
     setup: Setup
     load: Load
     slo: Slo
-    units: int
+    units: float
     unit: str
     cores: int | None = None
 
@@ -207,7 +207,8 @@ def _subject(args: argparse.Namespace) -> Subject:
         setup, num_gpus = _on_hardware(args, settings, placement)
         return Subject(setup, load, slo, num_gpus, "GPU")
     cores = len(os.sched_getaffinity(0)) if placement is None and settings.address is None else None
-    return Subject(_here(args, settings, placement), load, slo, 1, "machine", cores)
+    machines = 1.0 if placement is None or placement.gpus is not None else placement.predicted.cost
+    return Subject(_here(args, settings, placement), load, slo, machines, "machine", cores)
 
 
 def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placement | None) -> Setup:
@@ -268,7 +269,6 @@ def _simulate(args: argparse.Namespace, subject: Subject, workers: Workers | Non
 
 def _goodput(seed: int, subject: Subject, workers: Workers | None) -> tuple[Goodput, Outcome]:
     """The goodput, and an outcome at this rate; if there is none, at the lowest one that was tried."""
-    from quire.planning.bounds import Asked
     from quire.simulation.load import Attains, Run, ceiling_of, find_goodput
     from quire.simulation.search import Joint
 
@@ -286,7 +286,7 @@ def _goodput(seed: int, subject: Subject, workers: Workers | None) -> tuple[Good
             workers=workers,
             on_run=on_run,
         )
-        found = find_goodput(attains, ceiling_of(subject.setup, Asked.of(subject.load.workload)), seed)
+        found = find_goodput(attains, ceiling_of(subject.setup, subject.load.workload), seed)
     rate = found.rate or min(point.rate for point in found.points)
     return found, Run(subject.setup, subject.load, rate, seed + 1).outcome()
 

@@ -25,6 +25,12 @@ SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
+NOTED = 0.05
+"""Relative difference between the rate of a simulation and that of its arrivals from which both are printed."""
+
+MOST_SEED = 2**32 - 1
+"""Seeds are halves of words of 64 bits."""
+
 
 def positive(text: str) -> float:
     """A number above 0, for argparse."""
@@ -52,15 +58,17 @@ def slo_of(args: argparse.Namespace) -> Slo:
 
 
 def check_targets(slo: Slo, needs: str) -> None:
-    """Raises ConfigError if there are no targets. needs: what needs them."""
+    """Raises ConfigError if there are no targets, or if no request has to meet them. needs: what needs them."""
     if slo.ttft == slo.tpot == math.inf:
         raise ConfigError(f"{needs} needs a latency target: give --slo.ttft or --slo.tpot in seconds, or both")
+    if not 0 < slo.attainment <= 1:
+        raise ConfigError(f"slo.attainment is {slo.attainment:g}; {needs} needs a share above 0")
 
 
 def check_seed(seed: int) -> None:
     """Raises ConfigError for a seed that is none."""
-    if seed < 0:
-        raise ConfigError(f"--seed is {seed}; it must be at least 0")
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"--seed is {seed}; it must be from 0 to {MOST_SEED}")
 
 
 @contextlib.contextmanager
@@ -186,10 +194,8 @@ def times_of(outcome: Outcome) -> dict[str, dict[str, float | None]]:
 
 def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str, Any]:
     """All numbers of a simulation, for JSON."""
-    import numpy as np
-
     has_targets = min(slo.ttft, slo.tpot) < math.inf
-    used, num_tokens = outcome.used, int(outcome.num_out[np.isfinite(outcome.last)].sum())
+    used = outcome.used
     return {
         "rate": _finite(rate),
         "requests": len(outcome.arrived),
@@ -199,8 +205,9 @@ def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str,
             f"{scale:g}": outcome.attainment(slo.scaled(scale)) for scale in (SCALES if has_targets else ())
         },
         **times_of(outcome),
-        "seconds": outcome.seconds,
-        "tokens_per_second": num_tokens / outcome.seconds if outcome.seconds else None,
+        "offered": _finite(outcome.offered),
+        "seconds": outcome.duration,
+        "tokens_per_second": outcome.tokens_per_second,
         "utilisation": outcome.utilisation(),
         "hit_rate": outcome.hit_rate,
         "shares": {name: share for name, share in outcome.shares().items() if math.isfinite(share)},
@@ -240,6 +247,8 @@ def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
     for kind, text in (("hit_rate", "prompt tokens from {}"), ("shares", "time in {}")):
         for name in dict.fromkeys(name for each in results for name in each[kind]):
             rows[text.format(name)] = [f"{each[kind].get(name, 0):.1%}" for each in results]
+    if any(each["rate"] and each["offered"] and abs(each["offered"] / each["rate"] - 1) > NOTED for each in results):
+        rows["requests/s that arrived"] = [f"{each['offered'] or math.inf:.4g}" for each in results]
     rows["preemptions"] = [f"{each['preemptions']:,}" for each in results]
     rows["steps outside the latency model's range"] = [
         f"{each['steps_outside'] / max(1, each['steps']):.1%}" for each in results

@@ -101,6 +101,7 @@ class Cluster:
         if settings.replan is not None:
             self._replanning = self._replanner(Path(settings.replan), options, file, slo or SloConfig())
             self.router.ended = self._note
+            self.operations.replanning = self._replanning.state
 
     def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, Sizes]:
         """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
@@ -123,9 +124,11 @@ class Cluster:
         command = Command(self._model, options, file, machines, slo.to_options())
         return Replanning(lambda: self.operations.placement, command.search, self.operations.place, time.monotonic)
 
-    def _note_arrival(self) -> None:
-        if self._replanning is not None:
-            self._replanning.note_arrival()
+    def _note_arrivals(self, params: SamplingParams) -> None:
+        """Notes the sequences of a request: each is answered by itself."""
+        if (replanning := self._replanning) is not None:
+            for _ in range(params.n):
+                replanning.note_arrival()
 
     def _note(self, ticket: Ticket) -> None:
         assert self._replanning is not None
@@ -200,7 +203,7 @@ class Cluster:
         limit = self.config.scheduler.max_queue
         Limits(self.shape.vocab_size, *self.operations.context, limit).check(read.ids, params)
         if self.router.num_waiting + params.n > limit:
-            self._note_arrival()
+            self._note_arrivals(params)
             raise QueueFullError(
                 f"{self.router.num_waiting} sequences wait and scheduler.max_queue is {limit}; try again later",
                 retry_after=1.0,
@@ -217,7 +220,7 @@ class Cluster:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         text, ids, hints = self._admit(prompt, params)
-        self._note_arrival()
+        self._note_arrivals(params)
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
         seed = self._seed if params.seed is None else params.seed

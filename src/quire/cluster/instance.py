@@ -122,7 +122,7 @@ class Instance:
             own = Path(log_file).with_suffix(f".{order.name}{Path(log_file).suffix}")
             config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, step_log=str(own)))
         load = functools.partial(load_engine, order.model, config, show_progress=False, neighbours=[self._neighbours])
-        self.thread = EngineThread(load, self)
+        self.thread = EngineThread(load, self, order.transport)
         self._shelf = Shelf(self.thread, self._links)
         self.agent = Agent(
             order.name, self._links, self._neighbours, self.thread.submit, Deadlines.within(order.timeout)

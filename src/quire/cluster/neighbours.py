@@ -187,7 +187,7 @@ class Neighbours(Volatile):
         return None if pull is None or pull.transfer.is_over else pull
 
     def note_layer(self, pull: Pull, layer: int, num_bytes: Sequence[int]) -> None:
-        """A layer has come, of simulated bytes: so many of each run."""
+        """A layer of simulated bytes has come. num_bytes: of each run."""
         for run, of_run in zip(pull.runs, num_bytes, strict=True):
             self._note_extent(pull, of_run)
             pull.transfer.note(run, layer)

@@ -28,7 +28,7 @@ from quire.planning.workload import Arrival, Span, Workload
 log = logging.getLogger("quire")
 
 MOST_REQUESTS = 2000
-"""Last requests that a search gets."""
+"""Requests that a search gets at most: the last ones."""
 
 TICK_SECONDS = 1.0
 
@@ -91,7 +91,7 @@ class Replanning:
     present  the placement that the cluster runs; None: it does not run one as planned, and nothing is searched
     search   see Search
     switch   brings the cluster to a placement; raises QuireError if it cannot
-    counts   of searches, of switches, and of what failed
+    counts   of searches, of switches, and of what failed: an exception of either
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Replanning:
         assert placement is not None, "nothing was planned"
         self._placement = placement
         self._replanner = Replanner(_planned(placement), self._patience, clock())
-        self._last: deque[Ended] = deque(maxlen=MOST_REQUESTS)
+        self._last: deque[tuple[float, Ended]] = deque(maxlen=MOST_REQUESTS)  # with the time of the answer
 
     def note_arrival(self) -> None:
         """A request arrives, and may be refused because too many wait."""
@@ -118,13 +118,13 @@ class Replanning:
 
     def note(self, request: Ended) -> None:
         """A request was answered."""
-        self._last.append(request)
+        self._last.append((self._clock(), request))
         self._replanner.note(Seen(request.num_in, request.num_out, request.num_cached))
 
-    @property
-    def phase(self) -> str:
-        """quiet, suspect, search or switch."""
-        return self._replanner.phase.value
+    def state(self) -> dict[str, Any]:
+        """The phase (quiet, suspect, search or switch), what has changed since it is not quiet, and the counts."""
+        reason = ", ".join(map(str, self._replanner.reason))
+        return {"phase": self._replanner.phase.value, "reason": reason, **self.counts}
 
     async def watch(self) -> None:
         """Looks at the requests until it is cancelled."""
@@ -132,6 +132,7 @@ class Replanning:
             await asyncio.sleep(TICK_SECONDS)
             present = self._present()
             if present is None:
+                self._replanner.pause(self._clock())
                 continue
             if present is not self._placement:
                 self._take(present)
@@ -150,7 +151,9 @@ class Replanning:
         self.counts["searches"] += 1
         log.info("requests have changed (%s): a placement is searched", ", ".join(map(str, self._replanner.reason)))
         try:
-            found = await self._search(workload_of(self._last), self._placement)
+            # Those of the windows that differ: what was asked before them is what nobody asks any more.
+            changed = [request for at, request in self._last if at >= self._replanner.since]
+            found = await self._search(workload_of(changed), self._placement)
             if self._present() is not self._placement:
                 log.info("somebody has changed the instances meanwhile: what was found is not used")
                 self._replanner.failed(self._clock())
@@ -175,11 +178,12 @@ class Replanning:
 def _planned(placement: Placement) -> Load:
     found = placement.workload
     try:
-        return Load(float(found["rate"]), float(found["mean_in"]), float(found["mean_out"]), float(found["shared"]))
+        lengths = float(found["mean_in"]), float(found["mean_out"])
+        return Load(placement.predicted.rate, *lengths, float(found.get("cached", found["shared"])))
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            "cluster.replan needs a placement that says what it was planned for (workload: rate, mean_in, mean_out,"
-            " shared); make it with quire plan placement"
+            "cluster.replan needs a placement that says what it was planned for (workload: mean_in, mean_out, shared);"
+            " make it with quire plan placement"
         ) from None
 
 

@@ -84,6 +84,7 @@ class Supervisor:
     placement             which instances there are at first, in place of the settings' numbers
 
     `context` is the most tokens of a request that every instance has room for, and the setting that limits them.
+    `replanning` tells how cluster.replan stands; None without it.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class Supervisor:
     ) -> None:
         if placement is not None:  # Ray finds machines as it does without a file
             prefill, decode, mixed = map(placement.count, candidates.Role)
-            settings = dataclasses.replace(settings, placement="pack", prefill=prefill, decode=decode, mixed=mixed)
+            strategy = "pairs" if placement.in_pairs and settings.address is not None else "pack"
+            settings = dataclasses.replace(settings, placement=strategy, prefill=prefill, decode=decode, mixed=mixed)
         self._model, self._settings = model, settings
         self._placement = placement
         self._switch: Switch | None = None
         self._turn = asyncio.Lock()
         self.context: tuple[int, str] = (model.max_context, "model.max_context")
+        self.replanning: Callable[[], dict[str, Any]] | None = None
         self._secret = os.urandom(32)
         self._starts = itertools.count(1)
         self.processes = processes or (OnRay(settings) if settings.address else Processes())
@@ -175,7 +178,8 @@ class Supervisor:
     @property
     def placement(self) -> Placement | None:
         """The placement that the instances are; None if they are of none, or are being switched."""
-        return None if self._switch is not None else self._placement
+        is_switching = self._switch is not None and not self._switch.error
+        return None if is_switching else self._placement
 
     def state(self) -> dict[str, Any]:
         """The instances, a place without one included, counters of the router, and quantiles of stages in seconds."""
@@ -196,6 +200,7 @@ class Supervisor:
                 "attainment": self._placement.predicted.attainment,
             },
             "switch": None if self._switch is None else asdict(self._switch),
+            "replanning": None if self.replanning is None else self.replanning(),
         }  # fmt: skip
 
     def _described(self, member: Member) -> dict[str, Any]:
@@ -332,8 +337,13 @@ class Supervisor:
         try:
             async with self._turn:
                 actions = await self._planned(placement, may_pause=may_pause)
-                self._placement, switch.num_all = None, len(actions)
-                await self._take(actions, switch)
+                before, self._placement, switch.num_all = self._placement, None, len(actions)
+                try:
+                    await self._take(actions, switch)
+                except ModelError:
+                    if not switch.num_done and isinstance(actions[0], Add):  # the instances are those that were there
+                        self._placement = before
+                    raise
         except BaseException:
             if not switch.error:  # nothing was done
                 self._switch = None

@@ -18,14 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation.curves import WINDOWS, Quality, Text
 from quire.evaluation.trying import Maker, Parts, Trying, fresh_seeds
 from quire.planning.auto import RUNGS, NoPlanError, Rung, Search, Trial, is_open
-from quire.planning.bounds import Asked, Bound
+from quire.planning.bounds import Bound
 from quire.planning.composed import profile_of
 from quire.planning.curves import BEYOND, NOTHING, Loss
 from quire.planning.fitted import fit
@@ -35,7 +33,7 @@ from quire.planning.points import Found, Left, Point, Room, Why
 from quire.planning.slo import ANYTHING, Slo
 from quire.planning.space import NOT_OF_ENGINES, Settings, Space
 from quire.planning.workload import Workload
-from quire.simulation.load import Load, Simulation, Workers
+from quire.simulation.load import Load, Simulation, Workers, asked_of
 
 QUALITY_PART, SPEED_PART, REFINE_PART = 0.3, 0.6, 0.5
 """Shares of the seconds by which quality and steps are measured, and of those left before the last rung by which its
@@ -106,17 +104,10 @@ def within(workload: Workload, most: int) -> Workload | None:
     """The requests of at most `most` tokens, prompt and answer; None if there are none. What follows one that is left
     out is longer, and left out as well.
     """
-    columns = workload.columns
-    fits = workload.prompt_tokens + columns.num_out <= most
+    fits = workload.prompt_tokens + workload.columns.num_out <= most
     if fits.all():
         return workload
-    places = np.cumsum(fits) - 1
-    kept = [
-        replace(each, after=int(places[each.after]) if each.after >= 0 else -1)
-        for each, is_kept in zip(columns, fits, strict=True)
-        if is_kept
-    ]
-    return Workload(workload.name, kept) if kept else None
+    return workload.only(fits) if fits.any() else None
 
 
 class Planner(ABC):
@@ -145,7 +136,7 @@ class Planner(ABC):
         self.left: list[Left] = []
         self.end = math.inf
         self.cluster_of = cache(self._cluster_of)
-        self._asked = cache(lambda kept: Asked.of(self.goal.load.workload, kept))
+        self._asked = cache(lambda retain: asked_of(self.goal.load.workload, retain, self.window))
         self._ceilings: dict[tuple[Settings, float], float] = {}
         self._workers: Workers | None = None
 
@@ -177,6 +168,11 @@ class Planner(ABC):
     @abstractmethod
     def context(self) -> int:
         """Tokens of the longest request that the model takes."""
+
+    @property
+    @abstractmethod
+    def window(self) -> int | None:
+        """Tokens that a token attends to at most; None: all before it."""
 
     def doubts(self, point: Point) -> list[str]:
         """One sentence for each reason to doubt what is known of a point."""
@@ -212,7 +208,10 @@ class Planner(ABC):
                 RUNGS, left=self.left, warnings=warnings,
             )  # fmt: skip
             found = search.run()
-        return replace(found, warnings=(*found.warnings, *self.doubts(found.chosen.point)))
+        doubts = self.doubts(found.chosen.point)
+        if found.chosen.point.loss.is_fitted:
+            doubts.append("the loss was read on the text that the codec was calibrated on; other texts lose more")
+        return replace(found, warnings=(*found.warnings, *doubts))
 
     def _prepare(self) -> list[str]:
         """Leaves out requests that the model's context has no room for. Where no distribution has the gaps of the
@@ -335,9 +334,8 @@ class Planner(ABC):
 
     def _bound(self, settings: Settings, config: EngineConfig, latency: Latency, slo: Slo) -> float:
         """Requests/s that the settings never exceed."""
-        limits, budget = config.scheduler, config.retain.budget
+        limits, asked = config.scheduler, self._asked(config.retain)
         assert limits.token_budget is not None, "a configuration with automatic values"
-        asked = self._asked(1.0 if budget == "off" else float(budget))
         bound, cluster = Bound(latency, limits.token_budget, limits.max_running), self.cluster_of(settings)
         if not cluster.is_on:
             return bound.mixed(asked, slo)

@@ -69,6 +69,11 @@ class HardwarePlanner(Planner):
         target = self._target(self.space.first)
         return target.config.model.max_context or target.shape.max_context
 
+    @property
+    def window(self) -> int | None:
+        """See Planner."""
+        return self._target(self.space.first).shape.sliding_window
+
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
         """See Planner. The total is that of one GPU."""
         model, target = self.latency_of(settings), self._target(settings)

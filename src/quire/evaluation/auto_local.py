@@ -17,10 +17,10 @@ from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
 from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, num_instances
 from quire.evaluation.trying import LocalInstances
+from quire.models.images import image_for
 from quire.models.quants import BLOCK_KINDS
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.planning.kept_latencies import is_poor
 from quire.planning.latency import Latency, LatencyModel, Origin
 from quire.planning.points import Point, Room
 from quire.planning.space import Machine, Settings, Space
@@ -65,15 +65,39 @@ class LocalPlanner(Planner):
         self._model = LocalModel(name, {**self.options, "cache.memory": MAX_ARENA_BYTES}, file, _no_latency)
         self.process_bytes = DEVICE_BYTES if self._model.config.runtime.device == "cuda" else PROCESS_BYTES
         self._weights = cache(lambda form: self._model.resolved({"model.weights": form})[1].weight_bytes)
+        self._shared = cache(self._shared_bytes)
         self._fits: dict[tuple[Settings, float], Fit] = {}
         self._disk = cache(disk_link)
-        measured = min(self.fit(space.only(space.first, ())).room.cache, MOST_MEASURED)
-        self.speeds = Speeds(name, options, file, space, tools.folder, measured)
+        self.speeds = Speeds(name, options, file, space, tools.folder, self._measured_bytes())
 
     @property
     def context(self) -> int:
         """See Planner."""
         return self._model.sizes.model_context
+
+    @property
+    def window(self) -> int | None:
+        """See Planner."""
+        return self._model.shape.sliding_window
+
+    def _measured_bytes(self) -> int:
+        """Of the cache of an engine that is measured: that of the first settings that fit. Raises ConfigError if none
+        do.
+        """
+        error = ConfigError("there are no settings")
+        for number, settings in enumerate((self.space.only(self.space.first, ()), *self.space.settings())):
+            try:
+                return min(self.fit(settings).room.cache, MOST_MEASURED)
+            except ConfigError as failed:
+                error = failed if not number else error
+        raise error
+
+    def _shared_bytes(self, form: str) -> int:
+        """Bytes of weights that several instances have once: those of a layer image."""
+        config, _, _ = self._model.resolved({"model.weights": form})
+        with open_model(resolve_model(self.name)) as checkpoint:
+            wanted = image_for(checkpoint, config)
+        return 0 if wanted is None else wanted.num_bytes
 
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
         """See Planner. The cache is divided among the instances."""
@@ -84,8 +108,8 @@ class LocalPlanner(Planner):
     def _fit(self, settings: Settings, share: float) -> Fit:
         options = self.engine_options(settings)
         count, processes = self._counts(settings)
-        weights = self._weights(EngineConfig.from_options(options, self.file).model.weights)
-        others = count * weights + processes * self.process_bytes
+        form = EngineConfig.from_options(options, self.file).model.weights
+        others = count * self._weights(form) - (count - 1) * self._shared(form) + processes * self.process_bytes
         cache_bytes = int((self.goal.memory - others) * share / count) // GRAIN * GRAIN
         if cache_bytes <= 0:
             raise ConfigError(
@@ -117,10 +141,12 @@ class LocalPlanner(Planner):
 
     def doubts(self, point: Point) -> list[str]:
         """See Planner."""
-        found = self.speeds.of(point.settings)
-        if found is None or not is_poor(found.model):
-            return []
-        return [f"the seconds of its steps are little known ({found.how}); raise plan.seconds"]
+        told, found = [], self.speeds.of(point.settings)
+        if found is not None and found.is_poor:
+            told.append(f"the seconds of its steps are little known ({found.how}); raise plan.seconds")
+        if found is not None and self.cluster_of(point.settings).is_on and "shm" not in found.model.links:
+            told.append("how fast caches move between instances was not measured: a default stands for it")
+        return told
 
     def maker(self, point: Point) -> LocalInstances:
         """See Planner."""

@@ -66,6 +66,9 @@ CACHE_ROOM = 2
 RESERVE_BYTES = 40 << 20
 """Of each engine beside its cache, for batches larger than those of the probe."""
 
+SET_HERE = {"cache.share": "--only", "cache.memory": "--plan.memory"}
+"""Settings that the benchmark sets, and the flags that decide them."""
+
 CODEC_KEYS = ("codec", "calibration", "outlier_slots", "sink_tokens", "strict")
 """Settings of the section `cache` that belong to the codec."""
 
@@ -138,9 +141,8 @@ class Recipe:
         """Sorts the given options by the systems that they belong to, and adds defaults. Raises ConfigError for those
         that the benchmark sets.
         """
-        for key, instead in (("cache.share", "--only"), ("cache.memory", "--plan.memory")):
-            if key in given:
-                raise ConfigError(f"{key} is set by quire bench compose; use {instead}")
+        for key in (key for key in SET_HERE if key in given):
+            raise ConfigError(f"{key} is set by quire bench compose; use {SET_HERE[key]}")
         parts: dict[str, dict[str, Any]] = {"base": {}, "codec": {}, "retention": {}, "offload": {}}
         owners = {f"cache.{name}": "codec" for name in CODEC_KEYS}
         for key, value in given.items():
@@ -242,6 +244,9 @@ class Served:
     ttft: float
     tpot: float
 
+
+FEW_ANSWERS = 20
+"""Answers of a stage from which its goodput is known to about a tenth."""
 
 WARM_UP = 0.4
 """Share of a stage that does not count: the first prompts come all at once."""
@@ -347,6 +352,25 @@ class Row:
             "gain_goodput": goodput / base if base else None,
             "stages": [stage.told(slo) for stage in self.stages],
         }
+
+
+def doubts(load: Load, slo: Slo, none: Row) -> list[str]:
+    """Reasons why goodputs of a load say less than they should, one sentence each. none: the base."""
+    found, most = list[str](), max(load.clients)
+    if most <= none.sequences:
+        found.append(
+            f"the largest number of clients is {most}, and the configuration '{NONE}' holds {none.sequences} sequences:"
+            " no goodput was measured under memory pressure; raise --clients"
+        )
+    if slo.ttft >= load.seconds:
+        found.append(
+            f"a stage takes {load.seconds:g} s, so hardly any answer can miss the target of {slo.ttft:.4g} s to the"
+            " first token; raise --seconds or lower --ttft"
+        )
+    answers = max((len(stage.counted) for stage in none.stages), default=0)
+    if answers < FEW_ANSWERS:
+        found.append(f"the configuration '{NONE}' gave at most {answers} counted answers: ratios of goodputs are rough")
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from quire.cache.codecs import DENSE
@@ -66,7 +65,6 @@ class Comparison:
     memory: int
     configurations: Sequence[Systems]
     recipe: Recipe
-    config_file: Path | None = None
     text: str | None = None
     windows: int = 4
     ttft: float | None = None
@@ -83,7 +81,7 @@ class Comparison:
         kinds = list(dict.fromkeys(Kind.of(each) for each in self.configurations))
         done, total = itertools.count(1), len(kinds) + len(self.configurations) + (self.text is not None)
         progress(0, total)
-        sizes = resolved(self.model, self.recipe.options((), self.load, self.memory, 0), self.config_file)[1]
+        sizes = resolved(self.model, self.recipe.options((), self.load, self.memory, 0))[1]
         weights, windows = sizes.weight_bytes, self._cut()
         beside: dict[Kind, int | str] = {}
         for kind in kinds:
@@ -126,9 +124,9 @@ class Comparison:
         try:
             row.cache = cache_of(systems, self.memory, beside)
             options = self.recipe.options(systems, self.load, row.cache, weights)
-            sizes = resolved(self.model, options, self.config_file)[1]
+            sizes = resolved(self.model, options)[1]
             vocab_size = self._vocab_size()
-            found = held(self.model, options, asked(self.load, vocab_size), self.config_file, roles_of(systems))
+            found = held(self.model, options, asked(self.load, vocab_size), roles_of(systems))
         except ConfigError as error:
             row.refused = str(error)
             return row, reply
@@ -141,9 +139,8 @@ class Comparison:
         return row, reply
 
     def _reply(self, systems: Systems, options: dict[str, Any], load: Load, **what: bool) -> Reply:
-        file = None if self.config_file is None else str(self.config_file)
         try:
-            return self.run(Order(self.model, options, roles_of(systems), load, file, **what))
+            return self.run(Order(self.model, options, roles_of(systems), load, **what))
         except QuireError as error:
             return Reply(refused=f"failed: {error}")
 
@@ -162,12 +159,12 @@ class Comparison:
         """The windows of the text; none without a text."""
         if self.text is None:
             return []
-        config = EngineConfig.from_options(self.recipe.base, self.config_file).model
+        config = EngineConfig.from_options(self.recipe.base).model
         tokenizer = load_tokenizer(resolve_model(self.model), config.tokenizer, config.chat_template)
         return cut_windows(tokenizer.encode(self.text), self.load.prompt)[: self.windows]
 
     def _add_quality(self, rows: Sequence[Row], windows: Sequence[Sequence[int]]) -> None:
-        found = quality(self.model, windows, self.recipe, self.config_file)
+        found = quality(self.model, windows, self.recipe)
         for row in rows:
             of = found[CODEC in row.systems, RETENTION in row.systems]
             row.ratio, row.ratio_error = (1.0, 0.0) if of.ratio is None else (of.ratio, of.ratio_error)
@@ -190,9 +187,7 @@ class Comparison:
         }
 
 
-def quality(
-    model: str, windows: Sequence[Sequence[int]], recipe: Recipe, file: Path | None = None
-) -> Mapping[tuple[bool, bool], Perplexity]:
+def quality(model: str, windows: Sequence[Sequence[int]], recipe: Recipe) -> Mapping[tuple[bool, bool], Perplexity]:
     """Perplexities with and without the codec, and with and without retention, of the same continuations. The other
     systems change no token.
 
@@ -200,8 +195,8 @@ def quality(
     """
     context = len(windows[0])
     codec, base = recipe.codec["cache.codec"], {**recipe.base, **recipe.codec}
-    engines = load_engines(model, [codec], context, base, file, compares=True)[0]
-    engines |= load_engines(model, [DENSE, codec], context, {**base, **recipe.retention}, file)[0]
+    engines = load_engines(model, [codec], context, base, compares=True)[0]
+    engines |= load_engines(model, [DENSE, codec], context, {**base, **recipe.retention})[0]
     found = measure(engines, windows, REFERENCE, continuation=min(CONTINUATION, max(1, context // 8)))
     keys = [(False, False), (True, False), (False, True), (True, True)]
     assert len(found) == len(keys) and not math.isnan(found[0].nll)

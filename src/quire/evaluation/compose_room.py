@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,14 +84,14 @@ class Instant:
         return True
 
 
-def resolved(model: str, options: Mapping[str, Any], file: Path | None = None) -> tuple[EngineConfig, Sizes]:
+def resolved(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Sizes]:
     """The configuration of an engine without automatic values, and what fits under it. Raises ConfigError."""
-    plan = _plan(model, options, file)
+    plan = _plan(model, options)
     return plan.config, plan.sizes
 
 
-def _plan(model: str, options: Mapping[str, Any], file: Path | None) -> Plan:
-    config, path = EngineConfig.from_options(options, file), resolve_model(model)
+def _plan(model: str, options: Mapping[str, Any]) -> Plan:
+    config, path = EngineConfig.from_options(options), resolve_model(model)
     calibration = calibration_for(path, config)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
@@ -100,7 +99,7 @@ def _plan(model: str, options: Mapping[str, Any], file: Path | None) -> Plan:
 
 
 def held(
-    model: str, options: Mapping[str, Any], asked: Iterator[Asked], file: Path | None = None,
+    model: str, options: Mapping[str, Any], asked: Iterator[Asked],
     roles: Mapping[str, int] | None = None,
 ) -> Held:  # fmt: skip
     """The most sequences that caches hold at once.
@@ -110,7 +109,7 @@ def held(
     roles    numbers of instances by role; empty: one engine
     Raises ConfigError if no engine can be.
     """
-    plan = _most_running(model, dict(options), file)
+    plan = _most_running(model, dict(options))
     check_simulated(plan.config)
     if roles:
         return fill_instances(plan, roles, asked)
@@ -187,13 +186,13 @@ def fill_instances(plan: Plan, roles: Mapping[str, int], asked: Iterator[Asked])
     return found
 
 
-def _most_running(model: str, options: dict[str, Any], file: Path | None) -> Plan:
+def _most_running(model: str, options: dict[str, Any]) -> Plan:
     """The engine with the most sequences at once that it can be made for. A cache on the disk has frames for each of
     them in memory.
     """
 
     def plan(count: int) -> Plan:
-        found = _plan(model, options | {"scheduler.max_running": count, "scheduler.token_budget": MOST_ROWS}, file)
+        found = _plan(model, options | {"scheduler.max_running": count, "scheduler.token_budget": MOST_ROWS})
         _check_frames(found)
         return found
 

@@ -64,7 +64,6 @@ class Order:
     options: dict[str, Any]
     instances: dict[str, int]
     load: Load
-    config_file: str | None = None
     is_probe: bool = False
     is_base: bool = False
 
@@ -237,9 +236,9 @@ class Clients:
 
 def _made(order: Order) -> Llm:
     if not order.instances:
-        return AsyncLLM(order.model, order.options, order.config_file)
+        return AsyncLLM(order.model, order.options)
     settings = ClusterConfig(prefill=order.instances["prefill"], decode=order.instances["decode"])
-    return Cluster(order.model, order.options, order.config_file, settings)
+    return Cluster(order.model, order.options, settings=settings)
 
 
 async def run(order: Order) -> Reply:

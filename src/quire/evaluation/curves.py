@@ -31,7 +31,7 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
-from quire.planning.curves import BEYOND, Curve, Curves, Loss, Losses, Scoring, parts_of
+from quire.planning.curves import BEYOND, FITTED_TEXT, Curve, Curves, Loss, Losses, Scoring, parts_of
 from quire.planning.latency import About
 from quire.planning.space import NOT_OF_ENGINES, Settings, Space, Value
 from quire.version import __version__
@@ -40,6 +40,9 @@ CONTEXT, WINDOWS = 1024, 12
 """Tokens of a window, and most windows that settings are measured with. With SmolLM2 on two cores a window takes half a
 second as a prompt, and three seconds if 256 tokens of it are decoded.
 """
+
+LEAST_CONTEXT = 8
+"""Tokens of the shortest window: two of them are an answer."""
 
 FIRST_WINDOWS = 4
 """Windows that all settings are measured with before any gets more."""
@@ -110,6 +113,10 @@ class Quality:
         if context is None:
             limit = EngineConfig.from_options(self._options, file).model.max_context or self._shape.max_context
             context = min(CONTEXT, limit)
+        if context < LEAST_CONTEXT:
+            raise ConfigError(
+                f"a window of {context} tokens has no room for a prompt and an answer; give at least {LEAST_CONTEXT}"
+            )
         # An answer needs a prompt that retention can drop something of.
         continuation = min(CONTINUATION, context // 4)
         scoring = None if text is None else Scoring(text.digest, context, continuation)
@@ -270,6 +277,8 @@ def quality_key(config: EngineConfig, shape: ModelShape, calibration: Calibratio
         found |= {"sinks": cache.num_sinks, "strict": cache.strict}
     if calibration is not None:
         found |= {"slots": cache.outlier_slots, "calibration": calibration.hash}
+        if (digest := calibration.settings.get("text", {}).get("sha256")) is not None:
+            found[FITTED_TEXT] = digest
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from quire.planning.latency_fit import Record, fit
 from quire.planning.space import NOT_OF_ENGINES, Effect, Settings, Space, Value
 from quire.stores.direct import allows_direct, measured_speed
 
+log = logging.getLogger("quire")
+
 SECONDS, LEAST_SECONDS = 60.0, 5.0
 """Most seconds in which the steps of one setting are measured, and the fewest that tell something."""
 
@@ -40,11 +43,16 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Speed:
-    """The latency of settings. how: where it comes from, for people."""
+    """The latency of settings.
+
+    how      where it comes from, for people
+    is_poor  whether what was measured for it says little
+    """
 
     model: LatencyModel
     origin: Origin
     how: str
+    is_poor: bool = False
 
 
 class Speeds:
@@ -77,7 +85,7 @@ class Speeds:
         if found is not None:
             off = found.residuals.get("within", 0.0)
             told = f"{num_steps(found):,} measured steps, nine in ten of which are within {off:.0%}"
-            return Speed(found, Origin.FITTED, told)
+            return Speed(found, Origin.FITTED, told, is_poor(found))
         timed = self.space.timed(settings)
         if timed not in self._composed:
             made = self._compose(timed)
@@ -140,7 +148,10 @@ class Speeds:
             free_memory()
         self.models.insert(0, model)
         self._composed.clear()
-        keep(model, self._folder, "auto-")
+        try:
+            keep(model, self._folder, "auto-")
+        except ConfigError as error:
+            log.warning("%s; the next plan measures again", error)
         return ""
 
     def _steps(
@@ -169,7 +180,9 @@ class Speeds:
                 told.append(name if near == part else f"{name} as {self.space.name(near)}")
         about: About = {**origin.about, **self.wanted(timed)}
         made = composed(origin, models[Effect.ADDS], [(each, origin) for each in models[Effect.SCALES]], about)
-        return Speed(made, Origin.MODELLED, "from the steps of " + " and of ".join(told))
+        measured = (origin, *models[Effect.ADDS], *models[Effect.SCALES])
+        how = "from the steps of " + " and of ".join(told)
+        return Speed(made, Origin.MODELLED, how, any(map(is_poor, measured)))
 
     def config_of(self, settings: Settings) -> EngineConfig:
         """What of the settings an engine has. Raises ConfigError."""

@@ -15,7 +15,7 @@ from quire.planning.goodput import Goodput, goodput
 from quire.planning.latency import LatencyModel, Link
 from quire.planning.slo import Slo
 from quire.planning.workload import Workload
-from quire.simulation.load import LOWEST, Attains, Load, Run, Simulation
+from quire.simulation.load import LOWEST, Attains, Load, Run, Simulation, noted
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun
 from quire.simulation.setup import LocalModel, Setup
 
@@ -151,7 +151,7 @@ class Trying:
 
         fresh = fresh_seeds(self.load, self.seed) if self.rung.confirms else ()
         attains = Attains(run, self.slo, ((self.seed,), fresh))
-        return goodput(
+        found = goodput(
             attains,
             self.slo.attainment,
             low=min(max(floor, ceiling / LOWEST), ceiling),
@@ -162,3 +162,4 @@ class Trying:
             confirm_seeds=fresh,
             probes=(),
         )
+        return noted(found, self.load, self.slo) if self.rung.confirms and found.rate else found

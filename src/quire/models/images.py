@@ -43,10 +43,12 @@ from quire.models.image_folder import (
     remove_older,
     table_bytes,
 )
+from quire.models.layers import torch_dtype
 from quire.models.loading import held_kind, held_sizes
 from quire.models.quants import held_bytes
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.models.loading import Form
     from quire.models.weights import Checkpoint
 
@@ -82,6 +84,13 @@ def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted |
     if checkpoint.path is None or num_bytes < LEAST_BYTES:
         return None
     return _wanted(checkpoint, dtype, form, num_bytes)
+
+
+def image_for(checkpoint: Checkpoint, config: EngineConfig) -> Wanted | None:
+    """The image that engines with a resolved configuration map; None if they map none."""
+    if config.attention.backend != "cpu" or not config.model.images:
+        return None
+    return image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
 
 
 def whole_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted:

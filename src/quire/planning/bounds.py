@@ -62,7 +62,9 @@ class Asked:
         tokens = np.asarray(workload.columns.num_out - 1, np.float64)
         rows, grown, most = prompts - cached, (tokens + 1) / 2, math.inf if window is None else float(window)
         context, own = (np.minimum(kept * each, most) for each in (prompts + grown, rows + grown))
-        return cls(rows, rows * np.minimum(cached + rows / 2, most), tokens, context, own)
+        sides = [(end, np.minimum(end, most)) for end in (prompts, cached)]
+        whole, known = (side * (end - side / 2) for end, side in sides)  # as `pairs_of`, for all requests at once
+        return cls(rows, whole - known, tokens, context, own)
 
     @cached_property
     def mean_decode(self) -> tuple[float, float, float]:

@@ -108,7 +108,7 @@ class Needs:
 
     num_layers     layers; a stage has at least one
     weight_bytes   weights of the whole model
-    request_bytes  cache of the longest request, all layers, as codec and retention store it
+    request_bytes  cache of the longest request, all layers, as the codec stores it; retention has all of it for a while
     fixed_bytes    of every GPU, or of an instance without GPUs: activations and buffers
     num_heads      query heads, which tp must divide; 0: any tp divides the model
     num_kv_heads   heads of the cache: more GPUs hold copies of them; 0: any tp divides the cache

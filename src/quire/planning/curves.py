@@ -43,6 +43,9 @@ BEYOND = 4.0
 
 REFERENCE = "the reference"
 
+FITTED_TEXT = "calibration_text"
+"""Name of a curve's setting: SHA-256 of the text that the codec was calibrated on. Without one the model wrote it."""
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -105,6 +108,7 @@ class Loss:
     error        standard error of it; None: it is not known, because a single window was read
     how          what it comes from, for people
     num_windows  that were read; infinite: the error is known
+    is_fitted    whether the codec was calibrated on the text that was read: others lose more
     """
 
     log_ratio: float
@@ -112,6 +116,7 @@ class Loss:
     origin: Origin
     how: str = ""
     num_windows: float = math.inf
+    is_fitted: bool = False
 
     @property
     def value(self) -> float:
@@ -160,7 +165,8 @@ def compared(curve: Curve, reference: Curve) -> Loss:
     error = stdev(differences) / math.sqrt(count) if count > 1 else None
     part = "" if curve.continuation is None else f", last {curve.continuation:,}"
     how = f"{count} window{'s' * (count > 1)} of {curve.context:,} tokens{part} of {curve.text_name}"
-    return Loss(fmean(differences), error, Origin.MEASURED, how, count)
+    is_fitted = curve.settings.get(FITTED_TEXT) == curve.text
+    return Loss(fmean(differences), error, Origin.MEASURED, how, count, is_fitted)
 
 
 def summed(losses: Mapping[str, Loss]) -> Loss:
@@ -173,6 +179,7 @@ def summed(losses: Mapping[str, Loss]) -> Loss:
         Origin.MODELLED,
         "sum of " + " and ".join(losses),
         min(each.num_windows for each in losses.values()),
+        any(each.is_fitted for each in losses.values()),
     )
 
 
@@ -254,13 +261,16 @@ class Losses:
     scoring: Scoring | None = None
 
     def measured(self, settings: Settings) -> Loss | None:
-        """The loss of exactly these settings: of the plan's own text before that of any other one."""
+        """The loss of exactly these settings: of the plan's own text before that of any other one, and of a text that
+        the codec was calibrated on last of all.
+        """
         lossy = self.space.lossy(settings)
         if not self.space.parts(lossy):
             return NOTHING
         key, plain = self.key_of(lossy), self.key_of(self.reference(settings))
         own = self.scoring_of(lossy)
-        for way in (*([] if own is None else [own]), *self.curves.scorings(key)):
+        ways = [*([] if own is None else [own]), *self.curves.scorings(key)]
+        for way in sorted(ways, key=lambda each: each.text == key.get(FITTED_TEXT)):  # stable
             curve, reference = self.curves.find(key, way), self.curves.find(plain, way)
             if curve is not None and reference is not None and curve.losses and reference.losses:
                 return compared(curve, reference)

@@ -5,8 +5,9 @@ quiet --a window differs--> suspect --the next windows differ too--> search --be
                                +------- a window is as planned          +--- not better by enough: quiet, and what is
                                         again: quiet                         now counts as planned
 
-A window of requests differs from what was planned for if its rate, a mean length or its hit rate is off by more than a
-share, and by more than chance explains. Searches are rare: see `Patience`.
+A window of requests differs from what was planned for if a mean length or its hit rate is off by more than a share, or
+if its rate exceeds what the placement serves by that share. Chance must not explain it. Fewer requests are no reason to
+search: the placement that serves most still does. Searches are rare: see `Patience`.
 
 Source: DistServe, arXiv 2401.09670, section 4.3, which searches again when the pattern of requests shifts, and does not
 say when that is.
@@ -48,7 +49,7 @@ class Seen(NamedTuple):
 class Load:
     """What a placement was planned for, or what requests are now.
 
-    rate      requests/s
+    rate      requests/s; of a placement those that it serves
     mean_in   tokens of a prompt
     mean_out  tokens of an answer
     shared    share of the prompts' tokens that are cached
@@ -143,7 +144,8 @@ def changes(planned: Load, now: Load, patience: Patience) -> list[Change]:
     for name in NAMES:
         before, after = getattr(planned, name), getattr(now, name)
         least = patience.share * (1.0 if name == "shared" else before)
-        if abs(after - before) > max(least, patience.deviations * now.errors.get(name, 0.0)):
+        change = after - before if name == "rate" else abs(after - before)
+        if change > max(least, patience.deviations * now.errors.get(name, 0.0)):
             found.append(Change(name, before, after))
     return found
 
@@ -163,12 +165,15 @@ class Replanner:
     planned   what the placement was planned for
     phase     where it is
     reason    what has changed, since it suspects that anything has
+    since     when the first of the windows began that differ; infinite: none does
     """
 
     def __init__(self, planned: Load, patience: Patience, now: float) -> None:
         self.planned, self.phase = planned, Phase.QUIET
         self.reason: list[Change] = []
+        self.since = math.inf
         self._patience = patience
+        self._served = 0.0
         self._begin(now)
         self._differing = 0
         self._searched = -math.inf
@@ -182,6 +187,10 @@ class Replanner:
         """A request was answered."""
         self._seen.append(request)
 
+    def pause(self, now: float) -> None:
+        """The cluster runs no placement now. The window begins again."""
+        self._begin(now)
+
     def tick(self, now: float) -> bool:
         """Looks at the window if it is over. Returns whether a search should begin now."""
         seconds = now - self._window_begun
@@ -189,12 +198,13 @@ class Replanner:
         is_long = len(self._seen) >= self._patience.requests or seconds >= LONGEST * least
         if seconds < least or not is_long or is_busy:
             return False
-        current = Load.of(self._arrived, self._seen, seconds)
+        current, begun = Load.of(self._arrived, self._seen, seconds), self._window_begun
         self._begin(now)
         if current is None:
             return False
         found = changes(self.planned, current, self._patience)
         self._differing = self._differing + 1 if found else 0
+        self.since = min(self.since, begun) if found else math.inf
         self.reason = found
         self.phase = Phase.SUSPECT if found else Phase.QUIET
         if self._differing < self._patience.windows or now < self._searched + self._patience.pause:
@@ -210,8 +220,9 @@ class Replanner:
         """
         assert self.phase is Phase.SEARCH and self._current is not None, f"a search that was not wanted: {self.phase}"
         if goodput >= present * (1 + self._patience.gain):
-            self.phase = Phase.SWITCH
+            self.phase, self._served = Phase.SWITCH, goodput
             return True
+        self._served = present
         self._settle(now)
         return False
 
@@ -231,7 +242,9 @@ class Replanner:
         self._seen: list[Seen] = []
 
     def _settle(self, now: float) -> None:
-        if self._current is not None:
-            self.planned = Load(self._current.rate, self._current.mean_in, self._current.mean_out, self._current.shared)
+        if (now_is := self._current) is not None:
+            rate = max(now_is.rate, self._served)
+            self.planned = Load(rate, now_is.mean_in, now_is.mean_out, now_is.shared)
         self.phase, self._differing, self.reason, self._current = Phase.QUIET, 0, [], None
+        self.since, self._served = math.inf, 0.0
         self._begin(now)

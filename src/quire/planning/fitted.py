@@ -26,6 +26,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -42,6 +43,10 @@ SIMILAR = 0.01
 """Groups of similar extent are this share of all groups apart, if groups are sorted by it."""
 REGULAR = 1e-6
 """Gaps with a smaller coefficient of variation differ by rounding alone."""
+SETTLED = 0.95
+"""Share of the rate that arrives before requests count. In the beginning no conversation has paused yet."""
+MOST_DRAWN = 8
+"""The most requests that are drawn, as a multiple of those that count. The others come before them."""
 JUDGED = 20_000
 """Requests that are drawn to measure distances of lengths. On average so few are 0.006 away from what they are drawn
 from."""
@@ -204,33 +209,54 @@ class Fitted:
 
     @property
     def accepted(self) -> bool:
-        """Whether drawn lengths are like those of the workload. Gaps do not count: rate and burstiness may be set."""
+        """Whether drawn lengths are like those of the workload. Gaps do not count: the rate may be another one."""
         return max(self.ks_in, self.ks_out) < ACCEPTED
 
-    def sample(self, count: int, seed: int, rate: float | None = None, burstiness: float | None = None) -> Workload:
+    @cached_property
+    def settling(self) -> float:
+        """Seconds until SETTLED of the rate arrives: pauses delay the rest. 0 without conversations."""
+        waited = Workload(self.name, self.groups.source).waited
+        return float(np.quantile(waited, SETTLED)) if self.groups.mean_turns > 1 else 0.0
+
+    def sample(self, count: int, seed: int, rate: float | None = None) -> Workload:
         """Draws `count` requests.
 
-        The same seed gives the same requests at any rate, and the same gaps in units of the mean gap.
+        The same seed gives the same requests at any rate, and the same gaps in units of the mean gap. Pauses are not
+        scaled, so conversations reach the rate only after them: see `steady`.
 
-        rate        requests per second; None: as fitted
-        burstiness  coefficient of variation of the gaps, 1 for a Poisson process; None: as fitted
-        Raises ConfigError for a rate or burstiness that is none.
+        rate  requests per second; None: as fitted
+        Raises ConfigError for a rate that is none.
         """
         rate = self.rate if rate is None else rate
-        cv = self.cv if burstiness is None else burstiness
         if not 0 < rate < math.inf:
             raise ConfigError(f"a rate is {rate}; it must be above 0 requests per second")
-        if not 0 <= cv < math.inf:
-            raise ConfigError(f"a burstiness is {cv}; it must be at least 0, and is 1 for a Poisson process")
         assert count >= 1, count
         draws, gaps = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
         drawn = self.groups.draw(count, draws)
         is_root = drawn.after < 0
         num_roots = int(is_root.sum())
-        units = gaps.gamma(cv**-2, cv**2, num_roots) if cv > REGULAR else np.ones(num_roots)
+        units = gaps.gamma(self.cv**-2, self.cv**2, num_roots) if self.cv > REGULAR else np.ones(num_roots)
         at = np.zeros(count)
         at[is_root] = np.cumsum(units) * (self.groups.mean_turns / rate)
         return Workload(self.name, dataclasses.replace(drawn, at=at))
+
+    def steady(self, count: int, seed: int, rate: float | None = None) -> Workload:
+        """Draws requests that arrive at the rate from `counted[0]` on: conversations are under way then. About `count`
+        requests arrive within `counted`. Without conversations this is `sample`.
+        """
+        if self.groups.mean_turns == 1:
+            return self.sample(count, seed, rate)
+        rate = self.rate if rate is None else rate
+        whole = self.sample(MOST_DRAWN * count, seed, rate)
+        begin = min(self.settling, (MOST_DRAWN - 1) * count / rate)
+        end = begin + count / rate
+        comes = whole.waited < end - whole.begun
+        comes[0] = True
+        return dataclasses.replace(whole.only(comes), counted=(begin, end))
+
+    def settles(self, count: int, rate: float) -> bool:
+        """Whether `steady` reaches the rate. Long pauses need more than MOST_DRAWN * count requests."""
+        return self.settling * rate <= (MOST_DRAWN - 1) * count
 
 
 def fit(workload: Workload) -> Fitted:

@@ -63,6 +63,7 @@ class Goodput:
     evaluations  calls of the callable
     target       wanted share of requests
     points       what the search has seen, by rate; means over its own seeds
+    notes        reasons for doubt that the search itself cannot know, one sentence each
     """
 
     rate: float
@@ -73,6 +74,7 @@ class Goodput:
     evaluations: int = 0
     target: float = 0.9
     points: tuple[Point, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def exceptions(self) -> tuple[tuple[Point, Point], ...]:
@@ -82,11 +84,6 @@ class Goodput:
             for lower, higher in itertools.pairwise(self.points)
             if not _reaches(lower.attainment, self.target) and _reaches(higher.attainment, self.target)
         )
-
-    @property
-    def is_monotone(self) -> bool:
-        """Whether no rate that misses the target lies below one that reaches it."""
-        return not self.exceptions
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -109,7 +106,7 @@ class Goodput:
             f" {higher.attainment:.1%} at {higher.rate:.4g}"
             for lower, higher in self.exceptions
         ]
-        return tuple(found)
+        return (*found, *self.notes)
 
 
 def goodput(

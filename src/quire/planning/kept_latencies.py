@@ -4,6 +4,7 @@ settings. Knows files, and nothing of engines.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -23,15 +24,23 @@ FEW_STEPS, POOR = 100, 0.25
 """Measured steps below which seconds are little known, and the error of nine in ten of them above which."""
 
 
-def keep(model: LatencyModel, folder: Path, prefix: str = "") -> Path:
-    """Keeps a model in place of an earlier one for the same settings. Returns its file.
+def keep(model: LatencyModel, folder: Path, prefix: str = "") -> Path | None:
+    """Keeps a model in place of an earlier one for the same settings. Returns its file; None if the earlier one stays,
+    because it says enough and the new one says little. Raises ConfigError if it cannot be written.
 
     prefix  of the file's name: models with different prefixes do not replace each other
     """
     settings = {name: model.about.get(name) for name in KEPT_BY}
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{prefix}{digest}.json"
+    if is_poor(model) and path.exists():
+        with contextlib.suppress(ConfigError):
+            if not is_poor(LatencyModel.read(path)):
+                return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error.strerror or error}") from None
     model.write(path)
     return path
 

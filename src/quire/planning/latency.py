@@ -49,7 +49,7 @@ class StepWork:
     """What a step computes: the features of a latency model.
 
     prompt_rows   rows of prompts: slices of several rows, and the single last row of a prompt
-    prompt_pairs  sum over prompt slices of rows * (start + rows / 2): pairs of a query and a token it attends to
+    prompt_pairs  sum over prompt slices of `pairs_of`: pairs of a query and a token it attends to
     decode_rows   sequences that decode one token
     context       sum of their contexts: tokens that they attend to
     unique        tokens of `context` that are distinct: those that sequences share count once
@@ -74,6 +74,21 @@ class StepWork:
         if not self.decode_rows:
             return "prompt"
         return "mixed" if self.prompt_rows else "decode"
+
+
+def pairs_of(start: float, rows: float, window: float = math.inf) -> float:
+    """Pairs of a prompt's rows [start, start + rows) and the tokens that they attend to. The pairs of a prompt are the
+    sum of those of its slices, however it is divided.
+
+    window  tokens that a row attends to at most
+    """
+
+    def before(end: float) -> float:
+        """Of all rows up to one: a triangle, and a stripe after it where the window limits."""
+        side = min(end, window)
+        return side * (end - side / 2)
+
+    return before(start + rows) - before(start)
 
 
 class Latency(Protocol):

@@ -1,4 +1,8 @@
-"""How many instances machines have room for. A stage takes slots of one machine."""
+"""How many instances machines have room for. A stage takes slots of one machine.
+
+Stages of an instance may be on several machines even if one had room for all of them: what is left of machines is used.
+Latencies of such an instance are those of one machine.
+"""
 
 from __future__ import annotations
 

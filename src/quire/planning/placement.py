@@ -1,4 +1,4 @@
-"""DistServe's placement algorithms: which instances serve a model's requests with the fewest GPUs or machines.
+"""DistServe's placement algorithms: which instances serve most of a model's requests per GPU or machine.
 
 Knows candidates and their rates; the goodput of a candidate and an upper bound of it are callables. An option is what
 is chosen as one: a candidate, or a pair of candidates.
@@ -8,7 +8,11 @@ is chosen as one: a candidate, or a pair of candidates.
     place_mixed  instances that do both
 
 With a wanted rate, each algorithm takes the option with the best goodput per unit and as many of it as reach the rate.
-Without one, it looks for the instances with which the whole cluster serves most.
+For a rate that a few instances serve, another option may do with fewer units, because instances are whole. Without a
+rate, it looks for the instances with which the whole cluster serves most.
+
+A cluster of several machines without GPUs is one of Ray's, where all instances have as many cores and as much memory:
+see `quire.cluster.placements`. There each number of cores is searched by itself.
 
 Source: DistServe, arXiv 2401.09670, section 4. Ours differs: the second form is new; options are tried in the order of
 an upper bound, and those that cannot win are skipped; every option that is not taken has a reason.
@@ -16,6 +20,7 @@ an upper bound, and those that cannot win are skipped; every option that is not 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -24,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import QuireError
-from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, pairs
+from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, degrees, pairs
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.goodput import Goodput, Verdict
 from quire.planning.packing import ROUNDING, fit, mix, most, replicas
@@ -90,24 +95,77 @@ def place_apart(search: Search) -> Placement:
     The predicted attainment is the product of both roles': the share if they miss their targets independently.
     """
     layers = search.needs.num_layers
-    roles = [candidates(search.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)]
-    walk = _walk(search, roles)
-    if not search.cluster.is_fast:
-        walk.warnings.append(
-            "caches cross a network between machines that is not fast (network.fast), where transfers may wait for"
-            " those of other instances, which the goodput does not know; pairs keep them within machines"
-        )
-    return walk.placement("apart")
+    found = _placed(search, [candidates(search.cluster, layers, role) for role in (Role.PREFILL, Role.DECODE)], "apart")
+    if search.cluster.is_fast:
+        return found
+    told = (
+        "caches cross a network between machines that is not fast (network.fast), where transfers may wait for those of"
+        " other instances, which the goodput does not know; pairs keep them within machines"
+    )
+    return dataclasses.replace(found, warnings=(told, *found.warnings))
 
 
 def place_pairs(search: Search) -> Placement:
     """Pairs of an instance for prompts and one that decodes, within machines. Raises PlacementError."""
-    return _walk(search, [pairs(search.cluster, search.needs.num_layers)]).placement("pairs")
+    return _placed(search, [pairs(search.cluster, search.needs.num_layers)], "pairs")
 
 
 def place_mixed(search: Search) -> Placement:
     """Instances that compute prompts and decode. Raises PlacementError."""
-    return _walk(search, [candidates(search.cluster, search.needs.num_layers, Role.MIXED)]).placement("mixed")
+    return _placed(search, [candidates(search.cluster, search.needs.num_layers, Role.MIXED)], "mixed")
+
+
+def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -> Placement:
+    """The best placement of options, one list for each role. Raises PlacementError."""
+    cluster = search.cluster
+    if cluster.has_gpus or cluster.nodes.count == 1:
+        return _walk(search, roles).placement(algorithm)
+    alike = [
+        [[option for option in options if _cores(option) == {size}] for options in roles] for size in degrees(cluster)
+    ]
+    alike = [lists for lists in alike if all(lists)]
+    unequal = [option for options in roles for option in options if len(_cores(option)) > 1]
+    if search.budget is not None:
+        budget = dataclasses.replace(search.budget, seconds=search.budget.seconds / max(1, len(alike)))
+        search = dataclasses.replace(search, budget=budget)
+    rejected = [Rejected(option, Why.UNFIT, "instances on several machines have equal cores") for option in unequal]
+    found, error = list[tuple[_Walk, Placement]](), PlacementError(NO_ROOM)
+    for lists in alike:
+        walk = _walk(search, lists)
+        try:
+            placement = walk.placement(algorithm)
+        except PlacementError as failed:
+            error = failed
+            known = [each.option for each in walk.rejected]
+            others = [option for options in lists for option in options if option not in known]
+            rejected += [*walk.rejected, *(Rejected(option, Why.MISSES, str(failed)) for option in others)]
+        else:
+            found.append((walk, placement))
+            rejected += placement.rejected
+    if not found:
+        raise error
+
+    def worth(each: tuple[_Walk, Placement]) -> tuple[bool, float, float]:
+        said = each[1].predicted
+        return said.fits, 0.0 if search.rate is None else -said.cost, said.rate
+
+    best = max(found, key=worth)
+    for walk, placement in found:
+        if walk is not best[0]:
+            said, taken = placement.predicted, best[1].predicted
+            told = (
+                f"{said.rate:.4g} requests/s on {said.cost:.4g} {said.unit}s, but {taken.rate:.4g} on {taken.cost:.4g}"
+            )
+            rejected += [
+                Rejected(option, Why.SLOWER, f"{told} with instances of another size", said.rate_per_unit)
+                for option in walk.chosen()
+            ]
+    return dataclasses.replace(best[1], rejected=tuple(rejected))
+
+
+def _cores(option: Option) -> set[int]:
+    """Cores of the instances of an option."""
+    return {each.cores for each in ((option.prefill, option.decode) if isinstance(option, Pair) else (option,))}
 
 
 class _Phase:

@@ -135,6 +135,28 @@ class Gpus:
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """The machines without GPUs that a placement is for.
+
+    count    of them
+    between  bytes/s from one to another; None: there is one
+    """
+
+    count: int
+    between: int | None = None
+
+    def __post_init__(self) -> None:
+        above(self.count, "count")
+        if self.between is not None:
+            above(self.between, "between")
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec) -> Hosts | None:
+        """A cluster's machines; None if they have GPUs."""
+        return None if cluster.has_gpus else cls(cluster.nodes.count, cluster.network.between)
+
+
+@dataclass(frozen=True)
 class Placement:
     """Instances, and why it is these.
 
@@ -146,6 +168,7 @@ class Placement:
     slo        the latency targets in seconds, and the wanted share of requests: ttft, tpot, attainment
     made       how it was made, for people
     gpus       what its instances run on; None: cores
+    hosts      the machines that have the cores; None: GPUs, or this machine
     """
 
     instances: tuple[Instances, ...]
@@ -156,6 +179,7 @@ class Placement:
     slo: dict[str, float] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
     gpus: Gpus | None = None
+    hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(Role, 0)
@@ -178,11 +202,6 @@ class Placement:
         """Whether caches stay within pairs of an instance for prompts and one that decodes."""
         return self.made.get("algorithm") == "pairs"
 
-    @property
-    def untried(self) -> tuple[Option, ...]:
-        """Options that were not tried because the time was over."""
-        return tuple(each.option for each in self.rejected if each.why is Why.UNTRIED)
-
     def to_json(self) -> str:
         """The placement as the text of a file. Rejected options and warnings are part of `made`."""
         made_by = dict(self.made)
@@ -201,8 +220,9 @@ class Placement:
             "slo": self.slo,
             "made": made_by,
         }
-        if self.gpus is not None:
-            fields["gpus"] = dataclasses.asdict(self.gpus)
+        for name, machines in (("gpus", self.gpus), ("hosts", self.hosts)):
+            if machines is not None:
+                fields[name] = dataclasses.asdict(machines)
         return json.dumps(fields, indent=2, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
@@ -221,6 +241,7 @@ class _Content:
     predicted: Predicted
     slo: dict[str, int | float]
     gpus: Gpus | None = None
+    hosts: Hosts | None = None
 
 
 def read_placement(path: Path) -> Placement:
@@ -238,7 +259,7 @@ def read_placement(path: Path) -> Placement:
 def placement_of(fields: Any) -> Placement:
     """The placement of a JSON object, with the fields of the format and no others. Raises ConfigError.
 
-    The fields workload, slo, made and gpus, and the options of instances, may be missing.
+    The fields workload, slo, made, gpus and hosts, and the options of instances, may be missing.
     """
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
         raise ConfigError(f"not a placement of version {VERSION}; quire plan placement makes one")
@@ -255,7 +276,9 @@ def placement_of(fields: Any) -> Placement:
     for name, value in content.slo.items():
         if value < 0:
             raise ConfigError(f"slo.{name} is {value!r}; it must be a number of at least 0")
-    return Placement(content.instances, content.predicted, slo=dict(content.slo), gpus=content.gpus, **free)
+    return Placement(
+        content.instances, content.predicted, slo=dict(content.slo), gpus=content.gpus, hosts=content.hosts, **free
+    )
 
 
 def _refuse(constant: str) -> Any:

@@ -168,7 +168,8 @@ class Found:
 
 def covers(space: Space, one: Point, other: Point) -> bool:
     """Whether a point is at least as good as another one in all that is known without trying: its steps are no longer,
-    it loses no more, and its cache holds as much. Whatever else changes what is served must be equal.
+    it loses no more, and its cache holds as much. Whatever else changes what is served must be equal, and so must be
+    what steps attend to.
 
     A cache that holds more serves no less, or at least can be made smaller: points with parts of their caches are tried
     later.
@@ -177,7 +178,7 @@ def covers(space: Space, one: Point, other: Point) -> bool:
         all(
             one.settings.of(axis.name) == other.settings.of(axis.name)
             for axis in space.axes
-            if axis.effect is not Effect.ADDS
+            if axis.effect is not Effect.ADDS or axis.decodes
         )
         and one.share == other.share
         and is_no_worse(one.loss, other.loss)

@@ -141,7 +141,7 @@ def _needs_calibrated(choice: Choice, others: Mapping[str, Choice]) -> str:
 
 
 def _retention(machine: Machine) -> list[Choice]:
-    kept = [Choice("retention", f"budget {share:g}", (("retain.budget", share),)) for share in BUDGETS]
+    kept = [Choice("retention", f"budget {share:g}", (("retain.budget", share),), like="budget") for share in BUDGETS]
     return [Choice("retention", "all tokens", (("retain.budget", "off"),), loses=False), *kept]
 
 
@@ -184,7 +184,8 @@ AXES = (
     Axis("codec", ("cache.codec",), _codecs, part="codec", effect=Effect.ADDS),
     Axis("outliers", ("cache.outlier_slots",), _slots, _needs_calibrated, part="codec", effect=Effect.ADDS),
     Axis(
-        "retention", ("retain.budget", "retain.threshold"), _retention, part="retention", is_ordered=True, decodes=True
+        "retention", ("retain.budget", "retain.threshold"), _retention, part="retention", effect=Effect.ADDS,
+        is_ordered=True, decodes=True,
     ),
     Axis("disk", (), _disk),
     Axis("memory", (), _memory),
@@ -195,7 +196,9 @@ AXES = (
     Axis("parallel", (), _parallel),
     Axis("running", ("scheduler.max_running",), _running, is_late=True),
 )  # fmt: skip
-"""Of retention, features of a step say what it saves: sequences attend to fewer tokens. Roles divide the threads."""
+"""Of retention, features of a step say what it saves: sequences attend to fewer tokens. What it costs is measured:
+profiles of prompts, and pages that each sequence reads through its own mask. Roles divide the threads.
+"""
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,8 @@ class Space:
         for choices in itertools.product(*(self.tried[axis.name][: 1 if axis.is_late else None] for axis in self.axes)):
             others: dict[str, Choice] = {}
             for axis, choice in zip(self.axes, choices, strict=True):
-                if axis.refuses(choice, others):
+                # What the user has decided has no effect on choices that do not have it.
+                if len(self.tried[axis.name]) > 1 and axis.refuses(choice, others):
                     break
                 others[axis.name] = choice
             else:

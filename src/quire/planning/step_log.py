@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from quire.engine.step import Result, Step
 from quire.errors import ConfigError
 from quire.planning.latency import StepWork
 from quire.planning.work import WorkMeter
+
+MOST = 1e18
+"""Numbers of a log are below it."""
 
 
 class StepLog:
@@ -36,11 +39,13 @@ class StepLog:
         config: EngineConfig,
         window: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        transport: str = "",
     ) -> None:
         """Appends to a file. Raises ConfigError if it cannot be written.
 
-        model   fingerprint of the checkpoint
-        window  see `work_of`
+        model      fingerprint of the checkpoint
+        window     see `WorkMeter`
+        transport  how caches come from other instances; empty: there are none
         """
         try:
             is_cut = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
@@ -48,7 +53,8 @@ class StepLog:
         except OSError as error:
             raise ConfigError(f"runtime.step_log {file} cannot be written: {error.strerror or error}") from None
         # The last line of an engine that was killed may be half a line.
-        self._file.write("\n" * is_cut + json.dumps({"model": model, "options": config.to_options()}) + "\n")
+        head = {"model": model, "options": config.to_options(), "transport": transport}
+        self._file.write("\n" * is_cut + json.dumps(head) + "\n")
         self._inner, engine.any_runner = engine.any_runner, self
         self._costs = engine.scheduler.manager.fetching.costs
         self._clock, self._meter = clock, WorkMeter(window)
@@ -92,15 +98,31 @@ class StepLog:
 class Logged:
     """What logs say. All are of engines of one model with equal settings.
 
-    model    fingerprint of the checkpoint
-    records  steps and their seconds
-    speeds   last bytes a second of fetched chunks in each log that knows them
+    model      fingerprint of the checkpoint
+    records    steps and their seconds
+    speeds     last bytes a second of fetched chunks in each log that knows them
+    transport  how caches came from other instances; empty: there were none, or not all came in the same way
     """
 
     model: str
     config: EngineConfig
     records: list[tuple[StepWork, float]]
     speeds: list[float]
+    transport: str = ""
+
+
+def _number(value: Any) -> Any:
+    """A number of a step. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MOST:
+        raise ValueError(f"{value!r:.60} is no number of a step")
+    return value
+
+
+def _step(work: list[Any], seconds: Any) -> tuple[StepWork, float]:
+    """A step and its seconds. Raises ValueError if they are none."""
+    if len(work) != len(fields(StepWork)):
+        raise ValueError(f"a step of {len(work)} numbers")
+    return StepWork(*map(_number, work)), float(_number(seconds))
 
 
 def read_steps(files: Iterable[Path]) -> Logged:
@@ -120,16 +142,18 @@ def read_steps(files: Iterable[Path]) -> Logged:
             try:
                 found = json.loads(line)
                 if isinstance(found, dict):
-                    heads.append({"model": found["model"], "options": found["options"]})
+                    head = {name: found[name] for name in ("model", "options")}
+                    heads.append({**head, "transport": found.get("transport", "")})
                     continue
-                *work, seconds, speed = found
-                records.append((StepWork(*work), float(seconds)))
+                *work, seconds, told = found
+                records.append(_step(work, seconds))
+                speed = speed if told is None else float(_number(told))
             except (ValueError, TypeError, KeyError):
                 if number == len(lines) or lines[number].startswith("{"):
                     continue  # the engine is writing it, or was killed while it did
                 raise ConfigError(f"{file} line {number} is no step of a log") from None
         if speed is not None:
-            speeds.append(float(speed))
+            speeds.append(speed)
     if not heads or not records:
         raise ConfigError("the log has no steps; set runtime.step_log for a server that answers requests")
     for head in heads[1:]:
@@ -140,4 +164,6 @@ def read_steps(files: Iterable[Path]) -> Logged:
             if value != other and key != "runtime.step_log":
                 raise ConfigError(f"the logs are of engines with other settings: {key} is {other!r} and {value!r}")
     options = {key: value for key, value in heads[0]["options"].items() if key != "runtime.step_log"}
-    return Logged(heads[0]["model"], EngineConfig.from_options(options), records, speeds)
+    transports = {head["transport"] for head in heads}
+    transport = transports.pop() if len(transports) == 1 else ""
+    return Logged(heads[0]["model"], EngineConfig.from_options(options), records, speeds, transport)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ TELLING_TOKENS = 4
 """Number of first tokens of a block that identify it. Block lengths are a multiple of this, so no chunk ends after
 fewer tokens of a block. Chunks are therefore equal only if their blocks are."""
 
+MOST_WHOLE = 10**300
+"""Whole numbers of a trace are at most this, so that they have a float."""
 MOST_TOKENS = 10**9
 """A length is below this."""
 MOST_ID = 1 << 62
@@ -268,7 +270,7 @@ def _arrival(fields: Any) -> Arrival:
         raise ValueError(f"a request is an object, not {fields!r:.60}")
     seconds = [fields.get("at"), fields.get("pause", 0.0)]
     for name, value in zip(("at", "pause"), seconds, strict=True):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not _is_number(value):
             raise ValueError(f"{name} is {value!r:.60}; it must be seconds")
     prompt = fields.get("prompt")
     if not isinstance(prompt, list) or any(not isinstance(span, list) or len(span) != 2 for span in prompt):
@@ -321,6 +323,11 @@ def _time(text: str) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value of a JSON text is a number that is no larger than a float can be."""
+    return isinstance(value, float) or (type(value) is int and abs(value) <= MOST_WHOLE)
+
+
 def _whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> int:
     if type(value) is not int or not least <= value < most:
         raise ValueError(f"{name} is {value!r:.60}; it must be a whole number of at least {least} and below {most}")
@@ -336,7 +343,7 @@ def _request(line: int, text: str, numbers: dict[int, int]) -> TraceRequest:
     if not isinstance(fields, dict):
         raise ValueError(f"a request is an object, not {text.strip()!r:.60}")
     time, hash_ids = fields.get("timestamp"), fields.get("hash_ids")
-    if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
+    if not _is_number(time) or not 0 <= time < math.inf:
         raise ValueError(f"timestamp is {time!r:.60}; it must be milliseconds, at least 0")
     num_in = _whole("input_length", fields.get("input_length"), 1)
     num_out = _whole("output_length", fields.get("output_length"), 0)

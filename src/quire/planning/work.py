@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.planning.latency import StepWork
+from quire.planning.latency import StepWork, pairs_of
 
 if TYPE_CHECKING:
     from quire.engine.step import Slice, Step
@@ -17,23 +17,15 @@ Shared = tuple[tuple[int, int], ...]
 NOTHING: Shared = ()
 
 
-def work_of(step: Step, window: int | None = None) -> StepWork:
-    """What a step computes.
+class WorkMeter:
+    """Counts the work of consecutive steps. A step whose rows are those of the step before, one token later, costs
+    nothing but a sum. It sees every step before the step is committed.
 
     A slice of several rows is a prompt's, and so is the single row that ends a prompt. All others decode, drafts too.
     With retention a decoding sequence attends to at most 64 tokens in each chunk that it keeps. Heads that keep less
     than its longest head attend to less, which a fit shares out among all tokens.
 
     window  tokens that a row attends to at most; None: all
-    """
-    return WorkMeter(window).of(step)
-
-
-class WorkMeter:
-    """Counts the work of consecutive steps. A step whose rows are those of the step before, one token later, costs
-    nothing but a sum. It sees every step before the step is committed.
-
-    window  see `work_of`
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -72,30 +64,32 @@ class WorkMeter:
         most = math.inf if self.window is None else self.window
         prompts = [piece for piece in slices if piece.num_rows > 1 or piece.reads_all]
         decodes = [piece for piece in slices if not (piece.num_rows > 1 or piece.reads_all)] if prompts else slices
-        pairs = sum(piece.num_rows * min(piece.start + piece.num_rows / 2, most) for piece in prompts)
+        pairs = sum(pairs_of(piece.start, piece.num_rows, most) for piece in prompts)
         self._dropped, self._shared = [piece.num_dropped for piece in slices], [piece.shared for piece in slices]
         # Retention has packed the tokens that are left into the chunks that are left.
         contexts = [piece.start + 1 - piece.num_dropped * PAGE_TOKENS for piece in decodes]
-        if self.window is not None:
-            contexts = [min(context, self.window) for context in contexts]
-        common = _common([piece.shared for piece in decodes], contexts) if any(self._shared) else 0
-        context = sum(contexts)
+        # Tokens before the window are attended to no more.
+        passed = [0] * len(contexts) if self.window is None else [max(0, each - self.window) for each in contexts]
+        common = _common([piece.shared for piece in decodes], contexts, passed) if any(self._shared) else 0
+        context = sum(contexts) - sum(passed)
         num_rows = sum(piece.num_rows for piece in prompts)
         return StepWork(num_rows, float(pairs), len(decodes), float(context), float(context - common), len(prompts))
 
 
-def _common(paths: Sequence[Shared], contexts: Sequence[int]) -> int:
+def _common(paths: Sequence[Shared], contexts: Sequence[int], passed: Sequence[int]) -> int:
     """Tokens of a row's context that the row before it attends to as well, summed over all rows. Equal beginnings are
     neighbours.
+
+    passed  tokens at the beginning of each context that its row does not attend to
     """
-    found, before = 0, NOTHING
-    for shared, context in zip(paths, contexts, strict=True):
+    found, before, seen_from = 0, NOTHING, 0
+    for shared, context, own_from in zip(paths, contexts, passed, strict=True):
         num_chunks = 0
         for (number, count), (other, limit) in zip(before, shared, strict=False):
             if number != other:
                 break
             num_chunks += count if count < limit else limit
-        before = shared
-        num_tokens = num_chunks * PAGE_TOKENS
-        found += num_tokens if num_tokens < context else context
+        num_tokens = min(num_chunks * PAGE_TOKENS, context)
+        found += max(0, num_tokens - max(own_from, seen_from))
+        before, seen_from = shared, own_from
     return found

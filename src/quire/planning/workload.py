@@ -174,10 +174,13 @@ class Workload:
 
     Raises ConfigError with the index of the first request that is not valid: see `Arrival`. Times of those that follow
     none are sorted and at least 0; a request has at least one token of its own.
+
+    counted  begin and end in seconds. Results are about requests that arrive within; the others only make load
     """
 
     name: str
     arrivals: Sequence[Arrival]
+    counted: tuple[float, float] = (-math.inf, math.inf)
 
     def __post_init__(self) -> None:
         if not self.arrivals:
@@ -189,6 +192,29 @@ class Workload:
     def columns(self) -> Arrivals:
         """The requests in columns."""
         return self.arrivals if isinstance(self.arrivals, Arrivals) else Arrivals.of(self.arrivals)
+
+    @cached_property
+    def has_conversations(self) -> bool:
+        """Whether some requests follow others."""
+        return bool((self.columns.after >= 0).any())
+
+    @cached_property
+    def begun(self) -> Floats:
+        """f64 [n]: when each request's conversation begins."""
+        columns = self.columns
+        found = columns.at.copy()
+        for index in np.flatnonzero(columns.after >= 0).tolist():
+            found[index] = found[columns.after[index]]
+        return found
+
+    @cached_property
+    def waited(self) -> Floats:
+        """f64 [n]: seconds from the begin of a request's conversation to its arrival, if answers took no time."""
+        columns = self.columns
+        found = np.where(columns.after >= 0, columns.pause, 0.0)
+        for index in np.flatnonzero(columns.after >= 0).tolist():
+            found[index] += found[columns.after[index]]
+        return found
 
     @cached_property
     def times(self) -> Floats:
@@ -287,6 +313,22 @@ class Workload:
         """The first `count` requests, or all if there are fewer."""
         assert count >= 1, count
         return Workload(self.name, self.columns.first(min(count, len(self.arrivals))))
+
+    def only(self, kept: NDArray[np.bool_]) -> Workload:
+        """Some requests, at least one. What follows a request that is left out must be left out as well.
+
+        kept  bool [n]
+        """
+        columns = self.columns
+        after = columns.after[kept]
+        assert kept[after[after >= 0]].all(), "a request is kept without the one that it follows"
+        lengths, spans = np.diff(columns.start), np.repeat(kept, np.diff(columns.start))
+        found = Arrivals(
+            columns.at[kept], columns.pause[kept], columns.num_out[kept],
+            np.where(after < 0, -1, (np.cumsum(kept) - 1)[after]), np.cumsum([0, *lengths[kept]], dtype=np.int64),
+            columns.ids[spans], columns.sizes[spans],
+        )  # fmt: skip
+        return Workload(self.name, found)
 
     def write(self, path: Path) -> None:
         """Writes JSON lines that `read_workload` reads. Raises ConfigError if it cannot."""

@@ -145,6 +145,7 @@ class Operator:
             "stages": state["stages"],
             "placement": state["placement"],
             "switch": _switch(state["switch"]),
+            "replanning": state["replanning"],
         }
         return json_response(found)
 

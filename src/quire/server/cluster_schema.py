@@ -40,6 +40,8 @@ class PlaceRequest(Model):
     workload: dict[str, Any] | None = None
     slo: dict[str, Any] | None = None
     made: dict[str, Any] | None = None
+    gpus: dict[str, Any] | None = None
+    hosts: dict[str, Any] | None = None
 
 
 PAUSE: dict[str, Any] = {"type": "boolean", "default": False}

@@ -351,9 +351,20 @@ class Switch(TypedDict):
     error: str
 
 
+class Replanning(TypedDict):
+    """How `cluster.replan` stands: what has changed since the placement was planned, and what came of it so far."""
+
+    phase: Literal["quiet", "suspect", "search", "switch"]
+    reason: str
+    searches: Count
+    switches: Count
+    failed: Count
+
+
 class Cluster(TypedDict):
     """The instances behind a server, counters of its router, and quantiles of seconds by stage. The placement is null
-    unless the instances are those of one, and the switch unless one is under way or the last one has failed.
+    unless the instances are those of one, the switch unless one is under way or the last one has failed, and replanning
+    without `cluster.replan`.
     """
 
     instances: list[Instance]
@@ -361,6 +372,7 @@ class Cluster(TypedDict):
     stages: dict[str, dict[str, Seconds]]
     placement: Placed | None
     switch: Switch | None
+    replanning: Replanning | None
 
 
 class WarmPrefix(TypedDict):

@@ -77,6 +77,12 @@ class Plan:
         return measure_capacity(make_engine(self, clock, Arrivals(events)))
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a row attends to at most; None: all."""
+        window = self.shape.sliding_window
+        return window if window is not None and window < self.sizes.max_context else None
+
+    @property
     def formats(self) -> Formats:
         """Of the cache's chunks."""
         return formats_of(self.config, self.shape, self.calibration)
@@ -212,8 +218,7 @@ def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers |
     decide = None
     if isinstance(manager.retention, Retainer):
         decide = partial(_decided, manager.retention.retention, table.shape)
-    window = shape.sliding_window if (shape.sliding_window or 0) < plan.sizes.max_context else None
-    runner = SimulatedRunner(plan.latency, clock, shape.vocab_size, decide, window)
+    runner = SimulatedRunner(plan.latency, clock, shape.vocab_size, decide, plan.window)
     runner.arrivals = arrivals
     namespace = namespace_of(config, shape, plan.model_id, plan.calibration)
     limit = "what fits cache.memory" if plan.sizes.max_context < plan.sizes.model_context else "model.max_context"

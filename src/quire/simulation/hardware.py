@@ -163,9 +163,12 @@ class Target:
         chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
         return sum(size * count for size, count in chunk.items()) / PAGE_TOKENS
 
-    def latency(self, tp: int, pp: int, config: EngineConfig | None = None) -> AnalyticModel:
-        """Of an instance with tp * pp GPUs."""
-        is_large = tp * pp > self.gpus
+    def latency(self, tp: int, pp: int, config: EngineConfig | None = None, stage_gpus: int = 0) -> AnalyticModel:
+        """Of an instance with tp * pp GPUs.
+
+        stage_gpus  that must share a machine with a stage, its own included; 0: tp
+        """
+        is_large = pp > self.gpus // (stage_gpus or tp)
         return AnalyticModel(
             self.numbers, self.device, tp, pp, float(ITEM_BYTES[self.dtype]), self.weight_bytes,
             self.token_bytes(config or self.config), usable=self.usable, tp_link=self.tp_link,
@@ -188,7 +191,10 @@ class Target:
         in_pairs  see Setup
         """
         configs = [self.given(each.options) for each in divisions]
-        latencies = [self.latency(each.tp, each.pp, config) for each, config in zip(divisions, configs, strict=True)]
+        of_pair = sum(each.tp for each in divisions) if in_pairs else 0
+        latencies = [
+            self.latency(each.tp, each.pp, config, of_pair) for each, config in zip(divisions, configs, strict=True)
+        ]
         memories = [_memory(each, config) for each, config in zip(latencies, configs, strict=True)]
         grain = max(1, *(-(-memory // MAX_ARENA_BYTES) for memory in memories))
         bulk = bulk or self.between(within=in_pairs)
@@ -228,6 +234,7 @@ class Target:
             architecture="llama", vocab_size=self.shape.vocab_size, hidden_size=FLAT_HIDDEN, num_layers=1,
             num_q_heads=1, num_kv_heads=1, head_dim=max(1, round(latency.token_bytes / 4 / grain)), ffn_size=1,
             max_context=context, norm_eps=1e-5, rope=None, dtype="float16",
+            sliding_window=self.shape.sliding_window,
         )  # fmt: skip
         resolved, sizes = resolve(flat, shape)
         return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(self.weight_bytes)), latency)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -9,10 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from quire.config import RetainConfig
 from quire.errors import QuireError
 from quire.planning.bounds import Asked, Bound
 from quire.planning.fitted import Fitted
@@ -28,6 +30,9 @@ from quire.simulation.simulate import simulate
 CONFIRMATIONS = 4
 """Fresh seeds that confirm a goodput."""
 
+SHORT = 0.05
+"""A doubt is told if a queue that still grows may account for more than this share of a goodput."""
+
 LOWEST = 1000
 """The lowest rate of a search for the goodput is this part of the highest one."""
 
@@ -40,7 +45,7 @@ class Load:
     """Requests to simulate.
 
     workload  as it was recorded
-    count     number of requests
+    count     number of requests that count
     fitted    distributions to draw them from; None: the first ones of the workload, whatever the seed
     """
 
@@ -56,7 +61,7 @@ class Load:
     def drawn(self, rate: float | None, seed: int) -> Workload:
         """The requests at a rate; None: at the workload's own. The same seed gives the same requests at any rate."""
         if self.fitted is not None:
-            return self.fitted.sample(self.count, seed, rate)
+            return self.fitted.steady(self.count, seed, rate)
         found = self.workload.first(self.count)
         return found if rate is None else found.at_rate(rate)
 
@@ -64,8 +69,12 @@ class Load:
 class Simulation(Protocol):
     """One simulation, which another process may run.
 
-    count  number of requests
+    load   its requests
+    count  number of those that count
     """
+
+    @property
+    def load(self) -> Load: ...  # noqa: D102
 
     @property
     def count(self) -> int: ...  # noqa: D102
@@ -94,7 +103,8 @@ class Run:
 
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
         """See Simulation."""
-        return run_of(self.setup, self.load.drawn(self.rate, self.seed), self.seed, progress)
+        workload = self.load.drawn(self.rate, self.seed)
+        return run_of(self.setup, workload, self.seed, progress).counting(workload.counted)
 
 
 def run_of(setup: Setup, workload: Workload, seed: int, progress: Progress = lambda done, total: None) -> Outcome:
@@ -122,7 +132,7 @@ def run_many(
 
 
 def _after(progress: Progress, before: int, total: int, done: int, _: int) -> None:
-    progress(before + done, total)
+    progress(min(before + done, total), total)  # requests that do not count are simulated, too
 
 
 class Workers:
@@ -204,8 +214,9 @@ class Attains:
         return self.outcomes[rate, seed].attainment(self.slo)
 
 
-def ceiling_of(setup: Setup, asked: Asked) -> float:
+def ceiling_of(setup: Setup, workload: Workload) -> float:
     """A rate in requests/s that a setup never serves for long, whatever the latency targets."""
+    asked = asked_of(workload, setup.replicas[0].config.retain, setup.replicas[0].plan.window)
     of: dict[str, list[Replicas]] = {}
     for each in setup.replicas:
         of.setdefault(each.role, []).append(each)
@@ -217,6 +228,11 @@ def ceiling_of(setup: Setup, asked: Asked) -> float:
         sum(each.count * bound_of(each).prompts(asked, ANYTHING) for each in computing),
         sum(each.count * bound_of(each).decoding(asked, ANYTHING) for each in decoding),
     )
+
+
+def asked_of(workload: Workload, retain: RetainConfig, window: int | None) -> Asked:
+    """What the requests of a workload ask at least of instances with this retention and window of attention."""
+    return Asked.of(workload, 1.0 if retain.budget == "off" else retain.budget, window)
 
 
 def bound_of(replicas: Replicas) -> Bound:
@@ -239,7 +255,28 @@ def find_goodput(
     """
     own, fresh = range(seed, seed + num_seeds), range(seed + num_seeds, seed + num_seeds + confirmations)
     attains.groups = (own, fresh)
-    return goodput(
+    found = goodput(
         attains, attains.slo.attainment, low=ceiling / LOWEST, high=ceiling, guess=ceiling / 2, seeds=own,
         confirm_seeds=fresh, **settings,
     )  # fmt: skip
+    return noted(found, attains.simulation(found.rate, seed).load, attains.slo) if found.rate else found
+
+
+def noted(found: Goodput, load: Load, slo: Slo) -> Goodput:
+    """A goodput with the reasons why its requests may meet their targets only because they are few."""
+    told, rate, count = list[str](), found.rate, load.count
+    # With a capacity of C requests/s request k waits k / C - k / rate. The wait of request attainment * count reaches
+    # the target at rate / C = 1 + excess.
+    excess = rate * slo.ttft / (slo.attainment * count)
+    if math.isfinite(excess) and excess > SHORT:
+        told.append(
+            f"{count:,} requests arrive within {count / rate:.3g} s at {rate:.4g} requests/s; up to"
+            f" {excess / (1 + excess):.0%} of this rate may be a queue that still grows, because requests may wait for"
+            f" {slo.ttft:.4g} s; more --requests show it"
+        )
+    if load.fitted is not None and not load.fitted.settles(count, rate):
+        told.append(
+            f"conversations pause so long ({load.fitted.settling:.4g} s) that {count:,} requests are over before"
+            f" {rate:.4g} requests/s arrive; more --requests reach it"
+        )
+    return replace(found, notes=tuple(told))

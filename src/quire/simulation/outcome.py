@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,8 @@ class Outcome:
     by_tier     the same by tier
     stages      seconds of each stage by name; nan where unknown
     used        instances
-    seconds     until the last token of all
+    seconds     time of the last token of all
+    begun       time of the first arrival, if requests were left out; None: that of the first one here
     """
 
     arrived: Floats
@@ -61,6 +63,48 @@ class Outcome:
     stages: Mapping[str, Floats]
     used: tuple[Used, ...]
     seconds: float
+    begun: float | None = None
+
+    def within(self, span: tuple[float, float]) -> NDArray[np.bool_]:
+        """Which requests arrived from one time on and before another; all if none did."""
+        found = (self.arrived >= span[0]) & (self.arrived < span[1])
+        return found if found.any() else np.ones_like(found)
+
+    def only(self, kept: NDArray[np.bool_]) -> Outcome:
+        """Some of the requests. Instances and the duration remain those of all. kept: bool [n]"""
+        if kept.all():
+            return self
+        arrays = ("arrived", "first", "last", "num_out", "num_in", "num_cached")
+        found: dict[str, Any] = {name: getattr(self, name)[kept] for name in arrays}
+        for name in ("by_tier", "stages"):
+            found[name] = {key: each[kept] for key, each in getattr(self, name).items()}
+        return replace(self, **found, begun=self._begun)
+
+    def counting(self, span: tuple[float, float]) -> Outcome:
+        """The requests that arrived within a span: see `Workload.counted`."""
+        return self.only(self.within(span))
+
+    @property
+    def offered(self) -> float:
+        """Requests/s that arrived, infinite if all did at once."""
+        seconds = float(self.arrived.max() - self.arrived.min()) if len(self.arrived) else 0.0
+        return (len(self.arrived) - 1) / seconds if seconds else math.inf
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first arrival to the last token. A workload may begin at any time."""
+        return self.seconds - self._begun
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of these requests' answers over the seconds from their first arrival to their last token."""
+        answered = np.isfinite(self.last)
+        seconds = float(self.last[answered].max() - self.arrived.min()) if answered.any() else 0.0
+        return float(self.num_out[answered].sum()) / seconds if seconds else 0.0
+
+    @property
+    def _begun(self) -> float:
+        return float(self.arrived.min(initial=self.seconds)) if self.begun is None else self.begun
 
     @property
     def ttft(self) -> Floats:
@@ -88,6 +132,11 @@ class Outcome:
         return int((~np.isfinite(self.last)).sum())
 
     @property
+    def cached(self) -> float:
+        """Share of the prompts' tokens that were cached anywhere."""
+        return float(self.num_cached.sum() / max(1, int(self.num_in.sum())))
+
+    @property
     def hit_rate(self) -> dict[str, float]:
         """Share of the prompts' tokens that came from each tier."""
         total = max(1, int(self.num_in.sum()))
@@ -95,7 +144,7 @@ class Outcome:
 
     def utilisation(self) -> dict[str, float]:
         """Share of the time in which each instance computed."""
-        return {each.name: each.busy / self.seconds if self.seconds else 0.0 for each in self.used}
+        return {each.name: each.busy / self.duration if self.duration else 0.0 for each in self.used}
 
     def shares(self) -> dict[str, float]:
         """Share of the latency of answered requests in each stage that is known."""

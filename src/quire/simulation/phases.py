@@ -144,7 +144,8 @@ class PromptRun:
 
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
         """See Simulation."""
-        return self.of(self.load.drawn(self.rate, self.seed), progress)
+        workload = self.load.drawn(self.rate, self.seed)
+        return self.of(workload, progress).counting(workload.counted)
 
     def of(self, workload: Workload, progress: Progress = lambda done, total: None) -> Outcome:
         """What comes of a workload."""
@@ -170,8 +171,10 @@ class MixedRun:
         """See Simulation."""
         workload = self.load.drawn(self.rate, self.seed)
         if may_skip(self.replicas):
-            return skipping(self.replicas, workload, self.ways.server + self.ways.hop, progress)
-        return _alone(self.replicas, self.ways, workload, self.seed, progress)
+            found = skipping(self.replicas, workload, self.ways.server + self.ways.hop, progress)
+        else:
+            found = _alone(self.replicas, self.ways, workload, self.seed, progress)
+        return found.counting(workload.counted)
 
 
 @dataclass(frozen=True)
@@ -210,9 +213,10 @@ class DecodeRun:
             seconds = found.last - found.arrived + waited + self.transfer_seconds(num_sent)
             first = found.last - np.where(found.num_out > 1, seconds, 0.0)
         is_ended = np.isfinite(found.last)
-        return dataclasses.replace(
+        made = dataclasses.replace(
             found, arrived=np.where(is_ended, first, found.arrived), first=np.where(is_ended, first, np.inf)
         )
+        return made.only(found.within(workload.counted))
 
     def transfer_seconds(self, num_tokens: Ints) -> Floats:
         """Until so many tokens of a prompt are there, without others before them: f64 [n]."""
@@ -230,9 +234,14 @@ class PairRun:
     decoding: DecodeRun
 
     @property
+    def load(self) -> Load:
+        """See Simulation."""
+        return self.prompts.load
+
+    @property
     def count(self) -> int:
         """See Simulation."""
-        return self.prompts.load.count
+        return self.load.count
 
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
         """See Simulation."""
@@ -255,7 +264,7 @@ class PairRun:
             num_out=num_out,
             used=(*begun.used, *decoded.used),
             seconds=max(begun.seconds, decoded.seconds),
-        )
+        ).counting(workload.counted)
 
 
 def seconds_per_token(replicas: Replicas, ways: Ways) -> float:
@@ -277,9 +286,7 @@ def computed(replicas: Replicas) -> Replicas:
 
 def may_skip(replicas: Replicas) -> bool:
     """Whether steps can be skipped: without retention, tiers and a window of attention."""
-    plan = replicas.plan
-    has_window = (plan.shape.sliding_window or plan.sizes.max_context) < plan.sizes.max_context
-    return not (replicas.config.retain.is_on or replicas.tiers or has_window)
+    return not (replicas.config.retain.is_on or replicas.tiers or replicas.plan.window)
 
 
 def skipping(

@@ -6,13 +6,15 @@ several prompts in a step, and may have lost what a cache without eviction still
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from quire.planning.latency import Latency, StepWork
+from quire.planning.latency import StepWork, pairs_of
 from quire.planning.queueing import mean_wait, waits
+from quire.simulation.engine import Plan
 from quire.simulation.load import Load
 from quire.simulation.phases import PromptRun, prompts_of
 from quire.simulation.setup import Replicas, Ways
@@ -35,13 +37,11 @@ class QueueCheck:
 
 def queue_check(replicas: Replicas, ways: Ways, load: Load, tpot: float, rate: float, seed: int) -> QueueCheck:
     """Simulates one instance for prompts at a rate. tpot: see PromptRun."""
-    outcome = PromptRun(replicas, ways, load, tpot, rate, seed).outcome()
-    workload = prompts_of(load.drawn(rate, seed), tpot)
-    budget = replicas.config.scheduler.token_budget
-    assert budget is not None, "a configuration with automatic values"
+    drawn = load.drawn(rate, seed)
+    outcome, workload = PromptRun(replicas, ways, load, tpot, rate, seed).of(drawn), prompts_of(drawn, tpot)
     alone = np.array(
         [
-            prompt_seconds(replicas.plan.latency, cached, whole, budget)
+            prompt_seconds(replicas.plan, cached, whole)
             for cached, whole in zip(workload.cached_tokens.tolist(), workload.prompt_tokens.tolist(), strict=True)
         ]
     )
@@ -58,15 +58,16 @@ def queue_check(replicas: Replicas, ways: Ways, load: Load, tpot: float, rate: f
     )
 
 
-def prompt_seconds(latency: Latency, cached: int, whole: int, budget: int) -> tuple[float, float]:
-    """Seconds of a prompt alone: until the next one may begin, and until its first token.
+def prompt_seconds(plan: Plan, cached: int, whole: int) -> tuple[float, float]:
+    """Seconds of a prompt alone on an engine: until the next one may begin, and until its first token.
 
     cached, whole  tokens that are cached, and all
-    budget         rows of a step
     """
-    busy = 0.0
+    budget = plan.config.scheduler.token_budget
+    assert budget is not None, "a configuration with automatic values"
+    latency, window, busy = plan.latency, math.inf if plan.window is None else plan.window, 0.0
     for start, end in pairwise([*range(cached, whole, budget), whole]):
-        work = StepWork(end - start, (end - start) * (start + end) / 2, num_prompts=1)
+        work = StepWork(end - start, pairs_of(start, end - start, window), num_prompts=1)
         last = latency.occupancy(work)
         busy += last
     return busy, busy - last + latency.seconds(work)

@@ -23,12 +23,22 @@ from quire.planning.bounds import Asked
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
 from quire.planning.goodput import Goodput, Verdict
-from quire.planning.latency import Link, Origin
+from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Rejected, Why
 from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.hardware import Division, Target
-from quire.simulation.load import Attains, Load, Progress, Simulation, Workers, bound_of, find_goodput, run_of
+from quire.simulation.load import (
+    Attains,
+    Load,
+    Progress,
+    Simulation,
+    Workers,
+    asked_of,
+    bound_of,
+    find_goodput,
+    run_of,
+)
 from quire.simulation.outcome import Outcome
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, may_skip, seconds_per_token, skipping
 from quire.simulation.queue_check import QueueCheck, queue_check
@@ -112,6 +122,7 @@ class OnGpus(Maker):
 
     def __post_init__(self) -> None:
         self._made: dict[Candidate, Replicas] = {}
+        self.window = self.target.shape.sliding_window
 
     @property
     def config(self) -> EngineConfig:
@@ -217,13 +228,10 @@ class OnCores(Maker):
         return setup_of(found, self._ways(found, within=within), ClusterConfig(), in_pairs=within)
 
     def _ways(self, replicas: Sequence[Replicas], *, within: bool) -> Ways:
-        between = self.cluster.network.between
-        latencies = [each.plan.latency for each in replicas]
-        if within or between is None:
-            return ways_of(latencies)
-        ways = ways_of(latencies, "tcp")
-        speed = min(float(between), ways.bulk.bytes_per_second)
-        return dataclasses.replace(ways, bulk=Link(ways.bulk.latency, speed))
+        # Instances on several machines are a Ray cluster's, where those of one machine use TCP, too.
+        transport = "shm" if self.cluster.nodes.count == 1 else "tcp"
+        ways = ways_of([each.plan.latency for each in replicas], transport)
+        return ways.across(None if within else self.cluster.network.between)
 
 
 @dataclass
@@ -247,8 +255,7 @@ class Planner:
     @cached_property
     def asked(self) -> Asked:
         """What the requests ask for at least."""
-        budget = self.maker.config.retain.budget
-        return Asked.of(self.load.workload, 1.0 if budget == "off" else budget, self.maker.window)
+        return asked_of(self.load.workload, self.maker.config.retain, self.maker.window)
 
     def goodput_of(self, option: Option) -> Goodput:
         """The goodput of one instance or pair, in requests/s."""
@@ -283,10 +290,17 @@ class Planner:
         load = dataclasses.replace(self.load, count=self.load.count * times)
         return Joint(self.maker.setup(placement), load, rate, seed)
 
-    def replayed(self, placement: Placement, rate: float, seed: int) -> Joint:
-        """The same with the requests and the gaps that were recorded, scaled to the rate."""
+    def replayed(self, placement: Placement, rate: float, seed: int) -> list[Joint]:
+        """The same with the requests and the gaps that were recorded, scaled to the rate, and with as many that are
+        drawn. None where that tells nothing: for requests that all arrive at once, and for conversations, of which
+        none is under way when a recording begins.
+        """
         found = self.joint(placement, rate, seed)
-        return dataclasses.replace(found, load=dataclasses.replace(found.load, fitted=None))
+        recorded = found.load.workload.first(found.count)
+        if recorded.has_conversations or math.isinf(recorded.rate):
+            return []
+        drawn = dataclasses.replace(found.load, count=len(recorded.arrivals))
+        return [dataclasses.replace(found, load=load) for load in (dataclasses.replace(drawn, fitted=None), drawn)]
 
     def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
         """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
@@ -376,6 +390,8 @@ class Joint:
         first, *others = setup.replicas
         fetches = setup.fetches and first.count > 1 and bool(workload.cached_tokens.any())
         if others or first.role != Role.MIXED or not may_skip(first) or fetches:
-            return run_of(setup, workload, self.seed, progress)
-        messages = setup.ways.server + setup.ways.hop * setup.is_cluster
-        return skipping(first, workload, messages, progress, setup.routing)
+            found = run_of(setup, workload, self.seed, progress)
+        else:
+            messages = setup.ways.server + setup.ways.hop * setup.is_cluster
+            found = skipping(first, workload, messages, progress, setup.routing)
+        return found.counting(workload.counted)

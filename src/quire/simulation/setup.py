@@ -14,7 +14,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,13 @@ class Ways:
         """
         known = {**LINKS, **links}
         return cls(bulk=known[transport], disk=known["disk"], pinned=known["pinned"], measured=frozenset(links))
+
+    def across(self, between: int | None) -> Ways:
+        """The same for caches that cross a network. between: its bytes/s; None: they cross none."""
+        if between is None:
+            return self
+        speed = min(float(between), self.bulk.bytes_per_second)
+        return replace(self, bulk=Link(self.bulk.latency, speed))
 
 
 @dataclass(frozen=True)
@@ -299,7 +306,8 @@ class LocalModel:
         counts = [(role, getattr(settings, role)) for role in ROLES]
         usual = tuple(Instances(role, count) for role, count in counts if count)
         instances = usual if placement is None else placement.instances
-        is_local = settings.address is None
+        hosts = None if placement is None else placement.hosts
+        is_local = settings.address is None and (hosts is None or hosts.count == 1)
         common = shared_options(instances, self.options, self.file, is_local=is_local)
         _, sizes, _ = self.resolved(common)
         model = Model(
@@ -314,7 +322,9 @@ class LocalModel:
         ]
         transport = "tcp" if settings.transport == "tcp" or not is_local else "shm"
         ways = ways_of([each.plan.latency for each in replicas], transport)
-        return setup_of(replicas, ways, settings, in_pairs=placement is None and settings.placement == "pairs")
+        in_pairs = settings.placement == "pairs" if placement is None else placement.in_pairs and not is_local
+        between = None if hosts is None or in_pairs else hosts.between
+        return setup_of(replicas, ways.across(between), settings, in_pairs=in_pairs)
 
 
 def setup_of(replicas: Sequence[Replicas], ways: Ways, settings: ClusterConfig, *, in_pairs: bool = False) -> Setup:

@@ -77,8 +77,9 @@ def counting_scheduler(plan: Plan) -> Scheduler:
 class SkippingInstance:
     """A scheduler under the time of a latency model.
 
-    told   is called with each sequence at the end of the step that gave it its first token or its last one
-    busy   seconds of all steps
+    told     is called with each sequence at the end of the step that gave it its first token or its last one
+    busy     seconds of all steps
+    num_out  steps outside of the range of the latency model; steps that are skipped together count like the first one
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class RecentRuns(Volatile, Generic[Content]):
         return None not in known and all(each and each.num_attached >= run.num_attached for each in known)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Forgets runs until so many bytes have room. False if they never have."""
+        """Forgets runs until there is room for `num_bytes`. False if the tier is too small."""
         if num_bytes > self.cap:
             return False
         while self._bytes + num_bytes > self.cap:
