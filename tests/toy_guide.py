@@ -41,7 +41,11 @@ class ToyGuide:
             drafts[place] = (drafts[place] + 1 + self.rng.randrange(self.vocabulary - 1)) % self.vocabulary
         self.proposed.append(count)
         self.right.append(right)
-        return Proposal(drafts, [] if self.allowed is None else [self.allowed] * (count + 1))
+        return Proposal(drafts, [] if self.allowed is None else [self._allows] * (count + 1))
+
+    def _allows(self) -> NDArray[np.uint32]:
+        assert self.allowed is not None
+        return self.allowed
 
 
 def bits(tokens: set[int], vocabulary: int) -> NDArray[np.uint32]:

@@ -197,7 +197,7 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
 
     class Few:
         def propose(self, token_ids: list[int], most: int) -> Proposal:
-            return Proposal([], [allowed])
+            return Proposal([], [lambda: allowed])
 
     for params in SAMPLING.values():
         wanted = [replace(params, max_tokens=60, logprobs=5)] * len(prompts)

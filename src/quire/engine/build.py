@@ -23,6 +23,7 @@ from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration
 from quire.engine.control import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
 from quire.engine.engine import Engine
+from quire.engine.grammars import Grammars
 from quire.engine.far_cache import far_cache, in_micro_batches, offload_counters
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloading import (
@@ -336,6 +337,7 @@ def assemble(
         tiers=tiers,
         offloaded=offload_counters(model, far) if config.offload.is_on else None,
         context_limit=_context_limit(fits, shape),
+        grammars=Grammars(tokenizer, shape.vocab_size, eos),
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.engine.answers import Answer, Names, Tokenizer
+from quire.engine.grammars import Grammars
 from quire.engine.handover import Continued
 from quire.engine.limits import Limits, counted
 from quire.engine.moving import Moving
@@ -28,6 +30,7 @@ from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import Counters, Sampled, Scheduler
 from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
+from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QuireError, RequestError
 from quire.stores.tiers import Tiers
 
@@ -70,6 +73,7 @@ class Engine:
         tiers: Tiers | None = None,
         offloaded: Callable[[], dict[str, Any]] | None = None,
         context_limit: str = "model.max_context",
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.any_runner = runner
@@ -78,6 +82,7 @@ class Engine:
         self.max_context = max_context
         self.offloaded = offloaded
         self.context_limit = context_limit
+        self.grammars = grammars
         self.eos_token_ids = eos_token_ids
         self.namespace = namespace
         self.moving = Moving(scheduler.manager, tiers)
@@ -124,7 +129,7 @@ class Engine:
     ) -> Request:
         """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now.
 
-        guide      makes a guide for each sequence; None: no guides
+        guide      makes a guide for each sequence; None: one for what the parameters want of the text, if anything
         continued  of a request of one sequence that another engine began, or will go on with; None: it is all ours
         """
         self.check_request(prompt_ids, params, hints)
@@ -132,6 +137,8 @@ class Engine:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         manager = self.scheduler.manager
         namespace = self.namespace_of(hints)
+        if guide is None and params.structured_outputs is not None:
+            guide = self._guided(params.structured_outputs, len(prompt_ids))
         request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -157,6 +164,11 @@ class Engine:
             if continued is not None:
                 self._answers[sequence].resume(continued.token_ids, continued.cumulative)
         return request
+
+    def _guided(self, wanted: StructuredOutputsParams, num_prompt: int) -> Callable[[], Guide]:
+        if self.grammars is None:
+            raise RequestError("structured_outputs: this engine has no tokenizer for grammars", "structured_outputs")
+        return partial(self.grammars.guide, wanted, num_prompt)
 
     def namespace_of(self, hints: CacheHints) -> Namespace:
         """The namespace of a request's chunks."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 
 # Each of these bounds the cost of one request per step. The server's limits are tighter where OpenAI's are.
@@ -78,6 +79,8 @@ class SamplingParams:
     """Whether special tokens are left out of the text."""
     detokenize: bool = True
     """Whether to produce text. Stop strings need it."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must be; None: anything."""
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_SEQUENCES))
@@ -107,6 +110,15 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text; set detokenize=True or use stop_token_ids", param="stop")
+        if isinstance(self.structured_outputs, Mapping):
+            self._set("structured_outputs", StructuredOutputsParams.from_options(self.structured_outputs))
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputsParams or a mapping")
+            if self.min_tokens:
+                raise RequestError(
+                    "min_tokens cannot be kept with structured_outputs, which say where the text ends", "min_tokens"
+                )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

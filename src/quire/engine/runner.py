@@ -10,16 +10,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from quire.attention.plan import AttentionBackend, AttentionPlan
 from quire.engine.outputs import Logprob
 from quire.engine.sampler import Sampler, SampleRow
 from quire.engine.step import NO_TOKEN, Failure, Result, Step
+from quire.errors import QuireError
 from quire.models.plan import Model
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from quire.cache.retention.decisions import Decided, Recover
@@ -150,9 +151,10 @@ class LocalRunner:
 
     def _sample(self, step: Step, sampling: Sequence[int], logits: torch.Tensor, result: Result) -> None:
         """Chooses the tokens. Accepts drafts up to the first that differs from the token of the row before it."""
+        reasons = dict[int, str]()
         if step.moved is None:
             self._histories = [self._rows[step.slices[index].sequence_id] for index in sampling]
-            self._sampling = self._sample_rows(step, sampling)
+            self._sampling, reasons = self._sample_rows(step, sampling)
         if step.ready is not None and (step.ready < 0).any():
             result.token_ids = [NO_TOKEN] * len(sampling)  # the step read keys and values that did not arrive
             return
@@ -163,25 +165,33 @@ class LocalRunner:
         refused = _refuse(step, sampling, token_ids) if self._sampling is not self._histories else set()
         for row, reason in sampled.errors.items():
             if row not in refused:
-                result.errors.setdefault(sampling[row], Failure(reason))
+                result.errors.setdefault(sampling[row], Failure(reasons.get(row, reason)))
         for history, token_id in zip(self._histories, token_ids, strict=True):
             if token_id != NO_TOKEN:
                 history.output_ids.append(token_id)
 
-    def _sample_rows(self, step: Step, sampling: Sequence[int]) -> list[SampleRow]:
-        """The sampler's row of each slice that samples. The row of a draft includes the drafts before it."""
-        found = self._histories
+    def _sample_rows(self, step: Step, sampling: Sequence[int]) -> tuple[list[SampleRow], dict[int, str]]:
+        """The sampler's row of each slice that samples, and why no token is allowed in some. The row of a draft includes
+        the drafts before it.
+        """
+        found, reasons = self._histories, dict[int, str]()
         drafts: list[int] = []
         for place, index in enumerate(sampling):
             piece, history = step.slices[index], self._histories[place]
+            allowed = None
+            if piece.allowed is not None:
+                try:
+                    allowed = piece.allowed()
+                except QuireError as error:
+                    allowed, reasons[place] = np.zeros(-(-self.vocab_size // 32), np.uint32), str(error)
             if piece.draft == NO_TOKEN:
-                drafts, history.allowed = [], piece.allowed
+                drafts, history.allowed = [], allowed
                 continue
             if found is self._histories:
                 found = list(found)
             drafts = [*drafts, piece.draft]
-            found[place] = history.after(drafts, piece.allowed)
-        return found
+            found[place] = history.after(drafts, allowed)
+        return found, reasons
 
     def _score(self, step: Step, hidden: torch.Tensor, result: Result) -> None:
         """Computes the log-probabilities of prompts. Logits that are not finite are an error of their slice."""

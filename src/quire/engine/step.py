@@ -11,6 +11,8 @@ from quire.attention.rows import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 """In place of a token: the row failed, or follows a refused draft."""
+
+if TYPE_CHECKING:
+    Mask = Callable[[], NDArray[np.uint32]]
+    """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Waits for it if it
+    is computed meanwhile. Raises QuireError if it cannot be computed."""
 
 
 @dataclass(slots=True)
@@ -35,7 +42,7 @@ class Slice(RowSlice):
     draft        the row's token, if it is a draft; else NO_TOKEN
     decides      whether retention decides on the prompt, which ends with the last row
     scores       whether the log-probabilities of the prompt's tokens are requested
-    allowed      uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t; None allows every token
+    allowed      gives the tokens that may come next, once the logits are there; None allows every token
     """
 
     sequence_id: int = 0
@@ -43,7 +50,7 @@ class Slice(RowSlice):
     decides: bool = False
     scores: bool = False
     draft: int = NO_TOKEN
-    allowed: NDArray[np.uint32] | None = None
+    allowed: Mask | None = None
 
     def goes_on_as(self, row: Slice) -> bool:
         """Whether `row`, of the same sequence in the next step, differs only by its position: one slot later in the
@@ -152,7 +159,7 @@ class Proposal(NamedTuple):
     """
 
     drafts: list[int]
-    allowed: list[NDArray[np.uint32] | None]
+    allowed: list[Mask | None]
 
 
 class Guide(Protocol):

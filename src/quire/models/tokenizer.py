@@ -122,6 +122,10 @@ class Tokenizer:
             found = self._bytes[token_id] = b"" if text is None else to_bytes(text)
         return found
 
+    def to_json(self) -> str:
+        """All of it, as in a tokenizer.json."""
+        return self._pipeline.to_str()
+
     def token_id(self, text: str) -> int | None:
         """Id of the token that is written like this in the vocabulary, e.g. "<|im_end|>"."""
         return self._pipeline.token_to_id(text)

@@ -1,0 +1,123 @@
+"""What the text of an answer must be, with vLLM's names. Knows values and their limits, not grammars or tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.errors import RequestError
+
+MAX_GRAMMAR_CHARS = 262_144
+"""Most characters of a grammar, of a regular expression or of a schema as JSON."""
+
+MAX_CHOICES = 4096
+
+WAYS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the text of an answer must be: exactly one of these. Checked on construction; immutable.
+
+    Whether a schema, an expression or a grammar can be honoured shows when it is compiled, before the first step. Then
+    an answer is refused whose text it cannot promise. Raises RequestError, with `param` set to "structured_outputs".
+
+    Differs from vLLM: JSON is written on one line, with a space after each comma and colon (`disable_any_whitespace` is
+    accepted and changes nothing), so that a model cannot go on with blanks for ever and more tokens are forced.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON Schema, as an object or as its JSON; draft 2020-12."""
+    json_object: bool | None = None
+    """Any JSON object; only true."""
+    regex: str | None = None
+    """An expression that the whole text matches, in the syntax of Rust's regex crate: no look-around."""
+    choice: tuple[str, ...] | list[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's or in GBNF's syntax."""
+    disable_any_whitespace: bool = False
+    """Accepted for vLLM's sake."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in WAYS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise _wrong(f"one of {', '.join(WAYS)} must be given, not {' and '.join(given) or 'none'}")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise _wrong("disable_any_whitespace must be true or false")
+        (way,) = given
+        object.__setattr__(self, way, getattr(self, f"_{way}")())
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> StructuredOutputsParams:
+        """From JSON. Null means not given."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(options.keys() - known):
+            raise _wrong(f"{unknown[0]!r} is not known; it takes {', '.join(sorted(known))}")
+        return cls(**{name: value for name, value in options.items() if value is not None})
+
+    @property
+    def way(self) -> str:
+        """Which one is given."""
+        return next(name for name in WAYS if getattr(self, name) is not None)
+
+    @property
+    def text(self) -> str:
+        """What is given, as text: of a schema and of choices, the JSON."""
+        given = getattr(self, self.way)
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+    def options(self) -> dict[str, Any]:
+        """What `from_options` takes."""
+        return {self.way: list(self.choice) if self.choice is not None else getattr(self, self.way)}
+
+    def _json(self) -> str:
+        schema = self.json
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise _wrong(f"the schema is not JSON: {error}") from None
+        if not isinstance(schema, Mapping | bool):
+            raise _wrong("json must be a schema: an object, true or false")
+        try:
+            return _bounded("the schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _wrong(f"the schema is not JSON: {error}") from None
+
+    def _json_object(self) -> bool:
+        if self.json_object is not True:
+            raise _wrong("json_object must be true")
+        return True
+
+    def _regex(self) -> str:
+        return _bounded("regex", self.regex)
+
+    def _grammar(self) -> str:
+        return _bounded("grammar", self.grammar)
+
+    def _choice(self) -> tuple[str, ...]:
+        given = self.choice
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            raise _wrong("choice must be a list of texts")
+        choices = tuple(given)
+        if not 1 <= len(choices) <= MAX_CHOICES:
+            raise _wrong(f"choice has {len(choices)} texts; it must have 1 to {MAX_CHOICES}")
+        if bad := [each for each in choices if not isinstance(each, str) or not each]:
+            raise _wrong(f"choice must be a list of texts that are not empty, and one is {bad[0]!r:.80}")
+        _bounded("choice", "".join(choices))
+        return choices
+
+
+def _bounded(name: str, text: Any) -> str:
+    if not isinstance(text, str) or not text:
+        raise _wrong(f"{name} must be a text that is not empty")
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise _wrong(f"{name} has {len(text):,} characters; at most {MAX_GRAMMAR_CHARS:,} are allowed")
+    return text
+
+
+def _wrong(reason: str) -> RequestError:
+    return RequestError(f"structured_outputs: {reason}", "structured_outputs")

@@ -1,0 +1,184 @@
+"""Structured output: every answer that ends is what was asked for, in any batch, whatever becomes of its sequence, and
+tokens that a grammar forces are not steps.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.engine.grammars import GrammarGuide, Grammars
+from quire.engine.structured import StructuredOutputsParams
+from quire.errors import RequestError
+from quire.models.tokenizer import load_tokenizer
+
+from ..tiny_models import save_tiny
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["cat", "dog", "parrot"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "kind", "age"],
+    "additionalProperties": False,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "json": {"json": SCHEMA},
+    "regex": {"regex": r"[a-f]{3,7}-[0-9]{4}"},
+    "choice": {"choice": ["yes", "no", "\"quoted\"\n", "né"]},
+    "lark": {"grammar": 'start: "<" WORD ("," WORD)~0..3 ">"\nWORD: /[a-z]{1,4}/'},
+    "gbnf": {"grammar": 'root ::= "<" word ">"\nword ::= [a-z] [a-z]? [a-z]?'},
+}
+OPTIONS: dict[str, Any] = {
+    "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1, "cache.memory": "4MiB",
+}  # fmt: skip
+
+
+def fits(way: str, text: str) -> bool:
+    if way == "json":
+        found = json.loads(text)
+        return (
+            list(found) == ["name", "kind", "age"]
+            and len(found["name"]) <= 12
+            and found["kind"] in ("cat", "dog", "parrot")
+            and 0 <= found["age"] <= 99
+        )
+    if way == "choice":
+        return text in WAYS["choice"]["choice"]
+    patterns = {"regex": WAYS["regex"]["regex"], "lark": r"<[a-z]{1,4}(,[a-z]{1,4}){0,3}>", "gbnf": "<[a-z]{1,3}>"}
+    return re.fullmatch(patterns[way], text) is not None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(str(model), OPTIONS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_answer_is_what_was_asked_for(llm: LLM, way: str, seed: int) -> None:
+    wanted = StructuredOutputsParams(**WAYS[way])
+    params = [
+        SamplingParams(n=2, max_tokens=200, temperature=temperature, seed=seed, structured_outputs=wanted)
+        for temperature in (0.0, 1.0, 2.0)
+    ]
+    answers = llm.generate(["a", "a longer prompt", "?"], params, use_tqdm=False)
+    for output in (output for answer in answers for output in answer.outputs):
+        assert output.finish_reason == "stop", output
+        assert fits(way, output.text), output.text
+    assert llm.engine.holds_nothing
+
+
+def test_forced_tokens_take_no_steps_and_change_no_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    params = SamplingParams(max_tokens=120, temperature=1.0, seed=seed, structured_outputs={"json": SCHEMA}, logprobs=1)
+
+    def run() -> tuple[Any, int]:
+        before = llm.stats()["steps"]
+        (answer,) = llm.generate(["x"], params, use_tqdm=False)
+        return answer.outputs[0], llm.stats()["steps"] - before
+
+    drafted, steps = run()
+    propose = GrammarGuide.propose
+    monkeypatch.setattr(GrammarGuide, "propose", lambda self, token_ids, most: propose(self, token_ids, 0))
+    alone, more = run()
+    assert drafted.token_ids == alone.token_ids and drafted.text == alone.text
+    assert [list(each) for each in drafted.logprobs] == [list(each) for each in alone.logprobs]
+    # Names, quotes, colons and commas are known: 34 bytes and as many tokens of this vocabulary.
+    assert len(alone.token_ids) - 3 <= more and steps <= more - 25
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+        ({"type": "string", "format": "telegram"}, "telegram"),
+        ({"type": "strin"}, "strin"),
+        ({"$ref": "http://example.org/schema"}, "http://example.org/schema"),
+    ],
+)
+def test_a_schema_that_cannot_be_honoured_is_refused_by_its_keyword(llm: LLM, schema: Any, word: str) -> None:
+    params = SamplingParams(structured_outputs={"json": schema})
+    with pytest.raises(RequestError, match=re.escape(word)) as refusal:
+        llm.generate(["x"], params, use_tqdm=False)
+    assert refusal.value.param == "structured_outputs" and "\n" not in str(refusal.value)
+    assert llm.engine.holds_nothing
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "one of json, json_object, regex, choice, grammar must be given, not none"),
+        ({"json": {}, "regex": "a"}, "not json and regex"),
+        ({"json": "{"}, "the schema is not JSON"),
+        ({"json": 3}, "json must be a schema"),
+        ({"json_object": False}, "json_object must be true"),
+        ({"regex": ""}, "regex must be a text that is not empty"),
+        ({"regex": "a" * 300_000}, "300,000 characters"),
+        ({"choice": []}, "choice has 0 texts"),
+        ({"choice": "abc"}, "choice must be a list of texts"),
+        ({"choice": ["a", ""]}, "not empty, and one is ''"),
+        ({"json": {}, "yaml": 1}, "'yaml' is not known"),
+    ],
+)
+def test_what_is_no_request_for_a_structure_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
+        StructuredOutputsParams.from_options(given)
+
+
+def test_a_guide_follows_any_tokens_that_there_are(seed: int) -> None:
+    """Also if a step that it proposed tokens for did not happen, and if it begins in the middle."""
+    draw = random.Random(seed)
+    tokenizer = load_tokenizer(EMBEDDED) if (EMBEDDED := embedded()) else None
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    for way in WAYS:
+        wanted = StructuredOutputsParams(**WAYS[way])
+        prompt = tokenizer.encode("some words")
+        tokens, guide = list(prompt), grammars.guide(wanted, len(prompt))
+        while tokens[-1] not in tokenizer.eos_ids:
+            most = draw.choice([0, 0, 1, 3, 9])
+            if not draw.randrange(3):
+                guide.propose(list(tokens), draw.choice([0, 2, 9]))  # a step that was not taken
+            if not draw.randrange(4):
+                guide = grammars.guide(wanted, len(prompt))  # another engine goes on
+            drafts, masks = guide.propose(list(tokens), most)
+            assert len(drafts) <= most and len(masks) == len(drafts) + 1
+            for draft, mask in zip(drafts, masks, strict=False):
+                assert members(mask()) == [draft]
+            taken = draw.randrange(len(drafts) + 1) if not draw.randrange(5) else len(drafts)
+            tokens += drafts[:taken]
+            tokens.append(drafts[taken] if taken < len(drafts) else draw.choice(members(masks[-1]())))
+            assert len(tokens) < 400
+        assert fits(way, tokenizer.decode(tokens[len(prompt) :])), way
+
+
+def members(words: Any) -> list[int]:
+    return np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+
+
+def embedded() -> Path | None:
+    from quire.models.resolve import resolve_model
+
+    return resolve_model("smollm2")
+
+
+def test_min_tokens_cannot_be_kept_with_a_structure() -> None:
+    with pytest.raises(RequestError, match="min_tokens cannot be kept"):
+        replace(SamplingParams(structured_outputs={"regex": "a"}), min_tokens=3)
