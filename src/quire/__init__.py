@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
+    from quire.engine.structured import StructuredOutputsParams
     from quire.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "quire.llm",
@@ -25,6 +26,7 @@ _HOMES = {
     "EngineConfig": "quire.config",
     "RequestOutput": "quire.engine.outputs",
     "SamplingParams": "quire.engine.params",
+    "StructuredOutputsParams": "quire.engine.structured",
 }
 
 

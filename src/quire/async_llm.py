@@ -19,6 +19,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
+from quire.engine.structured import StructuredOutputsParams
 from quire.engine_thread import EngineThread
 from quire.errors import EngineStoppedError, QueueFullError, QuireError, RequestError
 from quire.llm import Prompt, ReadPrompt, read_prompt
@@ -134,6 +135,12 @@ class AsyncLLM(AsyncPrefixes):
     ) -> None:
         await self.close()
 
+    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
+        """Raises RequestError if a text like this cannot be promised. Compiles its grammar on a thread."""
+        grammars = self._parts.engine.grammars
+        assert grammars is not None
+        await asyncio.wrap_future(grammars.prepare(wanted))
+
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of a prompt. Raises the RequestError or QueueFullError that `generate` would raise, before a
         byte is streamed.
@@ -168,6 +175,8 @@ class AsyncLLM(AsyncPrefixes):
     async def _generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, is_pin: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
+        if params.structured_outputs is not None:
+            await self.check_structure(params.structured_outputs)
         text, ids, hints = self._admit(prompt, params, is_pin=is_pin)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.grammars import Grammars
 from quire.engine.known import KnownPrefix
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.prefixes import Prefix
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.engine.stops import StopChecker
+from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, RequestError
+from quire.models.tokenizer import Tokenizer
+from tests import tiny_models
 
 BOS, EOS = 256, 257
 VOCAB = 258
@@ -95,6 +100,13 @@ class ByteTokenizer:
         return text + "assistant:" * add_generation_prompt
 
 
+@functools.cache
+def grammars() -> Grammars:
+    """Of a tokenizer whose tokens are bytes."""
+    tokenizer = Tokenizer(tiny_models.byte_tokenizer(), None, tiny_models.BOS, tiny_models.EOS)
+    return Grammars(tokenizer, VOCAB, (EOS,))
+
+
 class FakeEngine:
     """Answer i of a prompt is the prompt turned by `i + seed` bytes, then the end token.
 
@@ -138,6 +150,9 @@ class FakeEngine:
         self.moved: dict[str, Any] = {}
         self.pinned_salts: list[str] = []
         self.kept_fraction: float | None = None
+
+    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
+        grammars().compile(wanted)
 
     def prepare(self, prompt: Any, params: SamplingParams) -> None:
         if len(prompt["prompt_token_ids"]) >= self.max_context:

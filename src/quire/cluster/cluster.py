@@ -24,7 +24,8 @@ from quire.cluster.router import COUNTERS, Ticket
 from quire.cluster.supervisor import Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig, SloConfig
-from quire.engine.build import resolve
+from quire.engine.build import end_tokens, resolve
+from quire.engine.grammars import Grammars
 from quire.engine.known import DISK, KnownPrefix, Salts, key_of, read_key
 from quire.engine.limits import Limits
 from quire.engine.outputs import RequestOutput
@@ -34,6 +35,7 @@ from quire.engine.prefixes import Prefix
 from quire.engine.sampler import sequence_seed
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.engine.sizes import Sizes
+from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, EngineStoppedError, QueueFullError
 from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import find_calibration
@@ -83,6 +85,7 @@ class Cluster:
         self.tokenizer: Tokenizer = load_tokenizer(
             self._path, self.config.model.tokenizer, self.config.model.chat_template
         )
+        self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, end_tokens(self.shape, self.tokenizer))
         self.model_name = resolved.model.name or model
         self._salts = tuple(salts)
         self._ids = itertools.count()
@@ -192,6 +195,10 @@ class Cluster:
         """See Engine."""
         return read_sampling_defaults(self._path, self._model)
 
+    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
+        """Raises RequestError if a text like this cannot be promised. Compiles its grammar on a thread."""
+        await asyncio.wrap_future(self._grammars.prepare(wanted))
+
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of a prompt. Raises the RequestError or QueueFullError that `generate` would raise."""
         return self._admit(prompt, params).ids
@@ -219,6 +226,8 @@ class Cluster:
     async def _generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        if params.structured_outputs is not None:
+            await self.check_structure(params.structured_outputs)
         text, ids, hints = self._admit(prompt, params)
         self._note_arrivals(params)
         request_id = request_id or f"request-{next(self._ids)}"

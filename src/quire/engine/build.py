@@ -312,7 +312,7 @@ def assemble(
         config.cache.strict,
         config.cache.sparse_values,
     )
-    eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
+    eos = end_tokens(shape, tokenizer)
     attention, padded_rows = _attention(config, spec), _padded_rows(config)
     if config.offload.is_on:
         attention = in_micro_batches(attention, config, far, padded_rows)
@@ -339,6 +339,11 @@ def assemble(
         context_limit=_context_limit(fits, shape),
         grammars=Grammars(tokenizer, shape.vocab_size, eos),
     )
+
+
+def end_tokens(shape: ModelShape, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    return tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
 
 
 def _context_limit(fits: Sizes, shape: ModelShape) -> str:

@@ -59,6 +59,7 @@ class Grammars:
         self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
+        self._compiler: ThreadPoolExecutor | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._ends = self._only(self._eos_token_ids)
 
@@ -78,6 +79,13 @@ class Grammars:
             if len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def prepare(self, wanted: StructuredOutputsParams) -> Future[LLMatcher]:
+        """Compiles on a thread, one grammar after the other, so that large ones hold up nothing else."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = ThreadPoolExecutor(1, "quire-grammars")
+        return self._compiler.submit(self.compile, wanted)
 
     def guide(self, wanted: StructuredOutputsParams, num_prompt: int) -> GrammarGuide:
         """A guide for one sequence with so many prompt tokens. Compiles what is not compiled yet; see `compile`."""

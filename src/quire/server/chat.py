@@ -35,7 +35,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         params = service.params(body, len(ids), max_tokens, param="messages", logprobs=logprobs)
         tenant = request.state.tenant
         chat = Chat(service, body, Job(ids, params, service.hints(body, tenant), tenant))
-        service.admit([chat.job])
+        await service.admit([chat.job])
     if body.stream:
         return EventStream(chat.events())
     return await unless_disconnected(request.receive, chat.whole())

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quire.engine.params import SamplingParams
     from quire.engine.prefixes import Prefix
     from quire.engine.sampling_defaults import SamplingDefaults
+    from quire.engine.structured import StructuredOutputsParams
     from quire.planning.placement_file import Placement
 
 
@@ -110,6 +111,9 @@ class Engine(Protocol):
     @property
     def operations(self) -> Operations | None:
         """For operators; None if there are no instances."""
+
+    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
+        """Raises RequestError if a text like this cannot be promised."""
 
     def prepare(self, prompt: Any, params: SamplingParams) -> object:
         """Raises RequestError for a request that can never run, and QueueFullError if the queue is full."""

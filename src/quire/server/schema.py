@@ -32,6 +32,8 @@ from quire.engine.params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from quire.engine.structured import MAX_CHOICES, StructuredOutputsParams
+from quire.errors import RequestError
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request, shown
 from quire.server.structure import MAX_VALUES
@@ -146,6 +148,17 @@ def _biases(value: Any) -> dict[int, float] | None:
     return biases
 
 
+def _structure(value: Any) -> StructuredOutputsParams | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("Must be an object")
+    try:
+        return StructuredOutputsParams.from_options(value)
+    except RequestError as error:
+        raise bad_request(str(error), error.param) from None
+
+
 TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -177,6 +190,24 @@ _BIAS_SCHEMA = {
         {"type": "null"},
     ]
 }
+_STRUCTURE_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "json": {"type": ["object", "string", "boolean"]},
+                "json_object": {"const": True},
+                "regex": {"type": "string"},
+                "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_CHOICES},
+                "grammar": {"type": "string"},
+                "disable_any_whitespace": {"type": "boolean"},
+            },
+            "additionalProperties": False,
+        },
+        {"type": "null"},
+    ],
+    "description": "Extension: what the text must be, as vLLM takes it. One of the first five.",
+}
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 Stops = Annotated[list[str] | None, PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
 OnlyFalse = Annotated[bool | None, PlainValidator(_only_false), WithJsonSchema({"enum": [False, None]})]
@@ -184,6 +215,9 @@ TemplateVariables = Annotated[
     dict[str, Any] | None,
     PlainValidator(_template_variables),
     WithJsonSchema({"type": ["object", "null"], "description": "Extension: variables for the chat template."}),
+]
+Structured = Annotated[
+    StructuredOutputsParams | None, PlainValidator(_structure), WithJsonSchema(_STRUCTURE_SCHEMA)
 ]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
@@ -209,6 +243,36 @@ class Model(BaseModel):
         known = {name: value[name] for name in cls.model_fields if name in value}
         unknown = next(name for name in value if name not in cls.model_fields)
         return known | {unknown: value[unknown]}
+
+
+class JsonSchemaFormat(Model):
+    """A named schema."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = Field(None, description="Accepted: schemas are always honoured whole or refused.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="None: any JSON object.")
+
+
+class ResponseFormat(Model):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            needs = "needs" if self.type == "json_schema" else "does not take"
+            raise bad_request(f"'response_format' of type {self.type!r} {needs} 'json_schema'", "response_format")
+        return self
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """What it wants of the text. Raises RequestError."""
+        if self.type == "text":
+            return None
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
 
 
 class StreamOptions(Model):
@@ -256,10 +320,23 @@ class Sampling(Model):
         None, description="Extension: include the stop string that ended the text."
     )
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured = None
+
     cache_salt: Salt = None
     cache_pin: Pin = None
     cache_priority: Priority = None
     cache_lifetime: Lifetime = None
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """What the text of an answer must be. Raises RequestError."""
+        return self.structured_outputs or (self.response_format and self.response_format.structure())
+
+    @model_validator(mode="after")
+    def _has_one_structure(self) -> Sampling:
+        if self.structured_outputs is not None and self.response_format and self.response_format.type != "text":
+            raise bad_request("'structured_outputs' and 'response_format' exclude each other", "structured_outputs")
+        return self
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:
@@ -332,12 +409,6 @@ class Message(Model):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ResponseFormat(Model):
-    """The form of the answer: only text."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(Sampling):
     """The body of POST /v1/chat/completions."""
 
@@ -349,7 +420,6 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=MAX_MODALITIES)] | None = None
     tool_choice: Literal["none"] | None = None
     chat_template_kwargs: TemplateVariables = None

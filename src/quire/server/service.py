@@ -249,7 +249,10 @@ class Service:
         self.check_tokens(request.logit_bias, "logit_bias")
         self.check_tokens(request.stop_token_ids, "stop_token_ids")
         given = {name: value for name in _PASSED_ON if (value := getattr(request, name)) is not None}
-        fixed = {"max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        fixed = {
+            "max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
+            "structured_outputs": request.structure(),
+        }  # fmt: skip
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
     def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:
@@ -274,7 +277,7 @@ class Service:
         if not self.engine.is_ready:
             raise ApiError(503, "the engine is not running", code="not_ready")
 
-    def admit(self, jobs: Sequence[Job]) -> None:
+    async def admit(self, jobs: Sequence[Job]) -> None:
         """Raises the error that refuses the jobs, before anything is computed or sent."""
         if self.draining:
             raise shutting_down()
@@ -283,6 +286,8 @@ class Service:
         if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
+        for wanted in {job.params.structured_outputs for job in jobs} - {None}:
+            await self.engine.check_structure(wanted)
         for job in jobs:
             self.engine.prepare(job.prompt, job.params)
 
