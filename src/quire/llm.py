@@ -397,12 +397,7 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
             found = CompletionOutput(news.index, "", [], None if news.logprobs is None else [])
             whole.outputs.append(found)
             whole.outputs.sort(key=lambda output: output.index)
-        found.text += news.text
-        found.token_ids.extend(news.token_ids)
-        if news.logprobs is not None:
-            found.logprobs = (found.logprobs or []) + news.logprobs
-        found.finish_reason, found.stop_reason = news.finish_reason, news.stop_reason
-        found.cumulative_logprob = news.cumulative_logprob
+        found.add(news)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

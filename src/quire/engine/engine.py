@@ -371,10 +371,13 @@ class Engine:
             elif sequence.leaves:
                 self.exports[request.request_id] = self.scheduler.export(sequence)
                 del self._answers[sequence]
-            if request in deltas:
-                deltas[request].append(delta)
-            else:
+            found = deltas.get(request)
+            if found is None:
                 deltas[request] = [delta]
+            elif found[-1].index == delta.index:  # of several tokens in one step
+                found[-1].add(delta)
+            else:
+                found.append(delta)
 
     def _end(self, sequence: Sequence, reason: FinishReason, explanation: str | None = None) -> CompletionOutput:
         self.scheduler.finish(sequence)

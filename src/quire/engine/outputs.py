@@ -41,6 +41,15 @@ class CompletionOutput:
         """Whether this sequence is complete."""
         return self.finish_reason is not None
 
+    def add(self, news: CompletionOutput) -> None:
+        """Appends what is new since then."""
+        self.text += news.text
+        self.token_ids.extend(news.token_ids)
+        if news.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + news.logprobs
+        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+        self.cumulative_logprob = news.cumulative_logprob
+
 
 @dataclass(slots=True)
 class RequestOutput:

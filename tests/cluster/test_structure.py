@@ -1,0 +1,46 @@
+"""Structured answers in a cluster: the grammar goes along with the request, and its state follows the tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
+from quire.errors import RequestError
+
+from ..clusters import SMALL, Running, Threads
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "kind": {"enum": ["cat", "dog"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+def tokens(answer: RequestOutput) -> list[list[int]]:
+    return [output.token_ids for output in answer.outputs]
+
+
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_tokens_are_those_of_one_engine(model: Path, lonely: LLM, transport: str, seed: int) -> None:
+    prompts: list[Any] = [[1 + seed % 50, *range(2, 2 + length)] for length in (3, 70, 140)]
+    params = [
+        SamplingParams(n=2, max_tokens=120, temperature=1.0, seed=seed, structured_outputs={"json": SCHEMA}),
+        SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"regex": "[0-9]{3}(-[0-9]{2}){2}"}),
+        SamplingParams(max_tokens=40, temperature=1.0, seed=seed, structured_outputs={"choice": ["left", "right"]}),
+    ]
+    expected = [tokens(each) for each in lonely.generate(prompts, params, use_tqdm=False)]
+    with Running(model, SMALL, Threads(), transport) as cluster:
+        answers = cluster.generate(prompts, params)
+        assert [tokens(each) for each in answers] == expected
+        for output in answers[0].outputs:
+            assert output.finish_reason == "stop" and set(json.loads(output.text)) == {"name", "kind"}
+        with pytest.raises(RequestError, match="uniqueItems"):
+            cluster.generate([[1, 2]], SamplingParams(structured_outputs={"json": {"uniqueItems": True}}))
+        cluster.settle()
