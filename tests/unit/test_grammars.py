@@ -18,9 +18,12 @@ from quire import LLM, SamplingParams
 from quire.engine.grammars import GrammarGuide, Grammars
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 
-from ..tiny_models import save_tiny
+from ..engines import generate, make_engine
+from ..tiny_models import BYTE_VOCAB, save_tiny
+from .test_guides import CACHES, SHAPE
 
 SCHEMA = {
     "type": "object",
@@ -145,8 +148,7 @@ def test_what_is_no_request_for_a_structure_is_refused(given: dict[str, Any], sa
 def test_a_guide_follows_any_tokens_that_there_are(seed: int) -> None:
     """Also if a step that it proposed tokens for did not happen, and if it begins in the middle."""
     draw = random.Random(seed)
-    tokenizer = load_tokenizer(EMBEDDED) if (EMBEDDED := embedded()) else None
-    assert tokenizer is not None
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     for way in WAYS:
         wanted = StructuredOutputsParams(**WAYS[way])
@@ -173,10 +175,37 @@ def members(words: Any) -> list[int]:
     return np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
 
 
-def embedded() -> Path | None:
-    from quire.models.resolve import resolve_model
+ASCII = {token_id: -100.0 for token_id in (*range(10), *range(127, BYTE_VOCAB))}
+"""Biases that leave characters: bytes alone may be none."""
 
-    return resolve_model("smollm2")
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_grammar_that_allows_everything_changes_no_text(cache: str, share: bool, seed: int) -> None:
+    draw = random.Random(seed)
+    shared = draw.choices(range(BYTE_VOCAB), k=130)
+    prompts = [shared + draw.choices(range(BYTE_VOCAB), k=length) for length in (3, 40, 90)]
+    free = SamplingParams(max_tokens=80, temperature=0.0, logit_bias=ASCII)
+    held = replace(free, structured_outputs={"regex": r"(.|\n)*"})
+    options = {"cache.share": share} | CACHES[cache]
+    expected = generate(make_engine(SHAPE, **options), prompts, free)
+    engine = make_engine(SHAPE, **options)
+    assert generate(engine, prompts, held) == expected and engine.holds_nothing
+
+
+def test_answers_of_preempted_sequences_fit_and_are_the_same(seed: int) -> None:
+    items = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 12}, "minItems": 12}
+    params = SamplingParams(
+        max_tokens=300, temperature=1.0, seed=seed, structured_outputs={"json": items | {"maxItems": 14}}
+    )
+    prompts = [[number] * (60 + number) for number in range(1, 5)]
+    answers = generate(make_engine(), prompts, params)
+    tight = make_engine(chunks=12)
+    assert generate(tight, prompts, params) == answers
+    assert tight.stats()["preemptions"] > 0
+    for answer in answers:
+        found = json.loads(bytes(token for token in answer if token < 256))
+        assert 12 <= len(found) <= 14 and all(8 <= len(each) <= 12 for each in found)
 
 
 def test_min_tokens_cannot_be_kept_with_a_structure() -> None:
