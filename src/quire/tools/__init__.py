@@ -1,0 +1,1 @@
+"""Tools that a model may call: what is asked for, how models of a family write calls, and reading them."""

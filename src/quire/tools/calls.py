@@ -1,0 +1,77 @@
+"""Tools, the choice among them, and what an answer consists of: text and calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
+"""Parameters of a tool without any."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the caller can run.
+
+    parameters  JSON Schema of its arguments, an object
+    strict      whether arguments must fit the schema even where the model is free to call or not
+    """
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=lambda: EMPTY)
+    strict: bool = False
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the answer may, must or must not call, and what.
+
+    name      the only tool; "" for any
+    parallel  whether there may be several calls
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str = ""
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that an earlier answer made. arguments: JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of text outside calls."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegins:
+    """The index-th call of an answer is of this tool."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Part = Text | CallBegins | CallArguments

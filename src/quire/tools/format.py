@@ -1,0 +1,128 @@
+"""How the models of a family write calls, as one row, and the grammar and the conversation that follow from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.tools.calls import Call, Tool, ToolChoice
+
+Message = Mapping[str, Any]
+TokenOf = Callable[[str], int | None]
+"""Gives the id of a special token; None for a text that is none."""
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A call is written as {"name": ..., KEY: {...}}.
+
+    name       of the format
+    marks      texts of which a chat template has one if its model writes calls like this
+    opens      what stands before the first call
+    between    what stands between two calls; None: there is at most one
+    closes     what stands after the last call
+    key        of the arguments
+    also       other texts that open a call
+    at_start   whether an answer may begin with a call that nothing opens
+    instructs  the system text that teaches the format; None: the chat template does
+    num_id     characters of a call's id after `id_begins`
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    opens: str
+    between: str | None
+    closes: str
+    key: str = "arguments"
+    also: tuple[str, ...] = ()
+    at_start: bool = False
+    instructs: Callable[[Sequence[Tool]], str] | None = None
+    id_begins: str = "call_"
+    num_id: int = 24
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        return self.id_begins + "".join(secrets.choice(_LETTERS) for _ in range(self.num_id))
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """The text of calls."""
+        texts = [f'{{"name": {json.dumps(call.name)}, "{self.key}": {call.arguments}}}' for call in calls]
+        return self.opens + (self.between or "").join(texts) + self.closes
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """A conversation for a template that knows no tools: they are told of in a system message, calls are text, and
+        results are said by the user. For another template, the messages as they are.
+        """
+        if self.instructs is None:
+            return list(messages)
+        found, told = [_as_text(self, message) for message in messages], self.instructs(tools)
+        if not tools:
+            return found
+        if found and found[0]["role"] == "system":
+            return [{**found[0], "content": f"{found[0]['content']}\n\n{told}"}, *found[1:]]
+        return [{"role": "system", "content": told}, *found]
+
+    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, token_of: TokenOf) -> str | None:
+        """The grammar of an answer, as Lark; None where the model is free and no tool is strict.
+
+        Must it call, every tool's arguments fit their schema. May it, those of strict tools do.
+        """
+        wanted = [tool for tool in tools if choice.name in ("", tool.name)]
+        if choice.mode == "none" or (choice.mode == "auto" and not any(tool.strict for tool in wanted)):
+            return None
+        opens, between, closes = (self._terms(text, token_of) for text in (self.opens, self.between or "", self.closes))
+        several = choice.parallel and self.between is not None
+        calls = " ".join(["call", f"({' '.join([*between, 'call'])})*" if several else "", *closes])
+        rules = [
+            "call: " + " | ".join(f"call_{place}" for place in range(len(wanted))),
+            *(self._rules(place, tool, choice) for place, tool in enumerate(wanted)),
+        ]
+        if choice.mode == "required":
+            start = [f"start: {' '.join(opens)} {calls}"]
+        elif not opens:
+            start = [f"start: {calls} | OTHER", r"OTHER: /([^{](.|\n)*)?/"]
+        else:
+            is_special = opens[0].startswith("<")
+            head = f"head: TEXT? {' '.join(opens)}" if is_special else f"head[lazy]: ANY {' '.join(opens)}"
+            start = [f"start: {'calls*' if choice.parallel else 'calls?'} TEXT?", f"calls: head {calls}", head]
+            start += [r"TEXT: /(.|\n)+/", r"ANY: /(.|\n)*/"][: 1 if is_special else 2]
+        return "\n".join(["%llguidance {}", *start, *rules])
+
+    def _terms(self, text: str, token_of: TokenOf) -> list[str]:
+        """A text in a grammar. Special tokens are no text there."""
+        pieces = re.split("(" + "|".join(map(re.escape, self.marks)) + ")", text) if self.marks else [text]
+        ids = [(piece, token_of(piece)) for piece in pieces if piece]
+        return [json.dumps(piece) if token_id is None else f"<[{token_id}]>" for piece, token_id in ids]
+
+    def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
+        schema = tool.parameters if choice.mode == "required" or tool.strict else {"type": "object"}
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{self.key}": ')
+        return f'call_{place}: {head} arguments_{place} "}}"\narguments_{place}: %json {json.dumps(styled(schema))}'
+
+
+def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema whose JSON is written as everywhere here: on one line, a space after commas and colons."""
+    style = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False}
+    return {**schema, "x-guidance": style}
+
+
+def _as_text(format_: ToolFormat, message: Message) -> dict[str, Any]:
+    calls = [
+        Call(call["id"], call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
+        for call in message.get("tool_calls") or ()
+    ]
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        result = json.dumps({"tool_call_id": message.get("tool_call_id"), "result": content}, ensure_ascii=False)
+        return {"role": "user", "content": result}
+    if not calls:
+        return {**message, "content": content}
+    text = format_.write(calls)
+    return {"role": message["role"], "content": f"{content}\n{text}" if content else text}

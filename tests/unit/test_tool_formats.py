@@ -1,0 +1,197 @@
+"""Formats of calls: what is written is read again however it is cut, and what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from quire.engine.grammars import Grammars
+from quire.engine.structured import StructuredOutputsParams
+from quire.models.resolve import resolve_model
+from quire.models.tokenizer import load_tokenizer
+from quire.tools.calls import Call, CallArguments, CallBegins, Part, Text, Tool, ToolChoice
+from quire.tools.format import ToolFormat
+from quire.tools.formats import FORMATS, format_of
+from quire.tools.formats.generic import GENERIC
+from quire.tools.parser import CallParser
+
+EVERY = {each.name: each for each in (*FORMATS, GENERIC)}
+NAMES = ("weather", "add", "no_arguments")
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"city": "Zürich", "days": [1, 2, {"a": None}]},
+    {"text": 'a "quoted" } ] { [ \\ </tool_call> [TOOL_CALLS] text\n', "n": -1.5e3},
+    {"nested": {"deep": {"deeper": []}}},
+]
+
+
+def read(format_: ToolFormat, text: str, cuts: list[int]) -> list[Part]:
+    parser, found = CallParser(format_, NAMES), list[Part]()
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        found += parser.push(text[begin:end])
+    return found + parser.flush()
+
+
+def gathered(parts: list[Part]) -> tuple[str, list[tuple[str, str]]]:
+    """The joined text, and the calls' names and arguments."""
+    text, calls = "", list[tuple[str, str]]()
+    for part in parts:
+        match part:
+            case Text(piece):
+                text += piece
+            case CallBegins(index, id_, name):
+                assert index == len(calls) and id_
+                calls.append((name, ""))
+            case CallArguments(index, piece):
+                assert index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + piece)
+    return text, calls
+
+
+def cuts_of(draw: random.Random, text: str) -> list[int]:
+    return sorted(draw.choices(range(len(text) + 1), k=draw.randrange(12)))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_calls_that_are_written_are_read_however_they_are_cut(name: str, seed: int) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    for _ in range(300):
+        count = draw.randrange(1, 4) if format_.between is not None else 1
+        calls = [Call("id", draw.choice(NAMES), json.dumps(draw.choice(ARGUMENTS), ensure_ascii=False))
+                 for _ in range(count)]  # fmt: skip
+        before = "" if format_.at_start else draw.choice(["", "Let me look.", "a < b, [T {"])
+        text = before + ("\n" if before else "") + format_.write(calls)
+        said, found = gathered(read(format_, text, cuts_of(draw, text)))
+        assert said == before
+        assert found == [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "Hello.", "  leading and trailing \n", '{"name": "unknown", "arguments": {}}', '{"name": "add"',
+        "<tool_call>", "<tool_call>\nno json", "[TOOL_CALLS] nothing", '{"tool_calls": [', "<|python_tag|>print(1)",
+        "{", "[TOOL_CALLS] [", "<tool", '{"tool_calls": []}', '{"a": 1}',
+    ],
+)  # fmt: skip
+def test_what_is_no_call_stays_text(name: str, text: str, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(20):
+        assert gathered(read(EVERY[name], text, cuts_of(draw, text))) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>', [("add", '{"a":1}')]),
+        ("hermes", '<tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>', [("add", '{"a": 1}')]),
+        ("hermes", '<tool_call>\n{"name": "no_arguments"}\n</tool_call>', [("no_arguments", "{}")]),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 1}"}\n</tool_call>', [("add", '{"a": 1}')]),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1', [("add", '{"a": 1')]),
+        ("llama", ' {"name": "add", "parameters": {"a": "1"}}', [("add", '{"a": "1"}')]),
+        ("llama", '<|python_tag|>{"name": "add", "parameters": {}}', [("add", "{}")]),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}]', [("add", "{}")]),
+        ("mistral", '[TOOL_CALLS]  [ {"name": "add", "arguments": {}} ,{"name": "weather", "arguments": {}}]',
+         [("add", "{}"), ("weather", "{}")]),
+        ("generic", '{"tool_calls": [{"name": "add", "arguments": {}}]}', [("add", "{}")]),
+    ],
+)  # fmt: skip
+def test_what_models_write_otherwise_is_read(name: str, text: str, calls: list[Any], seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(40):
+        assert gathered(read(EVERY[name], text, cuts_of(draw, text))) == ("", calls)
+
+
+def test_a_format_is_known_by_the_template() -> None:
+    assert format_of("{% if tools %}<tool_call>{% endif %}").name == "hermes"
+    assert format_of("{{ '[TOOL_CALLS]' }}").name == "mistral"
+    assert format_of("{{ '<|python_tag|>' }}").name == "llama"
+    assert format_of("{{ messages }}").name == "generic"
+
+
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Bern", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "add": {
+        "type": "object",
+        "properties": {"a": {"type": "number"}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [Tool(name, parameters=schema, strict=True) for name, schema in SCHEMAS.items()]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "choice",
+    [ToolChoice("required"), ToolChoice("required", "add"), ToolChoice("required", parallel=False)],
+    ids=["required", "named", "one"],
+)
+def test_answers_that_must_call_do_with_valid_arguments(
+    grammars: Grammars, name: str, choice: ToolChoice, seed: int
+) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    for _ in range(4):
+        said, calls = gathered(read(format_, drawn(grammars, format_, choice, draw), []))
+        assert not said and 1 <= len(calls) <= (9 if choice.parallel and format_.between else 1)
+        for called, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[called])
+            assert choice.name in ("", called)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_answers_that_may_call_say_anything_or_call_with_valid_arguments(
+    grammars: Grammars, name: str, seed: int
+) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    grammar = format_.grammar(TOOLS, ToolChoice(), lambda text: None)
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
+    encode = grammars._tokenizer.encode
+    valid = Call("", "add", '{"a": 1, "b": true}')
+    invalid = Call("", "add", '{"a": "one", "b": true}')
+    for text, is_allowed in (
+        ("Just words, a < b, and [brackets].", True),
+        (format_.write([valid]), True),
+        (format_.write([invalid]), False),
+        (("" if format_.at_start else "Let me see.\n") + format_.write([valid]), True),
+        (("" if format_.at_start else "Let me see.\n") + format_.write([invalid]), False),
+    ):
+        copy, ids = matcher.deep_copy(), encode(text, add_special=False)
+        taken = copy.try_consume_tokens(ids)
+        assert (taken == len(ids) and copy.is_accepting()) == is_allowed, (text, taken, len(ids))
+    del draw
+
+
+def drawn(grammars: Grammars, format_: ToolFormat, choice: ToolChoice, draw: random.Random) -> str:
+    """A text that the grammar allows, of random tokens."""
+    grammar = format_.grammar(TOOLS, choice, lambda text: None)
+    assert grammar is not None
+    guide, tokens = grammars.guide(StructuredOutputsParams(grammar=grammar), 1), [0]
+    while True:
+        drafts, masks = guide.propose(list(tokens), 20)
+        words = masks[-1]()
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        ends = [token for token in allowed if token in grammars._tokenizer.eos_ids]
+        tokens += drafts
+        token = ends[0] if ends and len(tokens) > 60 else draw.choice(allowed)
+        if token in ends:
+            return grammars._tokenizer.decode(tokens[1:])
+        tokens.append(token)
+        assert len(tokens) < 1000
