@@ -19,7 +19,7 @@ from pathlib import Path
 # layer, without what lies below it: the registry of codecs is read by the configuration.
 LAYERS = (
     "version", "errors", "interrupt", "collecting", "folders", "cache.codecs", "habits", "arguments", "options",
-    "config", "kernels", "models", "cache", "stores", "attention", "offload", "engine", "planning", "calibrate",
+    "config", "kernels", "models", "cache", "stores", "attention", "offload", "engine", "tools", "planning", "calibrate",
     "check", "load", "importing", "engine_thread", "llm", "async_prefixes", "async_llm", "cluster", "simulation",
     "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
@@ -33,6 +33,7 @@ HEAVY = {
     "gguf": (),
     "grpc": (),
     "httptools": ("server/*",),
+    "llguidance": (),
     "matplotlib": (),
     "msgspec": ("cluster/*",),
     "prometheus_client": ("server/*",),

@@ -68,6 +68,10 @@ class ByteTokenizer:
 
     special_ids = frozenset({BOS, EOS})
     max_token_bytes = 4
+    chat_template = ""
+
+    def token_id(self, text: str) -> int | None:
+        return {"<s>": BOS, "</s>": EOS}.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         return {BOS: b"<s>", EOS: b"</s>"}.get(token_id) or bytes([token_id])

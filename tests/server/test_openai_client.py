@@ -79,9 +79,9 @@ async def test_completions_whole_and_streamed():
 
 async def test_errors_are_the_clients_exceptions():
     async with openai_client(FakeEngine(queue_limit=0)) as api:
-        with pytest.raises(openai.BadRequestError, match="tools") as bad:
-            await api.chat.completions.create(model="fake", messages=CHAT["messages"], tools=[])
-        assert (bad.value.param, bad.value.code) == ("tools", "unsupported_parameter")
+        with pytest.raises(openai.BadRequestError, match="modalities") as bad:
+            await api.chat.completions.create(model="fake", messages=CHAT["messages"], modalities=["audio"])
+        assert (bad.value.param, bad.value.code) == ("modalities[0]", "unsupported_value")
         with pytest.raises(openai.NotFoundError, match="gpt-4"):
             await api.chat.completions.create(model="gpt-4", messages=CHAT["messages"])
         with pytest.raises(openai.RateLimitError) as full:

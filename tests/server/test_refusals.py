@@ -12,13 +12,18 @@ pytestmark = pytest.mark.anyio
 
 MESSAGE = {"role": "user", "content": "a"}
 CHAT_REFUSED = [
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"tools": []}, "tools", "unsupported_parameter"),
-    ({"tool_choice": "auto"}, "tool_choice", "unsupported_value"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"tools": {}}, "tools", "invalid_type"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"functions": []}, "functions", "unsupported_parameter"),
     ({"function_call": "auto"}, "function_call", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_value"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type", "unsupported_value"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.name",
+        "missing_required_parameter",
+    ),
     ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
     ({"modalities": ["text", "audio"]}, "modalities[1]", "unsupported_value"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
@@ -38,7 +43,8 @@ CHAT_REFUSED = [
     ({"messages": "hello"}, "messages", "invalid_type"),
     ({"messages": None}, "messages", "missing_required_parameter"),
     ({"messages": [MESSAGE, "b"]}, "messages[1]", "invalid_type"),
-    ({"messages": [MESSAGE | {"role": "tool"}]}, "messages[0].role", "unsupported_value"),
+    ({"messages": [MESSAGE | {"role": "function"}]}, "messages[0].role", "unsupported_value"),
+    ({"messages": [MESSAGE | {"role": "tool"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
     ({"messages": [MESSAGE | {"tool_calls": []}]}, "messages[0].tool_calls", "unsupported_parameter"),
     ({"messages": [MESSAGE | {"content": None}]}, "messages[0].content", "invalid_type"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),

@@ -79,6 +79,11 @@ class Tokenizer:
         """Whether `chat` can be called."""
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the model's chat template; empty if it has none."""
+        return "" if self._chat_template is None else self._chat_template.source
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text. add_special adds the model's tokens around a text (bos); it does not affect those
         within.

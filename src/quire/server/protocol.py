@@ -28,6 +28,14 @@ class Tokenizer(Protocol):
         """Bytes of the longest token."""
         ...
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        ...
+
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that is written like this in the vocabulary."""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; some tokens are only a part of a character."""
 

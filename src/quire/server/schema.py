@@ -7,6 +7,7 @@ OpenAPI document is generated from these classes.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -37,9 +38,13 @@ from quire.errors import RequestError
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request, shown
 from quire.server.structure import MAX_VALUES
+from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 MAX_MESSAGES = 16384
 """As many messages as a context of 65,536 tokens can hold, with at least four tokens each."""
+
+MAX_TOOLS, MAX_CALLS = 128, 128
+"""Tools of a request, and calls of an earlier answer."""
 
 MAX_PARTS = 1024
 """Parts of one message. Clients send one per paragraph or document."""
@@ -385,28 +390,168 @@ Content = Annotated[
 ]
 
 
-class Message(Model):
-    """A message of the conversation. `developer` means `system`, because the served models know only that role."""
+class CalledFunction(Model):
+    """What an earlier answer called. arguments: JSON text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    name: str
+    arguments: str
+
+    def parsed(self) -> Any:
+        """The arguments as chat templates take them: an object, or the text if it is none."""
+        try:
+            found = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
+
+
+class MadeCall(Model):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int, Field(ge=0)] | None = Field(None, description="As in streamed calls; not used.")
+
+
+MadeCalls = Annotated[list[MadeCall], Field(fail_fast=True, max_length=MAX_CALLS)]
+NoItems = Annotated[list[Any], Field(max_length=0)]
+
+
+class BaseMessage(Model):
+    """What messages of all roles have in common."""
+
     name: str | None = None
 
     refusal: Unsupported = None
-    annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message in the form of chat templates."""
+        return {} if self.name is None else {"name": self.name}
+
+
+def joined(content: str | list[TextPart] | None) -> str:
+    """Content as one text, with parts joined by newlines."""
+    return content or "" if not isinstance(content, list) else "\n".join(part.text for part in content)
+
+
+class GivenMessage(BaseMessage):
+    """What somebody says to the model. `developer` means `system`, because the served models know only that role."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]  # the last two are messages of other classes
+    content: Content
+
+    annotations: Unsupported = None
     tool_calls: Unsupported = None
     tool_call_id: Unsupported = None
 
-    def for_template(self) -> dict[str, str]:
-        """The message in the form of chat templates: content is one string, with parts joined by newlines."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
+    def for_template(self) -> dict[str, Any]:
+        """See BaseMessage."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": joined(self.content), **super().for_template()}
 
 
+class AssistantMessage(BaseMessage):
+    """An earlier answer, as servers give it."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: MadeCalls | None = None
+    annotations: NoItems | None = None
+    tool_call_id: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """See BaseMessage."""
+        calls = [
+            {"id": call.id, "type": "function",
+             "function": {"name": call.function.name, "arguments": call.function.parsed()}}
+            for call in self.tool_calls or ()
+        ]  # fmt: skip
+        message = {"role": "assistant", "content": joined(self.content), **super().for_template()}
+        return message | {"tool_calls": calls} if calls else message
+
+
+class ToolMessage(BaseMessage):
+    """What a tool that an answer called has said."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+    annotations: Unsupported = None
+    tool_calls: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """See BaseMessage."""
+        message = {"role": "tool", "content": joined(self.content), "tool_call_id": self.tool_call_id}
+        return message | super().for_template()
+
+
+def _kind_of_message(value: Any) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return f"={role}" if role in ("assistant", "tool") else "=given"
+
+
+Message = Annotated[
+    Annotated[GivenMessage, Tag("=given")]
+    | Annotated[AssistantMessage, Tag("=assistant")]
+    | Annotated[ToolMessage, Tag("=tool")],
+    Discriminator(_kind_of_message),
+]
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+class Function(Model):
+    """A function that the caller can run."""
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; null: no parameters.")
+    strict: bool | None = Field(None, description="Whether arguments fit the schema also where calls are optional.")
+
+
+class ToolParam(Model):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def tool(self) -> Tool:
+        """Without what JSON needs."""
+        given = self.function
+        parameters = EMPTY if given.parameters is None else given.parameters
+        return Tool(given.name, given.description or "", parameters, bool(given.strict))
+
+
+class NamedFunction(Model):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Model):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _kind_of_choice(value: Any) -> str:
+    return "=word" if isinstance(value, str) else "=tool"
+
+
+ToolChoiceParam = (
+    Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[NamedTool, Tag("=tool")],
+        Discriminator(_kind_of_choice),
+    ]
+    | None
+)
 
 
 class ChatRequest(Sampling):
@@ -421,12 +566,13 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=MAX_MODALITIES)] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceParam = None
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls (default).")
     chat_template_kwargs: TemplateVariables = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse = None
     metadata: Metadata | None = Field(None, description="Accepted and not used.")
-    parallel_tool_calls: bool | None = Field(None, description="Accepted and not used: there are no tools.")
     prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
     safety_identifier: str | None = Field(None, description="Accepted and not used.")
 
@@ -438,7 +584,6 @@ class ChatRequest(Sampling):
     prompt_cache_options: Unsupported = None
     prompt_cache_retention: Unsupported = None
     reasoning_effort: Unsupported = None
-    tools: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
 
@@ -448,7 +593,30 @@ class ChatRequest(Sampling):
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one of them", "max_tokens")
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise bad_request(f"'tools' has {twice!r} twice", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise bad_request(f"'tool_choice' names {self.tool_choice.function.name!r}, no tool", "tool_choice")
+        if self.chosen.mode != "none" and self.structure() is not None:
+            message = "'tools' and a form of the text ('response_format', 'structured_outputs') exclude each other"
+            raise bad_request(f"{message}; set 'tool_choice' to \"none\"", "tools", "unsupported_value")
         return self
+
+    @property
+    def chosen(self) -> ToolChoice:
+        """Whether the answer may or must call, and what."""
+        parallel = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case NamedTool(function=NamedFunction(name=name)):
+                return ToolChoice("required", name, parallel=False)
+            case "required":
+                return ToolChoice("required", parallel=parallel)
+            case "none":
+                return ToolChoice("none")
+        return ToolChoice("auto" if self.tools else "none", parallel=parallel)
 
 
 class TokenizeRequest(Model):

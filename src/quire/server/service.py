@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
+from quire.engine.structured import StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
 from quire.server.answers import FEW_SCORES, Unsent
@@ -219,12 +220,16 @@ class Service:
         default_tokens: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        structure: StructuredOutputsParams | None = None,
+        shows_special: bool = False,
     ) -> SamplingParams:
         """The sampling parameters of `request` for a prompt of `num_prompt_tokens` tokens.
 
         max_tokens      None: the default, or the rest of the context or serve.max_output_tokens if that is less
         param           parameter to name if the prompt is too long
         default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
+        structure       of the text, in place of the request's
+        shows_special   whether special tokens are needed in the text, whatever the request says
         Raises ApiError or RequestError (400) for values that exceed a limit or contradict each other.
         """
         room = self.max_context - num_prompt_tokens
@@ -251,8 +256,10 @@ class Service:
         given = {name: value for name in _PASSED_ON if (value := getattr(request, name)) is not None}
         fixed = {
             "max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
-            "structured_outputs": request.structure(),
+            "structured_outputs": structure or request.structure(),
         }  # fmt: skip
+        if shows_special:
+            fixed["skip_special_tokens"] = False
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
     def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:

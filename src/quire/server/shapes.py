@@ -181,12 +181,31 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    """The function that is called. arguments: JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
-    """What the model says."""
+    """What the model says. content: null where it only calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+_CHAT_FINISH: dict[str, Any] = {"type": "string", "enum": ["stop", "length", "tool_calls"]}
 
 
 class ChatChoice(TypedDict):
@@ -195,7 +214,7 @@ class ChatChoice(TypedDict):
     index: Count
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: Annotated[str | None, WithJsonSchema(_CHAT_FINISH)]
     stop_reason: Stop
 
 
@@ -206,11 +225,28 @@ class ChatCompletion(Head):
     usage: Usage
 
 
+class FunctionDelta(TypedDict, total=False):
+    """What is new in a call: its name first, then pieces of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What is new in one call. Its first one has the id, the type and the name."""
+
+    index: Count
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class MessageDelta(TypedDict, total=False):
-    """What is new in a message: its role first, then text."""
+    """What is new in a message: its role first, then text and calls."""
 
     role: Literal["assistant"]
     content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatDelta(TypedDict):
@@ -219,7 +255,7 @@ class ChatDelta(TypedDict):
     index: Count
     delta: MessageDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishSoFar
+    finish_reason: Annotated[str | None, WithJsonSchema({"anyOf": [_CHAT_FINISH, {"type": "null"}]})]
     stop_reason: NotRequired[Stop]
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.server.errors import ApiError, bad_request
 from quire.server.schema import Message
+from quire.tools.calls import Tool
+from quire.tools.formats import format_of
 
 if TYPE_CHECKING:
     from quire.server.protocol import Engine
@@ -105,14 +107,21 @@ class Texts:
         messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """The token ids of a conversation, rendered by the model's chat template with `variables`. Raises RequestError
         if the template rejects the messages or its text does not fit the context.
+
+        tools  that the answer may call
         """
+        format_ = format_of(self.engine.tokenizer.chat_template)
 
         def run() -> str:
-            rendered = [message.for_template() for message in messages]
-            text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt, variables)
+            rendered = format_.messages([message.for_template() for message in messages], tools)
+            given = dict(variables or {})
+            if tools and format_.instructs is None:
+                given["tools"] = [tool.for_template() for tool in tools]
+            text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt, given)
             return text
 
         # Always on a thread: another process renders, and a bad template uses up its whole time limit.

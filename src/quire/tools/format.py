@@ -62,9 +62,10 @@ class ToolFormat:
         """
         if self.instructs is None:
             return list(messages)
-        found, told = [_as_text(self, message) for message in messages], self.instructs(tools)
+        found = [_as_text(self, message) for message in messages]
         if not tools:
             return found
+        told = self.instructs(tools)
         if found and found[0]["role"] == "system":
             return [{**found[0], "content": f"{found[0]['content']}\n\n{told}"}, *found[1:]]
         return [{"role": "system", "content": told}, *found]

@@ -1,0 +1,194 @@
+"""Tools over HTTP, with the formats of several families: whole and streamed calls, replayed conversations, refusals."""
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import OPTIONS, client, error_of, events, real_server
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with room for tools in a vocabulary of bytes."""
+    return str(save_tiny(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+TEMPLATES = {
+    "hermes": "{% if tools %}<tools>{{ tools | tojson }}</tools> answer in <tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n'
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "llama": "{{ tools | tojson }}<|python_tag|>{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{{ m.tool_calls | tojson if m.tool_calls else '' }}{% endfor %}<assistant>",
+    "mistral": "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_CALLS]{{ c | tojson }}{% endfor %}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>",
+    "generic": "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('no such role') }}{% endif %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>",
+}
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Bern", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "add": {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"About {name}.", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+USER = {"role": "user", "content": "What now?"}
+
+
+def body_of(**more):
+    return {"messages": [USER], "tools": TOOLS, "max_tokens": 300, "temperature": 1.0} | more
+
+
+def options_of(name, tmp_path):
+    file = tmp_path / f"{name}.jinja"
+    file.write_text(TEMPLATES[name])
+    return OPTIONS | {"model.chat_template": str(file)}
+
+
+def check_calls(calls, choice):
+    assert calls
+    for call in calls:
+        assert call["type"] == "function" and call["id"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+    assert len({call["id"] for call in calls}) == len(calls)
+    if isinstance(choice, dict):
+        assert [call["function"]["name"] for call in calls] == [choice["function"]["name"]]
+
+
+def streamed(text, n=1):
+    """The messages that chunks make together, and why they ended."""
+    found = [{"content": "", "calls": [], "finish": None} for _ in range(n)]
+    for chunk in events(text):
+        for choice in chunk["choices"]:
+            mine, delta = found[choice["index"]], choice["delta"]
+            mine["content"] += delta.get("content", "")
+            for call in delta.get("tool_calls", []):
+                if call["index"] == len(mine["calls"]):
+                    assert set(call) == {"index", "id", "type", "function"} and call["function"]["arguments"] == ""
+                    mine["calls"].append({"id": call["id"], "type": call["type"], "function": call["function"]})
+                else:
+                    assert set(call) == {"index", "function"} and call["index"] == len(mine["calls"]) - 1
+                    mine["calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+            assert mine["finish"] is None
+            mine["finish"] = choice["finish_reason"]
+    return found
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["any", "add"])
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_forced_calls_are_valid_whole_and_streamed(folder, tmp_path, name, choice, seed):
+    async with real_server(folder, options_of(name, tmp_path)) as (_, _, http):
+        body = body_of(tool_choice=choice, n=2, seed=seed)
+        answer = await http.post(PATH, json=body)
+        assert answer.status_code == 200, answer.text
+        whole = answer.json()["choices"]
+        for each in whole:
+            if each["finish_reason"] == "tool_calls":
+                check_calls(each["message"]["tool_calls"], choice)
+            else:  # calls in parallel may go on and on where a model is random
+                assert each["finish_reason"] == "length" and choice == "required"
+        parts = streamed((await http.post(PATH, json=body | {"stream": True})).text, 2)
+        for each, part in zip(whole, parts, strict=True):
+            mine = each["message"]["tool_calls"]
+            assert [call["function"] for call in mine] == [call["function"] for call in part["calls"]]
+            assert part["finish"] == each["finish_reason"] and part["content"] == (each["message"]["content"] or "")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_conversations_with_calls_go_on(folder, tmp_path, name, seed):
+    """Answers are replayed as they came, with what the tools have said."""
+    draw = random.Random(seed)
+    async with real_server(folder, options_of(name, tmp_path)) as (_, _, http):
+        messages = [{"role": "system", "content": "Be brief."}, USER]
+        for turn in range(6):
+            choice = draw.choice(["auto", "none", "required", {"type": "function", "function": {"name": "weather"}}])
+            body = body_of(messages=messages, tool_choice=choice, max_tokens=60, seed=seed + turn)
+            body["parallel_tool_calls"] = False
+            answer = await http.post(PATH, json=body)
+            assert answer.status_code == 200, answer.text
+            message = answer.json()["choices"][0]["message"]
+            messages.append(message)
+            for call in message.get("tool_calls", []):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": draw.choice(["17", '{"a": 1}'])})
+            if not message.get("tool_calls"):
+                messages.append(USER)
+
+
+async def test_strict_arguments_are_valid_where_calls_are_optional(folder, tmp_path, seed):
+    tools = [{"type": "function", "function": each["function"] | {"strict": True}} for each in TOOLS]
+    async with real_server(folder, options_of("llama", tmp_path)) as (_, _, http):
+        for number in range(8):
+            body = body_of(tools=tools, seed=seed + number, logit_bias={str(ord("{")): 100})
+            (choice,) = (await http.post(PATH, json=body)).json()["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            check_calls(choice["message"]["tool_calls"], "auto")
+
+
+MESSAGE = {"role": "assistant", "content": None, "tool_calls": []}
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "said"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": [{"type": "browser"}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "'weather' twice"),
+        ({"tools": TOOLS * 100}, "tools", "128"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "no 'tools'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "'sub'"),
+        ({"tool_choice": "maybe"}, "tool_choice", "required"),
+        ({"response_format": {"type": "json_object"}}, "tools", "exclude each other"),
+        ({"messages": [USER, {"role": "tool", "content": "1"}]}, "messages[1].tool_call_id", "required"),
+        ({"messages": [{"role": "user", "content": "1", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "supported"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "null"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {
+            "name": "a", "parameters": {"type": "object", "propertyNames": {}}}}]}, "structured_outputs", "propertyNames"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_with_tools_is_named(more, param, said):
+    async with client(FakeEngine()) as http:
+        answer = await http.post(PATH, json=body_of(**more))
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert error["param"] == param and said in error["message"], error
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "", "tool_calls": [], "annotations": [], "refusal": None},
+        {"role": "assistant", "content": None, "tool_calls": None},
+        {"role": "assistant", "tool_calls": [CALL]},
+    ],
+)
+async def test_answers_of_other_servers_are_replayed(message):
+    messages = [USER, message]
+    if message["tool_calls"]:
+        messages.append({"role": "tool", "tool_call_id": "a", "content": "1"})
+    else:
+        messages.append(USER)
+    async with client(FakeEngine()) as http:
+        answer = await http.post(PATH, json={"messages": messages, "max_tokens": 3})
+    assert answer.status_code == 200, answer.text
