@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from quire.engine.structured import StructuredOutputsParams
     from quire.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "quire.llm",

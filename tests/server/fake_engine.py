@@ -9,6 +9,7 @@ import asyncio
 import codecs
 import functools
 import itertools
+import re
 from collections.abc import AsyncGenerator, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,11 @@ class ByteTokenizer:
         return {BOS: b"<s>", EOS: b"</s>"}.get(token_id) or bytes([token_id])
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        return [BOS] * add_special + list(text.encode())
+        found = [BOS] * add_special
+        for piece in re.split("(<s>|</s>)", text):
+            special = self.token_id(piece)
+            found += list(piece.encode()) if special is None else [special]
+        return found
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         special = {BOS: "" if skip_special else "<s>", EOS: "" if skip_special else "</s>"}

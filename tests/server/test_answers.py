@@ -126,7 +126,7 @@ async def test_echoed_lists_are_made_once_for_all_choices(stream, monkeypatch):
     monkeypatch.setattr(
         completions.LegacyLogprobs,
         "__call__",
-        lambda self, ids, scores: made.append((len(ids), threading.current_thread())) or lists(self, ids, scores),
+        lambda self, ids, *rest: made.append((len(ids), threading.current_thread())) or lists(self, ids, *rest),
     )
     body = {"prompt": PROMPT, "n": 3, "max_tokens": 2, "echo": True, "logprobs": 20, "stream": stream}
     async with client() as http:

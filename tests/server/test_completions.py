@@ -3,7 +3,7 @@
 import pytest
 
 from tests.server.fake_engine import BOS, FakeEngine
-from tests.server.harness import TEXT, client, error_of, events
+from tests.server.harness import CHAT, TEXT, client, error_of, events
 
 pytestmark = pytest.mark.anyio
 
@@ -122,7 +122,9 @@ async def test_text_offset_counts_the_special_tokens_that_a_written_prompt_has()
         tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
         # Encoding adds the first token, which the text does not have.
         assert tokens[:4] == [begin, "a", begin, "b"] and offsets == [0, 0, 1, 4, 5]
-        assert all(choice["text"][offset:].startswith(each) for each, offset in list(zip(tokens, offsets))[1:])
+        assert all(
+            choice["text"][offset:].startswith(each) for each, offset in list(zip(tokens, offsets, strict=True))[1:]
+        )
 
 
 async def test_text_offset_counts_characters_not_tokens():

@@ -129,7 +129,9 @@ async def test_conversations_with_calls_go_on(folder, tmp_path, name, seed):
             message = answer.json()["choices"][0]["message"]
             messages.append(message)
             for call in message.get("tool_calls", []):
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": draw.choice(["17", '{"a": 1}'])})
+                messages.append(
+                    {"role": "tool", "tool_call_id": call["id"], "content": draw.choice(["17", '{"a": 1}'])}
+                )
             if not message.get("tool_calls"):
                 messages.append(USER)
 
@@ -164,7 +166,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": 
         ({"messages": [{"role": "user", "content": "1", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "supported"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "null"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {
-            "name": "a", "parameters": {"type": "object", "propertyNames": {}}}}]}, "structured_outputs", "propertyNames"),
+            "name": "a", "parameters": {"propertyNames": {}}}}]}, "structured_outputs", "propertyNames"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_with_tools_is_named(more, param, said):

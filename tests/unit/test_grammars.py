@@ -38,7 +38,7 @@ SCHEMA = {
 WAYS: dict[str, dict[str, Any]] = {
     "json": {"json": SCHEMA},
     "regex": {"regex": r"[a-f]{3,7}-[0-9]{4}"},
-    "choice": {"choice": ["yes", "no", "\"quoted\"\n", "né"]},
+    "choice": {"choice": ["yes", "no", '"quoted"\n', "né"]},
     "lark": {"grammar": 'start: "<" WORD ("," WORD)~0..3 ">"\nWORD: /[a-z]{1,4}/'},
     "gbnf": {"grammar": 'root ::= "<" word ">"\nword ::= [a-z] [a-z]? [a-z]?'},
 }
@@ -175,7 +175,7 @@ def members(words: Any) -> list[int]:
     return np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
 
 
-ASCII = {token_id: -100.0 for token_id in (*range(10), *range(127, BYTE_VOCAB))}
+ASCII = dict.fromkeys((*range(10), *range(127, BYTE_VOCAB)), -100.0)
 """Biases that leave characters: bytes alone may be none."""
 
 

@@ -23,8 +23,8 @@ from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration
 from quire.engine.control import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
 from quire.engine.engine import Engine
-from quire.engine.grammars import Grammars
 from quire.engine.far_cache import far_cache, in_micro_batches, offload_counters
+from quire.engine.grammars import Grammars
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloading import (
     cache_bytes,

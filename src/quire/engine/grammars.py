@@ -14,7 +14,7 @@ import itertools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,13 @@ from quire.errors import QuireError, RequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from quire.engine.step import Mask
     from quire.models.tokenizer import Tokenizer
 
 NUM_KEPT = 128
 """Compiled grammars that are kept, least recently used ones dropped. A usual one takes a tenth of a megabyte."""
 
-JSON_STYLE: dict[str, Any] = {
+JSON_STYLE: Any = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
     "lenient": False,
 }  # fmt: skip
@@ -153,7 +154,8 @@ class GrammarGuide:
         self._follow(token_ids)
         matcher, grammars = self._matcher, self._grammars
         forced = [] if self._ends() else matcher.compute_ff_tokens()
-        drafts, masks = forced[:most], [_given(grammars.only(token_id)) for token_id in forced[: most + 1]]
+        drafts = forced[:most]
+        masks: list[Mask | None] = [_given(grammars.only(token_id)) for token_id in forced[: most + 1]]
         if len(forced) <= most:
             if drafts:
                 matcher.consume_tokens(drafts)
@@ -184,7 +186,7 @@ class GrammarGuide:
         return self._is_complete
 
 
-def _given(words: Words) -> Callable[[], Words]:
+def _given(words: Words) -> Mask:
     return lambda: words
 
 

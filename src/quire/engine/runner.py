@@ -171,8 +171,8 @@ class LocalRunner:
                 history.output_ids.append(token_id)
 
     def _sample_rows(self, step: Step, sampling: Sequence[int]) -> tuple[list[SampleRow], dict[int, str]]:
-        """The sampler's row of each slice that samples, and why no token is allowed in some. The row of a draft includes
-        the drafts before it.
+        """The sampler's row of each slice that samples, and why no token is allowed in some. The row of a draft
+        includes the drafts before it.
         """
         found, reasons = self._histories, dict[int, str]()
         drafts: list[int] = []

@@ -26,8 +26,8 @@ NO_TOKEN = -1
 
 if TYPE_CHECKING:
     Mask = Callable[[], NDArray[np.uint32]]
-    """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Waits for it if it
-    is computed meanwhile. Raises QuireError if it cannot be computed."""
+    """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Waits for it if
+    it is computed meanwhile. Raises QuireError if it cannot be computed."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ async def warm_prefix(service: Service, request: Request) -> Response:
             raise bad_request("prefixes are not kept: cache.share is off", code="unsupported_value")
         ids, key = await _prompt(service, body, tenant)
         job = Job(ids, PIN_PARAMS, service.hints(body, tenant), tenant)
-        service.admit([job])
+        await service.admit([job])
     return json_response(await unless_disconnected(request.receive, _warm(service, job, key)))
 
 

@@ -221,9 +221,7 @@ TemplateVariables = Annotated[
     PlainValidator(_template_variables),
     WithJsonSchema({"type": ["object", "null"], "description": "Extension: variables for the chat template."}),
 ]
-Structured = Annotated[
-    StructuredOutputsParams | None, PlainValidator(_structure), WithJsonSchema(_STRUCTURE_SCHEMA)
-]
+Structured = Annotated[StructuredOutputsParams | None, PlainValidator(_structure), WithJsonSchema(_STRUCTURE_SCHEMA)]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
 
@@ -335,7 +333,9 @@ class Sampling(Model):
 
     def structure(self) -> StructuredOutputsParams | None:
         """What the text of an answer must be. Raises RequestError."""
-        return self.structured_outputs or (self.response_format and self.response_format.structure())
+        if self.structured_outputs is not None:
+            return self.structured_outputs
+        return None if self.response_format is None else self.response_format.structure()
 
     @model_validator(mode="after")
     def _has_one_structure(self) -> Sampling:

@@ -293,8 +293,9 @@ class Service:
         if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
-        for wanted in {job.params.structured_outputs for job in jobs} - {None}:
-            await self.engine.check_structure(wanted)
+        for wanted in dict.fromkeys(job.params.structured_outputs for job in jobs):
+            if wanted is not None:
+                await self.engine.check_structure(wanted)
         for job in jobs:
             self.engine.prepare(job.prompt, job.params)
 

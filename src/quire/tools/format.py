@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.grammars import JSON_STYLE
 from quire.tools.calls import Call, Tool, ToolChoice
 
 Message = Mapping[str, Any]
@@ -62,7 +63,7 @@ class ToolFormat:
         """
         if self.instructs is None:
             return list(messages)
-        found = [_as_text(self, message) for message in messages]
+        found: list[Message] = [_as_text(self, message) for message in messages]
         if not tools:
             return found
         told = self.instructs(tools)
@@ -110,8 +111,7 @@ class ToolFormat:
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema whose JSON is written as everywhere here: on one line, a space after commas and colons."""
-    style = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False}
-    return {**schema, "x-guidance": style}
+    return {**schema, "x-guidance": JSON_STYLE}
 
 
 def _as_text(format_: ToolFormat, message: Message) -> dict[str, Any]:
