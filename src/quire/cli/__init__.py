@@ -39,6 +39,7 @@ COMMANDS = {
     "eval": "measure a model's quality through the cache",
     "pull": "download a model and print its path",
     "cache": "list, remove, export or import what is kept on disk",
+    "doctor": "show what this machine has, and what will be used of it",
     "cluster": "show, drain and restart the instances of a running server",
 }
 """What each command does, by its name."""

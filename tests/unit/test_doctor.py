@@ -1,0 +1,54 @@
+"""`quire doctor`: what it finds, and what it says of machines that lack something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.cli import doctor, main
+from quire.cli.doctor import Finding, examine
+from quire.kernels import build
+from quire.kernels.levels import supported_levels
+
+
+def found() -> dict[str, Finding]:
+    return {each.what: each for each in examine()}
+
+
+def test_this_machine_can_run_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(("ok", "note")) for line in lines)
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["what"] for each in told] == [line[6:].split("  ")[0] for line in lines]
+    assert supported_levels()[0] in next(each["text"] for each in told if each["what"] == "processor")
+
+
+def test_a_home_that_cannot_be_written_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: not str(path).startswith("/proc"))
+    assert found()["cache folder"].state == "fault"
+    assert main(["doctor"]) == 1
+    assert "FAIL  cache folder" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    findings = found()
+    assert findings["cluster"].state == "note" and "pip install 'quire[cluster]'" in findings["cluster"].text
+    assert "no C++ compiler" in findings["kernels"].text
+    assert findings["cores"].state == "note" and "1000.0 cores busy" in findings["cores"].text
+
+
+def test_machines_without_vectors_are_told_what_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.kernels.levels.supported_levels", lambda: ("v2",))
+    (processor, _) = doctor._processor()
+    assert processor.state == "note" and "slower without AVX2" in processor.text
