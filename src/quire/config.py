@@ -386,6 +386,12 @@ class ServeConfig(Group):
     max_connections_per_address: Count | None = None
     """Maximum number of connections from one address, for servers that clients reach without a proxy; the next one is
     answered 429. auto: no limit."""
+    cors_origins: str | None = None
+    """Web pages whose scripts may ask this server: their origins with commas between, such as https://example.org, or *
+    for all pages. none: no page's."""
+    access_log: bool = True
+    """Write a line for each request to stderr: status, seconds, tokens of the prompt, cached and kept ones, and its
+    id."""
     drain_seconds: Annotated[float, AtLeast(0)] = 30.0
     """Time in which running requests may finish after SIGTERM; then they are cut off."""
 

@@ -140,12 +140,14 @@ def _memory() -> Iterator[Finding]:
     from quire.engine.machine import available_memory
 
     free, total = available_memory(torch.device("cpu")), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Finding("ok", "memory", f"{format_bytes(free)} of {format_bytes(total)} can be had; cache.memory takes a part")
+    yield Finding(
+        "ok", "memory", f"{format_bytes(free)} of {format_bytes(total)} can be had; cache.memory takes a part"
+    )
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if huge.exists() and "[never]" in huge.read_text():
         yield Finding("note", "huge pages", f"off ({huge} says never): reading weights and cache is slower")
-    if Path("/dev/shm").is_dir():  # noqa: S108
-        shared = shutil.disk_usage("/dev/shm").free  # noqa: S108
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm").free
         few = shared < LEAST_SHARED
         text = f"{format_bytes(shared)} in /dev/shm for instances (cluster.prefill and others)"
         yield Finding("note" if few else "ok", "shared memory", f"{text}{'; it is small: use tcp' if few else ''}")

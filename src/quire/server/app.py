@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
@@ -18,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.tracing import CURRENT, read_traceparent
 from quire.server import shapes
+from quire.server.access import CURRENT as access_of
+from quire.server.access import Access, log
 from quire.server.auth import ApiKeys, Names
 from quire.server.chat import create_chat
 from quire.server.cluster import Operator
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 
+QUIET = HEALTH | {"/metrics"}
+"""What machines ask for again and again: it is not in the access log."""
+
 
 class Gate:
     """Middleware around every request: checks Host, API key and shutdown; counts requests and statuses; answers errors.
@@ -58,15 +64,17 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status = 499
+        status, access = 499, Access.of(Headers(scope=scope))
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message.setdefault("headers", []).append((b"x-request-id", access.request_id.encode()))
             await send(message)
 
         self.service.entered()
+        noted = access_of.set(access)
         trace = CURRENT.set(read_traceparent(Headers(scope=scope).get("traceparent")))
         try:
             self._check(scope)
@@ -79,7 +87,10 @@ class Gate:
                 await answer(scope, receive, watch)
         finally:
             CURRENT.reset(trace)
+            access_of.reset(noted)
             self.service.left()
+            if self.service.config.access_log and scope["path"] not in QUIET:
+                log.info("%s", access.line(scope, status))
             route = getattr(scope.get("route"), "path", "other")
             self.service.metrics.responses.labels(route, str(status)).inc()
 
@@ -87,12 +98,12 @@ class Gate:
         self.names.check(Headers(scope=scope).getlist("host"))
         if scope["path"] in HEALTH:
             return
-        authorization = Headers(scope=scope).get("authorization", "")
-        tenant = self.service.keys.tenant(authorization.encode("latin-1"))
+        headers = Headers(scope=scope)
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+        tenant = self.service.keys.tenant(given.encode("latin-1"))
         if tenant is None:
-            headers = {"WWW-Authenticate": "Bearer"}
-            message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'."
-            raise ApiError(401, message, code="invalid_api_key", headers=headers)
+            message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if self.service.draining and scope["path"] != "/metrics":
             raise shutting_down()
         scope.setdefault("state", {})["tenant"] = tenant
@@ -114,6 +125,15 @@ def create_app(
     app = FastAPI(title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.add_middleware(Gate, service=service)
+    if serve_config.cors_origins:
+        # Around the gate: browsers ask without a key whether they may ask.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in serve_config.cors_origins.split(",")],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
     # Only unknown URLs and methods; the gate answers all other errors.
     app.add_exception_handler(HTTPException, _answer_http_error)
     _add_api(app, service)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
@@ -166,12 +164,7 @@ class Chat:
         self.choices = [Choice(tooling.parser()) for _ in range(job.params.n)]
         self.names = Names(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
-        self.head: shapes.Head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": service.engine.model_name,
-        }
+        self.head = service.head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
 
     async def whole(self) -> Response:
         """The answer in one piece."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -170,12 +168,7 @@ class Completion:
         ]
         self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
         self.openings: dict[int, Opening] = {}
-        self.head: shapes.Head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.engine.model_name,
-        }
+        self.head = service.head("cmpl", "text_completion")
 
     async def whole(self) -> Response:
         """The answer in one piece."""

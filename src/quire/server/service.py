@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
+from quire.server.access import CURRENT
 from quire.server.answers import FEW_SCORES, Unsent
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
@@ -32,6 +35,7 @@ from quire.server.schema import Sampling, StreamOptions
 from quire.server.tenants import Tenants
 from quire.server.texts import Texts
 from quire.server.wire import DONE, event, merge
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
@@ -169,6 +173,7 @@ class Service:
         self.metrics = Metrics(engine.stats, slo)
         self.bodies = Bodies(config.max_request_bytes)
         self.created = int(time.time())
+        self.fingerprint = _fingerprint(engine)
         self.draining = False
         self.in_flight = 0
         self.num_answered = 0
@@ -262,6 +267,19 @@ class Service:
             fixed["skip_special_tokens"] = False
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
+    def head(self, kind: str, what: str) -> shapes.Head:
+        """How an answer begins. kind: of its id; what: its `object`."""
+        answer_id = f"{kind}-{uuid.uuid4().hex}"
+        if (access := CURRENT.get()) is not None:
+            access.answer_id = answer_id
+        return {
+            "id": answer_id,
+            "object": what,
+            "created": int(time.time()),
+            "model": self.engine.model_name,
+            "system_fingerprint": self.fingerprint,
+        }
+
     def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:
         """The cache hints of a request of `tenant`."""
         given = {name: value for name in _HINTS if (value := getattr(request, name)) is not None}
@@ -318,6 +336,7 @@ class Service:
         self, job: Job, request_id: str, arrived: float, opens: Callable[[RequestOutput], Awaitable[None]]
     ) -> AsyncGenerator[RequestOutput, None]:
         timer = RequestTimer(self.metrics, arrived, len(job.prompt_ids), job.params.n)
+        access = CURRENT.get()
         reason: str | None = "abort"
         try:
             async with AsyncExitStack() as ends:
@@ -329,6 +348,8 @@ class Service:
                     timer.saw(item)
                     self._check_outputs(item)
                     self._count_found(job, item)
+                    if access is not None:
+                        access.saw(item)
                     await opens(item)
                     item.prompt_logprobs = None
                 yield item
@@ -352,6 +373,8 @@ class Service:
             raise
         finally:
             self.num_tokens += timer.num_tokens
+            if access is not None:
+                access.num_generated += timer.num_tokens
             timer.end(reason)
 
     def _count_found(self, job: Job, item: RequestOutput) -> None:
@@ -386,6 +409,13 @@ _HINTS = ("cache_pin", "cache_priority", "cache_lifetime")
 def tenants_of(config: ServeConfig, keys: ApiKeys) -> Tenants:
     """A tenant for each key, unless they share."""
     return Tenants(() if config.tenants_share else keys.tenants)
+
+
+def _fingerprint(engine: Engine) -> str:
+    """Of the model and of all settings that may change its answers."""
+    config = engine.config
+    parts = (__version__, engine.model_name, config.model, config.cache, config.retain, config.attention)
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 def shutting_down() -> ApiError:

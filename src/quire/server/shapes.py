@@ -71,6 +71,7 @@ class Head(TypedDict):
     object: str
     created: Count
     model: str
+    system_fingerprint: Annotated[str, Field(description="Of model and settings: what may change answers.")]
 
 
 class Details(TypedDict):
