@@ -53,7 +53,8 @@ CHAT_REFUSED = [
         "messages[0].content[0].type",
         "unsupported_value",
     ),
-    ({"echo": True}, "echo", "unknown_parameter"),
+    ({"echo": True}, "echo", "invalid_value"),
+    ({"ecko": True}, "ecko", "unknown_parameter"),
 ]
 TEXT_REFUSED = [
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),

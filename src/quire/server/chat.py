@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.structured import StructuredOutputsParams
 from quire.server import shapes
-from quire.server.answers import ScoredAnswer, extend
+from quire.server.answers import ScoredAnswer, encoded, extend
 from quire.server.errors import json_response
-from quire.server.logprobs import Names, chat_logprobs
-from quire.server.schema import ChatRequest
+from quire.server.logprobs import Names, chat_logprobs, check_scores, prompt_logprobs
+from quire.server.schema import ChatRequest, joined
 from quire.server.service import Chunks, Job, Service, Usage
 from quire.server.shapes import Items
+from quire.server.tooling import Tooling
 from quire.server.wire import EventStream, event, unless_disconnected
-from quire.tools.calls import CallArguments, CallBegins, Part, Text, Tool
-from quire.tools.format import ToolFormat
-from quire.tools.formats import format_of
-from quire.tools.parser import CallParser
+from quire.tools.calls import CallArguments, CallBegins, Part, Reasoning, Text
+from quire.tools.reader import AnswerReader
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
-    from quire.server.protocol import Tokenizer
 
 
 async def create_chat(service: Service, request: Request) -> Response:
@@ -34,7 +31,13 @@ async def create_chat(service: Service, request: Request) -> Response:
     async with service.bodies.read(request, ChatRequest) as body:
         service.check_model(body.model)
         tooling = Tooling.of(body, service.engine.tokenizer)
-        ids = await service.texts.encode_chat(body.messages, body.chat_template_kwargs, tools=tooling.tools)
+        ids = await service.texts.encode_chat(
+            body.messages,
+            body.chat_template_kwargs,
+            body.opens,
+            tooling.tools,
+            continues=bool(body.continue_final_message),
+        )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         params = service.params(
             body,
@@ -42,74 +45,39 @@ async def create_chat(service: Service, request: Request) -> Response:
             max_tokens,
             param="messages",
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
             structure=tooling.structure,
             shows_special=tooling.shows_special,
         )
         tenant = request.state.tenant
-        chat = Chat(service, body, Job(ids, params, service.hints(body, tenant), tenant), tooling)
-        await service.admit([chat.job])
+        job = Job(ids, params, service.hints(body, tenant), tenant)
+        check_scores({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
+        chat = Chat(service, body, job, [tooling.reader(ids) for _ in range(params.n)])
+        await service.admit([job])
     if body.stream:
         return EventStream(chat.events())
     return await unless_disconnected(request.receive, chat.whole())
-
-
-@dataclass(frozen=True)
-class Tooling:
-    """The tools of a request, and how the model calls them.
-
-    tools          that it may call
-    structure      what this makes of the answer's text
-    shows_special  whether calls are written with special tokens
-    """
-
-    format: ToolFormat
-    tools: tuple[Tool, ...] = ()
-    structure: StructuredOutputsParams | None = None
-    shows_special: bool = False
-
-    @classmethod
-    def of(cls, body: ChatRequest, tokenizer: Tokenizer) -> Tooling:
-        """Those of a request."""
-        format_, choice = format_of(tokenizer.chat_template), body.chosen
-        if choice.mode == "none":
-            return cls(format_)
-        tools = tuple(param.tool() for param in body.tools or ())
-
-        def special(text: str) -> int | None:
-            token_id = tokenizer.token_id(text)
-            return token_id if token_id in tokenizer.special_ids else None
-
-        grammar = format_.grammar(tools, choice, special)
-        shows = any(special(mark) is not None for mark in format_.marks)
-        return cls(format_, tools, None if grammar is None else StructuredOutputsParams(grammar=grammar), shows)
-
-    def parser(self) -> CallParser | None:
-        """For one answer; None without tools."""
-        return CallParser(self.format, {tool.name for tool in self.tools}) if self.tools else None
 
 
 @dataclass
 class Choice:
     """One answer so far."""
 
-    parser: CallParser | None
+    reader: AnswerReader
     text: str = ""
+    reasoning: str = ""
     calls: list[shapes.ToolCall] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: bytearray = field(default_factory=bytearray)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def parts(self, output: CompletionOutput) -> list[Part]:
         """What is new in the answer. Notes why it has ended, if it has."""
-        if self.parser is None:
-            found: list[Part] = [Text(output.text)] if output.text else []
-        else:
-            found = self.parser.push(output.text)
-            if output.finish_reason is not None:
-                found += self.parser.flush()
-        if output.finish_reason is not None:
-            has_called = output.finish_reason == "stop" and self.parser is not None and self.parser.num_calls > 0
-            self.finish_reason = "tool_calls" if has_called else output.finish_reason
+        reason = output.finish_reason
+        found = self.reader.read(output.text, is_last=reason is not None)
+        if reason is not None:
+            self.finish_reason = "tool_calls" if reason == "stop" and self.reader.num_calls else reason
             self.stop_reason = output.stop_reason
         return found
 
@@ -118,17 +86,21 @@ class Choice:
         match part:
             case Text(text):
                 self.text += text
+            case Reasoning(text):
+                self.reasoning += text
             case CallBegins(_, id_, name):
                 self.calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": ""}})
             case CallArguments(index, text):
                 self.calls[index]["function"]["arguments"] += text
 
-    @property
-    def message(self) -> shapes.ChatMessage:
-        """The whole answer."""
-        found: shapes.ChatMessage = {"role": "assistant", "content": self.text, "refusal": None}
+    def message(self, before: str) -> shapes.ChatMessage:
+        """The whole answer. before: what stands before its text."""
+        text = before + self.text
+        found: shapes.ChatMessage = {"role": "assistant", "content": text, "refusal": None}
         if self.calls:
-            found["content"], found["tool_calls"] = self.text or None, self.calls
+            found["content"], found["tool_calls"] = text or None, self.calls
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
         return found
 
 
@@ -137,6 +109,8 @@ def _delta(part: Part) -> shapes.MessageDelta:
     match part:
         case Text(text):
             return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
         case CallBegins(index, id_, name):
             function: shapes.FunctionDelta = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": id_, "type": "function", "function": function}]}
@@ -144,24 +118,20 @@ def _delta(part: Part) -> shapes.MessageDelta:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _opening(chunks: Chunks, index: int) -> bytes:
-    """The first chunk of a choice."""
-    delta: shapes.MessageDelta = {"role": "assistant", "content": ""}
-    return event(_chunk(chunks, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}))
-
-
 def _chunk(chunks: Chunks, choice: shapes.ChatDelta) -> shapes.ChatCompletionChunk:
-    return {**chunks.head(), "choices": [choice]}
+    return cast(shapes.ChatCompletionChunk, {**chunks.head(), "choices": [choice]})
 
 
 class Chat:
     """A running request."""
 
-    def __init__(self, service: Service, body: ChatRequest, job: Job, tooling: Tooling) -> None:
+    def __init__(self, service: Service, body: ChatRequest, job: Job, readers: list[AnswerReader]) -> None:
         self.service = service
         self.body = body
         self.job = job
-        self.choices = [Choice(tooling.parser()) for _ in range(job.params.n)]
+        self.choices = [Choice(reader) for reader in readers]
+        self.before = joined(body.messages[-1].content) if body.echo else ""
+        self.scores: bytes | None = None
         self.names = Names(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
         self.head = service.head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
@@ -176,20 +146,31 @@ class Chat:
                         choice = self.choices[output.index]
                         for part in choice.parts(output):
                             choice.add(part)
+                        if self.body.return_token_ids:
+                            choice.token_ids += output.token_ids
                         grow(extend(choice.logprobs, self._logprobs(output)))
                         self.usage.completion_tokens += len(output.token_ids)
-            answers: list[shapes.ChatChoice] = [
-                {
-                    "index": index,
-                    "message": choice.message,
-                    "logprobs": {"content": Items(choice.logprobs), "refusal": None} if self.body.logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(self.choices)
-            ]
-            content: shapes.ChatCompletion = {**self.head, "choices": answers, "usage": self.usage.as_dict()}
-            return ScoredAnswer(content, held.pop_all()) if self.body.logprobs else json_response(content)
+            choices = [self._answer(index, choice) for index, choice in enumerate(self.choices)]
+            content = cast(shapes.ChatCompletion, {**self.head, "choices": choices, "usage": self.usage.as_dict()})
+            if self.scores is not None:
+                content["prompt_logprobs"] = Items(self.scores)
+            if self.body.return_token_ids:
+                content["prompt_token_ids"] = self.job.prompt_ids
+            is_scored = self.body.logprobs or self.scores is not None
+            return ScoredAnswer(content, held.pop_all()) if is_scored else json_response(content)
+
+    def _answer(self, index: int, choice: Choice) -> shapes.ChatChoice:
+        """A whole choice."""
+        found: shapes.ChatChoice = {
+            "index": index,
+            "message": choice.message(self.before),
+            "logprobs": {"content": Items(choice.logprobs), "refusal": None} if self.body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.body.return_token_ids:
+            found["token_ids"] = choice.token_ids
+        return found
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a chunk with the role of every choice, then the text."""
@@ -200,7 +181,7 @@ class Chat:
                 news = b""
                 if not opened:
                     opened = True
-                    news = b"".join(_opening(chunks, index) for index in range(self.job.params.n))
+                    news = b"".join(event(chunk) for chunk in self._openings(chunks))
                 for output in item.outputs:
                     self.usage.completion_tokens += len(output.token_ids)
                     news += b"".join(event(_chunk(chunks, delta)) for delta in self._deltas(output))
@@ -208,20 +189,32 @@ class Chat:
                     yield news
         yield chunks.end()
 
+    def _openings(self, chunks: Chunks) -> Iterator[shapes.ChatCompletionChunk]:
+        """The first chunk of every choice."""
+        for index in range(self.job.params.n):
+            delta: shapes.MessageDelta = {"role": "assistant", "content": self.before}
+            chunk = _chunk(chunks, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+            if self.body.return_token_ids and not index:
+                chunk["prompt_token_ids"] = self.job.prompt_ids
+            yield chunk
+
     def _deltas(self, output: CompletionOutput) -> list[shapes.ChatDelta]:
-        """The chunks of an output: one for each part, the first with the log-probabilities, the last with the end."""
-        choice, found = self.choices[output.index], self._logprobs(output)
-        parts: list[shapes.MessageDelta] = [_delta(part) for part in choice.parts(output)]
-        if not parts and found:
-            parts = [{"content": ""}]
-        elif not parts and choice.finish_reason is not None:
-            parts = [{}]
+        """The chunks of an output: one for each part, the first with what is told of its tokens, the last with the
+        end.
+        """
+        choice, scored = self.choices[output.index], self._logprobs(output)
+        parts = [_delta(part) for part in choice.parts(output)]
+        has_ended, has_ids = choice.finish_reason is not None, bool(self.body.return_token_ids and output.token_ids)
+        if not parts and (scored or has_ended or has_ids):
+            parts = [{} if has_ended and not scored else {"content": ""}]
         deltas: list[shapes.ChatDelta] = [
             {"index": output.index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
         ]
-        if found:
-            deltas[0]["logprobs"] = {"content": found, "refusal": None}
-        if choice.finish_reason is not None:
+        if scored:
+            deltas[0]["logprobs"] = {"content": scored, "refusal": None}
+        if has_ids:
+            deltas[0]["token_ids"] = output.token_ids
+        if has_ended:
             deltas[-1]["finish_reason"], deltas[-1]["stop_reason"] = choice.finish_reason, choice.stop_reason
         return deltas
 
@@ -230,6 +223,11 @@ class Chat:
 
         async def opens(_: int, item: RequestOutput) -> None:
             self.usage.saw(item)
+            if self.body.prompt_logprobs is not None:
+                found = item.prompt_logprobs or []
+                self.scores = await self.service.make_answer(
+                    self.job.num_prompt_scores, lambda: encoded(prompt_logprobs(found, self.names))
+                )
 
         return self.service.run([self.job], self.head["id"], opens)
 

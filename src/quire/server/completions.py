@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.server import shapes
 from quire.server.answers import Bytes, ScoredAnswer, encoded, extend, pieces
 from quire.server.errors import bad_request, json_response
-from quire.server.logprobs import MAX_PROMPT_SCORES, LegacyLogprobs, Names, prompt_logprobs
+from quire.server.logprobs import LegacyLogprobs, Names, check_scores, prompt_logprobs
 from quire.server.schema import CompletionRequest
 from quire.server.service import Chunks, Job, Service, Usage
 from quire.server.shapes import Items
@@ -63,25 +63,10 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
             prompt_logprobs=max(asked) if asked else None,
         )
         jobs.append(Job(ids, params, service.hints(body, tenant), tenant, text))
-    _check_scores(body, sum(len(job.prompt_ids) for job in jobs))
-    return jobs
-
-
-def _check_scores(body: CompletionRequest, num_tokens: int) -> None:
-    """Raises ApiError 400 for more prompt log-probabilities than an answer may have."""
     echoed = {"logprobs": body.logprobs} if body.echo else {}
-    asked = {
-        name: each for name, each in (echoed | {"prompt_logprobs": body.prompt_logprobs}).items() if each is not None
-    }
-    num_scores = (body.n or 1) * num_tokens * sum(each + 1 for each in asked.values())
-    if num_scores > MAX_PROMPT_SCORES:
-        param = next(iter(asked))
-        raise bad_request(
-            f"'n' is {body.n or 1}, the prompts have {num_tokens} tokens and"
-            f" {' and '.join(f'{name!r} is {each}' for name, each in asked.items())}: these are {num_scores}"
-            f" prompt log-probabilities, and an answer may have at most {MAX_PROMPT_SCORES}",
-            param,
-        )
+    asked_for = echoed | {"prompt_logprobs": body.prompt_logprobs}
+    check_scores(asked_for, body.n or 1, sum(len(job.prompt_ids) for job in jobs))
+    return jobs
 
 
 @dataclass
@@ -90,11 +75,13 @@ class Opening:
 
     lists   the four lists of the echoed prompt's log-probabilities, encoded; None for a list that is null
     scores  the extension `prompt_logprobs`, encoded
+    prompt_ids  the extension `return_token_ids`; None without it
     """
 
     text: str = ""
     lists: dict[str, bytes | None] | None = None
     scores: bytes | None = None
+    prompt_ids: list[int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +90,12 @@ class Opening:
 
     def as_delta(self, index: int) -> shapes.CompletionDelta:
         """The first chunk of a streamed choice has it."""
-        return {"index": index, "text": self.text, "logprobs": joined(self.lists), "finish_reason": None}
+        found: shapes.CompletionDelta = {
+            "index": index, "text": self.text, "logprobs": joined(self.lists), "finish_reason": None,
+        }  # fmt: skip
+        if self.prompt_ids is not None:
+            found["prompt_token_ids"] = self.prompt_ids
+        return found
 
 
 @dataclass
@@ -112,6 +104,7 @@ class Choice:
 
     legacy: LegacyLogprobs
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     lists: dict[str, bytearray | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -133,6 +126,8 @@ class Choice:
         }
         if opening.scores is not None:
             found["prompt_logprobs"] = Items(opening.scores)
+        if opening.prompt_ids is not None:
+            found["prompt_token_ids"], found["token_ids"] = opening.prompt_ids, self.token_ids
         return found
 
 
@@ -179,6 +174,7 @@ class Completion:
                     for delta in self._deltas(job, item):
                         choice = self.choices[delta["index"]]
                         choice.text += delta["text"]
+                        choice.token_ids += delta.get("token_ids", [])
                         if delta["logprobs"] is not None:
                             grow(choice.extend(delta["logprobs"]))
                         if delta["finish_reason"] is not None:
@@ -199,7 +195,7 @@ class Completion:
             async with aclosing(self._items(grow)) as items:
                 async for job, item in items:
                     opening = self.openings.pop(job, None)
-                    if opening is not None and (opening.text or opening.lists):
+                    if opening is not None and (opening.text or opening.lists or opening.prompt_ids is not None):
                         for index in range(job * self.num_choices, (job + 1) * self.num_choices):
                             yield b"data: "
                             for part in pieces(_chunk(chunks, opening.as_delta(index))):
@@ -211,7 +207,7 @@ class Completion:
                     news = b"".join(
                         event(_chunk(chunks, delta))
                         for delta in self._deltas(job, item)
-                        if delta["text"] or delta["logprobs"] or delta["finish_reason"]
+                        if delta["text"] or delta["logprobs"] or delta["finish_reason"] or delta.get("token_ids")
                     )
                     if news:
                         yield news
@@ -235,6 +231,8 @@ class Completion:
 
         def make() -> tuple[Opening, LegacyLogprobs]:
             opening, legacy, scores = Opening(), choices[0].legacy, item.prompt_logprobs or []
+            if self.body.return_token_ids:
+                opening.prompt_ids = prompt.prompt_ids
             if self.body.prompt_logprobs is not None:
                 opening.scores = encoded(prompt_logprobs(scores, self.names))
             if self.body.echo:
@@ -270,6 +268,8 @@ class Completion:
             else:
                 self.usage.completion_tokens += len(output.token_ids)
                 delta["text"] = output.text
+                if self.body.return_token_ids:
+                    delta["token_ids"] = output.token_ids
                 if self.body.logprobs is not None and output.logprobs:
                     delta["logprobs"] = self.choices[index].legacy(output.token_ids, output.logprobs)
             deltas.append(delta)

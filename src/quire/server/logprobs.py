@@ -10,6 +10,7 @@ import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from quire.server.errors import bad_request
 from quire.server.shapes import PromptScore, ScoredToken, TextLogprobs, TokenScore
 
 if TYPE_CHECKING:
@@ -26,6 +27,23 @@ single prompt may have more."""
 
 LOWEST = -9999.0
 """OpenAI's value for minus infinity, which JSON cannot represent."""
+
+
+def check_scores(asked: Mapping[str, int | None], num_choices: int, num_tokens: int) -> None:
+    """Raises ApiError 400 for more log-probabilities of prompts than an answer may have.
+
+    asked       alternatives per token, by parameter; None where it is not given
+    num_tokens  of all prompts
+    """
+    found = {name: each for name, each in asked.items() if each is not None}
+    num_scores = num_choices * num_tokens * sum(each + 1 for each in found.values())
+    if num_scores > MAX_PROMPT_SCORES:
+        raise bad_request(
+            f"'n' is {num_choices}, the prompts have {num_tokens} tokens and"
+            f" {' and '.join(f'{name!r} is {each}' for name, each in found.items())}: these are {num_scores}"
+            f" prompt log-probabilities, and an answer may have at most {MAX_PROMPT_SCORES}",
+            next(iter(found)),
+        )
 
 
 class Names:

@@ -323,6 +323,7 @@ class Sampling(Model):
         None, description="Extension: include the stop string that ended the text."
     )
 
+    return_token_ids: bool | None = Field(None, description="Extension: with the token ids of prompts and answers.")
     response_format: ResponseFormat | None = None
     structured_outputs: Structured = None
 
@@ -500,6 +501,18 @@ Message = Annotated[
     | Annotated[ToolMessage, Tag("=tool")],
     Discriminator(_kind_of_message),
 ]
+
+
+def check_continued(messages: list[Any] | None, opens: bool | None, continues: bool | None) -> None:
+    """Raises ApiError 400 if the last message is to be gone on with and cannot be."""
+    if continues and opens:
+        message = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+        raise bad_request(message, "continue_final_message")
+    if continues and (not messages or messages[-1].role != "assistant" or not joined(messages[-1].content)):
+        message = "'continue_final_message' needs an assistant's last message with text"
+        raise bad_request(message, "continue_final_message")
+
+
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -566,6 +579,14 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=MAX_MODALITIES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Extension.")
+    echo: bool | None = Field(None, description="Extension: begin the answer with the last message, an assistant's.")
+    add_generation_prompt: bool | None = Field(None, description="Extension: begin an answer (default).")
+    continue_final_message: bool | None = Field(
+        None, description="Extension: go on with the last message, an assistant's, in place of beginning an answer."
+    )
+    include_reasoning: bool | None = Field(None, description="Extension: split reasoning off the answer (default).")
+
     tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam = None
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls (default).")
@@ -593,6 +614,13 @@ class ChatRequest(Sampling):
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one of them", "max_tokens")
+        check_continued(self.messages, self.add_generation_prompt, self.continue_final_message)
+        last = self.messages[-1].role
+        if self.echo and not (last == "assistant" and (self.continue_final_message or not self.opens)):
+            raise bad_request("'echo' needs an assistant's last message that the answer goes on with", "echo")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "'prompt_logprobs' is not supported when 'stream' is true"
+            raise bad_request(message, "prompt_logprobs", "unsupported_value")
         names = [tool.function.name for tool in self.tools or ()]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise bad_request(f"'tools' has {twice!r} twice", "tools")
@@ -604,6 +632,11 @@ class ChatRequest(Sampling):
             message = "'tools' and a form of the text ('response_format', 'structured_outputs') exclude each other"
             raise bad_request(f"{message}; set 'tool_choice' to \"none\"", "tools", "unsupported_value")
         return self
+
+    @property
+    def opens(self) -> bool:
+        """Whether the prompt ends with the beginning of an answer."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
 
     @property
     def chosen(self) -> ToolChoice:
@@ -627,10 +660,16 @@ class TokenizeRequest(Model):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: TemplateVariables = None
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:
+        for name in ("continue_final_message", "tools"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise bad_request(f"{name!r} is only allowed with 'messages'", name)
+        check_continued(self.messages, self.add_generation_prompt, self.continue_final_message)
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either 'prompt' or 'messages'", "prompt")
         if self.prompt is not None and self.add_generation_prompt is not None:

@@ -123,6 +123,8 @@ class CompletionChoice(TypedDict):
     finish_reason: Finish
     stop_reason: Stop
     prompt_logprobs: NotRequired[Many[dict[str, PromptScore] | None]]
+    prompt_token_ids: NotRequired[list[Count]]
+    token_ids: NotRequired[list[Count]]
 
 
 class Completion(Head):
@@ -140,6 +142,8 @@ class CompletionDelta(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: FinishSoFar
     stop_reason: NotRequired[Stop]
+    prompt_token_ids: NotRequired[Annotated[list[Count], Field(description="In the first chunk of a choice.")]]
+    token_ids: NotRequired[list[Count]]
 
 
 class ChunkHead(Head):
@@ -204,6 +208,7 @@ class ChatMessage(TypedDict):
     content: str | None
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
+    reasoning_content: NotRequired[Annotated[str, Field(description="What the model wrote before its answer.")]]
 
 
 _CHAT_FINISH: dict[str, Any] = {"type": "string", "enum": ["stop", "length", "tool_calls"]}
@@ -217,6 +222,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: Annotated[str | None, WithJsonSchema(_CHAT_FINISH)]
     stop_reason: Stop
+    token_ids: NotRequired[list[Count]]
 
 
 class ChatCompletion(Head):
@@ -224,6 +230,8 @@ class ChatCompletion(Head):
 
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[Many[dict[str, PromptScore] | None]]
+    prompt_token_ids: NotRequired[list[Count]]
 
 
 class FunctionDelta(TypedDict, total=False):
@@ -247,6 +255,7 @@ class MessageDelta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
     tool_calls: list[ToolCallDelta]
 
 
@@ -258,12 +267,14 @@ class ChatDelta(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: Annotated[str | None, WithJsonSchema({"anyOf": [_CHAT_FINISH, {"type": "null"}]})]
     stop_reason: NotRequired[Stop]
+    token_ids: NotRequired[list[Count]]
 
 
 class ChatCompletionChunk(ChunkHead):
     """The data of one event where /v1/chat/completions streams its answer."""
 
     choices: list[ChatDelta]
+    prompt_token_ids: NotRequired[Annotated[list[Count], Field(description="In the first chunk.")]]
 
 
 class Model(TypedDict):

@@ -108,11 +108,14 @@ class Texts:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Tool] = (),
+        *,
+        continues: bool = False,
     ) -> list[int]:
         """The token ids of a conversation, rendered by the model's chat template with `variables`. Raises RequestError
         if the template rejects the messages or its text does not fit the context.
 
-        tools  that the answer may call
+        tools      that the answer may call
+        continues  whether the prompt ends within the last message, which the answer goes on with
         """
         format_ = format_of(self.engine.tokenizer.chat_template)
 
@@ -121,9 +124,21 @@ class Texts:
             given = dict(variables or {})
             if tools and format_.instructs is None:
                 given["tools"] = [tool.for_template() for tool in tools]
-            text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt, given)
-            return text
+            text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt and not continues, given)
+            return ended_in(text, rendered[-1]["content"]) if continues else text
 
         # Always on a thread: another process renders, and a bad template uses up its whole time limit.
         text = await asyncio.get_running_loop().run_in_executor(self._templates, run)
         return await self.encode(text, False, "messages")
+
+
+def ended_in(rendered: str, content: str) -> str:
+    """A rendered conversation up to the end of its last message's content. Raises ApiError 400 if it is not there."""
+    place = rendered.rfind(content)
+    if place < 0:  # templates may strip blanks
+        content = content.strip()
+        place = rendered.rfind(content)
+    if place < 0:
+        message = "the chat template changes the last message, so that it cannot be gone on with"
+        raise bad_request(message, "continue_final_message")
+    return rendered[: place + len(content)]

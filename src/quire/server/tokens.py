@@ -17,7 +17,11 @@ async def tokenize(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
             ids = await service.texts.encode_chat(
-                body.messages, body.chat_template_kwargs, body.add_generation_prompt is not False
+                body.messages,
+                body.chat_template_kwargs,
+                body.add_generation_prompt is not False,
+                [param.tool() for param in body.tools or ()],
+                continues=bool(body.continue_final_message),
             )
         else:
             ids = await service.texts.encode(body.prompt or "", body.add_special_tokens is not False, "prompt")

@@ -58,6 +58,13 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """A piece of what the model writes before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class CallBegins:
     """The index-th call of an answer is of this tool."""
 
@@ -74,4 +81,4 @@ class CallArguments:
     text: str
 
 
-Part = Text | CallBegins | CallArguments
+Part = Text | Reasoning | CallBegins | CallArguments

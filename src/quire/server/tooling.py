@@ -1,0 +1,67 @@
+"""What a chat request makes of an answer: the calls that it may have, and the reasoning before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.engine.structured import StructuredOutputsParams
+from quire.server.protocol import Tokenizer
+from quire.server.schema import ChatRequest
+from quire.tools.calls import Tool
+from quire.tools.format import ToolFormat
+from quire.tools.formats import format_of
+from quire.tools.parser import CallParser
+from quire.tools.reader import AnswerReader
+from quire.tools.reasoning import ReasoningFormat, ReasoningParser, reasoning_of
+
+LAST_TOKENS = 8
+"""Tokens at the end of a prompt in which reasoning may begin."""
+
+
+@dataclass(frozen=True)
+class Tooling:
+    """The tools of a request, and how the model calls them and reasons.
+
+    tokenizer      of the model
+    tools          that it may call
+    reasoning      None: it does not reason, or its reasoning stays in the text
+    structure      what the tools make of the answer's text
+    shows_special  whether calls are written with special tokens
+    """
+
+    tokenizer: Tokenizer
+    format: ToolFormat
+    tools: tuple[Tool, ...] = ()
+    reasoning: ReasoningFormat | None = None
+    structure: StructuredOutputsParams | None = None
+    shows_special: bool = False
+
+    @classmethod
+    def of(cls, body: ChatRequest, tokenizer: Tokenizer) -> Tooling:
+        """Those of a request."""
+        template, choice = tokenizer.chat_template, body.chosen
+        format_ = format_of(template)
+        # What has a form cannot begin with reasoning.
+        reasons = body.include_reasoning is not False and body.structure() is None and choice.mode != "required"
+        reasoning = reasoning_of(template) if reasons else None
+        if choice.mode == "none":
+            return cls(tokenizer, format_, reasoning=reasoning)
+        tools = tuple(param.tool() for param in body.tools or ())
+
+        def special(text: str) -> int | None:
+            token_id = tokenizer.token_id(text)
+            return token_id if token_id in tokenizer.special_ids else None
+
+        grammar = format_.grammar(tools, choice, special)
+        structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)
+        shows = any(special(mark) is not None for mark in format_.marks)
+        return cls(tokenizer, format_, tools, reasoning, structure, shows)
+
+    def reader(self, prompt_ids: Sequence[int]) -> AnswerReader:
+        """For one answer to a prompt."""
+        calls = CallParser(self.format, {tool.name for tool in self.tools}) if self.tools else None
+        if self.reasoning is None:
+            return AnswerReader(None, calls)
+        end = self.tokenizer.decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip()
+        return AnswerReader(ReasoningParser(self.reasoning, is_inside=end.endswith(self.reasoning.begins)), calls)

@@ -1,0 +1,38 @@
+"""Reads an answer while it arrives: reasoning first, then text and calls."""
+
+from __future__ import annotations
+
+from quire.tools.calls import Part, Text
+from quire.tools.parser import CallParser
+from quire.tools.reasoning import ReasoningParser
+
+
+class AnswerReader:
+    """Turns the pieces of one answer into its parts.
+
+    reasoning  None: the model does not reason, or its reasoning is part of the text
+    calls      None: there are no tools
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def read(self, text: str, *, is_last: bool) -> list[Part]:
+        """What a piece of the answer adds."""
+        parts: list[Part] = [Text(text)] if text else []
+        if self._reasoning is not None:
+            parts = self._reasoning.push(text)
+            if is_last:
+                parts += self._reasoning.flush()
+        if self._calls is None:
+            return parts
+        found: list[Part] = []
+        for part in parts:
+            found += self._calls.push(part.text) if isinstance(part, Text) else [part]
+        return found + self._calls.flush() if is_last else found

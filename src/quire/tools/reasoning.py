@@ -1,0 +1,96 @@
+"""Reasoning that a model writes before its answer, and telling the two apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.tools.calls import Part, Reasoning, Text
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Reasoning stands between two marks at the beginning of an answer. A chat template that knows the format has the
+    second one in it, and may write the first one itself.
+    """
+
+    name: str
+    begins: str
+    ends: str
+
+
+FORMATS = (
+    # DeepSeek R1 and what was distilled from it, Qwen 3, QwQ, SmolLM3.
+    ReasoningFormat("think", "<think>", "</think>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
+)
+
+
+def reasoning_of(template: str) -> ReasoningFormat | None:
+    """The format of a model by its chat template; None if it does not reason."""
+    return next((each for each in FORMATS if each.ends in template), None)
+
+
+class ReasoningParser:
+    """Splits the pieces of one answer into reasoning and the rest, the same however they are cut. Blanks at the
+    beginning and the end of the reasoning are dropped, and those behind it.
+
+    is_inside  whether the prompt has begun the reasoning
+    """
+
+    def __init__(self, format_: ReasoningFormat, *, is_inside: bool) -> None:
+        self._format = format_
+        self._state = "inside" if is_inside else "start"
+        self._held = ""
+        self._is_first = True
+
+    def push(self, text: str) -> list[Part]:
+        """What a piece of the answer adds."""
+        if self._state == "text":
+            return [Text(text)] if text else []
+        self._held += text
+        found: list[Part] = []
+        if self._state == "start":
+            begun, mark = self._held.lstrip(), self._format.begins
+            if begun.startswith(mark):
+                self._held, self._state = begun[len(mark) :], "inside"
+            elif not mark.startswith(begun):
+                self._state = "text"
+                return self._rest()
+        if self._state == "inside":
+            self._inside(found)
+        if self._state == "behind":
+            self._held = self._held.lstrip()
+            if self._held:
+                self._state = "text"
+                found += self._rest()
+        return found
+
+    def flush(self) -> list[Part]:
+        """What is left when the answer has ended."""
+        if self._state == "inside":
+            return self._say(self._held.rstrip())
+        return self._rest() if self._state == "start" else []
+
+    def _inside(self, found: list[Part]) -> None:
+        place, mark = self._held.find(self._format.ends), self._format.ends
+        if place >= 0:
+            found += self._say(self._held[:place].rstrip())
+            self._held, self._state = self._held[place + len(mark) :], "behind"
+            return
+        keep = next((count for count in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:count])), 0)
+        text = self._held[: len(self._held) - keep].rstrip()
+        self._held = self._held[len(text) :]
+        found += self._say(text)
+
+    def _say(self, text: str) -> list[Part]:
+        if self._is_first:
+            text = text.lstrip()
+        if not text:
+            return []
+        self._is_first = False
+        return [Reasoning(text)]
+
+    def _rest(self) -> list[Part]:
+        text, self._held = self._held, ""
+        return [Text(text)] if text else []
