@@ -18,7 +18,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.tracing import CURRENT, read_traceparent
-from quire.server import shapes
+from quire.server import response_shapes, shapes
 from quire.server.access import CURRENT as access_of
 from quire.server.access import Access, log
 from quire.server.auth import ApiKeys, Names
@@ -32,6 +32,8 @@ from quire.server.metrics import CONTENT_TYPE
 from quire.server.openapi import components, operation
 from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.prefixes import drop_prefix, list_prefixes, show_prefix, warm_prefix
+from quire.server.responses import create_response
+from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service, shutting_down
 from quire.server.tokens import detokenize, tokenize
@@ -179,6 +181,16 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await create_chat(service, request)
+
+    @app.post(
+        "/v1/responses",
+        **operation(
+            response_shapes.Response, *working, body=ResponsesRequest, chunk=response_shapes.Event, has_done=False
+        ),
+    )
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the newer form."""
+        return await create_response(service, request)
 
     @app.post("/tokenize", **operation(shapes.Tokens, 400, 401, 403, 404, 413, 500, 503, body=TokenizeRequest))
     async def tokenize_text(request: Request) -> Response:

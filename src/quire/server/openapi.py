@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
 
-from quire.server import shapes
+from quire.server import response_shapes, shapes
 from quire.server.cluster_schema import DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.errors import TYPES
 from quire.server.prefix_schema import DropRequest, PrefixRequest
+from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/"
@@ -22,6 +23,7 @@ _REQUESTS = (
     DropRequest,
     PlaceRequest,
     PrefixRequest,
+    ResponsesRequest,
     RestartRequest,
     RoleRequest,
     TokenizeRequest,
@@ -35,10 +37,12 @@ ANSWERS = (
     shapes.CompletionChunk,
     shapes.DroppedPrefix,
     shapes.Error,
+    response_shapes.Event,
     shapes.ListedPrefix,
     shapes.ListedPrefixes,
     shapes.Model,
     shapes.Models,
+    response_shapes.Response,
     shapes.Status,
     shapes.Text,
     shapes.Tokens,
@@ -72,19 +76,23 @@ def operation(
     body: type[BaseModel] | None = None,
     query: Mapping[str, dict[str, Any]] | None = None,
     chunk: type | None = None,
+    has_done: bool = True,
 ) -> dict[str, Any]:
     """FastAPI's keyword arguments that document a route: its body, answer and errors.
 
     answer  None: plain text
     query   the schemas of the parameters after the question mark, none of which is required
     chunk   the data of an event where the answer may be streamed
+    has_done  whether the last event is [DONE]
     """
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _named(answer)}}
     if chunk is not None:
-        text = f"Server-sent events: the data of each is a {chunk.__name__}, of the last one `[DONE]`; where usage was"
-        text += f" asked for, a {shapes.UsageChunk.__name__} stands before it."
+        text = f"Server-sent events: the data of each is a {chunk.__name__}"
+        if has_done:
+            text += ", of the last one `[DONE]`; where usage was"
+            text += f" asked for, a {shapes.UsageChunk.__name__} stands before it."
         content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
     for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):

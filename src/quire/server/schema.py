@@ -288,13 +288,10 @@ class StreamOptions(Model):
     include_obfuscation: OnlyFalse = None
 
 
-class Sampling(Model):
-    """Parameters of both generating endpoints."""
+class Tuning(Model):
+    """Parameters of every endpoint that generates."""
 
     model: str | None = Field(None, description="The served model's name; optional.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description=_ADVISED)
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description=_ADVISED)
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -323,8 +320,6 @@ class Sampling(Model):
         None, description="Extension: include the stop string that ended the text."
     )
 
-    return_token_ids: bool | None = Field(None, description="Extension: with the token ids of prompts and answers.")
-    response_format: ResponseFormat | None = None
     structured_outputs: Structured = None
 
     cache_salt: Salt = None
@@ -334,9 +329,23 @@ class Sampling(Model):
 
     def structure(self) -> StructuredOutputsParams | None:
         """What the text of an answer must be. Raises RequestError."""
-        if self.structured_outputs is not None:
+        return self.structured_outputs
+
+
+class Sampling(Tuning):
+    """Parameters of completions and chats."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    return_token_ids: bool | None = Field(None, description="Extension: with the token ids of prompts and answers.")
+    response_format: ResponseFormat | None = None
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """See Tuning."""
+        if self.structured_outputs is not None or self.response_format is None:
             return self.structured_outputs
-        return None if self.response_format is None else self.response_format.structure()
+        return self.response_format.structure()
 
     @model_validator(mode="after")
     def _has_one_structure(self) -> Sampling:
@@ -541,6 +550,25 @@ class ToolParam(Model):
         return Tool(given.name, given.description or "", parameters, bool(given.strict))
 
 
+def check_tools(
+    names: list[str], named: str | None, choice: Any, chosen: ToolChoice, structure: StructuredOutputsParams | None
+) -> None:
+    """Raises ApiError 400 for tools that contradict each other, or their choice.
+
+    named   the tool that must be called; None: none is named
+    choice  as it was given
+    """
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise bad_request(f"'tools' has {twice!r} twice", "tools")
+    if choice not in (None, "none", "auto") and not names:
+        raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
+    if named is not None and named not in names:
+        raise bad_request(f"'tool_choice' names {named!r}, no tool", "tool_choice")
+    if chosen.mode != "none" and structure is not None:
+        message = "'tools' and a form of the text exclude each other; set 'tool_choice' to \"none\""
+        raise bad_request(message, "tools", "unsupported_value")
+
+
 class NamedFunction(Model):
     """The name of a function."""
 
@@ -622,15 +650,8 @@ class ChatRequest(Sampling):
             message = "'prompt_logprobs' is not supported when 'stream' is true"
             raise bad_request(message, "prompt_logprobs", "unsupported_value")
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise bad_request(f"'tools' has {twice!r} twice", "tools")
-        if self.tool_choice not in (None, "none", "auto") and not names:
-            raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise bad_request(f"'tool_choice' names {self.tool_choice.function.name!r}, no tool", "tool_choice")
-        if self.chosen.mode != "none" and self.structure() is not None:
-            message = "'tools' and a form of the text ('response_format', 'structured_outputs') exclude each other"
-            raise bad_request(f"{message}; set 'tool_choice' to \"none\"", "tools", "unsupported_value")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        check_tools(names, named, self.tool_choice, self.chosen, self.structure())
         return self
 
     @property

@@ -31,7 +31,7 @@ from quire.server.errors import ApiError, bad_request
 from quire.server.logprobs import PROMPT_SCORES_AT_ONCE
 from quire.server.metrics import Metrics, RequestTimer
 from quire.server.room import Room
-from quire.server.schema import Sampling, StreamOptions
+from quire.server.schema import StreamOptions, Tuning
 from quire.server.tenants import Tenants
 from quire.server.texts import Texts
 from quire.server.wire import DONE, event, merge
@@ -217,7 +217,7 @@ class Service:
 
     def params(
         self,
-        request: Sampling,
+        request: Tuning,
         num_prompt_tokens: int,
         max_tokens: int | None,
         *,
@@ -258,7 +258,7 @@ class Service:
             max_tokens = min(each for each in (room, most, default_tokens) if each is not None)
         self.check_tokens(request.logit_bias, "logit_bias")
         self.check_tokens(request.stop_token_ids, "stop_token_ids")
-        given = {name: value for name in _PASSED_ON if (value := getattr(request, name)) is not None}
+        given = {name: value for name in _PASSED_ON if (value := getattr(request, name, None)) is not None}
         fixed = {
             "max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
             "structured_outputs": structure or request.structure(),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from quire.server.errors import ApiError, bad_request
-from quire.server.schema import Message
 from quire.tools.calls import Tool
 from quire.tools.formats import format_of
 
@@ -26,6 +25,14 @@ WHOLE_CHARS = 256 * 1024
 """Maximum length of a text that is encoded as a whole: 0.3 s and 90 MB at worst, for characters of four bytes."""
 PIECE_CHARS = 64 * 1024
 """Length of the pieces in which a longer text is first counted: 0.1 s and 20 MB at worst."""
+
+
+class Templated(Protocol):
+    """A message of any endpoint."""
+
+    def for_template(self) -> dict[str, Any]:
+        """The message in the form of chat templates."""
+        ...
 
 
 class Texts:
@@ -104,7 +111,7 @@ class Texts:
 
     async def encode_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Templated],
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Tool] = (),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quire.engine.structured import StructuredOutputsParams
 from quire.server.protocol import Tokenizer
+from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import ChatRequest
 from quire.tools.calls import Tool
 from quire.tools.format import ToolFormat
@@ -38,7 +39,7 @@ class Tooling:
     shows_special: bool = False
 
     @classmethod
-    def of(cls, body: ChatRequest, tokenizer: Tokenizer) -> Tooling:
+    def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
         """Those of a request."""
         template, choice = tokenizer.chat_template, body.chosen
         format_ = format_of(template)

@@ -1,0 +1,143 @@
+"""The answers of /v1/responses, field by field; see `shapes`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+
+# pydantic takes that of `typing` only from Python 3.12 on, and brings this one.
+from typing_extensions import TypedDict
+
+from quire.server.shapes import Count, ScoredToken
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(TypedDict):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)]
+    logprobs: list[ScoredToken]
+
+
+class OutputMessage(TypedDict):
+    """What the model says."""
+
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class ReasoningText(TypedDict):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(TypedDict):
+    """What the model writes before its answer."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: ItemStatus
+    summary: Annotated[list[Any], Field(max_length=0)]
+    content: list[ReasoningText]
+
+
+class OutputCall(TypedDict):
+    """A call."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+class InputDetails(TypedDict):
+    """What the cache did for the prompt."""
+
+    cache_write_tokens: Count
+    cached_tokens: Count
+    cached_tokens_by_tier: dict[str, Count]
+    pinned_tokens: NotRequired[Count]
+    kept_fraction: NotRequired[float]
+
+
+class OutputDetails(TypedDict):
+    """Which of the tokens are reasoning."""
+
+    reasoning_tokens: Count
+
+
+class ResponseUsage(TypedDict):
+    """Token counts of a response."""
+
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class IncompleteDetails(TypedDict):
+    """Why a response has not all that the model wanted to say."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class Response(TypedDict):
+    """The answer of /v1/responses. What it repeats of the request is as in the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Count
+    completed_at: Count | None
+    model: str
+    status: ItemStatus
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    metadata: dict[str, str]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, Any]
+    store: Literal[False]
+    temperature: float
+    top_p: float
+    top_logprobs: Count
+    max_output_tokens: Count | None
+    text: dict[str, Any]
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any]
+    tools: list[dict[str, Any]]
+    truncation: Literal["disabled"]
+    background: Literal[False]
+    service_tier: Literal["default"]
+    user: str | None
+    usage: ResponseUsage | None
+
+
+class Event(TypedDict):
+    """An event of a streamed response; what else it has depends on its type."""
+
+    type: str
+    sequence_number: Count
+    response: NotRequired[Response]
+    output_index: NotRequired[Count]
+    item_id: NotRequired[str]
+    item: NotRequired[OutputMessage | OutputReasoning | OutputCall]
+    content_index: NotRequired[Count]
+    part: NotRequired[OutputText | ReasoningText]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    arguments: NotRequired[str]
+    name: NotRequired[str]
+    logprobs: NotRequired[list[ScoredToken]]

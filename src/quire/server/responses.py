@@ -1,0 +1,189 @@
+"""POST /v1/responses: answers conversations in the newer form of OpenAI's API, without memory between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import json_response
+from quire.server.logprobs import Names, chat_logprobs
+from quire.server.responses_output import Event, Output
+from quire.server.responses_schema import ResponsesRequest
+from quire.server.service import Job, Service, Usage
+from quire.server.shapes import ScoredToken
+from quire.server.tooling import Tooling
+from quire.server.wire import EventStream, named_event, unless_disconnected
+from quire.tools.calls import Reasoning, Text
+from quire.tools.reader import AnswerReader
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import CompletionOutput, RequestOutput
+
+SCORE_BYTES = 90
+"""About those of a log-probability in an answer."""
+
+
+async def create_response(service: Service, request: Request) -> Response:
+    """Answer one request, as a whole or as a stream."""
+    async with service.bodies.read(request, ResponsesRequest) as body:
+        service.check_model(body.model)
+        tooling = Tooling.of(body, service.engine.tokenizer)
+        messages = [_Said(each) for each in body.messages()]
+        ids = await service.texts.encode_chat(messages, body.chat_template_kwargs, tools=tooling.tools)
+        params = service.params(
+            body,
+            len(ids),
+            body.max_output_tokens,
+            param="input",
+            logprobs=(body.top_logprobs or 0) if body.wants_scores else None,
+            structure=tooling.structure,
+            shows_special=tooling.shows_special,
+        )
+        tenant = request.state.tenant
+        job = Job(ids, params, service.hints(body, tenant), tenant)
+        answer = Answer(service, body, job, tooling.reader(ids))
+        await service.admit([job])
+    if body.stream:
+        return EventStream(answer.events())
+    return await unless_disconnected(request.receive, answer.whole())
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A message that is in the form of chat templates already."""
+
+    message: Mapping[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        return dict(self.message)
+
+
+class Answer:
+    """A running request."""
+
+    def __init__(self, service: Service, body: ResponsesRequest, job: Job, reader: AnswerReader) -> None:
+        self.service = service
+        self.body = body
+        self.job = job
+        self.reader = reader
+        self.names = Names(service.engine.tokenizer)
+        self.usage = Usage(prompt_tokens=len(job.prompt_ids))
+        self.output = Output()
+        self.head = service.head("resp", "response")
+        self.status, self.is_reasoning, self.num_reasoning = "in_progress", False, 0
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        with ExitStack() as held:
+            grow = held.enter_context(self.service.unsent.hold())
+            async with aclosing(self._items()) as items:
+                async for _, item in items:
+                    for output in item.outputs:
+                        grow(SCORE_BYTES * sum(map(len, output.logprobs or ())))
+                        for _ in self._events(output):
+                            pass
+            return json_response(self._response())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        number = 0
+
+        def sent(event: Event) -> bytes:
+            nonlocal number
+            number += 1
+            return named_event(event["type"], event | {"sequence_number": number - 1})
+
+        opened = False
+        async with aclosing(self._items()) as items:
+            async for _, item in items:
+                news = b""
+                if not opened:
+                    opened = True
+                    for kind in ("created", "in_progress"):
+                        news += sent({"type": f"response.{kind}", "response": self._response()})
+                for output in item.outputs:
+                    news += b"".join(map(sent, self._events(output)))
+                if news:
+                    yield news
+        yield sent({"type": f"response.{self.status}", "response": self._response()})
+
+    def _events(self, output: CompletionOutput) -> Iterator[Event]:
+        """What an output of the engine adds."""
+        self.usage.completion_tokens += len(output.token_ids)
+        scores = self._scores(output)
+        parts = self.reader.read(output.text, is_last=output.finish_reason is not None)
+        self.is_reasoning = isinstance(parts[-1], Reasoning) if parts else self.is_reasoning
+        if self.is_reasoning:
+            self.num_reasoning += len(output.token_ids)
+        for part in parts:
+            own = scores if isinstance(part, Text) else []
+            yield from self.output.add(part, own)
+            scores = [] if own else scores
+        if output.finish_reason is not None:
+            self.status = "incomplete" if output.finish_reason == "length" else "completed"
+            yield from self.output.finish(self.status)
+
+    def _scores(self, output: CompletionOutput) -> list[ScoredToken]:
+        if not self.body.wants_scores or not output.logprobs:
+            return []
+        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.names)
+
+    def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        async def opens(_: int, item: RequestOutput) -> None:
+            self.usage.saw(item)
+
+        return self.service.run([self.job], self.head["id"], opens)
+
+    def _response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        body, params = self.body, self.job.params
+        has_ended = self.status != "in_progress"
+        choice: Any = "auto" if body.tool_choice is None else body.tool_choice
+        wanted = None if body.text is None or body.text.format is None else body.text.format
+        return {
+            "id": self.head["id"],
+            "object": "response",
+            "created_at": self.head["created"],
+            "completed_at": int(time.time()) if has_ended else None,
+            "model": self.head["model"],
+            "status": self.status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "output": self.output.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": body.top_logprobs or 0,
+            "max_output_tokens": body.max_output_tokens,
+            "text": {
+                "format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
+            },
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() | {"strict": tool.strict is not False} for tool in body.tools or ()],
+            "truncation": "disabled",
+            "background": False,
+            "service_tier": "default",
+            "user": body.user,
+            "usage": self._usage() if has_ended else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self.usage.as_dict()
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cache_write_tokens": 0, **counts["prompt_tokens_details"]},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "total_tokens": counts["total_tokens"],
+        }

@@ -1,0 +1,98 @@
+"""The items of a response, and the events that tell of them while they grow."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from quire.server.shapes import ScoredToken
+from quire.tools.calls import CallArguments, CallBegins, Part, Reasoning, Text
+
+Event = dict[str, Any]
+"""Of one type; its number in the stream is added when it is sent."""
+
+
+class Output:
+    """The items of one response so far. Each method returns the events of what is new.
+
+    items  finished ones, and the one that grows
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._is_open = False
+
+    def add(self, part: Part, scores: list[ScoredToken]) -> Iterator[Event]:
+        """A part of the answer. scores: of its tokens, if they are text."""
+        match part:
+            case Text(text):
+                yield from self._written("message", "output_text", text, scores)
+            case Reasoning(text):
+                yield from self._written("reasoning", "reasoning_text", text, [])
+            case CallBegins(_, call_id, name):
+                yield from self.close("completed")
+                call = {"type": "function_call", "id": _id("fc"), "call_id": call_id, "name": name, "arguments": ""}
+                yield from self._opened(call)
+            case CallArguments(_, text):
+                self.items[-1]["arguments"] += text
+                yield self._about("response.function_call_arguments.delta", delta=text)
+
+    def close(self, status: str) -> Iterator[Event]:
+        """The item that grows has ended. status: completed or incomplete."""
+        if not self._is_open:
+            return
+        self._is_open, item = False, self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            yield self._about("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+        else:
+            (part,) = item["content"]
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
+            yield self._about("response.content_part.done", content_index=0, part=part)
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def finish(self, status: str) -> Iterator[Event]:
+        """The answer has ended. One without anything has a message without text."""
+        if not self.items:
+            yield from self._written("message", "output_text", "", [])
+        yield from self.close(status)
+
+    def _written(self, kind: str, part_kind: str, text: str, scores: list[ScoredToken]) -> Iterator[Event]:
+        if not (self._is_open and self.items[-1]["type"] == kind):
+            yield from self.close("completed")
+            item: dict[str, Any] = {"type": kind, "id": _id("msg" if kind == "message" else "rs"), "content": []}
+            if kind == "message":
+                item["role"] = "assistant"
+            else:
+                item["summary"] = []
+            yield from self._opened(item)
+            part: dict[str, Any] = {"type": part_kind, "text": ""}
+            if kind == "message":
+                part |= {"annotations": [], "logprobs": []}
+            yield self._about("response.content_part.added", content_index=0, part=dict(part))
+            item["content"].append(part)
+        (part,) = self.items[-1]["content"]
+        part["text"] += text
+        more = {}
+        if kind == "message":
+            part["logprobs"] += scores
+            more = {"logprobs": scores}
+        if text or scores:
+            yield self._about(f"response.{part_kind}.delta", content_index=0, delta=text, **more)
+
+    def _opened(self, item: dict[str, Any]) -> Iterator[Event]:
+        self._is_open = True
+        item["status"] = "in_progress"
+        self.items.append(item)
+        shown = item | ({"content": []} if "content" in item else {})
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
+
+    def _about(self, kind: str, **more: Any) -> Event:
+        """An event about the item that grows."""
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **more}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"

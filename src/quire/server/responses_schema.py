@@ -1,0 +1,265 @@
+"""The request of POST /v1/responses, field by field; see `schema`. Only what needs no memory between requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from quire.engine.params import MAX_LOGPROBS
+from quire.engine.structured import StructuredOutputsParams
+from quire.server.errors import bad_request
+from quire.server.schema import (
+    FUNCTION_NAME,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    CalledFunction,
+    Metadata,
+    Model,
+    OnlyFalse,
+    TemplateVariables,
+    Tuning,
+    Unsupported,
+    check_tools,
+)
+from quire.tools.calls import EMPTY, Tool, ToolChoice
+
+Ignored = Annotated[Any, Field(description="Accepted and not used.")]
+
+
+class InputText(Model):
+    """A piece of a message."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Ignored = None
+    logprobs: Ignored = None
+
+
+Parts = Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
+Written = Annotated[
+    Annotated[str, Tag("=string")] | Annotated[Parts, Tag("=parts")],
+    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+]
+
+
+def written(content: str | list[InputText]) -> str:
+    """Content as one text, with parts joined by newlines."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class InputMessage(Model):
+    """What somebody has said, an earlier answer included."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Written
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+
+
+class InputCall(Model):
+    """A call that an earlier answer made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: Ignored = None
+    status: Ignored = None
+
+
+class InputResult(Model):
+    """What the tool has said."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Written
+    id: Ignored = None
+    status: Ignored = None
+
+
+class InputReasoning(Model):
+    """Reasoning of an earlier answer: chat templates leave it out, and so do we."""
+
+    type: Literal["reasoning"]
+    id: Ignored = None
+    summary: Ignored = None
+    content: Ignored = None
+    encrypted_content: Ignored = None
+    status: Ignored = None
+
+
+def _kind(value: Any) -> str:
+    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"={given}" if given in ("function_call", "function_call_output", "reasoning") else "=message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("=message")]
+    | Annotated[InputCall, Tag("=function_call")]
+    | Annotated[InputResult, Tag("=function_call_output")]
+    | Annotated[InputReasoning, Tag("=reasoning")],
+    Discriminator(_kind),
+]
+Input = Annotated[
+    Annotated[str, Tag("=string")]
+    | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("=items")],
+    Discriminator(lambda value: "=items" if isinstance(value, list) else "=string"),
+]
+
+
+class TextFormat(Model):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = Field(None, description="Accepted: schemas are always honoured whole or refused.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> TextFormat:
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            needs = "needs" if self.type == "json_schema" else "does not take"
+            raise bad_request(f"'text.format' of type {self.type!r} {needs} 'schema'", "text.format")
+        return self
+
+
+class TextConfig(Model):
+    """How the answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: Unsupported = None
+
+
+class FunctionTool(Model):
+    """A function that the caller can run."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """Without what JSON needs. As in OpenAI's API it is strict unless it says otherwise."""
+        parameters = EMPTY if self.parameters is None else self.parameters
+        return Tool(self.name, self.description or "", parameters, self.strict is not False)
+
+
+class NamedFunctionTool(Model):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+ResponsesToolChoice = (
+    Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[NamedFunctionTool, Tag("=tool")],
+        Discriminator(lambda value: "=word" if isinstance(value, str) else "=tool"),
+    ]
+    | None
+)
+
+
+class ResponsesStreamOptions(Model):
+    """Optional contents of a stream."""
+
+    include_obfuscation: OnlyFalse = None
+
+
+class ResponsesRequest(Tuning):
+    """The body of POST /v1/responses."""
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ResponsesToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(fail_fast=True, max_length=8),
+        ]
+        | None
+    ) = Field(None, description="Log-probabilities come where they are asked for; reasoning is never encrypted.")
+    store: OnlyFalse = Field(None, description="Nothing is stored; null means false here.")
+    truncation: Literal["disabled"] | None = None
+    background: OnlyFalse = None
+    metadata: Metadata | None = Field(None, description="Given back.")
+    service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: TemplateVariables = None
+    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+    safety_identifier: str | None = Field(None, description="Accepted and not used.")
+
+    previous_response_id: Unsupported = None
+    conversation: Unsupported = None
+    prompt: Unsupported = None
+    reasoning: Unsupported = None
+    max_tool_calls: Unsupported = None
+
+    include_reasoning: bool | None = None
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> ResponsesRequest:
+        names = [tool.name for tool in self.tools or ()]
+        named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunctionTool) else None
+        check_tools(names, named, self.tool_choice, self.chosen, self.structure())
+        return self
+
+    @property
+    def chosen(self) -> ToolChoice:
+        """Whether the answer may or must call, and what."""
+        parallel = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case NamedFunctionTool(name=name):
+                return ToolChoice("required", name, parallel=False)
+            case "required":
+                return ToolChoice("required", parallel=parallel)
+            case "none":
+                return ToolChoice("none")
+        return ToolChoice("auto" if self.tools else "none", parallel=parallel)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """What the text of an answer must be. Raises RequestError."""
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.type == "text":
+            return self.structured_outputs
+        if wanted.schema_ is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=wanted.schema_)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation in the form of chat templates."""
+        found: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            found.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*found, {"role": "user", "content": self.input}]
+        for item in self.input:
+            match item:
+                case InputMessage(role=role, content=content):
+                    found.append({"role": "system" if role == "developer" else role, "content": written(content)})
+                case InputCall(call_id=call_id, name=name, arguments=arguments):
+                    if not (found and found[-1]["role"] == "assistant"):
+                        found.append({"role": "assistant", "content": ""})
+                    function = {"name": name, "arguments": CalledFunction(name=name, arguments=arguments).parsed()}
+                    call = {"id": call_id, "type": "function", "function": function}
+                    found[-1].setdefault("tool_calls", []).append(call)
+                case InputResult(call_id=call_id, output=output):
+                    found.append({"role": "tool", "content": written(output), "tool_call_id": call_id})
+        return found

@@ -1,0 +1,163 @@
+"""POST /v1/responses: with OpenAI's own client, whole and streamed, with tools, forms and reasoning."""
+
+import json
+
+import openai
+import pytest
+from pydantic import TypeAdapter
+
+from quire.server import response_shapes
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import OPTIONS, client, error_of, openai_client, real_server
+from tests.server.test_tools import SCHEMAS, TEMPLATES
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/responses"
+TOOLS = [{"type": "function", "name": name, "parameters": schema, "strict": True} for name, schema in SCHEMAS.items()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+def sent(text):
+    """The events of a stream; their names are their types, and their numbers count."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}" and event["sequence_number"] == len(found)
+        TypeAdapter(response_shapes.Event).validate_python(event, strict=True)
+        found.append(event)
+    return found
+
+
+def grown(events):
+    """The output that the deltas of a stream make, and which items were opened and closed."""
+    items = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items) and event["item"]["status"] == "in_progress"
+            items.append({"type": event["item"]["type"], "text": "", "done": False, "id": event["item"]["id"]})
+        elif kind.endswith(".delta"):
+            assert event["item_id"] == items[-1]["id"] and not items[-1]["done"]
+            items[-1]["text"] += event["delta"]
+        elif kind == "output_item.done":
+            items[-1]["done"] = True
+            item = event["item"]
+            whole = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert whole == items[-1]["text"]
+    assert all(item["done"] for item in items)
+    return [(item["type"], item["text"]) for item in items]
+
+
+def plain(output):
+    return [
+        (item["type"], item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        for item in output
+    ]
+
+
+async def test_openais_client_reads_answers_whole_and_streamed():
+    async with openai_client() as api:
+        answer = await api.responses.create(
+            model="fake", input="Hello", instructions="Be brief.", max_output_tokens=90, store=False,
+            metadata={"a": "b"}, top_logprobs=2, include=["message.output_text.logprobs"],
+        )  # fmt: skip
+        assert answer.output_text == "system: Be brief.\nuser: Hello\nassistant:"
+        assert answer.status == "completed" and answer.metadata == {"a": "b"} and answer.id.startswith("resp_")
+        assert answer.usage.output_tokens == len(answer.output_text) + 1
+        (item,) = answer.output
+        assert len(item.content[0].logprobs) == len(answer.output_text) + 1 and len(item.content[0].logprobs[0].top_logprobs) == 2
+        text, last = "", None
+        stream = await api.responses.create(model="fake", input=[{"role": "user", "content": "Hello"}], stream=True)
+        async for event in stream:
+            text += event.delta if event.type == "response.output_text.delta" else ""
+            last = event
+        assert last.type == "response.completed" and last.response.output_text == text == "user: Hello\nassistant:"
+        short = await api.responses.create(model="fake", input="Hello", max_output_tokens=3)
+        assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await api.responses.create(model="fake", input="a", previous_response_id="resp_1")
+
+
+async def test_reasoning_is_an_item_of_its_own():
+    engine = FakeEngine()
+    engine.tokenizer.chat_template = "<think></think>"
+    engine.tokenizer.chat = lambda messages, opens, variables: messages[-1]["content"]
+    body = {"input": "<think>Hm.</think>\nYes."}
+    async with client(engine) as http:
+        whole = (await http.post(PATH, json=body)).json()
+        events = sent((await http.post(PATH, json=body | {"stream": True})).text)
+    TypeAdapter(response_shapes.Response).validate_python(whole, strict=True)
+    assert plain(whole["output"]) == [("reasoning", "Hm."), ("message", "Yes.")] == grown(events)
+    details = whole["usage"]["output_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < whole["usage"]["output_tokens"]
+    assert [events[0]["type"], events[1]["type"], events[-1]["type"]] == [
+        "response.created", "response.in_progress", "response.completed"
+    ]  # fmt: skip
+    assert plain(events[-1]["response"]["output"]) == plain(whole["output"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_calls_are_items_and_conversations_go_on(folder, tmp_path, name, seed):
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATES[name])
+    async with real_server(folder, OPTIONS | {"model.chat_template": str(file)}) as (_, _, http):
+        body = {"input": [{"role": "user", "content": "Go."}], "tools": TOOLS, "max_output_tokens": 300, "seed": seed}
+        body |= {"tool_choice": {"type": "function", "name": "add"}, "temperature": 1.0}
+        whole = (await http.post(PATH, json=body)).json()
+        TypeAdapter(response_shapes.Response).validate_python(whole, strict=True)
+        (call,) = whole["output"]
+        assert call["type"] == "function_call" and call["name"] == "add" and set(json.loads(call["arguments"])) == {
+            "a", "b"
+        }  # fmt: skip
+        events = sent((await http.post(PATH, json=body | {"stream": True})).text)
+        assert grown(events) == plain(whole["output"])
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "7"}
+        again = body | {"input": [*body["input"], call, result], "tool_choice": "auto", "max_output_tokens": 20}
+        answer = await http.post(PATH, json=again)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_forms_of_the_text_are_honoured(folder, seed):
+    schema = SCHEMAS["weather"]
+    forms = [
+        {"type": "json_schema", "name": "weather", "schema": schema, "strict": True},
+        {"type": "text"},
+    ]
+    async with real_server(folder) as (_, _, http):
+        for form in forms:
+            body = {"input": "Go.", "text": {"format": form}, "max_output_tokens": 200, "seed": seed, "temperature": 1}
+            answer = (await http.post(PATH, json=body)).json()
+            assert answer["text"]["format"] == form
+            if form["type"] == "json_schema":
+                assert set(json.loads(answer["output"][0]["content"][0]["text"])) == {"city", "days"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "input[0].content[0].type"),
+        ({"input": "a", "store": True}, "store"),
+        ({"input": "a", "conversation": "c"}, "conversation"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"input": "a", "n": 2}, "n"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_taken_is_refused_by_name(body, param):
+    async with client() as http:
+        answer = await http.post(PATH, json=body)
+    assert answer.status_code == 400 and error_of(answer)["param"] == param, answer.text
