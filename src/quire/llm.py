@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import operator
 import sys
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
@@ -151,6 +152,11 @@ class Face(ABC):
         return Stock([run for run in stored if run.is_own_namespace])
 
     @property
+    def model_path(self) -> Path:
+        """The model's folder or file."""
+        return self._parts.path
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The sampling parameters that the model's authors recommend, read from its files now. Raises ModelError for
         invalid values.
@@ -241,6 +247,23 @@ class LLM(Face):
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Literal["mean", "last"] = "mean",
+        normalize: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[list[float]]:
+        """The embedding of every prompt, in their order: its last hidden states, pooled.
+
+        pooling    mean: the mean over all tokens; last: that of the last token, which may use what is cached
+        normalize  whether its length becomes 1
+        """
+        items = _as_prompts(prompts)
+        outputs = self._run(items, [SamplingParams(max_tokens=1, pooling=pooling)] * len(items), use_tqdm)
+        found = [output.embedding or [] for output in outputs]
+        return [normalized(each) for each in found] if normalize else found
 
     def profile(self, prompt: Prompt) -> RetentionReport:
         """Reports which tokens of a prompt each head keeps with the current `retain` settings, and why. Generates one
@@ -374,6 +397,12 @@ class LLM(Face):
         return [collected[request_id] for request_id in order]
 
 
+def normalized(embedding: Sequence[float]) -> list[float]:
+    """The embedding with length 1; one of zeros as it is."""
+    length = math.hypot(*embedding)
+    return [each / length for each in embedding] if length else list(embedding)
+
+
 def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
     """Adds a delta to the collected output of its request."""
     whole = collected.get(delta.request_id)
@@ -391,6 +420,7 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
         )
     whole.finished = delta.finished
     whole.kept_fraction = delta.kept_fraction
+    whole.embedding = whole.embedding or delta.embedding
     for news in delta.outputs:
         found = next((output for output in whole.outputs if output.index == news.index), None)
         if found is None:

@@ -43,4 +43,8 @@ def test_tokens_are_those_of_one_engine(model: Path, lonely: LLM, transport: str
             assert output.finish_reason == "stop" and set(json.loads(output.text)) == {"name", "kind"}
         with pytest.raises(RequestError, match="uniqueItems"):
             cluster.generate([[1, 2]], SamplingParams(structured_outputs={"json": {"uniqueItems": True}}))
+        wanted = [SamplingParams(max_tokens=1, pooling=pooling) for pooling in ("mean", "last", "mean")]
+        vectors = [answer.embedding for answer in lonely.generate(prompts, wanted, use_tqdm=False)]
+        for answer, vector in zip(cluster.generate(prompts, wanted), vectors, strict=True):
+            assert answer.embedding == pytest.approx(vector, abs=1e-5)
         cluster.settle()

@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,11 @@ def grammars() -> Grammars:
     return Grammars(tokenizer, VOCAB, (EOS,))
 
 
+def _embedding(ids: list[int], pooling: str) -> list[float]:
+    """Of a text: how often it has four letters; of its last token: which one it is."""
+    return [float((ids if pooling == "mean" else ids[-1:]).count(ord(letter))) for letter in "abcd"]
+
+
 class FakeEngine:
     """Answer i of a prompt is the prompt turned by `i + seed` bytes, then the end token.
 
@@ -144,7 +150,8 @@ class FakeEngine:
         self.fail_at = fail_at
         self.queue_limit = queue_limit
         self.tokenizer = ByteTokenizer()
-        self.shape = SimpleNamespace(vocab_size=VOCAB)
+        self.shape = SimpleNamespace(vocab_size=VOCAB, hidden_size=4)
+        self.model_path = Path("/no/such/model")
         self.config = EngineConfig()
         self.max_context = max_context
         self.is_ready = True
@@ -239,6 +246,7 @@ class FakeEngine:
                 3,
                 {"arena": 1, "disk": 2},
                 kept_fraction=self.kept_fraction,
+                embedding=None if params.pooling is None else _embedding(ids, params.pooling),
             )
             prompt_logprobs = None
 

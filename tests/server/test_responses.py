@@ -70,9 +70,12 @@ async def test_openais_client_reads_answers_whole_and_streamed():
         )  # fmt: skip
         assert answer.output_text == "system: Be brief.\nuser: Hello\nassistant:"
         assert answer.status == "completed" and answer.metadata == {"a": "b"} and answer.id.startswith("resp_")
-        assert answer.usage.output_tokens == len(answer.output_text) + 1
+        assert answer.usage.output_tokens == len(answer.output_text) + 1  # and the end
         (item,) = answer.output
-        assert len(item.content[0].logprobs) == len(answer.output_text) + 1 and len(item.content[0].logprobs[0].top_logprobs) == 2
+        assert (
+            len(item.content[0].logprobs) == len(answer.output_text)
+            and len(item.content[0].logprobs[0].top_logprobs) == 2
+        )
         text, last = "", None
         stream = await api.responses.create(model="fake", input=[{"role": "user", "content": "Hello"}], stream=True)
         async for event in stream:

@@ -72,6 +72,7 @@ class First:
     num_pinned_tokens: int | None
     kept_fraction: float | None
     seconds: float = 0.0
+    embedding: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,11 @@ class Cluster:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     @property
+    def model_path(self) -> Path:
+        """See Engine."""
+        return self._path
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """See Engine."""
         return read_sampling_defaults(self._path, self._model)
@@ -372,10 +377,11 @@ def _hints(hints: CacheHints) -> dict[str, Any]:
 def _output(
     request_id: str, text: str | None, ids: list[int], output: Any, item: Told, first: Any, *, finished: bool
 ) -> RequestOutput:
-    prompt_logprobs = item.first.prompt_logprobs if item.first is first else None
+    own = item.first if item.first is first else None
+    prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
     return RequestOutput(
         request_id, text, ids, prompt_logprobs, [output], finished, first.num_cached_tokens, first.cached_by_tier,
-        first.num_pinned_tokens, first.kept_fraction,
+        first.num_pinned_tokens, first.kept_fraction, embedding,
     )  # fmt: skip
 
 

@@ -370,6 +370,7 @@ class Desk:
             first = First(
                 output.prompt_logprobs, output.num_cached_tokens, output.cached_by_tier, output.num_pinned_tokens,
                 output.kept_fraction, 0.0 if work.admitted is None else max(0.0, self.engine.clock() - work.admitted),
+                output.embedding,
             )  # fmt: skip
         work.has_begun = True
         told = Told(completion, first)

@@ -203,6 +203,8 @@ class Engine:
         if result.errors or result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
             self._end_failed(step, result, deltas, of_drafts=False)
+        if result.pooled:
+            self._keep_pooled(step, result)
         self._answer(self.scheduler.commit(step, result), deltas)
         if result.errors:
             self._end_failed(step, result, deltas, of_drafts=True)
@@ -336,6 +338,12 @@ class Engine:
                     assert named is not None
                     self.names.fill(named)
 
+    def _keep_pooled(self, step: Step, result: Result) -> None:
+        """Collects parts of embeddings. Rows that are computed again after a preemption replace what they gave."""
+        for index, part in result.pooled.items():
+            request, start = self.scheduler.sequence_of(index).request, step.slices[index].start
+            request.pooled = [(place, each) for place, each in request.pooled if place < start] + [(start, part)]
+
     def _end_failed(
         self, step: Step, result: Result, deltas: dict[Request, list[CompletionOutput]], *, of_drafts: bool
     ) -> None:
@@ -389,6 +397,7 @@ class Engine:
             del self._requests[request.request_id]
         # Reported once and not kept: 200 bytes each, and answers may be long.
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        embedding = _embedding(request) if request.pooled and request.first_token_at is not None else None
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -400,7 +409,16 @@ class Engine:
             request.sequences[0].cached_by_tier,
             request.num_pinned_tokens,
             request.sequences[0].kept_fraction,
+            embedding,
         )
+
+
+def _embedding(request: Request) -> list[float]:
+    """The embedding of a request's prompt, whose parts are not kept."""
+    parts, request.pooled = [part for _, part in request.pooled], []
+    if request.params.pooling == "last":
+        return list(map(float, parts[-1]))
+    return list(map(float, np.stack(parts).sum(0, dtype=np.float64) / len(request.prompt_ids)))
 
 
 def _continue(request: Request, continued: Continued) -> None:

@@ -72,3 +72,5 @@ class RequestOutput:
     cache_pin."""
     kept_fraction: float | None = None
     """Share of the prompt's tokens that retention keeps, over all heads; None before it decides, or without it."""
+    embedding: list[float] | None = None
+    """Of the prompt, not normalized; with `pooling`, in the first item."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
@@ -81,6 +81,9 @@ class SamplingParams:
     """Whether to produce text. Stop strings need it."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must be; None: anything."""
+    pooling: Literal["mean", "last"] | None = None
+    """An embedding of the prompt: the mean of its tokens' last hidden states, or that of its last token. It comes with
+    the first token. None: no embedding."""
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_SEQUENCES))
@@ -110,6 +113,10 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text; set detokenize=True or use stop_token_ids", param="stop")
+        if self.pooling not in (None, "mean", "last"):
+            raise _wrong("pooling", self.pooling, "mean or last")
+        if self.pooling is not None and self.n > 1:
+            raise RequestError("a prompt has one embedding; with pooling, n must be 1", "n")
         if isinstance(self.structured_outputs, Mapping):
             self._set("structured_outputs", StructuredOutputsParams.from_options(self.structured_outputs))
         if self.structured_outputs is not None:

@@ -13,6 +13,9 @@ from quire.engine.outputs import Logprob
 from quire.engine.params import CacheHints, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from quire.engine.step import Guide, Slice
 
 NOBODY = Namespace()
@@ -138,7 +141,13 @@ class Sequence:
     @property
     def reads_cache(self) -> bool:
         """Whether rows of the prompt may be taken from the cache instead of computed."""
-        return self.index > 0 or self.request.params.prompt_logprobs is None
+        params = self.request.params
+        return self.index > 0 or (params.prompt_logprobs is None and params.pooling != "mean")
+
+    @property
+    def pooling(self) -> str:
+        """What embeddings need of the rows of its prompt: "mean", "last" or nothing."""
+        return self.request.params.pooling or "" if self.num_generated == 0 else ""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -158,7 +167,10 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """What a caller asked for. Times are in seconds of the engine's clock."""
+    """What a caller asked for. Times are in seconds of the engine's clock.
+
+    pooled  parts of the embedding, each with the position of its first row
+    """
 
     request_id: str
     prompt: str | None
@@ -168,6 +180,7 @@ class Request:
     hints: CacheHints = NO_HINTS
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    pooled: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
     first_token_at: float | None = None
     num_pinned_tokens: int | None = None
 

@@ -113,13 +113,16 @@ class LocalRunner:
         result = Result()
         decides = is_new and any(piece.decides for piece in slices)
         scores = is_new and any(piece.scores for piece in slices)
-        is_decode = len(sampling) == len(slices) == len(step.tokens) and not decides and not scores
+        pools = is_new and any(piece.pools for piece in slices)
+        is_decode = len(sampling) == len(slices) == len(step.tokens) and not (decides or scores or pools)
         if self.decode is not None and is_decode and step.ready is None:
             logits = self.decode(tokens, positions, plan)
         else:
             hidden = self.model.hidden(tokens, positions, plan)
             if scores:
                 self._score(step, hidden, result)
+            if pools:
+                self._pool(step, hidden, result)
             if decides:
                 self._decide(step, plan, result)
             if not sampling:
@@ -210,6 +213,15 @@ class LocalRunner:
                 if any(math.isnan(next(iter(entry.values())).logprob) for entry in entries):
                     result.errors[index] = Failure(NOT_FINITE, is_of_prompt=True)
                     break
+
+    def _pool(self, step: Step, hidden: torch.Tensor, result: Result) -> None:
+        """Takes from the hidden states what embeddings need."""
+        for index, (piece, last) in enumerate(zip(step.slices, self._last_rows, strict=True)):
+            if piece.pools == "mean":
+                rows = hidden[last + 1 - piece.num_rows : last + 1]
+                result.pooled[index] = rows.sum(0, dtype=torch.float32).cpu().numpy()
+            elif piece.pools and piece.samples:
+                result.pooled[index] = hidden[last].float().cpu().numpy()
 
     def _scored(self, row: SampleRow, hidden: torch.Tensor, start: int) -> Iterator[list[dict[int, Logprob]]]:
         """The log-probabilities that prompt rows, from position `start` on, give to the tokens that follow them."""

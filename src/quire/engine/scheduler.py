@@ -522,6 +522,7 @@ class Scheduler:
             samples=end == len(sequence.token_ids),
             decides=last_rows > 0,
             scores=sequence.wants_prompt_logprobs,
+            pools=sequence.pooling,
         )
 
     def _ready(self, sequence: Sequence, underway: set[bytes]) -> bool:

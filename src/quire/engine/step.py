@@ -42,6 +42,7 @@ class Slice(RowSlice):
     draft        the row's token, if it is a draft; else NO_TOKEN
     decides      whether retention decides on the prompt, which ends with the last row
     scores       whether the log-probabilities of the prompt's tokens are requested
+    pools        what an embedding needs of the rows: "mean", "last" or nothing
     allowed      gives the tokens that may come next, once the logits are there; None allows every token
     """
 
@@ -49,6 +50,7 @@ class Slice(RowSlice):
     samples: bool = False
     decides: bool = False
     scores: bool = False
+    pools: str = ""
     draft: int = NO_TOKEN
     allowed: Mask | None = None
 
@@ -62,7 +64,7 @@ class Slice(RowSlice):
             and row.start % PAGE_TOKENS != 0
             and (self.filled, self.num_dropped, self.samples) == (row.filled, row.num_dropped, row.samples)
             and self.reads_all == row.reads_all
-            and not (row.decides or row.scores or self.decides or self.scores)
+            and not (row.decides or row.scores or row.pools or self.decides or self.scores or self.pools)
             and _look_alike(self.profiled, row.profiled)
         )
 
@@ -141,6 +143,7 @@ class Result:
     errors           slices that failed; they do not affect other slices
     decided          retention's decisions on the prompts that end in this step
     prompt_logprobs  log-probabilities of the tokens that follow a slice's rows within the prompt
+    pooled           float32 [E]: the sum of a slice's hidden states, or the last one
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -148,6 +151,7 @@ class Result:
     errors: dict[int, Failure] = field(default_factory=dict)
     decided: dict[int, Decided] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
+    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class Proposal(NamedTuple):

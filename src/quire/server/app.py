@@ -27,6 +27,8 @@ from quire.server.cluster import Operator
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.completions import create_completion
 from quire.server.debug import LIMIT, show_cache
+from quire.server.embeddings import create_embeddings, create_ranking, create_scores
+from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.openapi import components, operation
@@ -192,6 +194,24 @@ def _add_api(app: FastAPI, service: Service) -> None:
         """Answer a conversation, in the newer form."""
         return await create_response(service, request)
 
+    @app.post("/v1/embeddings", **operation(shapes.Embeddings, *working, body=EmbeddingsRequest))
+    async def embeddings(request: Request) -> Response:
+        """Turn texts into vectors."""
+        return await create_embeddings(service, request)
+
+    @app.post("/score", **operation(shapes.Scores, *working, body=ScoreRequest))
+    @app.post("/v1/score", include_in_schema=False)
+    async def score(request: Request) -> Response:
+        """Tell how near texts are to each other."""
+        return await create_scores(service, request)
+
+    @app.post("/rerank", **operation(shapes.Ranking, *working, body=RerankRequest))
+    @app.post("/v1/rerank", include_in_schema=False)
+    @app.post("/v2/rerank", include_in_schema=False)
+    async def rerank(request: Request) -> Response:
+        """Order documents by their nearness to a query."""
+        return await create_ranking(service, request)
+
     @app.post("/tokenize", **operation(shapes.Tokens, 400, 401, 403, 404, 413, 500, 503, body=TokenizeRequest))
     async def tokenize_text(request: Request) -> Response:
         """Turn text or a conversation into token ids."""
@@ -209,6 +229,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
             "created": service.created,
             "owned_by": "quire",
             "max_model_len": service.max_context,
+            "capabilities": service.capabilities,
             "sampling_defaults": dict(service.sampling.values),
         }
 

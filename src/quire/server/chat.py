@@ -134,7 +134,7 @@ class Chat:
         self.scores: bytes | None = None
         self.names = Names(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
-        self.head = service.head("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+        self.head = service.head("chatcmpl-", "chat.completion.chunk" if body.stream else "chat.completion")
 
     async def whole(self) -> Response:
         """The answer in one piece."""

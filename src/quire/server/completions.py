@@ -163,7 +163,7 @@ class Completion:
         ]
         self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
         self.openings: dict[int, Opening] = {}
-        self.head = service.head("cmpl", "text_completion")
+        self.head = service.head("cmpl-", "text_completion")
 
     async def whole(self) -> Response:
         """The answer in one piece."""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from quire.server import response_shapes, shapes
 from quire.server.cluster_schema import DrainRequest, PlaceRequest, RestartRequest, RoleRequest
+from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from quire.server.errors import TYPES
 from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.responses_schema import ResponsesRequest
@@ -21,11 +22,14 @@ _REQUESTS = (
     DetokenizeRequest,
     DrainRequest,
     DropRequest,
+    EmbeddingsRequest,
     PlaceRequest,
     PrefixRequest,
+    RerankRequest,
     ResponsesRequest,
     RestartRequest,
     RoleRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 ANSWERS = (
@@ -36,13 +40,16 @@ ANSWERS = (
     shapes.Completion,
     shapes.CompletionChunk,
     shapes.DroppedPrefix,
+    shapes.Embeddings,
     shapes.Error,
     response_shapes.Event,
     shapes.ListedPrefix,
     shapes.ListedPrefixes,
     shapes.Model,
     shapes.Models,
+    shapes.Ranking,
     response_shapes.Response,
+    shapes.Scores,
     shapes.Status,
     shapes.Text,
     shapes.Tokens,

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from quire.config import EngineConfig
     from quire.engine.known import KnownPrefix, Salts
     from quire.engine.outputs import RequestOutput
@@ -106,6 +108,10 @@ class Engine(Protocol):
     @property
     def model_name(self) -> str:
         """The model's name in requests."""
+
+    @property
+    def model_path(self) -> Path:
+        """The model's folder or file."""
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

@@ -75,7 +75,7 @@ class Answer:
         self.names = Names(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
         self.output = Output()
-        self.head = service.head("resp", "response")
+        self.head = service.head("resp_", "response")
         self.status, self.is_reasoning, self.num_reasoning = "in_progress", False, 0
 
     async def whole(self) -> Response:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
-from quire.engine.structured import StructuredOutputsParams
+from quire.engine.structured import WAYS, StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
 from quire.server.access import CURRENT
@@ -34,7 +34,10 @@ from quire.server.room import Room
 from quire.server.schema import StreamOptions, Tuning
 from quire.server.tenants import Tenants
 from quire.server.texts import Texts
+from quire.server.trained import Trained
 from quire.server.wire import DONE, event, merge
+from quire.tools.formats import format_of
+from quire.tools.reasoning import reasoning_of
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -267,9 +270,29 @@ class Service:
             fixed["skip_special_tokens"] = False
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
+    @property
+    def trained(self) -> Trained:
+        """What the model was made for."""
+        return Trained.of(self.engine.model_path)
+
+    @property
+    def capabilities(self) -> shapes.Capabilities:
+        """What can be asked of the model."""
+        template = self.engine.tokenizer.chat_template
+        reasoning = reasoning_of(template)
+        return {
+            "completion": True,
+            "chat": bool(template),
+            "tools": format_of(template).name if template else None,
+            "reasoning": None if reasoning is None else reasoning.name,
+            "structured_outputs": list(WAYS),
+            "embeddings": True,
+            "similarity": self.trained.is_similarity,
+        }
+
     def head(self, kind: str, what: str) -> shapes.Head:
-        """How an answer begins. kind: of its id; what: its `object`."""
-        answer_id = f"{kind}-{uuid.uuid4().hex}"
+        """How an answer begins. kind: what its id begins with; what: its `object`."""
+        answer_id = kind + uuid.uuid4().hex
         if (access := CURRENT.get()) is not None:
             access.answer_id = answer_id
         return {

@@ -277,6 +277,84 @@ class ChatCompletionChunk(ChunkHead):
     prompt_token_ids: NotRequired[Annotated[list[Count], Field(description="In the first chunk.")]]
 
 
+class EmbeddingUsage(TypedDict):
+    """Token counts of texts."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+    completion_tokens: Count
+
+
+class Embedding(TypedDict):
+    """A text's embedding, with length 1; in base64 its 32-bit numbers, lowest byte first."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
+
+
+class Embeddings(TypedDict):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(TypedDict):
+    """How near two texts are, -1 to 1."""
+
+    object: Literal["score"]
+    index: Count
+    score: float
+
+
+class Scores(TypedDict):
+    """The answer of /score."""
+
+    id: str
+    object: Literal["list"]
+    data: list[Score]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Document(TypedDict):
+    """A document's text."""
+
+    text: str
+
+
+class Ranked(TypedDict):
+    """How near a document is to the query, -1 to 1."""
+
+    index: Count
+    relevance_score: float
+    document: NotRequired[Document]
+
+
+class Ranking(TypedDict):
+    """The answer of /rerank: the nearest documents first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+class Capabilities(TypedDict):
+    """What can be asked of a model. tools: the format of its calls; reasoning: that of its reasoning, if it does."""
+
+    completion: bool
+    chat: bool
+    tools: str | None
+    reasoning: str | None
+    structured_outputs: list[str]
+    embeddings: bool
+    similarity: bool
+
+
 class Model(TypedDict):
     """The served model."""
 
@@ -285,6 +363,7 @@ class Model(TypedDict):
     created: Count
     owned_by: str
     max_model_len: Count
+    capabilities: Capabilities
     sampling_defaults: Annotated[
         dict[str, float],
         Field(

@@ -1,0 +1,49 @@
+"""The requests of /v1/embeddings, /score and /rerank, field by field; see `schema`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quire.server.schema import Model, Prompts
+
+MAX_TEXTS = 2048
+"""Texts of a request, as in OpenAI's API."""
+
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
+
+
+class EmbeddingsRequest(Model):
+    """The body of POST /v1/embeddings."""
+
+    input: Annotated[Prompts, Field(max_length=MAX_TEXTS)]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The first ones only, with length 1 again."
+    )
+    user: str | None = Field(None, description="Accepted and not used.")
+
+    pooling: Literal["mean", "last"] | None = Field(
+        None, description="Extension: of a text's hidden states. Default: as the model was made, else mean."
+    )
+    add_special_tokens: bool | None = Field(None, description="Extension: with the model's begin tokens (default).")
+
+
+class ScoreRequest(Model):
+    """The body of POST /score: one text and several, or as many of both."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+    model: str | None = None
+
+
+class RerankRequest(Model):
+    """The body of POST /rerank."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+    model: str | None = None
