@@ -70,14 +70,19 @@ async def real_server(
                 await asyncio.sleep(0.005)
 
 
+def asgi_http(app: Any) -> Any:
+    """What OpenAI's client reaches an application with."""
+    # The package has moved from httpx to httpx2; take the transport of whichever it uses.
+    names = (each.__module__.partition(".")[0] for each in openai.DefaultAsyncHttpxClient.__mro__)
+    library = importlib.import_module(next(name for name in names if name.startswith("httpx")))
+    return library.AsyncClient(transport=library.ASGITransport(app))
+
+
 @asynccontextmanager
 async def openai_client(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     """The real OpenAI client of a new server."""
     engine = FakeEngine() if engine is None else engine
-    # The package has moved from httpx to httpx2; take the transport of whichever it uses.
-    names = (each.__module__.partition(".")[0] for each in openai.DefaultAsyncHttpxClient.__mro__)
-    library = importlib.import_module(next(name for name in names if name.startswith("httpx")))
-    http = library.AsyncClient(transport=library.ASGITransport(application(engine, **settings)))
+    http = asgi_http(application(engine, **settings))
     async with openai.AsyncOpenAI(
         api_key="none", base_url="http://127.0.0.1:8000/v1", http_client=http, max_retries=0
     ) as api:

@@ -1,10 +1,11 @@
 """The engine's side of attempts: begins, exports, adopts and ends sequences, and notes what happens to them.
 
-All of it runs on the engine's thread. What happens goes to the agent as notices.
+All of it but `Desk.prepare` runs on the engine's thread. What happens goes to the agent as notices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from quire.engine.engine import Engine
 from quire.engine.handover import Continued
 from quire.engine.outputs import RequestOutput
 from quire.engine.request import Request, Sequence, State
-from quire.errors import QuireError
+from quire.engine.structured import StructuredOutputsParams
+from quire.errors import QuireError, RequestError
 from quire.stores.heads import common_digest
 from quire.stores.seal import Seal
 
@@ -174,6 +176,13 @@ class Desk:
         neighbours.ask = self._asked.append
 
     # ---- commands --------------------------------------------------------------------------------------------------
+
+    def prepare(self, job: Job) -> None:
+        """Compiles the grammar of a request's text, on any thread. What is wrong with it shows when it begins."""
+        wanted = job.params.get("structured_outputs")
+        if wanted is not None and self.engine.grammars is not None:
+            with contextlib.suppress(RequestError):
+                self.engine.grammars.compile(StructuredOutputsParams.from_options(wanted))
 
     def compute(self, attempt: Attempt, job: Job, elsewhere: Elsewhere | None = None) -> None:
         """The source's part."""
