@@ -146,6 +146,47 @@ async def test_strict_arguments_are_valid_where_calls_are_optional(folder, tmp_p
             check_calls(choice["message"]["tool_calls"], "auto")
 
 
+WORDS = ["", "hi", '{"name": "add", "arguments": {}}', "<tool_call>", "[TOOL_CALLS]", "{", "ü\n", "</tool_call>"]
+
+
+def drawn_messages(draw):
+    """A conversation as a confused client may send it."""
+    messages = []
+    for _ in range(draw.randrange(1, 8)):
+        role = draw.choice(["system", "user", "assistant", "tool", "assistant", "tool"])
+        message = {"role": role, "content": draw.choice([*WORDS, None, [{"type": "text", "text": "a"}], []])}
+        if role == "assistant" and draw.randrange(2):
+            message["tool_calls"] = [
+                {"id": draw.choice(["a", "call_1", "123456789"]), "type": "function",
+                 "function": {"name": draw.choice(["add", "sub"]), "arguments": draw.choice(["{}", "[1]", "{", "1"])}}
+                for _ in range(draw.randrange(3))
+            ]  # fmt: skip
+        if role == "tool" and draw.randrange(8):
+            message["tool_call_id"] = draw.choice(["a", "call_1", "unknown"])
+        messages.append(message)
+    return messages
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_random_conversations_with_tools_never_fail(folder, tmp_path, name, seed):
+    """75 for each format. They are answered, or refused by what is wrong with them."""
+    draw, statuses = random.Random(seed), []
+    async with real_server(folder, options_of(name, tmp_path)) as (_, _, http):
+        for number in range(75):
+            named = {"type": "function", "function": {"name": draw.choice(["add", "weather", "sub"])}}
+            body = body_of(
+                messages=drawn_messages(draw), tool_choice=draw.choice(["auto", "none", "required", named, None]),
+                tools=draw.choice([TOOLS, TOOLS[:1], [], None]), max_tokens=draw.choice([1, 8, 24]), seed=number,
+                stream=draw.random() < 0.3, parallel_tool_calls=draw.choice([True, False, None]),
+                logprobs=draw.choice([None, True]),
+            )  # fmt: skip
+            answer = await http.post(PATH, json=body)
+            assert answer.status_code in (200, 400), answer.text
+            assert body["stream"] is False or "server_error" not in answer.text
+            statuses.append(answer.status_code)
+    assert 10 < statuses.count(200) < 75
+
+
 MESSAGE = {"role": "assistant", "content": None, "tool_calls": []}
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 

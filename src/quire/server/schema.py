@@ -395,7 +395,7 @@ class TextPart(Model):
 
 Content = Annotated[
     Annotated[str, Tag("=string")]
-    | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("=parts")],
+    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("=parts")],
     Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
 ]
 
