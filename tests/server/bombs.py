@@ -7,7 +7,7 @@ import re
 
 from hypothesis import strategies as st
 
-from quire.server import cluster_schema, prefix_schema, schema
+from quire.server import cluster_schema, embeddings_schema, prefix_schema, responses_schema, schema
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application
 
@@ -28,7 +28,9 @@ def endpoints():
         if "requestBody" in methods.get("post", {}):
             name = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
             found[path] = next(
-                getattr(each, name) for each in (schema, prefix_schema, cluster_schema) if hasattr(each, name)
+                getattr(each, name)
+                for each in (schema, prefix_schema, cluster_schema, responses_schema, embeddings_schema)
+                if hasattr(each, name)
             )
     return found
 
@@ -66,7 +68,10 @@ GIANT = st.sampled_from(
 )
 BOMB = DEEP | WIDE | NAMES | LONG | GIANT
 
-SANE = {"prompt": '"a"', "messages": '[{"role":"user","content":"a"}]', "tokens": "[1]"}
+SANE = {
+    "prompt": '"a"', "messages": '[{"role":"user","content":"a"}]', "tokens": "[1]", "input": '"a"', "query": '"a"',
+    "documents": '["a"]', "text_1": '"a"', "text_2": '"a"',
+}  # fmt: skip
 """What endpoints need besides the bomb."""
 
 

@@ -207,6 +207,17 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(part) for part in parts[:-1]]
 
 
+def named_events(text: str) -> list[dict[str, Any]]:
+    """The JSON of a stream whose events have names: those are their types, and their numbers count."""
+    found: list[dict[str, Any]] = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}" and event["sequence_number"] == len(found)
+        found.append(event)
+    return found
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     """The error of a response, in OpenAI's form."""
     body = response.json()

@@ -18,7 +18,7 @@ from quire.server.edge import Limits
 from tests.effort import examples
 from tests.server import bombs
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import RawCall, client, error_of, events, post_head, socket_server
+from tests.server.harness import RawCall, client, error_of, events, named_events, post_head, socket_server
 from tests.tiny_models import save_tiny
 
 fuzz = examples(100, suppress_health_check=[HealthCheck.too_slow])
@@ -67,6 +67,12 @@ MESSAGE = st.fixed_dictionaries(
     },
     optional={"name": TEXT, "tool_calls": JSON},
 )
+TOOL = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(["function", "browser"]),
+        "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g", "a b"])}, optional={"parameters": JSON}),
+    }
+)
 LIKELY = {
     "model": st.sampled_from(["fake", None, "gpt-4"]),
     "prompt": TEXT | st.lists(TEXT, max_size=3) | IDS | st.lists(IDS, max_size=3),
@@ -91,10 +97,27 @@ LIKELY = {
     "stop_token_ids": IDS,
     "logit_bias": st.dictionaries(st.integers(0, 257).map(str), st.integers(-100, 100), max_size=3),
     "tokens": IDS,
+    "input": TEXT | st.lists(TEXT, max_size=3) | IDS | st.lists(MESSAGE, max_size=3),
+    "query": TEXT,
+    "documents": st.lists(TEXT, max_size=3),
+    "text_1": TEXT | st.lists(TEXT, max_size=3),
+    "text_2": TEXT | st.lists(TEXT, max_size=3),
+    "dimensions": st.integers(1, 5),
+    "encoding_format": st.sampled_from(["float", "base64", "hex"]),
+    "max_output_tokens": st.integers(1, 12),
+    "tools": st.lists(TOOL, max_size=2),
+    "tool_choice": st.sampled_from(["none", "auto", "required", "any"]),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}, {"type": "json_schema"}]),
+    "structured_outputs": st.fixed_dictionaries(
+        {}, optional={"regex": TEXT, "json": JSON, "choice": st.lists(TEXT, max_size=2), "grammar": TEXT}
+    ),
+    "return_token_ids": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
     "cache_salt": st.sampled_from(["", "a", "b", "/", "x" * 256, "x" * 257]) | TEXT,
     "cache_pin": st.booleans() | st.sampled_from([0, 1, 1e-3, 0.02, 3600, -1]) | st.floats(0, 5),
 }
-REQUIRED = {"prompt", "messages", "tokens"}
+REQUIRED = {"prompt", "messages", "tokens", "input", "query", "documents", "text_1", "text_2"}
 
 
 def bodies(model):
@@ -121,7 +144,7 @@ async def post(http, path, content):
     if response.status_code != 200:
         error_of(response)
     elif response.headers["content-type"].startswith("text/event-stream"):
-        events(response.text)
+        (events if "[DONE]" in response.text else named_events)(response.text)
     else:
         json.loads(response.text, parse_constant=lambda name: 1 / 0)
     return response

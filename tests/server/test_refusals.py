@@ -293,7 +293,7 @@ async def test_a_wrong_model_is_not_found():
 
 async def test_unknown_urls_and_methods_have_the_same_form():
     async with client() as http:
-        assert error_of(response := await http.get("/v1/embeddings"))["code"] == "unknown_url"
+        assert error_of(response := await http.get("/v1/images/generations"))["code"] == "unknown_url"
         assert response.status_code == 404
         assert error_of(response := await http.get("/v1/completions"))["code"] == "method_not_allowed"
         assert (response.status_code, response.headers["allow"]) == (405, "POST")

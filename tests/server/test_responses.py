@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from quire.server import response_shapes
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import OPTIONS, client, error_of, openai_client, real_server
+from tests.server.harness import OPTIONS, client, error_of, named_events, openai_client, real_server
 from tests.server.test_tools import SCHEMAS, TEMPLATES
 from tests.tiny_models import save_tiny
 
@@ -24,14 +24,10 @@ def folder(tmp_path_factory):
 
 
 def sent(text):
-    """The events of a stream; their names are their types, and their numbers count."""
-    found = []
-    for block in text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}" and event["sequence_number"] == len(found)
+    """The events of a stream, each in its shape."""
+    found = named_events(text)
+    for event in found:
         TypeAdapter(response_shapes.Event).validate_python(event, strict=True)
-        found.append(event)
     return found
 
 
