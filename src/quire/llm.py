@@ -31,6 +31,8 @@ from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defau
 from quire.engine.stock import Stock
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
+from quire.tools.calls import tool_of
+from quire.tools.formats import format_of
 
 log = logging.getLogger("quire")
 
@@ -231,15 +233,24 @@ class LLM(Face):
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each conversation in a list, with the model's chat
-        template. chat_template_kwargs are variables for the template, such as enable_thinking.
+        template.
+
+        chat_template_kwargs  variables for the template, such as enable_thinking
+        tools                 functions that the model may call, as in OpenAI's API. Calls are part of the text, as the
+                              model writes them; the server reads them
         """
         if isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        known, format_ = [tool_of(each) for each in tools or ()], format_of(self.tokenizer.chat_template)
+        variables = dict(chat_template_kwargs or {})
+        if known and format_.instructs is None:
+            variables["tools"] = [tool.for_template() for tool in known]
         texts = [
-            self.tokenizer.chat(conversation, add_generation_prompt, chat_template_kwargs)
+            self.tokenizer.chat(format_.messages(conversation, known), add_generation_prompt, variables)
             for conversation in conversations
         ]
         items: list[Prompt] = [{"prompt_token_ids": self.tokenizer.encode(text, add_special=False)} for text in texts]

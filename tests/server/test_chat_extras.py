@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from quire.server.schema import ChatRequest
+from quire.server.tooling import Tooling
 from quire.tools.calls import Reasoning, Text
 from quire.tools.reader import AnswerReader
 from quire.tools.reasoning import FORMATS, ReasoningParser, reasoning_of
@@ -69,6 +71,17 @@ async def test_reasoning_has_its_own_field_whole_and_streamed():
     assert "".join(each.get("content", "") for each in deltas) == "Yes."
     plain = (await post(body | {"include_reasoning": False}, engine)).json()["choices"][0]["message"]
     assert plain["content"] == "<think>Hm.</think>\nYes." and "reasoning_content" not in plain
+
+
+@pytest.mark.parametrize(("end", "begins"), [("<think>\n", ""), ("assistant:", "<think>")])
+async def test_a_form_comes_behind_the_reasoning(end, begins):
+    tokenizer = FakeEngine().tokenizer
+    tokenizer.chat_template = "<think></think>"
+    body = ChatRequest(messages=[USER], structured_outputs={"regex": "a"})
+    tooling = Tooling.of(body, tokenizer)
+    assert tooling.form(tokenizer.encode(end)).reasoning == (begins, "</think>")
+    tokenizer.chat_template = ""
+    assert Tooling.of(body, tokenizer).form(tokenizer.encode(end)).reasoning is None
 
 
 ANSWER = {"role": "assistant", "content": "It begins so"}

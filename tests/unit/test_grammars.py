@@ -42,6 +42,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "lark": {"grammar": 'start: "<" WORD ("," WORD)~0..3 ">"\nWORD: /[a-z]{1,4}/'},
     "gbnf": {"grammar": 'root ::= "<" word ">"\nword ::= [a-z] [a-z]? [a-z]?'},
 }
+EXAMPLES = {
+    "json": ['{"name": "Tom", "kind": "cat", "age": 7}'],
+    "regex": ["abcd-2024"],
+    "choice": ["yes"],
+    "lark": ["<ab,cd>"],
+    "gbnf": ["<ab>"],
+}
 OPTIONS: dict[str, Any] = {
     "model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1, "cache.memory": "4MiB",
 }  # fmt: skip
@@ -194,7 +201,7 @@ def test_a_grammar_that_allows_everything_changes_no_text(cache: str, share: boo
 
 
 def test_answers_of_preempted_sequences_fit_and_are_the_same(seed: int) -> None:
-    items = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 12}, "minItems": 12}
+    items = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{8,12}$"}, "minItems": 12}
     params = SamplingParams(
         max_tokens=300, temperature=1.0, seed=seed, structured_outputs={"json": items | {"maxItems": 14}}
     )
@@ -206,6 +213,26 @@ def test_answers_of_preempted_sequences_fit_and_are_the_same(seed: int) -> None:
     for answer in answers:
         found = json.loads(bytes(token for token in answer if token < 256))
         assert 12 <= len(found) <= 14 and all(8 <= len(each) <= 12 for each in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reasoning_may_stand_before_a_form(llm: LLM, way: str) -> None:
+    tokenizer, grammars = llm.tokenizer, llm.engine.grammars
+    (good,), bad = [text for text in EXAMPLES[way] if fits(way, text)], "nonsense"
+    for marks, before, is_right in (
+        (("", "</think>"), "Hm, 1 < 2.\n</think>\n\n", True),
+        (("", "</think>"), "", False),
+        (("<think>", "</think>"), "<think>Hm.</think>", True),
+        (("<think>", "</think>"), "", True),
+        (("<think>", "</think>"), "Hm.</think>", False),
+    ):
+        wanted = StructuredOutputsParams(**WAYS[way], reasoning=marks)
+        for text, is_form in ((good, True), (bad, False)):
+            matcher = grammars.compile(wanted).deep_copy()
+            ids = tokenizer.encode(before + text, add_special=False)
+            taken = matcher.try_consume_tokens(ids)
+            found = taken == len(ids) and matcher.is_accepting()
+            assert found == (is_right and is_form), (marks, before, text)
 
 
 def test_min_tokens_cannot_be_kept_with_a_structure() -> None:

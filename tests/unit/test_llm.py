@@ -143,6 +143,15 @@ def test_text_is_what_the_tokens_decode_to_and_stop_strings_cut_it(llm: LLM) -> 
     assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
 
 
+def test_tools_of_a_chat_are_told_to_the_model(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, tools=[tool])
+    # This template knows no tools.
+    assert output.prompt is not None and output.prompt.startswith("<system>You can call") and '"add"' in output.prompt
+    with pytest.raises(RequestError, match="a tool is"):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, tools=[{"name": "add"}])
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     (output,) = llm.chat(messages, GREEDY)

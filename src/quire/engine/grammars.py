@@ -57,7 +57,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._compiler: ThreadPoolExecutor | None = None
@@ -68,7 +68,7 @@ class Grammars:
         """The grammar at its beginning: to be copied, not changed. Takes a millisecond for a usual schema, and at most
         some hundreds. Raises RequestError if it cannot be honoured or is too large.
         """
-        key = (wanted.way, wanted.text)
+        key = (wanted.way, wanted.text, wanted.reasoning)
         with self._lock:
             if (found := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
@@ -194,7 +194,7 @@ def _compiled(vocabulary: LLTokenizer, wanted: StructuredOutputsParams) -> LLMat
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        matcher = LLMatcher(vocabulary, _source(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(vocabulary, source_of(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
     except ValueError as error:
         raise _refused(wanted, str(error)) from None
     if matcher.is_error():
@@ -202,23 +202,35 @@ def _compiled(vocabulary: LLTokenizer, wanted: StructuredOutputsParams) -> LLMat
     return matcher
 
 
-def _source(wanted: StructuredOutputsParams) -> str:
-    """The grammar as llguidance takes it."""
-    from llguidance import LLMatcher
+def source_of(wanted: StructuredOutputsParams) -> str:
+    """The grammar as llguidance takes it: a list of grammars as JSON, of which the first one is the text's."""
+    parts = [{"name": "form", **_form(wanted)}]
+    if wanted.reasoning is not None:
+        begins, ends = map(json.dumps, wanted.reasoning)
+        thought = "thought" if begins == '""' else f"({begins} thought)?"
+        outer = f"start: {thought} @form\nthought: free BLANK?\nfree[lazy]: /(.|\\n)*/ {ends}\nBLANK: /[ \\n]+/"
+        parts.insert(0, {"name": "text", "lark_grammar": outer})
+    return json.dumps({"grammars": parts})
+
+
+def _form(wanted: StructuredOutputsParams) -> dict[str, Any]:
+    from llguidance import regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
 
     match wanted.way:
         case "json":
-            return LLMatcher.grammar_from_json_schema(wanted.text, overrides=JSON_STYLE)
+            schema = json.loads(wanted.text)
+            styled = {**schema, "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema
+            return {"json_schema": styled}
         case "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_STYLE)
+            return {"json_schema": {"type": "object", "x-guidance": JSON_STYLE}}
         case "regex":
-            return LLMatcher.grammar_from_regex(wanted.text)
+            return {"lark_grammar": f"start: /{regex_to_lark(wanted.text)}/"}
         case "choice":
             assert wanted.choice is not None
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
+            return {"lark_grammar": "start: " + " | ".join(map(json.dumps, wanted.choice))}
         case _:
-            return LLMatcher.grammar_from_lark(any_to_lark(wanted.text))
+            return {"lark_grammar": any_to_lark(wanted.text)}
 
 
 def _refused(wanted: StructuredOutputsParams, reason: str) -> RequestError:

@@ -40,6 +40,9 @@ class StructuredOutputsParams:
     """A context-free grammar, in Lark's or in GBNF's syntax."""
     disable_any_whitespace: bool = False
     """Accepted for vLLM's sake."""
+    reasoning: tuple[str, str] | list[str] | None = None
+    """Marks around reasoning that may stand before the text. An empty first one: it stands there, and the prompt has
+    begun it."""
 
     def __post_init__(self) -> None:
         given = [name for name in WAYS if getattr(self, name) is not None]
@@ -47,6 +50,8 @@ class StructuredOutputsParams:
             raise _wrong(f"one of {', '.join(WAYS)} must be given, not {' and '.join(given) or 'none'}")
         if not isinstance(self.disable_any_whitespace, bool):
             raise _wrong("disable_any_whitespace must be true or false")
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", self._marks())
         (way,) = given
         object.__setattr__(self, way, getattr(self, f"_{way}")())
 
@@ -69,9 +74,11 @@ class StructuredOutputsParams:
         given = getattr(self, self.way)
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
-    def options(self) -> dict[str, Any]:
-        """What `from_options` takes."""
-        return {self.way: list(self.choice) if self.choice is not None else getattr(self, self.way)}
+    def _marks(self) -> tuple[str, str]:
+        match self.reasoning:
+            case (str() as begins, str() as ends) if ends:
+                return begins, ends
+        raise _wrong("reasoning must be two texts, the second one not empty")
 
     def _json(self) -> str:
         schema = self.json

@@ -46,7 +46,7 @@ async def create_chat(service: Service, request: Request) -> Response:
             param="messages",
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            structure=tooling.structure,
+            structure=tooling.form(ids),
             shows_special=tooling.shows_special,
         )
         tenant = request.state.tenant

@@ -42,7 +42,7 @@ async def create_response(service: Service, request: Request) -> Response:
             body.max_output_tokens,
             param="input",
             logprobs=(body.top_logprobs or 0) if body.wants_scores else None,
-            structure=tooling.structure,
+            structure=tooling.form(ids),
             shows_special=tooling.shows_special,
         )
         tenant = request.state.tenant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.engine.structured import StructuredOutputsParams
 from quire.server.protocol import Tokenizer
@@ -27,7 +27,7 @@ class Tooling:
     tokenizer      of the model
     tools          that it may call
     reasoning      None: it does not reason, or its reasoning stays in the text
-    structure      what the tools make of the answer's text
+    structure      what the text behind the reasoning must be
     shows_special  whether calls are written with special tokens
     """
 
@@ -43,11 +43,9 @@ class Tooling:
         """Those of a request."""
         template, choice = tokenizer.chat_template, body.chosen
         format_ = format_of(template)
-        # What has a form cannot begin with reasoning.
-        reasons = body.include_reasoning is not False and body.structure() is None and choice.mode != "required"
-        reasoning = reasoning_of(template) if reasons else None
+        reasoning = None if body.include_reasoning is False else reasoning_of(template)
         if choice.mode == "none":
-            return cls(tokenizer, format_, reasoning=reasoning)
+            return cls(tokenizer, format_, (), reasoning, body.structure())
         tools = tuple(param.tool() for param in body.tools or ())
 
         def special(text: str) -> int | None:
@@ -64,5 +62,17 @@ class Tooling:
         calls = CallParser(self.format, {tool.name for tool in self.tools}) if self.tools else None
         if self.reasoning is None:
             return AnswerReader(None, calls)
+        return AnswerReader(ReasoningParser(self.reasoning, is_inside=self._has_begun(prompt_ids)), calls)
+
+    def form(self, prompt_ids: Sequence[int]) -> StructuredOutputsParams | None:
+        """What an answer to a prompt must be."""
+        if self.structure is None or self.reasoning is None:
+            return self.structure
+        begins = "" if self._has_begun(prompt_ids) else self.reasoning.begins
+        return replace(self.structure, reasoning=(begins, self.reasoning.ends))
+
+    def _has_begun(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt has begun the reasoning."""
+        assert self.reasoning is not None
         end = self.tokenizer.decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip()
-        return AnswerReader(ReasoningParser(self.reasoning, is_inside=end.endswith(self.reasoning.begins)), calls)
+        return end.endswith(self.reasoning.begins)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from quire.errors import RequestError
 
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
 """Parameters of a tool without any."""
@@ -26,6 +29,19 @@ class Tool:
         """As chat templates take it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
+
+
+def tool_of(given: Mapping[str, Any]) -> Tool:
+    """A tool as OpenAI's API has it. Raises RequestError for anything else."""
+    match given:
+        case {"type": "function", "function": {"name": str() as name, **rest}}:
+            parameters, description = rest.get("parameters"), rest.get("description")
+            if isinstance(parameters, Mapping | None) and isinstance(description, str | None):
+                schema = EMPTY if parameters is None else dict(parameters)
+                return Tool(name, description or "", schema, rest.get("strict") is True)
+    raise RequestError(
+        'a tool is {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}', "tools"
+    )
 
 
 @dataclass(frozen=True)
