@@ -244,7 +244,7 @@ class LLM(Face):
         """
         if isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         known, format_ = [tool_of(each) for each in tools or ()], format_of(self.tokenizer.chat_template)
         variables = dict(chat_template_kwargs or {})
         if known and format_.instructs is None:
