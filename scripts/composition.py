@@ -80,6 +80,8 @@ LIMITS = (
     "The gain in goodput depends on the load. This one has long prompts in common and short answers, and sharing gives"
     " most of it. With shorter prompts and longer answers, a CPU without AVX-512 loses by decoding codes what sharing"
     " saves ([log](log.md)).",
+    "One engine that has more to do than it can computes slices of prompts in every step, so that its tokens come late."
+    " Instances keep prompts and decoding apart: their tokens come in time however many prompts wait.",
 )
 
 
@@ -142,8 +144,13 @@ def _links(tests: Sequence[Test]) -> str:
 
 
 def _command(results: Mapping[str, Any] | None) -> str:
-    model = "smollm2" if results is None else results["about"]["model"]
-    return f"```sh\nquire bench compose {model} --text wiki.test.raw --output docs/composition.json\n```\n"
+    model, flags = "smollm2", ""
+    if results is not None:
+        about = results["about"]
+        model, load = about["model"], about["load"]
+        clients = " ".join(map(str, load["clients"]))
+        flags = f" --clients {clients} --seconds {load['seconds']:g} --ttft {about['slo']['ttft']:.4g}"
+    return f"```sh\nquire bench compose {model} --text wiki.test.raw{flags} --output docs/composition.json\n```\n"
 
 
 def _results(results: Mapping[str, Any]) -> list[str]:
@@ -165,6 +172,13 @@ def _results(results: Mapping[str, Any]) -> list[str]:
         f" {1 - WARM_UP:.0%} count ({min(answers)} to {max(answers)} answers). {about['processor']},"
         f" {about['cores']} cores, Quire {about['version']}, {about['date']}."
     )
+    most = max(load["clients"])
+    loaded = {
+        row["configuration"]: next((each["goodput"] for each in row.get("stages", ()) if each["clients"] == most), 0.0)
+        for row in results["rows"]
+    }
+    good = [f"{name} {rate:.3f}" for name, rate in sorted(loaded.items(), key=lambda each: -each[1]) if rate > 0]
+    text += f" With {most} clients the goodputs are {', '.join(good) or 'none'}; all others are 0."
     lines = []
     for row in _in_order(results["rows"]):
         if row["refused"]:
