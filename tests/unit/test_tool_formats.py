@@ -77,7 +77,8 @@ def test_calls_that_are_written_are_read_however_they_are_cut(name: str, seed: i
     [
         "", "Hello.", "  leading and trailing \n", '{"name": "unknown", "arguments": {}}', '{"name": "add"',
         "<tool_call>", "<tool_call>\nno json", "[TOOL_CALLS] nothing", '{"tool_calls": [', "<|python_tag|>print(1)",
-        "{", "[TOOL_CALLS] [", "<tool", '{"tool_calls": []}', '{"a": 1}',
+        "{", "[TOOL_CALLS] [", "<tool", '{"tool_calls": []}', '{"a": 1}', '{"name": "\\x", "arguments": {}}',
+        '<tool_call>\n{"name": "\\x", "arguments": {}}', '[TOOL_CALLS] [{"name": "\\x", "arguments": {}}]',
     ],
 )  # fmt: skip
 def test_what_is_no_call_stays_text(name: str, text: str, seed: int) -> None:

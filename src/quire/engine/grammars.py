@@ -220,8 +220,9 @@ def _form(wanted: StructuredOutputsParams) -> dict[str, Any]:
     match wanted.way:
         case "json":
             schema = json.loads(wanted.text)
-            styled = {**schema, "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema
-            return {"json_schema": styled}
+            if schema is False:
+                return {"json_schema": schema}
+            return {"json_schema": {**({} if schema is True else schema), "x-guidance": JSON_STYLE}}
         case "json_object":
             return {"json_schema": {"type": "object", "x-guidance": JSON_STYLE}}
         case "regex":

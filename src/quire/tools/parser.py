@@ -30,6 +30,7 @@ class CallParser:
         )
         self._held = ""  # not yet decided on
         self._raw = ""  # of a call that has just begun, from its opener on
+        self._num_tried = 0  # characters of the held text that are no whole object
         self._blank = ""  # at the end of the text so far
         self._is_behind = False  # whether a call was last
         self._state = "head" if format_.at_start else "text"
@@ -99,16 +100,21 @@ class CallParser:
         if self._held[0] != "{":
             return self._is_none(found)
         if (head := self._head.match(self._held)) is not None:
-            name = json.loads(head[1], strict=False)
+            name = _decoded(head[1])
             if name not in self._names:
                 return self._is_none(found)
             self._begin(name, found)
             self._held, self._state = self._held[head.end() :], "arguments"
             return True
+        if "}" not in self._held[self._num_tried :]:
+            return False
+        self._num_tried = len(self._held)
         try:
             call, end = _DECODER.raw_decode(self._held)
         except ValueError:
             return False
+        except RecursionError:
+            return self._is_none(found)
         name = call.get("name")
         arguments = _arguments(call, self._format.key)
         if name not in self._names or arguments is None:
@@ -167,7 +173,7 @@ class CallParser:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _begin(self, name: str, found: list[Part]) -> None:
-        self._raw, self._blank, self._is_behind = "", "", True
+        self._raw, self._blank, self._is_behind, self._num_tried = "", "", True, 0
         self._depth, self._in_string, self._is_escaped = 0, False, False
         found.append(CallBegins(self.num_calls, self._format.new_id(), name))
         self.num_calls += 1
@@ -175,7 +181,7 @@ class CallParser:
     def _is_none(self, found: list[Part]) -> bool:
         """What looked like a call is text, up to where another one may begin."""
         self._say(self._raw + self._held[:1], found)
-        self._raw, self._held, self._state = "", self._held[1:], "text"
+        self._raw, self._held, self._state, self._num_tried = "", self._held[1:], "text", 0
         return bool(self._held)
 
     def _say(self, text: str, found: list[Part]) -> None:
@@ -190,13 +196,21 @@ class CallParser:
             found.append(Text(kept))
 
 
+def _decoded(text: str) -> str | None:
+    """The text of a JSON string; None if it is none."""
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError:
+        return None
+
+
 def _arguments(call: dict[str, Any], key: str) -> str | None:
     """The arguments of a whole call as JSON text; None if they are none."""
     given = call.get(key, {})
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else None
 
