@@ -7,6 +7,7 @@ A group is one frozen dataclass; the string below a field is its documentation. 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -388,7 +389,7 @@ class ServeConfig(Group):
     answered 429. auto: no limit."""
     cors_origins: str | None = None
     """Web pages whose scripts may ask this server: their origins with commas between, such as https://example.org, or *
-    for all pages. none: no page's."""
+    for all pages. none: no page may."""
     access_log: bool = True
     """Write a line for each request to stderr: status, seconds, tokens of the prompt, cached and kept ones, and its
     id."""
@@ -399,6 +400,12 @@ class ServeConfig(Group):
         super().__post_init__()
         if self.port > 65535:
             raise ConfigError(f"serve.port is {self.port}; it must be at most 65535")
+        if self.cors_origins is not None:
+            origins = [each.strip() for each in self.cors_origins.split(",")]
+            for origin in origins:
+                if origin != "*" and not re.fullmatch(r"https?://[^/,\s]+", origin):
+                    raise ConfigError(f"serve.cors_origins has {origin!r}; an origin is like https://example.org, or *")
+            object.__setattr__(self, "cors_origins", ",".join(origins))
         if self.max_request_bytes < 1000:
             raise ConfigError(f"serve.max_request_bytes is {self.max_request_bytes}; it must be at least 1KB")
 

@@ -43,7 +43,8 @@ async def test_refusals_and_ids_that_cannot_be_logged_have_lines_of_their_own(li
         other = await http.get("/no/such\u00e4%0Aurl")
         await http.get("/health")
         await http.get("/metrics")
-    assert len(wrong.headers["x-request-id"]) == 32 != other.headers["x-request-id"]
+    ids = [each.headers["x-request-id"] for each in (wrong, other)]
+    assert [len(each) for each in ids] == [32, 32] and ids[0] != ids[1]
     first, second = lines()
     assert f"400 seconds=0.{first.split('seconds=0.')[1][:3]} id={wrong.headers['x-request-id']}" in first
     assert " 404 " in second and "\n" not in second

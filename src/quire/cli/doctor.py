@@ -69,16 +69,25 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> Iterator[Finding]:
     """Looks at everything, the most general first."""
     yield Finding("ok", "quire", f"{__version__} in {Path(__file__).parents[1]}, Python {platform.python_version()}")
-    yield from _torch()
+    first = list(_torch())
+    yield from first
+    if first[0].state == "fault":
+        return
     yield from _processor()
-    yield from _kernels()
+    folders = list(_folders())
+    if folders[0].state != "fault":
+        yield from _kernels()
     yield from _memory()
-    yield from _folders()
+    yield from folders
     yield from _parts()
 
 
 def _torch() -> Iterator[Finding]:
-    import torch
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a library of another machine
+        yield Finding("fault", "torch", f"cannot be imported: {error}")
+        return
 
     from quire.engine.machine import device_type_of
 

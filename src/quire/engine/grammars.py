@@ -14,7 +14,7 @@ import itertools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from quire.engine.step import Proposal
 from quire.engine.structured import StructuredOutputsParams
-from quire.errors import QuireError, RequestError
+from quire.errors import QueueFullError, QuireError, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,11 +34,17 @@ if TYPE_CHECKING:
 NUM_KEPT = 128
 """Compiled grammars that are kept, least recently used ones dropped. A usual one takes a tenth of a megabyte."""
 
+MAX_WAITING = 32
+"""Grammars that wait to be compiled."""
+
 JSON_STYLE: Any = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
     "lenient": False,
 }  # fmt: skip
 """How JSON is written, and that schemas are honoured whole or refused."""
+
+TOO_COMPLEX = "the grammar became too complex here"
+"""How the explanation begins of an answer that ended because of that."""
 
 LIMITS: dict[str, Any] = {"verbose_errors": False}
 
@@ -62,19 +68,20 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._compiler: ThreadPoolExecutor | None = None
         self._worker: ThreadPoolExecutor | None = None
+        self._num_waiting = 0
         self._ends = self._only(self._eos_token_ids)
 
     def compile(self, wanted: StructuredOutputsParams) -> LLMatcher:
         """The grammar at its beginning: to be copied, not changed. Takes a millisecond for a usual schema, and at most
         some hundreds. Raises RequestError if it cannot be honoured or is too large.
         """
-        key = (wanted.way, wanted.text, wanted.reasoning)
+        key = _key(wanted)
         with self._lock:
             if (found := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return found
             vocabulary = self._loaded()
-        made = _compiled(vocabulary, wanted)
+        made = _compiled(vocabulary, wanted, self._special)
         with self._lock:
             self._kept[key] = made
             if len(self._kept) > NUM_KEPT:
@@ -82,11 +89,26 @@ class Grammars:
         return made
 
     def prepare(self, wanted: StructuredOutputsParams) -> Future[LLMatcher]:
-        """Compiles on a thread, one grammar after the other, so that large ones hold up nothing else."""
+        """Compiles on a thread, one grammar after the other, so that large ones hold up nothing else. Raises
+        QueueFullError if too many wait.
+        """
+        found: Future[LLMatcher] = Future()
         with self._lock:
+            if (kept := self._kept.get(_key(wanted))) is not None:
+                found.set_result(kept)
+                return found
+            if self._num_waiting >= MAX_WAITING:
+                raise QueueFullError(f"{self._num_waiting} grammars wait to be compiled; try again later")
+            self._num_waiting += 1
             if self._compiler is None:
                 self._compiler = ThreadPoolExecutor(1, "quire-grammars")
-        return self._compiler.submit(self.compile, wanted)
+        found = self._compiler.submit(self.compile, wanted)
+        found.add_done_callback(self._has_compiled)
+        return found
+
+    def _has_compiled(self, _: Future[LLMatcher]) -> None:
+        with self._lock:
+            self._num_waiting -= 1
 
     def guide(self, wanted: StructuredOutputsParams, num_prompt: int) -> GrammarGuide:
         """A guide for one sequence with so many prompt tokens. Compiles what is not compiled yet; see `compile`."""
@@ -108,6 +130,10 @@ class Grammars:
         """The mask of a complete text that nothing may follow."""
         return self._ends
 
+    def _special(self, text: str) -> int | None:
+        token_id = self._tokenizer.token_id(text) if text else None
+        return token_id if token_id in self._tokenizer.special_ids else None
+
     def _only(self, token_ids: Sequence[int]) -> Words:
         words = np.zeros(-(-self._vocab_size // 32), np.uint32)
         for token_id in token_ids:
@@ -118,7 +144,7 @@ class Grammars:
         words = np.empty(-(-self._vocab_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            raise QuireError(f"the grammar became too complex here: {_first_line(matcher.get_error())}")
+            raise QuireError(f"{TOO_COMPLEX}: {_first_line(matcher.get_error())}")
         return words
 
     def _loaded(self) -> LLTokenizer:
@@ -186,15 +212,21 @@ class GrammarGuide:
         return self._is_complete
 
 
+def _key(wanted: StructuredOutputsParams) -> tuple[Any, ...]:
+    return (wanted.way, wanted.text, wanted.reasoning)
+
+
 def _given(words: Words) -> Mask:
     return lambda: words
 
 
-def _compiled(vocabulary: LLTokenizer, wanted: StructuredOutputsParams) -> LLMatcher:
+def _compiled(
+    vocabulary: LLTokenizer, wanted: StructuredOutputsParams, special: Callable[[str], int | None]
+) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        matcher = LLMatcher(vocabulary, source_of(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(vocabulary, source_of(wanted, special), log_level=0, limits=LLParserLimits(**LIMITS))
     except ValueError as error:
         raise _refused(wanted, str(error)) from None
     if matcher.is_error():
@@ -202,15 +234,35 @@ def _compiled(vocabulary: LLTokenizer, wanted: StructuredOutputsParams) -> LLMat
     return matcher
 
 
-def source_of(wanted: StructuredOutputsParams) -> str:
-    """The grammar as llguidance takes it: a list of grammars as JSON, of which the first one is the text's."""
+def source_of(wanted: StructuredOutputsParams, special: Callable[[str], int | None]) -> str:
+    """The grammar as llguidance takes it: a list of grammars as JSON, of which the first one is the text's.
+
+    special  gives the id of a special token, which is no text in a grammar
+    """
     parts = [{"name": "form", **_form(wanted)}]
     if wanted.reasoning is not None:
-        begins, ends = map(json.dumps, wanted.reasoning)
-        thought = "thought" if begins == '""' else f"({begins} thought)?"
-        outer = f"start: {thought} @form\nthought: free BLANK?\nfree[lazy]: /(.|\\n)*/ {ends}\nBLANK: /[ \\n]+/"
+        begins, ends = wanted.reasoning
+        (begin, _), (end, is_text) = (_mark(mark, special(mark)) for mark in (begins, ends))
+        free = f"free[lazy]: /(.|\\n)*/ {end}" if is_text else f"free: TEXT? {end}\nTEXT: /(.|\\n)+/"
+        start = f"start: {f'({begin} thought)?' if begins else 'thought'} @form"
+        outer = "\n".join([start, "thought: free BLANK?", free, r"BLANK: /[ \n]+/"])
         parts.insert(0, {"name": "text", "lark_grammar": outer})
     return json.dumps({"grammars": parts})
+
+
+def _mark(text: str, token_id: int | None) -> tuple[str, bool]:
+    """A mark as a term, and whether it is text."""
+    return (json.dumps(text), True) if token_id is None else (f"<[{token_id}]>", False)
+
+
+def term_of(wanted: StructuredOutputsParams) -> str:
+    """The form as a term of Lark. Raises RequestError for a grammar, which has rules of its own."""
+    found = _form(wanted)
+    if "json_schema" in found:
+        return f"%json {json.dumps(found['json_schema'])}"
+    if wanted.way == "grammar":
+        raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
+    return str(found["lark_grammar"]).removeprefix("start: ")
 
 
 def _form(wanted: StructuredOutputsParams) -> dict[str, Any]:

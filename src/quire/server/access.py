@@ -27,7 +27,7 @@ class Access:
 
     request_id  the client's X-Request-Id, or one of ours
     answer_id   of the completion, by which engines log it
-    kept        share of the prompt's tokens that retention keeps; None without retention
+    num_kept    tokens of the prompts that retention keeps; None without retention
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class Access:
     num_prompt: int = 0
     num_cached: int = 0
     num_generated: int = 0
-    kept: float | None = None
+    num_kept: float | None = None
 
     @classmethod
     def of(cls, headers: Headers) -> Access:
@@ -50,7 +50,8 @@ class Access:
         self.first_at = self.first_at or time.monotonic()
         self.num_prompt += len(item.prompt_token_ids)
         self.num_cached += item.num_cached_tokens or 0
-        self.kept = item.kept_fraction if self.kept is None else self.kept
+        if item.kept_fraction is not None:
+            self.num_kept = (self.num_kept or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
 
     def line(self, scope: Scope, status: int) -> str:
         """The line of a request that has ended: name=value, and what has no value is left out."""
@@ -63,8 +64,8 @@ class Access:
             parts.append(f"first={self.first_at - self.begun:.3f}")
         if self.num_prompt:
             parts += [f"prompt={self.num_prompt}", f"cached={self.num_cached}", f"generated={self.num_generated}"]
-        if self.kept is not None:
-            parts.append(f"kept={round(self.kept * self.num_prompt)}")
+        if self.num_kept is not None:
+            parts.append(f"kept={round(self.num_kept)}")
         parts.append(f"id={self.request_id}")
         if self.answer_id:
             parts.append(f"answer={self.answer_id}")

@@ -103,7 +103,9 @@ class Gate:
         if scope["path"] in HEALTH:
             return
         headers = Headers(scope=scope)
-        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+        given = headers.get("authorization", "")
+        if not given.lower().startswith("bearer "):  # a proxy may have put its own there
+            given = f"Bearer {headers.get('x-api-key', '')}"
         tenant = self.service.keys.tenant(given.encode("latin-1"))
         if tenant is None:
             message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
@@ -133,10 +135,10 @@ def create_app(
         # Around the gate: browsers ask without a key whether they may ask.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[origin.strip() for origin in serve_config.cors_origins.split(",")],
+            allow_origins=serve_config.cors_origins.split(","),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     # Only unknown URLs and methods; the gate answers all other errors.
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -350,8 +352,11 @@ def _document(app: FastAPI, service: Service) -> None:
             found = get_openapi(title=app.title, version=app.version, routes=app.routes)
             found["components"] = {"schemas": components()}
             if service.keys.keys:
-                found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                found["security"] = [{"key": []}]
+                found["components"]["securitySchemes"] = {
+                    "key": {"type": "http", "scheme": "bearer"},
+                    "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+                }
+                found["security"] = [{"key": []}, {"header": []}]
             for methods in found["paths"].values():
                 for described in methods.values():
                     described["responses"].pop("422", None)  # FastAPI's own; ours are 400

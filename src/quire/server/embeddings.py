@@ -1,7 +1,7 @@
 """POST /v1/embeddings, /score and /rerank: texts as vectors, and how near they are.
 
-Embeddings are a prompt's last hidden states, pooled, with length 1. Of a model that was made to generate they are what
-they are; nearness of texts is told only by a model that was made for it.
+Embeddings are a prompt's last hidden states, pooled, with length 1. Every model has them. Only models that were made to
+compare texts are asked how near two texts are.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import struct
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -124,6 +124,10 @@ def _check_trained(service: Service) -> None:
         )
 
 
+AT_ONCE = 32
+"""Texts of a request that the engine has at once, so that one with thousands leaves room for others."""
+
+
 class Embeddings:
     """The embeddings that a request needs."""
 
@@ -160,10 +164,16 @@ class Embeddings:
             self._usage.saw(item)
             found[index] = item.embedding or []
 
-        items: AsyncGenerator[Any, None] = self._service.run(self._jobs, f"embd-{uuid.uuid4().hex}", opens)
-        async with aclosing(items):
-            async for _ in items:
-                pass
+        name = f"embd-{uuid.uuid4().hex}"
+        for begin in range(0, len(self._jobs), AT_ONCE):
+            group = self._jobs[begin : begin + AT_ONCE]
+
+            async def opens_one(index: int, item: RequestOutput, begin: int = begin) -> None:
+                await opens(begin + index, item)
+
+            async with aclosing(self._service.run(group, f"{name}-{begin}", opens_one)) as items:
+                async for _ in items:
+                    pass
         return found
 
     @property

@@ -141,3 +141,6 @@ class Event(TypedDict):
     arguments: NotRequired[str]
     name: NotRequired[str]
     logprobs: NotRequired[list[ScoredToken]]
+    code: NotRequired[str | None]
+    message: NotRequired[str]
+    param: NotRequired[str | None]

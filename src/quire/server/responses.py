@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.errors import json_response
+from quire.server.errors import ApiError, json_response
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.responses_output import Event, Output
 from quire.server.responses_schema import ResponsesRequest
@@ -35,7 +35,9 @@ async def create_response(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         tooling = Tooling.of(body, service.engine.tokenizer)
         messages = [_Said(each) for each in body.messages()]
-        ids = await service.texts.encode_chat(messages, body.chat_template_kwargs, tools=tooling.tools)
+        ids = await service.texts.encode_chat(
+            messages, body.chat_template_kwargs, tools=tooling.tools, param="input"
+        )
         params = service.params(
             body,
             len(ids),
@@ -48,9 +50,9 @@ async def create_response(service: Service, request: Request) -> Response:
         tenant = request.state.tenant
         job = Job(ids, params, service.hints(body, tenant), tenant)
         answer = Answer(service, body, job, tooling.reader(ids))
-        await service.admit([job])
+        await service.admit([job], tooling.blamed)
     if body.stream:
-        return EventStream(answer.events())
+        return EventStream(answer.events(), answer.failed)
     return await unless_disconnected(request.receive, answer.whole())
 
 
@@ -77,6 +79,8 @@ class Answer:
         self.output = Output()
         self.head = service.head("resp_", "response")
         self.status, self.is_reasoning, self.num_reasoning = "in_progress", False, 0
+        self.scores: list[ScoredToken] = []
+        self.num_sent = 0
 
     async def whole(self) -> Response:
         """The answer in one piece."""
@@ -90,16 +94,19 @@ class Answer:
                             pass
             return json_response(self._response())
 
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error within a stream."""
+        said = error.body()["error"]
+        told = {name: said[name] for name in ("code", "message", "param")}
+        return self._sent({"type": "error", **told})
+
+    def _sent(self, event: Event) -> bytes:
+        self.num_sent += 1
+        return named_event(event["type"], event | {"sequence_number": self.num_sent - 1})
+
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
-        number = 0
-
-        def sent(event: Event) -> bytes:
-            nonlocal number
-            number += 1
-            return named_event(event["type"], event | {"sequence_number": number - 1})
-
-        opened = False
+        opened, sent = False, self._sent
         async with aclosing(self._items()) as items:
             async for _, item in items:
                 news = b""
@@ -121,10 +128,13 @@ class Answer:
         self.is_reasoning = isinstance(parts[-1], Reasoning) if parts else self.is_reasoning
         if self.is_reasoning:
             self.num_reasoning += len(output.token_ids)
+        # Of tokens whose text is held back; those of reasoning and calls have no place.
+        self.scores += scores
         for part in parts:
-            own = scores if isinstance(part, Text) else []
+            own = self.scores if isinstance(part, Text) else []
             yield from self.output.add(part, own)
-            scores = [] if own else scores
+            if own or not isinstance(part, Text):
+                self.scores = []
         if output.finish_reason is not None:
             self.status = "incomplete" if output.finish_reason == "length" else "completed"
             yield from self.output.finish(self.status)

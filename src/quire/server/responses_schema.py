@@ -37,7 +37,7 @@ class InputText(Model):
     logprobs: Ignored = None
 
 
-Parts = Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
+Parts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 Written = Annotated[
     Annotated[str, Tag("=string")] | Annotated[Parts, Tag("=parts")],
     Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
@@ -69,6 +69,9 @@ class InputCall(Model):
     arguments: str
     id: Ignored = None
     status: Ignored = None
+    caller: Ignored = None
+    namespace: Ignored = None
+    async_: Ignored = None
 
 
 class InputResult(Model):
@@ -79,6 +82,9 @@ class InputResult(Model):
     output: Written
     id: Ignored = None
     status: Ignored = None
+    name: Ignored = None
+    caller: Ignored = None
+    namespace: Ignored = None
 
 
 class InputReasoning(Model):
@@ -166,6 +172,14 @@ ResponsesToolChoice = (
 )
 
 
+class NoReasoning(Model):
+    """What a response says of reasoning: its effort cannot be chosen."""
+
+    effort: Unsupported = None
+    summary: Unsupported = None
+    generate_summary: Unsupported = None
+
+
 class ResponsesStreamOptions(Model):
     """Optional contents of a stream."""
 
@@ -204,7 +218,7 @@ class ResponsesRequest(Tuning):
     previous_response_id: Unsupported = None
     conversation: Unsupported = None
     prompt: Unsupported = None
-    reasoning: Unsupported = None
+    reasoning: NoReasoning | None = None
     max_tool_calls: Unsupported = None
 
     include_reasoning: bool | None = None
@@ -213,7 +227,7 @@ class ResponsesRequest(Tuning):
     def _options_agree(self) -> ResponsesRequest:
         names = [tool.name for tool in self.tools or ()]
         named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunctionTool) else None
-        check_tools(names, named, self.tool_choice, self.chosen, self.structure())
+        check_tools(names, named, self.tool_choice)
         return self
 
     @property

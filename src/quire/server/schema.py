@@ -159,6 +159,8 @@ def _structure(value: Any) -> StructuredOutputsParams | None:
     if not isinstance(value, dict):
         raise ValueError("Must be an object")
     try:
+        if "reasoning" in value:
+            raise RequestError("structured_outputs: 'reasoning' is not known", "structured_outputs")
         return StructuredOutputsParams.from_options(value)
     except RequestError as error:
         raise bad_request(str(error), error.param) from None
@@ -409,7 +411,7 @@ class CalledFunction(Model):
     def parsed(self) -> Any:
         """The arguments as chat templates take them: an object, or the text if it is none."""
         try:
-            found = json.loads(self.arguments)
+            found = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             return self.arguments
         return found if isinstance(found, dict) else self.arguments
@@ -468,6 +470,7 @@ class AssistantMessage(BaseMessage):
 
     role: Literal["assistant"]
     content: Content | None = None
+    reasoning_content: str | None = None
     tool_calls: MadeCalls | None = None
     annotations: NoItems | None = None
     tool_call_id: Unsupported = None
@@ -479,7 +482,9 @@ class AssistantMessage(BaseMessage):
              "function": {"name": call.function.name, "arguments": call.function.parsed()}}
             for call in self.tool_calls or ()
         ]  # fmt: skip
-        message = {"role": "assistant", "content": joined(self.content), **super().for_template()}
+        message: dict[str, Any] = {"role": "assistant", "content": joined(self.content), **super().for_template()}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
         return message | {"tool_calls": calls} if calls else message
 
 
@@ -550,9 +555,7 @@ class ToolParam(Model):
         return Tool(given.name, given.description or "", parameters, bool(given.strict))
 
 
-def check_tools(
-    names: list[str], named: str | None, choice: Any, chosen: ToolChoice, structure: StructuredOutputsParams | None
-) -> None:
+def check_tools(names: list[str], named: str | None, choice: Any) -> None:
     """Raises ApiError 400 for tools that contradict each other, or their choice.
 
     named   the tool that must be called; None: none is named
@@ -563,10 +566,7 @@ def check_tools(
     if choice not in (None, "none", "auto") and not names:
         raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
     if named is not None and named not in names:
-        raise bad_request(f"'tool_choice' names {named!r}, no tool", "tool_choice")
-    if chosen.mode != "none" and structure is not None:
-        message = "'tools' and a form of the text exclude each other; set 'tool_choice' to \"none\""
-        raise bad_request(message, "tools", "unsupported_value")
+        raise bad_request(f"'tool_choice' names {named!r}, which is not in 'tools'", "tool_choice")
 
 
 class NamedFunction(Model):
@@ -651,7 +651,7 @@ class ChatRequest(Sampling):
             raise bad_request(message, "prompt_logprobs", "unsupported_value")
         names = [tool.function.name for tool in self.tools or ()]
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        check_tools(names, named, self.tool_choice, self.chosen, self.structure())
+        check_tools(names, named, self.tool_choice)
         return self
 
     @property

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from quire.engine.grammars import TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
@@ -325,8 +326,13 @@ class Service:
         if not self.engine.is_ready:
             raise ApiError(503, "the engine is not running", code="not_ready")
 
-    async def admit(self, jobs: Sequence[Job]) -> None:
-        """Raises the error that refuses the jobs, before anything is computed or sent."""
+    async def admit(
+        self, jobs: Sequence[Job], blamed: Callable[[Engine, RequestError], Awaitable[RequestError]] | None = None
+    ) -> None:
+        """Raises the error that refuses the jobs, before anything is computed or sent.
+
+        blamed  names what of the request is at fault where a form of the text cannot be honoured
+        """
         if self.draining:
             raise shutting_down()
         self.check_ready()
@@ -336,7 +342,10 @@ class Service:
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
         for wanted in dict.fromkeys(job.params.structured_outputs for job in jobs):
             if wanted is not None:
-                await self.engine.check_structure(wanted)
+                try:
+                    await self.engine.check_structure(wanted)
+                except RequestError as error:
+                    raise error if blamed is None else await blamed(self.engine, error) from None
         for job in jobs:
             self.engine.prepare(job.prompt, job.params)
 
@@ -415,7 +424,10 @@ class Service:
                 self.num_cut_off += self.draining
                 raise shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")
             if output.finish_reason == "error":
-                raise ApiError(500, str(output.stop_reason), code="not_finite")
+                reason = str(output.stop_reason)
+                if reason.startswith(TOO_COMPLEX):
+                    raise bad_request(reason, "structured_outputs", "grammar_too_complex")
+                raise ApiError(500, reason, code="not_finite")
 
 
 _PASSED_ON = (

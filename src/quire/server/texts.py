@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from quire.errors import RequestError
 from quire.server.errors import ApiError, bad_request
 from quire.tools.calls import Tool
 from quire.tools.formats import format_of
@@ -23,6 +24,9 @@ CALL_CHARS = 32
 
 WHOLE_CHARS = 256 * 1024
 """Maximum length of a text that is encoded as a whole: 0.3 s and 90 MB at worst, for characters of four bytes."""
+END = "\u2063quire-ends-here\u2063"
+"""Stands at the end of a message that is gone on with while its conversation is rendered."""
+
 PIECE_CHARS = 64 * 1024
 """Length of the pieces in which a longer text is first counted: 0.1 s and 20 MB at worst."""
 
@@ -117,12 +121,14 @@ class Texts:
         tools: Sequence[Tool] = (),
         *,
         continues: bool = False,
+        param: str = "messages",
     ) -> list[int]:
         """The token ids of a conversation, rendered by the model's chat template with `variables`. Raises RequestError
         if the template rejects the messages or its text does not fit the context.
 
         tools      that the answer may call
         continues  whether the prompt ends within the last message, which the answer goes on with
+        param      names the conversation in errors
         """
         format_ = format_of(self.engine.tokenizer.chat_template)
 
@@ -131,21 +137,17 @@ class Texts:
             given = dict(variables or {})
             if tools and format_.instructs is None:
                 given["tools"] = [tool.for_template() for tool in tools]
+            if continues:
+                rendered[-1] = {**rendered[-1], "content": rendered[-1]["content"] + END}
             text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt and not continues, given)
-            return ended_in(text, rendered[-1]["content"]) if continues else text
+            if continues and END not in text:
+                message = "the chat template changes the last message, so that it cannot be gone on with"
+                raise bad_request(message, "continue_final_message")
+            return text[: text.rfind(END)] if continues else text
 
         # Always on a thread: another process renders, and a bad template uses up its whole time limit.
-        text = await asyncio.get_running_loop().run_in_executor(self._templates, run)
-        return await self.encode(text, False, "messages")
-
-
-def ended_in(rendered: str, content: str) -> str:
-    """A rendered conversation up to the end of its last message's content. Raises ApiError 400 if it is not there."""
-    place = rendered.rfind(content)
-    if place < 0:  # templates may strip blanks
-        content = content.strip()
-        place = rendered.rfind(content)
-    if place < 0:
-        message = "the chat template changes the last message, so that it cannot be gone on with"
-        raise bad_request(message, "continue_final_message")
-    return rendered[: place + len(content)]
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(self._templates, run)
+        except RequestError as error:
+            raise RequestError(str(error), param if error.param == "messages" else error.param) from None
+        return await self.encode(text, False, param)

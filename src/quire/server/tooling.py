@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from quire.engine.grammars import term_of
 from quire.engine.structured import StructuredOutputsParams
-from quire.server.protocol import Tokenizer
+from quire.errors import RequestError
+from quire.server.protocol import Engine, Tokenizer
 from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import ChatRequest
 from quire.tools.calls import Tool
@@ -29,6 +31,7 @@ class Tooling:
     reasoning      None: it does not reason, or its reasoning stays in the text
     structure      what the text behind the reasoning must be
     shows_special  whether calls are written with special tokens
+    is_parallel    whether an answer may have several calls
     """
 
     tokenizer: Tokenizer
@@ -37,6 +40,7 @@ class Tooling:
     reasoning: ReasoningFormat | None = None
     structure: StructuredOutputsParams | None = None
     shows_special: bool = False
+    is_parallel: bool = True
 
     @classmethod
     def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
@@ -45,21 +49,28 @@ class Tooling:
         format_ = format_of(template)
         reasoning = None if body.include_reasoning is False else reasoning_of(template)
         if choice.mode == "none":
-            return cls(tokenizer, format_, (), reasoning, body.structure())
+            shows = reasoning is not None and tokenizer.token_id(reasoning.ends) in tokenizer.special_ids
+            return cls(tokenizer, format_, (), reasoning, body.structure(), shows)
         tools = tuple(param.tool() for param in body.tools or ())
 
         def special(text: str) -> int | None:
             token_id = tokenizer.token_id(text)
             return token_id if token_id in tokenizer.special_ids else None
 
-        grammar = format_.grammar(tools, choice, special)
+        wanted = body.structure()
+        grammar = format_.grammar(tools, choice, special, None if wanted is None else term_of(wanted))
         structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         shows = any(special(mark) is not None for mark in format_.marks)
-        return cls(tokenizer, format_, tools, reasoning, structure, shows)
+        shows = shows or (reasoning is not None and special(reasoning.ends) is not None)
+        return cls(tokenizer, format_, tools, reasoning, structure, shows, choice.parallel)
 
     def reader(self, prompt_ids: Sequence[int]) -> AnswerReader:
         """For one answer to a prompt."""
-        calls = CallParser(self.format, {tool.name for tool in self.tools}) if self.tools else None
+        calls = None
+        if self.tools:
+            names = {tool.name for tool in self.tools}
+            most = None if self.is_parallel else 1
+            calls = CallParser(self.format, names, most=most, is_exact=self.structure is not None)
         if self.reasoning is None:
             return AnswerReader(None, calls)
         return AnswerReader(ReasoningParser(self.reasoning, is_inside=self._has_begun(prompt_ids)), calls)
@@ -70,6 +81,16 @@ class Tooling:
             return self.structure
         begins = "" if self._has_begun(prompt_ids) else self.reasoning.begins
         return replace(self.structure, reasoning=(begins, self.reasoning.ends))
+
+    async def blamed(self, engine: Engine, error: RequestError) -> RequestError:
+        """The error of a form that cannot be honoured, with the tool that is at fault if it is one."""
+        for index, tool in enumerate(self.tools):
+            try:
+                await engine.check_structure(StructuredOutputsParams(json=tool.parameters))
+            except RequestError as own:
+                reason = str(own).removeprefix("structured_outputs: ")
+                return RequestError(f"the parameters of {tool.name!r}: {reason}", f"tools[{index}]")
+        return error
 
     def _has_begun(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt has begun the reasoning."""

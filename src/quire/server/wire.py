@@ -6,14 +6,14 @@ Knows HTTP and asyncio; nothing of the API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ClientDisconnected, api_error, encode
+from quire.server.errors import ApiError, ClientDisconnected, api_error, encode
 
 T = TypeVar("T")
 
@@ -64,10 +64,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes] | None = None) -> None:
+        """failed: makes an error event; None: one whose data is the body of an error."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.events = events
+        self.failed = failed or (lambda error: event(error.body()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream (ASGI)."""
@@ -87,7 +89,7 @@ class EventStream(Response):
                 if not started:
                     await answer.response()(scope, receive, send)
                     return
-                await send({"type": "http.response.body", "body": event(answer.body()), "more_body": True})
+                await send({"type": "http.response.body", "body": self.failed(answer), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

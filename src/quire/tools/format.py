@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -62,7 +63,7 @@ class ToolFormat:
         results are said by the user. For another template, the messages as they are.
         """
         if self.instructs is None:
-            return list(messages)
+            return list(messages) if self.id_begins else [self._with_ids(message) for message in messages]
         found: list[Message] = [_as_text(self, message) for message in messages]
         if not tools:
             return found
@@ -71,13 +72,32 @@ class ToolFormat:
             return [{**found[0], "content": f"{found[0]['content']}\n\n{told}"}, *found[1:]]
         return [{"role": "system", "content": told}, *found]
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, token_of: TokenOf) -> str | None:
-        """The grammar of an answer, as Lark; None where the model is free and no tool is strict.
+    def _with_ids(self, message: Message) -> Message:
+        """A message whose ids are as long as the template demands: those of other servers are longer."""
+        found = dict(message)
+        if (given := message.get("tool_call_id")) is not None:
+            found["tool_call_id"] = self._id(given)
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = [{**call, "id": self._id(call["id"])} for call in calls]
+        return found
+
+    def _id(self, given: str) -> str:
+        if len(given) == self.num_id and given.isalnum() and given.isascii():
+            return given
+        return hashlib.sha256(given.encode(errors="replace")).hexdigest()[: self.num_id]
+
+    def grammar(
+        self, tools: Sequence[Tool], choice: ToolChoice, token_of: TokenOf, form: str | None = None
+    ) -> str | None:
+        """The grammar of an answer, as Lark; None where the model is free, no tool is strict and the text has no form.
 
         Must it call, every tool's arguments fit their schema. May it, those of strict tools do.
+
+        form  of a text without calls, as a term of Lark; None: any
         """
         wanted = [tool for tool in tools if choice.name in ("", tool.name)]
-        if choice.mode == "none" or (choice.mode == "auto" and not any(tool.strict for tool in wanted)):
+        is_free = choice.mode == "auto" and form is None and not any(tool.strict for tool in wanted)
+        if choice.mode == "none" or is_free:
             return None
         opens, between, closes = (self._terms(text, token_of) for text in (self.opens, self.between or "", self.closes))
         several = choice.parallel and self.between is not None
@@ -88,6 +108,8 @@ class ToolFormat:
         ]
         if choice.mode == "required":
             start = [f"start: {' '.join(opens)} {calls}"]
+        elif form is not None:
+            start = [f"start: {' '.join(opens)} {calls} | form", f"form: {form}"]
         elif not opens:
             start = [f"start: {calls} | OTHER", r"OTHER: /([^{](.|\n)*)?/"]
         else:
@@ -104,14 +126,14 @@ class ToolFormat:
         return [json.dumps(piece) if token_id is None else f"<[{token_id}]>" for piece, token_id in ids]
 
     def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
-        schema = tool.parameters if choice.mode == "required" or tool.strict else {"type": "object"}
+        schema = tool.parameters if choice.mode == "required" or tool.strict else {}
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{self.key}": ')
         return f'call_{place}: {head} arguments_{place} "}}"\narguments_{place}: %json {json.dumps(styled(schema))}'
 
 
 def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema whose JSON is written as everywhere here: on one line, a space after commas and colons."""
-    return {**schema, "x-guidance": JSON_STYLE}
+    """A schema of an object whose JSON is written as everywhere here: on one line, a space after commas and colons."""
+    return {"type": "object", **schema, "x-guidance": JSON_STYLE}
 
 
 def _as_text(format_: ToolFormat, message: Message) -> dict[str, Any]:

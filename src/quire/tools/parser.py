@@ -20,10 +20,17 @@ class CallParser:
     What begins like a call and is none, or is of no known tool, is text. Blanks beside calls are dropped.
     """
 
-    def __init__(self, format_: ToolFormat, names: Collection[str]) -> None:
+    def __init__(
+        self, format_: ToolFormat, names: Collection[str], *, most: int | None = None, is_exact: bool = False
+    ) -> None:
+        """most: calls that an answer may have; what else looks like one is text. is_exact: whether only what is written
+        as a grammar writes it is a call.
+        """
         self._format = format_
         self._names = names
-        openers = {format_.opens, *format_.also} - {""}
+        self._most = most
+        self._is_exact = is_exact
+        openers = {format_.opens, *(() if is_exact else format_.also)} - {""}
         self._openers = sorted(openers, key=len, reverse=True)
         self._head = re.compile(
             rf'\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{format_.key}"\s*:\s*(?=\{{)', re.DOTALL
@@ -66,6 +73,10 @@ class CallParser:
     # ---- states: each takes what it can of the held text, and says whether there may be more to take ----------------
 
     def _text_step(self, found: list[Part]) -> bool:
+        if self.num_calls == self._most:
+            self._say(self._held, found)
+            self._held = ""
+            return False
         places = [(self._held.find(opener), opener) for opener in self._openers]
         if there := [each for each in places if each[0] >= 0]:
             place, opener = min(there, key=lambda each: (each[0], -len(each[1])))
@@ -87,6 +98,8 @@ class CallParser:
         self._raw, self._held = self._raw + self._held[:blank], self._held[blank:]
         if not self._held:
             return False
+        if self.num_calls == self._most or (self._is_start and self._is_exact and self._raw):
+            return self._is_none(found)
         if self._is_start:
             opener = next((each for each in self._openers if self._held.startswith(each)), "")
             if not opener and any(each.startswith(self._held) for each in self._openers):
