@@ -118,6 +118,8 @@ class AsyncLLM(AsyncPrefixes):
             while thread.is_alive and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             raise
+        if (grammars := self._parts.engine.grammars) is not None:
+            grammars.warm()
         if self._pins_at_start:
             try:
                 await self.pin()
@@ -175,9 +177,9 @@ class AsyncLLM(AsyncPrefixes):
     async def _generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, is_pin: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
+        text, ids, hints = self._admit(prompt, params, is_pin=is_pin)
         if params.structured_outputs is not None:
             await self.check_structure(params.structured_outputs)
-        text, ids, hints = self._admit(prompt, params, is_pin=is_pin)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")

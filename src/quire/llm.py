@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -29,9 +29,10 @@ from quire.engine.request import NO_HINTS
 from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.engine.stock import Stock
+from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
-from quire.tools.calls import tool_of
+from quire.tools.calls import ToolChoice, tool_of
 from quire.tools.formats import format_of
 
 log = logging.getLogger("quire")
@@ -240,7 +241,7 @@ class LLM(Face):
 
         chat_template_kwargs  variables for the template, such as enable_thinking
         tools                 functions that the model may call, as in OpenAI's API. Calls are part of the text, as the
-                              model writes them; the server reads them
+                              model writes them; the server reads them. Arguments of strict ones fit their schema
         """
         if isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
@@ -254,7 +255,12 @@ class LLM(Face):
             for conversation in conversations
         ]
         items: list[Prompt] = [{"prompt_token_ids": self.tokenizer.encode(text, add_special=False)} for text in texts]
-        outputs = self._run(items, _one_each(sampling_params, len(items)), use_tqdm)
+        params = _one_each(sampling_params, len(items))
+        grammar = format_.grammar(known, ToolChoice(), self.tokenizer.special_id) if known else None
+        if grammar is not None:
+            form = StructuredOutputsParams(grammar=grammar)
+            params = [replace(each, structured_outputs=each.structured_outputs or form) for each in params]
+        outputs = self._run(items, params, use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
@@ -273,8 +279,12 @@ class LLM(Face):
         """
         items = _as_prompts(prompts)
         outputs = self._run(items, [SamplingParams(max_tokens=1, pooling=pooling)] * len(items), use_tqdm)
-        found = [output.embedding or [] for output in outputs]
-        return [normalized(each) for each in found] if normalize else found
+        found = []
+        for output in outputs:
+            if output.embedding is None:
+                raise QuireError(f"a prompt has no embedding: {output.outputs[0].stop_reason}")
+            found.append(normalized(output.embedding) if normalize else output.embedding)
+        return found
 
     def profile(self, prompt: Prompt) -> RetentionReport:
         """Reports which tokens of a prompt each head keeps with the current `retain` settings, and why. Generates one
@@ -383,6 +393,8 @@ class LLM(Face):
         encoded = [read_prompt(prompt, self.tokenizer.encode) for prompt in prompts]
         for (_, ids, hints), param in zip(encoded, params, strict=True):
             engine.check_request(ids, param, hints)
+            if param.structured_outputs is not None and engine.grammars is not None:
+                engine.grammars.compile(param.structured_outputs)
         todo = deque(
             (f"request-{next(self._ids)}", text, ids, param, hints)
             for (text, ids, hints), param in zip(encoded, params, strict=True)

@@ -72,7 +72,7 @@ class ByteTokenizer:
     max_token_bytes = 4
     chat_template = ""
 
-    def token_id(self, text: str) -> int | None:
+    def special_id(self, text: str) -> int | None:
         return {"<s>": BOS, "</s>": EOS}.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -81,7 +81,7 @@ class ByteTokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         found = [BOS] * add_special
         for piece in re.split("(<s>|</s>)", text):
-            special = self.token_id(piece)
+            special = self.special_id(piece)
             found += list(piece.encode()) if special is None else [special]
         return found
 

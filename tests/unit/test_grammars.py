@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,48 @@ def test_reasoning_may_stand_before_a_form(llm: LLM, way: str) -> None:
             assert found == (is_right and is_form), (marks, before, text)
 
 
-def test_min_tokens_cannot_be_kept_with_a_structure() -> None:
-    with pytest.raises(RequestError, match="min_tokens cannot be kept"):
-        replace(SamplingParams(structured_outputs={"regex": "a"}), min_tokens=3)
+@pytest.mark.parametrize("name", ["min_tokens", "ignore_eos"])
+def test_what_moves_the_end_cannot_be_kept_with_a_form(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} cannot be kept"):
+        replace(SamplingParams(structured_outputs={"regex": "a"}), **{name: 3 if name == "min_tokens" else True})
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ["hello", "root ::= x", "root ::= " + "(" * 500, "start: (", "%llguidance {", "root ::= " + "a " * 5000, "\n" * 262144,
+     "#\n" * 131072, "\n".join(f"r{n} ::= r{n + 1}" for n in range(30_000))],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_any_text_is_a_grammar_or_refused_at_once(llm: LLM, grammar: str) -> None:
+    begun = time.process_time()
+    with pytest.raises(RequestError):
+        llm.generate(["x"], SamplingParams(structured_outputs={"grammar": grammar}), use_tqdm=False)
+    assert time.process_time() - begun < 2 and llm.engine.holds_nothing
+
+
+def test_a_form_that_cannot_be_is_refused_before_anything_runs(llm: LLM) -> None:
+    before = llm.stats()["steps"]
+    bad = SamplingParams(structured_outputs={"json": {"uniqueItems": True}})
+    with pytest.raises(RequestError, match="uniqueItems"):
+        llm.generate(["a"] * 3, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2), bad], use_tqdm=False)
+    assert llm.stats()["steps"] == before
+
+
+def test_ends_outside_the_vocabulary_are_left_out() -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (-1, tokenizer.vocab_size, tokenizer.eos_ids[0]))
+    assert members(grammars.ends) == [tokenizer.eos_ids[0]]
+    with pytest.raises(RequestError, match="no token ends an answer"):
+        Grammars(tokenizer, tokenizer.vocab_size, ()).compile(StructuredOutputsParams(regex="a"))
+
+
+def test_long_forced_texts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    guide, tokens = grammars.guide(StructuredOutputsParams(choice=["word " * 400 + "end"]), 0), list[int]()
+    for _ in range(200):
+        drafts, masks = guide.propose(list(tokens), 8)
+        tokens += [*drafts, members(masks[-1]())[0]]
+        if tokens[-1] in tokenizer.eos_ids:
+            break
+    assert tokenizer.decode(tokens) == "word " * 400 + "end"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -101,6 +102,11 @@ def test_what_is_no_call_stays_text(name: str, text: str, seed: int) -> None:
         ("mistral", '[TOOL_CALLS]  [ {"name": "add", "arguments": {}} ,{"name": "weather", "arguments": {}}]',
          [("add", "{}"), ("weather", "{}")]),
         ("generic", '{"tool_calls": [{"name": "add", "arguments": {}}]}', [("add", "{}")]),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a}"}, {"name": "add", "arguments": {}}]',
+         [("add", "{}"), ("add", "{}")]),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {}, "id": "x"}\n</tool_call>', [("add", "{}")]),
+        ("generic", '{"tool_calls":[{"name": "add", "arguments": {}},{"name": "weather", "arguments": {}}]}',
+         [("add", "{}"), ("weather", "{}")]),
     ],
 )  # fmt: skip
 def test_what_models_write_otherwise_is_read(name: str, text: str, calls: list[Any], seed: int) -> None:
@@ -109,7 +115,63 @@ def test_what_models_write_otherwise_is_read(name: str, text: str, calls: list[A
         assert gathered(read(EVERY[name], text, cuts_of(draw, text))) == ("", calls)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said", "calls"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\nnope',
+         "<tool_call>\nnope", ["add"]),
+        ("hermes", "<tool_call>\n{'name': 'add'}\n</tool_call>\n<tool_call>\n"
+         '{"name": "add", "arguments": {}}\n</tool_call>', "<tool_call>\n{'name': 'add'}\n</tool_call>", ["add"]),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}}, 7]', ", 7]", ["add"]),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": NaN}}\n</tool_call>', "", ["add"]),
+        ("hermes", '<tool_call>\n{"arguments": {"a": NaN}, "name": "add"}\n</tool_call>',
+         '<tool_call>\n{"arguments": {"a": NaN}, "name": "add"}\n</tool_call>', []),
+    ],
+)  # fmt: skip
+def test_calls_beside_what_is_none_are_read(name: str, text: str, said: str, calls: list[str], seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(60):
+        found = gathered(read(EVERY[name], text, cuts_of(draw, text)))
+        assert (found[0], [called for called, _ in found[1]]) == (said, calls)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("piece", ['{"a": {}, ', '{"name": "', " ", "{", '{"name": "add", "arguments": {', "\\"])
+def test_any_long_text_is_read_in_linear_time(name: str, piece: str) -> None:
+    parser = CallParser(EVERY[name], NAMES)
+    parser.push(EVERY[name].opens)
+    begun = time.process_time()
+    for _ in range(20_000):
+        parser.push(piece)
+    parser.flush()
+    assert time.process_time() - begun < 10
+
+
+def test_only_one_call_is_read_where_one_may_be() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
+    parser = CallParser(EVERY["hermes"], NAMES, most=1)
+    assert gathered(parser.push(call * 2) + parser.flush()) == (call, [("add", "{}")])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: Grammars, name: str) -> None:
+    """Where arguments must be valid, the parser takes for a call only what the grammar does."""
+    format_ = EVERY[name]
+    grammar = format_.grammar(TOOLS, ToolChoice(), lambda text: None)
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
+    call = f'{{"name": "add", "{format_.key}": {{"a": "one", "b": true}}}}'
+    for opener in (*format_.also, format_.opens.strip(), " " + format_.opens, "\n" + format_.opens, format_.opens + " "):
+        for text in (opener + call, opener + "[" + call + "]"):
+            ids, copy = grammars._tokenizer.encode(text, add_special=False), matcher.deep_copy()
+            if copy.try_consume_tokens(ids) < len(ids):
+                continue
+            parser = CallParser(format_, NAMES, is_exact=True)
+            assert gathered(parser.push(text) + parser.flush())[1] == [], text
+
+
 def test_a_format_is_known_by_the_template() -> None:
+    assert format_of("<tool_call>{name}\n<arg_key>").name == "generic"
+    assert format_of("[TOOL_CALLS]{{ name }}[ARGS]").name == "generic"
     assert format_of("{% if tools %}<tool_call>{% endif %}").name == "hermes"
     assert format_of("{{ '[TOOL_CALLS]' }}").name == "mistral"
     assert format_of("{{ '<|python_tag|>' }}").name == "llama"

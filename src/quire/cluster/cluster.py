@@ -144,6 +144,7 @@ class Cluster:
     async def start(self) -> None:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         try:
+            self._grammars.warm()
             await self.operations.start()
             if self._replanning is not None:
                 self._watching = asyncio.create_task(self._replanning.watch())
@@ -231,9 +232,9 @@ class Cluster:
     async def _generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        text, ids, hints = self._admit(prompt, params)
         if params.structured_outputs is not None:
             await self.check_structure(params.structured_outputs)
-        text, ids, hints = self._admit(prompt, params)
         self._note_arrivals(params)
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1

@@ -28,7 +28,7 @@ from quire.engine.handover import Continued
 from quire.engine.outputs import RequestOutput
 from quire.engine.request import Request, Sequence, State
 from quire.engine.structured import StructuredOutputsParams
-from quire.errors import QuireError, RequestError
+from quire.errors import QuireError
 from quire.stores.heads import common_digest
 from quire.stores.seal import Seal
 
@@ -181,7 +181,7 @@ class Desk:
         """Compiles the grammar of a request's text, on any thread. What is wrong with it shows when it begins."""
         wanted = job.params.get("structured_outputs")
         if wanted is not None and self.engine.grammars is not None:
-            with contextlib.suppress(RequestError):
+            with contextlib.suppress(QuireError):
                 self.engine.grammars.compile(StructuredOutputsParams.from_options(wanted))
 
     def compute(self, attempt: Attempt, job: Job, elsewhere: Elsewhere | None = None) -> None:

@@ -175,6 +175,8 @@ class Instance:
     def _begin(self) -> None:
         assert self.thread.loaded is not None
         engine = self.thread.loaded.engine
+        if engine.grammars is not None:
+            engine.grammars.warm()
         self._desk = self._faults.desk()(engine, self._neighbours, self._seal, self.agent.notice, self.thread.submit)
         if self.order.pins:
             pin_prefixes(engine, Path(self.order.pin_file), self.order.pins, self.order.salts)

@@ -356,8 +356,9 @@ class Engine:
             failed = self.scheduler.sequence_of(index)
             log.error("request %s: %s", failed.request.request_id, reason)
             ended = failed.request.sequences if is_of_prompt else [failed]
-            live = [sequence for sequence in ended if sequence.state is not State.FINISHED]
-            deltas.setdefault(failed.request, []).extend(self._end(sequence, "error", reason) for sequence in live)
+            for sequence in ended:
+                if sequence.state is not State.FINISHED:
+                    _tell(deltas, failed.request, self._end(sequence, "error", reason))
 
     def _answer(self, sampled: list[Sampled], deltas: dict[Request, list[CompletionOutput]]) -> None:
         """Turns the tokens of a step into deltas."""
@@ -379,13 +380,7 @@ class Engine:
             elif sequence.leaves:
                 self.exports[request.request_id] = self.scheduler.export(sequence)
                 del self._answers[sequence]
-            found = deltas.get(request)
-            if found is None:
-                deltas[request] = [delta]
-            elif found[-1].index == delta.index:  # of several tokens in one step
-                found[-1].add(delta)
-            else:
-                found.append(delta)
+            _tell(deltas, request, delta)
 
     def _end(self, sequence: Sequence, reason: FinishReason, explanation: str | None = None) -> CompletionOutput:
         self.scheduler.finish(sequence)
@@ -411,6 +406,15 @@ class Engine:
             request.sequences[0].kept_fraction,
             embedding,
         )
+
+
+def _tell(deltas: dict[Request, list[CompletionOutput]], request: Request, delta: CompletionOutput) -> None:
+    """Adds a delta to those of its step. Several of one sequence, from drafts, become one."""
+    found = deltas.setdefault(request, [])
+    if found and found[-1].index == delta.index:
+        found[-1].add(delta)
+    else:
+        found.append(delta)
 
 
 def _embedding(request: Request) -> list[float]:

@@ -10,8 +10,8 @@ Language Models" (Willard and Louf, 2023) is about masks.
 
 from __future__ import annotations
 
-import itertools
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 NUM_KEPT = 128
 """Compiled grammars that are kept, least recently used ones dropped. A usual one takes a tenth of a megabyte."""
+
+MAX_GBNF_CHARS = 8192
+"""Most characters of a grammar in GBNF: the converter's time grows with the square of its rules."""
 
 MAX_WAITING = 32
 """Grammars that wait to be compiled."""
@@ -62,10 +65,10 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self._kept: OrderedDict[tuple[Any, ...], LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._vocabulary: LLTokenizer | RequestError | None = None
         self._compiler: ThreadPoolExecutor | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._num_waiting = 0
@@ -80,8 +83,8 @@ class Grammars:
             if (found := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return found
-            vocabulary = self._loaded()
-        made = _compiled(vocabulary, wanted, self._special)
+        vocabulary = self._loaded()
+        made = _compiled(vocabulary, wanted, self._tokenizer.special_id)
         with self._lock:
             self._kept[key] = made
             if len(self._kept) > NUM_KEPT:
@@ -112,7 +115,7 @@ class Grammars:
 
     def guide(self, wanted: StructuredOutputsParams, num_prompt: int) -> GrammarGuide:
         """A guide for one sequence with so many prompt tokens. Compiles what is not compiled yet; see `compile`."""
-        return GrammarGuide(self, self.compile(wanted).deep_copy(), num_prompt)
+        return GrammarGuide(self, self.compile(wanted), num_prompt)
 
     def mask(self, matcher: LLMatcher) -> Future[Words]:
         """Computes the tokens that may come next. Until then nobody else may use the matcher."""
@@ -130,10 +133,6 @@ class Grammars:
         """The mask of a complete text that nothing may follow."""
         return self._ends
 
-    def _special(self, text: str) -> int | None:
-        token_id = self._tokenizer.token_id(text) if text else None
-        return token_id if token_id in self._tokenizer.special_ids else None
-
     def _only(self, token_ids: Sequence[int]) -> Words:
         words = np.zeros(-(-self._vocab_size // 32), np.uint32)
         for token_id in token_ids:
@@ -147,14 +146,35 @@ class Grammars:
             raise QuireError(f"{TOO_COMPLEX}: {_first_line(matcher.get_error())}")
         return words
 
-    def _loaded(self) -> LLTokenizer:
-        if self._vocabulary is None:
-            from llguidance import LLTokenizer
+    def warm(self) -> None:
+        """Loads the vocabulary on a thread, so that the first request need not wait for it: a quarter of a second for
+        50,000 tokens.
+        """
+        threading.Thread(target=self._load, name="quire-vocabulary", daemon=True).start()
 
-            self._vocabulary = LLTokenizer(
-                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-            )
-        return self._vocabulary
+    def _loaded(self) -> LLTokenizer:
+        """Raises RequestError for a tokenizer that grammars cannot be for."""
+        found = self._load()
+        if isinstance(found, RequestError):
+            raise found
+        return found
+
+    def _load(self) -> LLTokenizer | RequestError:
+        from llguidance import LLTokenizer
+
+        with self._loading:
+            if self._vocabulary is None:
+                try:
+                    if not self._eos_token_ids:
+                        raise ValueError("no token ends an answer")
+                    self._vocabulary = LLTokenizer(
+                        self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                    )
+                except Exception as error:  # the library's own kinds
+                    self._vocabulary = RequestError(
+                        f"structured_outputs: not with this tokenizer: {_first_line(str(error))}", "structured_outputs"
+                    )
+            return self._vocabulary
 
 
 class GrammarGuide:
@@ -164,11 +184,14 @@ class GrammarGuide:
     another engine it begins with the tokens that there are.
     """
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher, num_prompt: int) -> None:
+    def __init__(self, grammars: Grammars, compiled: LLMatcher, num_prompt: int) -> None:
         self._grammars = grammars
-        self._matcher = matcher
+        self._compiled = compiled
+        self._matcher: LLMatcher | None = None  # copied when the first token is near
+        self._num_prompt = num_prompt
         self._num_seen = num_prompt  # tokens of the sequence that the matcher has taken, or that are the prompt's
         self._ahead: list[int] = []  # tokens that it has taken before the sequence has them
+        self._forced: list[int] = []  # tokens that must follow those of the sequence, as far as is known
         self._is_complete = False
         self._pending: Future[Words] | None = None
 
@@ -177,37 +200,43 @@ class GrammarGuide:
         if self._pending is not None:
             self._pending.exception()  # until then the matcher is in use
             self._pending = None
-        self._follow(token_ids)
-        matcher, grammars = self._matcher, self._grammars
-        forced = [] if self._ends() else matcher.compute_ff_tokens()
+        matcher, grammars = self._follow(token_ids), self._grammars
+        if not self._forced and not self._ends(matcher):
+            self._forced = matcher.compute_ff_tokens()
+        forced = self._forced
         drafts = forced[:most]
         masks: list[Mask | None] = [_given(grammars.only(token_id)) for token_id in forced[: most + 1]]
         if len(forced) <= most:
             if drafts:
                 matcher.consume_tokens(drafts)
                 self._ahead = drafts
-            if self._ends():
+            if self._ends(matcher):
                 masks.append(_given(grammars.ends))
             else:
                 self._pending = grammars.mask(matcher)
                 masks.append(self._pending.result)
         return Proposal(drafts, masks)
 
-    def _follow(self, token_ids: list[int]) -> None:
-        """Brings the matcher to the sequence's tokens."""
-        new = token_ids[self._num_seen :]
-        ahead, self._ahead = self._ahead, []
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ahead, new, strict=False)))
-        if same < len(ahead):
-            self._matcher.rollback(len(ahead) - same)
-            self._is_complete = False
-        if len(new) > same and not self._is_complete:
-            self._matcher.consume_tokens(new[same:])
+    def _follow(self, token_ids: list[int]) -> LLMatcher:
+        """The matcher at the sequence's tokens."""
+        if self._matcher is None:
+            self._matcher = self._compiled.deep_copy()
+        new, ahead, self._ahead = token_ids[self._num_seen :], self._ahead, []
         self._num_seen += len(new)
+        self._forced = self._forced[len(new) :] if self._forced[: len(new)] == new else []
+        if new[: len(ahead)] == ahead:
+            new = new[len(ahead) :]
+        else:  # a step was not taken
+            self._is_complete = False
+            if not self._matcher.rollback(len(ahead)):  # some grammars cannot be
+                self._matcher, new = self._compiled.deep_copy(), token_ids[self._num_prompt :]
+        if new and not self._is_complete:
+            self._matcher.consume_tokens(new)
+        return self._matcher
 
-    def _ends(self) -> bool:
+    def _ends(self, matcher: LLMatcher) -> bool:
         """Whether the text is complete and nothing may follow but an end. A matcher in error has stopped, too."""
-        if not self._is_complete and self._matcher.is_stopped() and not self._matcher.is_error():
+        if not self._is_complete and matcher.is_stopped() and not matcher.is_error():
             self._is_complete = True
         return self._is_complete
 
@@ -227,8 +256,8 @@ def _compiled(
 
     try:
         matcher = LLMatcher(vocabulary, source_of(wanted, special), log_level=0, limits=LLParserLimits(**LIMITS))
-    except ValueError as error:
-        raise _refused(wanted, str(error)) from None
+    except Exception as error:  # the library's converters raise whatever comes
+        raise _refused(wanted, str(error) or type(error).__name__) from None
     if matcher.is_error():
         raise _refused(wanted, matcher.get_error())
     return matcher
@@ -267,7 +296,6 @@ def term_of(wanted: StructuredOutputsParams) -> str:
 
 def _form(wanted: StructuredOutputsParams) -> dict[str, Any]:
     from llguidance import regex_to_lark
-    from llguidance.gbnf_to_lark import any_to_lark
 
     match wanted.way:
         case "json":
@@ -281,9 +309,28 @@ def _form(wanted: StructuredOutputsParams) -> dict[str, Any]:
             return {"lark_grammar": f"start: /{regex_to_lark(wanted.text)}/"}
         case "choice":
             assert wanted.choice is not None
-            return {"lark_grammar": "start: " + " | ".join(map(json.dumps, wanted.choice))}
+            return {"lark_grammar": "start: " + " | ".join(map(_quoted, wanted.choice))}
         case _:
-            return {"lark_grammar": any_to_lark(wanted.text)}
+            return {"lark_grammar": _as_lark(wanted.text)}
+
+
+def _quoted(text: str) -> str:
+    # A lexer of Lark takes no DEL.
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _as_lark(text: str) -> str:
+    """A grammar in Lark's syntax, which has a rule named start or says that it is llguidance's; else it is GBNF."""
+    if any(_LARK.match(line) for line in text.splitlines()):
+        return text
+    if len(text) > MAX_GBNF_CHARS:
+        raise ValueError(f"a grammar in GBNF may have {MAX_GBNF_CHARS:,} characters, and it has {len(text):,}")
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return str(gbnf_to_lark(text))
+
+
+_LARK = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*(\[[^\]]*\][ \t]*)?:(?!:))")
 
 
 def _refused(wanted: StructuredOutputsParams, reason: str) -> RequestError:

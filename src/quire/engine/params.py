@@ -122,10 +122,11 @@ class SamplingParams:
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputsParams or a mapping")
-            if self.min_tokens:
-                raise RequestError(
-                    "min_tokens cannot be kept with structured_outputs, which say where the text ends", "min_tokens"
-                )
+            for name in ("min_tokens", "ignore_eos"):
+                if getattr(self, name):
+                    raise RequestError(
+                        f"{name} cannot be kept with structured_outputs, which say where the text ends", name
+                    )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

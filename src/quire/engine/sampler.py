@@ -45,6 +45,8 @@ class SampleRow:
     """Any integer. Sequence i of a request has `sequence_seed(seed, i)`."""
     allowed: NDArray[np.uint32] | None = None
     """The tokens that may be chosen, one bit each (`Slice.allowed`); None: all."""
+    is_forced: bool = False
+    """Whether only one may be, so that penalties change nothing."""
     tally: _Tally | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -59,7 +61,8 @@ class SampleRow:
 
     def after(self, drafts: Sequence[int], allowed: NDArray[np.uint32] | None) -> SampleRow:
         """The row that follows `drafts`."""
-        return SampleRow(self.params, self.prompt_ids, [*self.output_ids, *drafts], self.seed, allowed)
+        is_forced = allowed is not None and int(np.unpackbits(allowed.view(np.uint8)).sum()) == 1
+        return SampleRow(self.params, self.prompt_ids, [*self.output_ids, *drafts], self.seed, allowed, is_forced)
 
 
 @dataclass(slots=True)
@@ -180,7 +183,9 @@ class Sampler:
         if biased:
             where = self._flat_indices([(i, ids) for i, ids, _ in biased])
             flat[where] += torch.from_numpy(np.concatenate([bias for _, _, bias in biased])).to(scores.device)
-        penalised = [(i, *_penalties(row)) for i, row in enumerate(rows) if row.params.needs_penalties]
+        penalised = [
+            (i, *_penalties(row)) for i, row in enumerate(rows) if row.params.needs_penalties and not row.is_forced
+        ]
         if penalised:
             where = self._flat_indices([(i, ids) for i, ids, _, _ in penalised])
             factor = torch.from_numpy(np.concatenate([factor for _, _, factor, _ in penalised])).to(scores.device)

@@ -470,6 +470,8 @@ class Scheduler:
     def _most_drafts(self, sequence: Sequence, budget: int) -> int:
         """Most drafts after the next row of a sequence, under a budget."""
         path = sequence.path
+        if sequence.leaves:
+            return 0  # another engine goes on behind its next token
         if self.manager.retention.profiling(path, 0) is not None:
             return 0  # the attention of a refused row could not be taken out of the column sums
         # The row that fills a chunk is not a draft: the chunk is sealed with it.
@@ -492,7 +494,9 @@ class Scheduler:
             return [first]
         self._is_changed = True
         drafts = enumerate(proposal.drafts, 1)
-        slices = [first, *(replace(first, start=start + place, draft=draft) for place, draft in drafts)]
+        # What is wanted of the prompt's rows is not wanted of drafts.
+        row = replace(first, scores=False, pools="")
+        slices = [first, *(replace(row, start=start + place, draft=draft) for place, draft in drafts)]
         for piece, tokens in zip(slices, proposal.allowed, strict=True):
             piece.allowed = tokens
         return slices

@@ -1,5 +1,5 @@
-"""A step as data: what a runner computes, and its result. Plain values that can be pickled, without objects of the
-cache, the model or a request, so that runners can be exchanged.
+"""A step as data: what a runner computes, and its result. Plain values without objects of the cache, the model or a
+request, so that runners can be exchanged. All but `Slice.allowed`, which may wait for another thread, can be pickled.
 """
 
 from __future__ import annotations

@@ -59,9 +59,13 @@ class StructuredOutputsParams:
     def from_options(cls, options: Mapping[str, Any]) -> StructuredOutputsParams:
         """From JSON. Null means not given."""
         known = {field.name for field in fields(cls)}
-        if unknown := sorted(options.keys() - known):
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in ("disable_fallback", "disable_additional_properties"):  # vLLM's, whose default this is
+            if given.get(name) is False:
+                del given[name]
+        if unknown := sorted(given.keys() - known):
             raise _wrong(f"{unknown[0]!r} is not known; it takes {', '.join(sorted(known))}")
-        return cls(**{name: value for name, value in options.items() if value is not None})
+        return cls(**given)
 
     @property
     def way(self) -> str:
@@ -83,6 +87,7 @@ class StructuredOutputsParams:
     def _json(self) -> str:
         schema = self.json
         if isinstance(schema, str):
+            _bounded("the schema", schema)
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:

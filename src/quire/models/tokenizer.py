@@ -131,6 +131,11 @@ class Tokenizer:
         """All of it, as in a tokenizer.json."""
         return self._pipeline.to_str()
 
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token that is written like this; None if there is none."""
+        token_id = self._pipeline.token_to_id(text) if text else None
+        return token_id if token_id in self.special_ids else None
+
     def token_id(self, text: str) -> int | None:
         """Id of the token that is written like this in the vocabulary, e.g. "<|im_end|>"."""
         return self._pipeline.token_to_id(text)

@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
         """The source of the chat template; empty if there is none."""
         ...
 
-    def token_id(self, text: str) -> int | None:
-        """Id of the token that is written like this in the vocabulary."""
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token that is written like this; None if there is none."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; some tokens are only a part of a character."""

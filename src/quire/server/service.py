@@ -340,14 +340,14 @@ class Service:
         if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
+        for job in jobs:
+            self.engine.prepare(job.prompt, job.params)
         for wanted in dict.fromkeys(job.params.structured_outputs for job in jobs):
             if wanted is not None:
                 try:
                     await self.engine.check_structure(wanted)
                 except RequestError as error:
                     raise error if blamed is None else await blamed(self.engine, error) from None
-        for job in jobs:
-            self.engine.prepare(job.prompt, job.params)
 
     def run(
         self, jobs: Sequence[Job], request_id: str, opens: Callable[[int, RequestOutput], Awaitable[None]]

@@ -49,14 +49,11 @@ class Tooling:
         format_ = format_of(template)
         reasoning = None if body.include_reasoning is False else reasoning_of(template)
         if choice.mode == "none":
-            shows = reasoning is not None and tokenizer.token_id(reasoning.ends) in tokenizer.special_ids
+            shows = reasoning is not None and tokenizer.special_id(reasoning.ends) is not None
             return cls(tokenizer, format_, (), reasoning, body.structure(), shows)
         tools = tuple(param.tool() for param in body.tools or ())
 
-        def special(text: str) -> int | None:
-            token_id = tokenizer.token_id(text)
-            return token_id if token_id in tokenizer.special_ids else None
-
+        special = tokenizer.special_id
         wanted = body.structure()
         grammar = format_.grammar(tools, choice, special, None if wanted is None else term_of(wanted))
         structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)

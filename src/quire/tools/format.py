@@ -8,7 +8,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.grammars import JSON_STYLE
@@ -26,7 +26,8 @@ class ToolFormat:
     """A call is written as {"name": ..., KEY: {...}}.
 
     name       of the format
-    marks      texts of which a chat template has one if its model writes calls like this
+    marks      texts in chat templates of models that write calls like this: one is enough
+    unless     texts in chat templates of models that have the marks and write otherwise
     opens      what stands before the first call
     between    what stands between two calls; None: there is at most one
     closes     what stands after the last call
@@ -39,6 +40,7 @@ class ToolFormat:
 
     name: str
     marks: tuple[str, ...]
+    unless: tuple[str, ...] = field(default=(), kw_only=True)
     opens: str
     between: str | None
     closes: str
@@ -111,7 +113,7 @@ class ToolFormat:
         elif form is not None:
             start = [f"start: {' '.join(opens)} {calls} | form", f"form: {form}"]
         elif not opens:
-            start = [f"start: {calls} | OTHER", r"OTHER: /([^{](.|\n)*)?/"]
+            start = [f"start: {calls} | OTHER", r"OTHER: /[ \n]*([^{ \n](.|\n)*)?/"]
         else:
             is_special = opens[0].startswith("<")
             head = f"head: TEXT? {' '.join(opens)}" if is_special else f"head[lazy]: ANY {' '.join(opens)}"
@@ -136,9 +138,14 @@ def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **schema, "x-guidance": JSON_STYLE}
 
 
+def _written(arguments: Any) -> str:
+    """Arguments as JSON: they come as an object, or as its text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def _as_text(format_: ToolFormat, message: Message) -> dict[str, Any]:
     calls = [
-        Call(call["id"], call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
+        Call(call.get("id", ""), call["function"]["name"], _written(call["function"].get("arguments", {})))
         for call in message.get("tool_calls") or ()
     ]
     content = message.get("content") or ""

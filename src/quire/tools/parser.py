@@ -4,13 +4,55 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from quire.tools.calls import CallArguments, CallBegins, Part, Text
 from quire.tools.format import ToolFormat
 
-_DECODER = json.JSONDecoder()
+HEAD_CHARS = 4096
+"""Characters of a call in which its name and the beginning of its arguments are looked for."""
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+class _Depth:
+    """Follows JSON text character by character to the end of its first value, an object or a list."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._in_string, self._is_escaped = depth, False, False
+        self._seen = 0
+
+    def end(self, text: str) -> int:
+        """Where the value ends in a text that begins with the one of the call before; -1 if it goes on."""
+        for place in range(self._seen, len(text)):
+            char = text[place]
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == '"':
+                    self._in_string = False
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return place + 1
+        self._seen = len(text)
+        return -1
+
+    def forget(self) -> None:
+        """What it has seen is not given again."""
+        self._seen = 0
 
 
 class CallParser:
@@ -32,24 +74,28 @@ class CallParser:
         self._is_exact = is_exact
         openers = {format_.opens, *(() if is_exact else format_.also)} - {""}
         self._openers = sorted(openers, key=len, reverse=True)
+        between, closes = (format_.between or "").strip(), format_.closes.strip()
+        # Where what stands between two calls begins like what stands behind the last one, the next opener decides.
+        self._seps = [(closes, "text")] if closes else []
+        if between and not between.startswith(closes or between + " "):
+            self._seps.append((between, "head"))
         self._head = re.compile(
             rf'\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{format_.key}"\s*:\s*(?=\{{)', re.DOTALL
         )
         self._held = ""  # not yet decided on
         self._raw = ""  # of a call that has just begun, from its opener on
-        self._num_tried = 0  # characters of the held text that are no whole object
         self._blank = ""  # at the end of the text so far
         self._is_behind = False  # whether a call was last
-        self._state = "head" if format_.at_start else "text"
         self._is_start = format_.at_start
-        self._steps = {
+        self._depth = _Depth()
+        self._state = "head" if format_.at_start else "text"
+        self._steps: dict[str, Callable[[list[Part]], bool]] = {
             "text": self._text_step,
             "head": self._head_step,
             "arguments": self._arguments_step,
-            "brace": self._brace_step,
+            "rest": self._rest_step,
             "tail": self._tail_step,
         }
-        self._depth, self._in_string, self._is_escaped = 0, False, False
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
@@ -84,7 +130,7 @@ class CallParser:
             self._held = self._held[place:]
             if any(each.startswith(self._held) and each != opener for each in self._openers):
                 return False  # it may become a longer opener, which this one begins
-            self._raw, self._held, self._state = opener, self._held[len(opener) :], "head"
+            self._begin_head(opener, self._held[len(opener) :])
             return True
         keep = max((_overlap(self._held, opener) for opener in self._openers), default=0)
         cut = len(self._held) - keep
@@ -95,7 +141,8 @@ class CallParser:
     def _head_step(self, found: list[Part]) -> bool:
         """Reads a call up to its arguments, or whole if they are not last."""
         blank = len(self._held) - len(self._held.lstrip())
-        self._raw, self._held = self._raw + self._held[:blank], self._held[blank:]
+        if blank:
+            self._raw, self._held = self._raw + self._held[:blank], self._held[blank:]
         if not self._held:
             return False
         if self.num_calls == self._most or (self._is_start and self._is_exact and self._raw):
@@ -104,97 +151,81 @@ class CallParser:
             opener = next((each for each in self._openers if self._held.startswith(each)), "")
             if not opener and any(each.startswith(self._held) for each in self._openers):
                 return False
-            self._raw, self._held = self._raw + opener, self._held[len(opener) :]
             self._is_start = False
+            self._begin_head(self._raw + opener, self._held[len(opener) :])
             return True
-        if self._held[0] == "[" and self._format.opens.endswith("["):
-            self._raw, self._held = self._raw + "[", self._held[1:]
+        if self._held[0] == "[" and self._format.opens.endswith("[") and not self._is_exact:
+            self._begin_head(self._raw + "[", self._held[1:])
             return True
         if self._held[0] != "{":
             return self._is_none(found)
-        if (head := self._head.match(self._held)) is not None:
+        head = self._head.match(self._held) if len(self._held) <= HEAD_CHARS else None
+        if head is not None:
             name = _decoded(head[1])
             if name not in self._names:
                 return self._is_none(found)
             self._begin(name, found)
-            self._held, self._state = self._held[head.end() :], "arguments"
+            self._held, self._state, self._depth = self._held[head.end() :], "arguments", _Depth()
             return True
-        if "}" not in self._held[self._num_tried :]:
+        end = self._depth.end(self._held)
+        if end < 0:
             return False
-        self._num_tried = len(self._held)
-        try:
-            call, end = _DECODER.raw_decode(self._held)
-        except ValueError:
-            return False
-        except RecursionError:
+        call = _decoded_call(self._held[:end], self._format.key)
+        if call is None or call[0] not in self._names:
             return self._is_none(found)
-        name = call.get("name")
-        arguments = _arguments(call, self._format.key)
-        if name not in self._names or arguments is None:
-            return self._is_none(found)
-        self._begin(name, found)
-        found.append(CallArguments(self.num_calls - 1, arguments))
+        self._begin(call[0], found)
+        found.append(CallArguments(self.num_calls - 1, call[1]))
         self._held, self._state = self._held[end:], "tail"
         return True
 
     def _arguments_step(self, found: list[Part]) -> bool:
-        for place, char in enumerate(self._held):
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif char == "\\":
-                    self._is_escaped = True
-                elif char == '"':
-                    self._in_string = False
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    found.append(CallArguments(self.num_calls - 1, self._held[: place + 1]))
-                    self._held, self._state = self._held[place + 1 :], "brace"
-                    return True
-        if self._held:
-            found.append(CallArguments(self.num_calls - 1, self._held))
-            self._held = ""
-        return False
-
-    def _brace_step(self, found: list[Part]) -> bool:
-        """The end of a call's object."""
-        self._held = self._held.lstrip()
-        if not self._held:
+        end = self._depth.end(self._held)
+        piece, self._held = (self._held, "") if end < 0 else (self._held[:end], self._held[end:])
+        if piece:
+            found.append(CallArguments(self.num_calls - 1, piece))
+        self._depth.forget()
+        if end < 0:
             return False
-        self._held = self._held.removeprefix("}")
-        self._state = "tail"
+        self._state, self._depth = "rest", _Depth(1)
+        return True
+
+    def _rest_step(self, found: list[Part]) -> bool:
+        """What stands in a call's object behind its arguments: usually its brace alone."""
+        end = self._depth.end(self._held)
+        self._depth.forget()
+        if end < 0:
+            self._held = ""
+            return False
+        self._held, self._state = self._held[end:], "tail"
         return True
 
     def _tail_step(self, found: list[Part]) -> bool:
         """What stands behind a call: another one, or the end of the calls."""
-        between, closes = (self._format.between or "").strip(), self._format.closes.strip()
         held = self._held.lstrip()
-        for text, state in sorted(((between, "head"), (closes, "text")), key=lambda each: -len(each[0])):
-            if text and held.startswith(text):
-                self._raw, self._held, self._state = "", held[len(text) :], state
+        for text, state in self._seps:
+            if held.startswith(text):
+                self._begin_head(text if state == "head" else "", held[len(text) :])
+                self._state = state
                 return True
-        if not held or any(text.startswith(held) for text in (between, closes) if text):
+        if not held or any(text.startswith(held) for text, _ in self._seps):
             return False
         self._state = "text"
         return True
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
+    def _begin_head(self, raw: str, held: str) -> None:
+        self._raw, self._held, self._state, self._depth = raw, held, "head", _Depth()
+
     def _begin(self, name: str, found: list[Part]) -> None:
-        self._raw, self._blank, self._is_behind, self._num_tried = "", "", True, 0
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._raw, self._blank, self._is_behind = "", "", True
         found.append(CallBegins(self.num_calls, self._format.new_id(), name))
         self.num_calls += 1
 
     def _is_none(self, found: list[Part]) -> bool:
         """What looked like a call is text, up to where another one may begin."""
         self._say(self._raw + self._held[:1], found)
-        self._raw, self._held, self._state, self._num_tried = "", self._held[1:], "text", 0
+        self._raw, self._held, self._state = "", self._held[1:], "text"
         return bool(self._held)
 
     def _say(self, text: str, found: list[Part]) -> None:
@@ -217,15 +248,19 @@ def _decoded(text: str) -> str | None:
         return None
 
 
-def _arguments(call: dict[str, Any], key: str) -> str | None:
-    """The arguments of a whole call as JSON text; None if they are none."""
-    given = call.get(key, {})
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
+def _decoded_call(text: str, key: str) -> tuple[str, str] | None:
+    """The name and the arguments, as JSON text, of a whole call; None if it is none."""
+    try:
+        call = _DECODER.decode(text)
+        given = call.get(key, {})
+        if isinstance(given, str):
+            given = _DECODER.decode(given)
+        name = call.get("name")
+        if not isinstance(given, dict) or not isinstance(name, str):
             return None
-    return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else None
+        return name, json.dumps(given, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _overlap(text: str, opener: str) -> int:

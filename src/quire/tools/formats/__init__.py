@@ -13,4 +13,8 @@ FORMATS = (MISTRAL, HERMES, LLAMA)
 
 def format_of(template: str) -> ToolFormat:
     """The format of a model by its chat template; the generic one if none is known."""
-    return next((each for each in FORMATS if any(mark in template for mark in each.marks)), GENERIC)
+
+    def is_written(marks: tuple[str, ...]) -> bool:
+        return any(mark in template for mark in marks)
+
+    return next((each for each in FORMATS if is_written(each.marks) and not is_written(each.unless)), GENERIC)

@@ -26,5 +26,6 @@ GENERIC = ToolFormat(
     opens='{"tool_calls": [',
     between=", ",
     closes="]}",
+    also=('{"tool_calls":[',),
     instructs=_instructions,
 )

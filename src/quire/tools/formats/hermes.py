@@ -9,4 +9,6 @@ HERMES = ToolFormat(
     between="\n</tool_call>\n<tool_call>\n",
     closes="\n</tool_call>",
     also=("<tool_call>",),
+    # Qwen3-Coder and GLM write arguments as tags.
+    unless=("<function=", "<arg_key>"),
 )

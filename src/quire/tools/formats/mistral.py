@@ -9,6 +9,8 @@ MISTRAL = ToolFormat(
     between=", ",
     closes="]",
     also=("[TOOL_CALLS][", "[TOOL_CALLS]"),
+    # Newer models write a name and its arguments.
+    unless=("[ARGS]",),
     id_begins="",
     num_id=9,
 )
