@@ -187,6 +187,23 @@ async def test_random_conversations_with_tools_never_fail(folder, tmp_path, name
     assert 10 < statuses.count(200) < 75
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_with_a_form_an_answer_is_calls_or_that_form(folder, tmp_path, name, seed):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    found = set()
+    async with real_server(folder, options_of(name, tmp_path)) as (_, _, http):
+        for number in range(12):
+            bias = {} if name in ("llama", "generic") else {"logit_bias": {str(ord("{")): 6 if number % 2 else -6}}
+            body = body_of(response_format=form, seed=seed + number, max_tokens=400, parallel_tool_calls=False) | bias
+            (choice,) = (await http.post(PATH, json=body)).json()["choices"]
+            found.add(choice["finish_reason"])
+            if choice["finish_reason"] == "stop":
+                assert set(json.loads(choice["message"]["content"])) == {"ok"}
+    assert found <= {"stop", "tool_calls", "length"}
+
+
 MESSAGE = {"role": "assistant", "content": None, "tool_calls": []}
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
@@ -202,12 +219,12 @@ CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": 
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "no 'tools'"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "'sub'"),
         ({"tool_choice": "maybe"}, "tool_choice", "required"),
-        ({"response_format": {"type": "json_object"}}, "tools", "exclude each other"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "cannot be combined with tools"),
         ({"messages": [USER, {"role": "tool", "content": "1"}]}, "messages[1].tool_call_id", "required"),
         ({"messages": [{"role": "user", "content": "1", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "supported"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "null"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {
-            "name": "a", "parameters": {"propertyNames": {}}}}]}, "structured_outputs", "propertyNames"),
+            "name": "a", "parameters": {"propertyNames": {}}}}]}, "tools[0]", "propertyNames"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_with_tools_is_named(more, param, said):

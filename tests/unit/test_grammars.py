@@ -244,8 +244,8 @@ def test_what_moves_the_end_cannot_be_kept_with_a_form(name: str) -> None:
 
 @pytest.mark.parametrize(
     "grammar",
-    ["hello", "root ::= x", "root ::= " + "(" * 500, "start: (", "%llguidance {", "root ::= " + "a " * 5000, "\n" * 262144,
-     "#\n" * 131072, "\n".join(f"r{n} ::= r{n + 1}" for n in range(30_000))],
+    ["hello", "root ::= x", "root ::= " + "(" * 500, "start: (", "%llguidance {", "root ::= " + "a " * 5000,
+     "\n" * 262144, "#\n" * 131072, "\n".join(f"r{n} ::= r{n + 1}" for n in range(30_000))],
     ids=lambda text: text[:12],
 )  # fmt: skip
 def test_any_text_is_a_grammar_or_refused_at_once(llm: LLM, grammar: str) -> None:

@@ -160,7 +160,13 @@ def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: Grammars, name: s
     grammar = format_.grammar(TOOLS, ToolChoice(), lambda text: None)
     matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
     call = f'{{"name": "add", "{format_.key}": {{"a": "one", "b": true}}}}'
-    for opener in (*format_.also, format_.opens.strip(), " " + format_.opens, "\n" + format_.opens, format_.opens + " "):
+    for opener in (
+        *format_.also,
+        format_.opens.strip(),
+        " " + format_.opens,
+        "\n" + format_.opens,
+        format_.opens + " ",
+    ):
         for text in (opener + call, opener + "[" + call + "]"):
             ids, copy = grammars._tokenizer.encode(text, add_special=False), matcher.deep_copy()
             if copy.try_consume_tokens(ids) < len(ids):

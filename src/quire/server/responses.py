@@ -35,9 +35,7 @@ async def create_response(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         tooling = Tooling.of(body, service.engine.tokenizer)
         messages = [_Said(each) for each in body.messages()]
-        ids = await service.texts.encode_chat(
-            messages, body.chat_template_kwargs, tools=tooling.tools, param="input"
-        )
+        ids = await service.texts.encode_chat(messages, body.chat_template_kwargs, tools=tooling.tools, param="input")
         params = service.params(
             body,
             len(ids),

@@ -162,7 +162,7 @@ class CallParser:
         head = self._head.match(self._held) if len(self._held) <= HEAD_CHARS else None
         if head is not None:
             name = _decoded(head[1])
-            if name not in self._names:
+            if name is None or name not in self._names:
                 return self._is_none(found)
             self._begin(name, found)
             self._held, self._state, self._depth = self._held[head.end() :], "arguments", _Depth()
