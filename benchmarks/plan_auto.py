@@ -1,7 +1,7 @@
 """Whether `quire plan auto` chooses well: at most eight of its finalists run for real, the chosen one and the default
 among them.
 
-    python benchmarks/plan_auto.py --data DIR --out DIR --traces conv,code --memory 600MiB --seconds 900
+    python benchmarks/plan_auto.py --data DIR --out DIR --traces conv,code --memory 400MiB --seconds 900
 
 DIR of --data has traces/ and text/. For each trace the requests of at most --longest tokens are planned for, with
 Poisson arrivals as in DistServe's evaluation: silences of the trace of code would leave minutes without a request.
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="plans, logs and results")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--traces", default="conv,code", help=f"of {', '.join(TRACES)} (default: conv,code)")
-    parser.add_argument("--memory", default="600MiB", help="plan.memory (default: 600MiB)")
+    parser.add_argument("--memory", default="400MiB", help="plan.memory (default: 400MiB)")
     parser.add_argument("--quality", default="0.01", help="plan.quality (default: 0.01)")
     parser.add_argument("--seconds", default="900", help="plan.seconds (default: 900)")
     parser.add_argument("--text", default="wiki.test.raw", help="to measure quality with (default: wiki.test.raw)")

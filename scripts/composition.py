@@ -178,7 +178,8 @@ def _results(results: Mapping[str, Any]) -> list[str]:
         for row in results["rows"]
     }
     good = [f"{name} {rate:.3f}" for name, rate in sorted(loaded.items(), key=lambda each: -each[1]) if rate > 0]
-    text += f" With {most} clients the goodputs are {', '.join(good) or 'none'}; all others are 0."
+    told = f"the goodputs are {', '.join(good)}; all others are 0" if good else "all goodputs are 0"
+    text += f" With {most} clients {told}."
     lines = []
     for row in _in_order(results["rows"]):
         if row["refused"]:

@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seconds += time.time()
     if getattr(config.option, "timeout", 0) is None:  # 0 where pytest-timeout is not installed
         # A hang is told from a test that takes what the effort allows.
-        config.option.timeout = max(float(config.getini("timeout")), 2 * LONGEST * FACTORS[EFFORT])
+        config.option.timeout = max(float(config.getini("timeout") or 0), 2 * LONGEST * FACTORS[EFFORT])
     config.option.hypothesis_seed = str(config.option.seed)
     if hasattr(config, "workerinput"):
         # A core for each process and for what it starts: threads that two processes have together wait for each other.

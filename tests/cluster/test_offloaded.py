@@ -111,9 +111,9 @@ def test_weights_on_the_disk_of_both_instances_change_no_token(
 def test_all_five_answer_like_one_plain_engine_with_the_same_pages_and_kept_tokens(
     model: Path, transport: str, seed: int
 ) -> None:
-    """The engine that they are compared with has one process and all weights in memory. It is compared with one that
-    shares nothing and attends by the definition: there a number between two levels of the codec may get the other code,
-    which is much less than what the codec and retention lose.
+    """The instances are compared with one engine that has all weights in memory. That engine is compared with one that
+    shares nothing and attends by the definition. A number between two levels of the codec may get another code in the
+    latter, which changes much less than the codec and retention do.
     """
     lossy = IN_MEMORY | CODECS["nuq3"] | RETENTION["budget"]
     expected = alone(model, tuple(lossy.items()), seed)
