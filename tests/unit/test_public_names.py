@@ -12,7 +12,8 @@ import quire
 
 
 def test_the_public_names_are_these():
-    assert quire.__all__ == ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+    names = "LLM AsyncLLM EngineConfig RequestOutput SamplingParams StructuredOutputsParams __version__"
+    assert quire.__all__ == names.split()
 
 
 @pytest.mark.parametrize("name", quire.__all__)
