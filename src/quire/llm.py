@@ -246,7 +246,8 @@ class LLM(Face):
         if isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        known, format_ = [tool_of(each) for each in tools or ()], format_of(self.tokenizer.chat_template)
+        known = [tool_of(each) for each in tools or ()]
+        format_ = format_of(self.tokenizer.tool_template if known else self.tokenizer.chat_template)
         variables = dict(chat_template_kwargs or {})
         if known and format_.instructs is None:
             variables["tools"] = [tool.for_template() for tool in known]

@@ -72,6 +72,10 @@ class ByteTokenizer:
     max_token_bytes = 4
     chat_template = ""
 
+    @property
+    def tool_template(self) -> str:
+        return self.chat_template
+
     def special_id(self, text: str) -> int | None:
         return {"<s>": BOS, "</s>": EOS}.get(text)
 

@@ -52,6 +52,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": f"About {name}.", "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
+NAMED_ADD = {"type": "function", "function": {"name": "add"}}
 USER = {"role": "user", "content": "What now?"}
 
 
@@ -94,7 +95,7 @@ def streamed(text, n=1):
     return found
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["any", "add"])
+@pytest.mark.parametrize("choice", ["required", NAMED_ADD], ids=["any", "add"])
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_forced_calls_are_valid_whole_and_streamed(folder, tmp_path, name, choice, seed):
     async with real_server(folder, options_of(name, tmp_path)) as (_, _, http):
@@ -144,6 +145,23 @@ async def test_strict_arguments_are_valid_where_calls_are_optional(folder, tmp_p
             (choice,) = (await http.post(PATH, json=body)).json()["choices"]
             assert choice["finish_reason"] == "tool_calls"
             check_calls(choice["message"]["tool_calls"], "auto")
+
+
+async def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path):
+    folder = save_tiny(tmp_path, max_position_embeddings=8192)
+    path = folder / "tokenizer_config.json"
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": TEMPLATES["hermes"]}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    async with real_server(str(folder)) as (_, _, http):
+        assert (await http.get("/v1/models")).json()["data"][0]["capabilities"]["tools"] == "hermes"
+        for tools in ([], TOOLS):
+            given = {"messages": [USER], "tools": tools, "add_generation_prompt": False}
+            ids = (await http.post("/tokenize", json=given)).json()["tokens"]
+            prompt = (await http.post("/detokenize", json={"tokens": ids})).json()["prompt"]
+            assert prompt.startswith("<tools>" if tools else "<user>What now?") and "<user>What now?" in prompt
+        (choice,) = (await http.post(PATH, json=body_of(tool_choice=NAMED_ADD))).json()["choices"]
+        check_calls(choice["message"]["tool_calls"], NAMED_ADD)
 
 
 WORDS = ["", "hi", '{"name": "add", "arguments": {}}', "<tool_call>", "[TOOL_CALLS]", "{", "ü\n", "</tool_call>"]

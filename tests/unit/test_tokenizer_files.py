@@ -338,6 +338,34 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": {"content": EOS}}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.chat([]) == "plain" and tokenizer.eos_token == EOS
+    assert tokenizer.chat([], variables={"tools": [{}]}) == "tools" and tokenizer.tool_template == "tools"
+
+
+def test_without_a_template_for_tools_the_plain_one_is_for_them(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    for named in ("plain", [{"name": "default", "template": "plain"}, {"name": "rag", "template": "documents"}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.chat([], variables={"tools": [{}]}) == "plain" == tokenizer.tool_template
+
+
+def test_a_template_for_tools_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.chat([]), tokenizer.chat([], variables={"tools": [{}]})) == ("plain", "tools")
+    other = tmp_path / "other.jinja"
+    other.write_text("mine")
+    assert load_tokenizer(tmp_path, chat_template=other).chat([], variables={"tools": [{}]}) == "mine"
+
+
+def test_a_gguf_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    vocab, merges = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    path = write_vocabulary(tmp_path / "model.gguf", gguf_metadata(vocab, merges, "gpt-2") | templates)
+    assert load_tokenizer(path).chat([], variables={"tools": [{}]}) == "tools"
 
 
 @pytest.mark.parametrize(

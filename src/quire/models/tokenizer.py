@@ -55,9 +55,12 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         bos_token: str | None = None,
         eos_token: str | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
+        """tool_template: of conversations with tools; None: `chat_template` is for them, too."""
         self._pipeline = pipeline
         self._chat_template = chat_template
+        self._tool_template = tool_template or chat_template
         self.bos_token = bos_token
         self.eos_token = eos_token
         added = pipeline.get_added_tokens_decoder()
@@ -83,6 +86,11 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The source of the model's chat template; empty if it has none."""
         return "" if self._chat_template is None else self._chat_template.source
+
+    @property
+    def tool_template(self) -> str:
+        """The source of the template of conversations with tools. For most models it is `chat_template`."""
+        return "" if self._tool_template is None else self._tool_template.source
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text. add_special adds the model's tokens around a text (bos); it does not affect those
@@ -148,14 +156,15 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation. Encode it with add_special=False, because templates write bos themselves.
 
-        variables  variables for the template, such as enable_thinking
+        variables  variables for the template, such as enable_thinking; with `tools` the template is `tool_template`
         Raises RequestError if the model has no chat template or the template rejects the messages.
         """
-        if self._chat_template is None:
+        template = self._tool_template if (variables or {}).get("tools") else self._chat_template
+        if template is None:
             raise RequestError(
                 "this model has no chat template; set model.chat_template or use plain completions", "messages"
             )
-        return self._chat_template.render(messages, add_generation_prompt, variables)
+        return template.render(messages, add_generation_prompt, variables)
 
 
 def _no_unicode(text: str) -> str:
@@ -181,19 +190,25 @@ def load_tokenizer(
     """
     path = Path(path)
     if tokenizer is not None:
-        pipeline, tokens, template = _load(Path(tokenizer))
-        own_tokens, own_template = _own_extras(path)
-        tokens, template = {**own_tokens, **tokens}, template or own_template
+        pipeline, tokens, templates = _load(Path(tokenizer))
+        own_tokens, own_templates = _own_extras(path)
+        tokens, templates = {**own_tokens, **tokens}, templates or own_templates
     else:
-        pipeline, tokens, template = _load(path)
+        pipeline, tokens, templates = _load(path)
     if chat_template is not None:
-        template = _read_text(Path(chat_template))
+        templates = {_PLAIN: _read_text(Path(chat_template))}
     with one_line(chat_template or path):
-        compiled = None if template is None else ChatTemplate(template, tokens)
-    return Tokenizer(pipeline, compiled, tokens.get("bos_token"), tokens.get("eos_token"))
+        compiled = {name: ChatTemplate(text, tokens) for name, text in templates.items()}
+    return Tokenizer(
+        pipeline, compiled.get(_PLAIN), tokens.get("bos_token"), tokens.get("eos_token"), compiled.get(_TOOLS)
+    )
 
 
-_Parts = tuple["Pipeline", dict[str, str], str | None]  # pipeline, special tokens by role, chat template
+_PLAIN, _TOOLS = "default", "tool_use"
+"""Names of chat templates, as transformers has them. Other names are other tasks, such as `rag`."""
+
+_Parts = tuple["Pipeline", dict[str, str], dict[str, str]]
+"""Pipeline, special tokens by role, chat templates by name."""
 
 
 def _load(path: Path) -> _Parts:
@@ -213,28 +228,33 @@ def _load(path: Path) -> _Parts:
     return from_file(path), *_own_extras(path.parent)
 
 
-def _own_extras(path: Path) -> tuple[dict[str, str], str | None]:
-    """(special tokens by role, chat template) of a folder or GGUF."""
+def _own_extras(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """(special tokens by role, chat templates by name) of a folder or GGUF."""
     if path.suffix == ".gguf":
         metadata = read_header(path).metadata
         roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         vocabulary = gguf_vocabulary(metadata, path)
         texts = {role: gguf_token(vocabulary, name) for role, name in roles.items()}
-        template = Settings(metadata, str(path)).text("tokenizer.chat_template", "")
+        settings, key = Settings(metadata, str(path)), "tokenizer.chat_template"
+        templates = {_PLAIN: settings.text(key, ""), _TOOLS: settings.text(f"{key}.{_TOOLS}", "")}
     else:
         config = _tokenizer_config(path)
         texts = {key: token_text(config, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        separate = path / "chat_template.jinja"
-        template = _read_text(separate) if separate.is_file() else _template(config)
-    return {role: text for role, text in texts.items() if text is not None}, template or None
+        separate, more = path / "chat_template.jinja", path / "additional_chat_templates" / f"{_TOOLS}.jinja"
+        templates = {_PLAIN: _read_text(separate)} if separate.is_file() else _templates(config)
+        if more.is_file():
+            templates[_TOOLS] = _read_text(more)
+    tokens = {role: text for role, text in texts.items() if text is not None}
+    return tokens, {name: text for name, text in templates.items() if text}
 
 
-def _template(config: Settings) -> str:
-    """The chat template in a tokenizer_config.json; of several named ones the one for plain chat."""
+def _templates(config: Settings) -> dict[str, str]:
+    """The chat templates in a tokenizer_config.json. Without a plain one the first one is it."""
     if not isinstance(config.values.get("chat_template"), list):
-        return config.text("chat_template", "")
+        return {_PLAIN: config.text("chat_template", "")}
     named = {entry.text("name", ""): entry.text("template", "") for entry in config.tables("chat_template")}
-    return named.get("default") or next(iter(named.values()), "")
+    plain = named.get(_PLAIN) or next(iter(named.values()), "")
+    return {_PLAIN: plain, _TOOLS: named.get(_TOOLS, "")}
 
 
 def _tokenizer_config(folder: Path) -> Settings:

@@ -35,6 +35,11 @@ class Tokenizer(Protocol):
         """The source of the chat template; empty if there is none."""
         ...
 
+    @property
+    def tool_template(self) -> str:
+        """The source of the template of conversations with tools; usually `chat_template`."""
+        ...
+
     def special_id(self, text: str) -> int | None:
         """Id of the special token that is written like this; None if there is none."""
 

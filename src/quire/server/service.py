@@ -279,12 +279,12 @@ class Service:
     @property
     def capabilities(self) -> shapes.Capabilities:
         """What can be asked of the model."""
-        template = self.engine.tokenizer.chat_template
-        reasoning = reasoning_of(template)
+        tokenizer = self.engine.tokenizer
+        reasoning = reasoning_of(tokenizer.chat_template)
         return {
             "completion": True,
-            "chat": bool(template),
-            "tools": format_of(template).name if template else None,
+            "chat": bool(tokenizer.chat_template),
+            "tools": format_of(tokenizer.tool_template).name if tokenizer.chat_template else None,
             "reasoning": None if reasoning is None else reasoning.name,
             "structured_outputs": list(WAYS),
             "embeddings": True,

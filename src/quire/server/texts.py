@@ -130,7 +130,8 @@ class Texts:
         continues  whether the prompt ends within the last message, which the answer goes on with
         param      names the conversation in errors
         """
-        format_ = format_of(self.engine.tokenizer.chat_template)
+        tokenizer = self.engine.tokenizer
+        format_ = format_of(tokenizer.tool_template if tools else tokenizer.chat_template)
 
         def run() -> str:
             rendered = format_.messages([message.for_template() for message in messages], tools)
@@ -139,7 +140,7 @@ class Texts:
                 given["tools"] = [tool.for_template() for tool in tools]
             if continues:
                 rendered[-1] = {**rendered[-1], "content": rendered[-1]["content"] + END}
-            text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt and not continues, given)
+            text: str = tokenizer.chat(rendered, add_generation_prompt and not continues, given)
             if continues and END not in text:
                 message = "the chat template changes the last message, so that it cannot be gone on with"
                 raise bad_request(message, "continue_final_message")

@@ -45,7 +45,8 @@ class Tooling:
     @classmethod
     def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
         """Those of a request."""
-        template, choice = tokenizer.chat_template, body.chosen
+        choice = body.chosen
+        template = tokenizer.chat_template if choice.mode == "none" else tokenizer.tool_template
         format_ = format_of(template)
         reasoning = None if body.include_reasoning is False else reasoning_of(template)
         if choice.mode == "none":
