@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine import schemas
 from quire.engine.grammars import GrammarGuide, Grammars
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
@@ -119,7 +120,7 @@ def test_forced_tokens_take_no_steps_and_change_no_text(llm: LLM, monkeypatch: p
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
-        ({"type": "string", "format": "telegram"}, "telegram"),
+        ({"type": "string", "format": 3}, "format"),
         ({"type": "strin"}, "strin"),
         ({"$ref": "http://example.org/schema"}, "http://example.org/schema"),
     ],
@@ -130,6 +131,45 @@ def test_a_schema_that_cannot_be_honoured_is_refused_by_its_keyword(llm: LLM, sc
         llm.generate(["x"], params, use_tqdm=False)
     assert refusal.value.param == "structured_outputs" and "\n" not in str(refusal.value)
     assert llm.engine.holds_nothing
+
+
+def test_formats_that_are_not_known_mean_nothing(llm: LLM) -> None:
+    """And no other value that happens to have that name is taken for one."""
+    telegram: dict[str, Any] = {"type": "string", "format": "telegram"}
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": telegram,
+            "all": {"type": "array", "items": {"anyOf": [telegram, {"$ref": "#/$defs/word"}]}},
+            "const": {"const": {"format": "telegram"}},
+        },
+        "additionalProperties": telegram,
+        "$defs": {"word": telegram, "date": {"type": "string", "format": "date"}},
+    }
+    before = json.dumps(schema)
+    found: Any = schemas.written(schema)
+    assert json.dumps(schema) == before, "the caller's schema has changed"
+    assert json.dumps(found).count("telegram") == 1 and found["properties"]["const"] == schema["properties"]["const"]
+    assert found["$defs"]["date"] == schema["$defs"]["date"] and "format" in found["properties"]
+    llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
+    assert schemas.written(False) is False and schemas.written(True) == {"x-guidance": schemas.JSON_STYLE}
+
+
+def test_known_formats_are_kept_and_the_library_knows_no_others(llm: LLM) -> None:
+    tokenizer = llm.tokenizer
+    for name, good in FORMATS.items():
+        matcher = llm.engine.grammars.compile(StructuredOutputsParams(json={"type": "string", "format": name}))
+        for text, is_right in ((good, True), ("?", name == "unknown")):
+            copy, ids = matcher.deep_copy(), tokenizer.encode(json.dumps(text), add_special=False)
+            assert (copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()) == is_right, (name, text)
+    assert FORMATS.keys() == schemas.KNOWN_FORMATS
+
+
+FORMATS = {
+    "date": "2024-02-29", "date-time": "2024-02-29T12:00:00Z", "duration": "P1D", "email": "a@example.org",
+    "hostname": "example.org", "ipv4": "127.0.0.1", "ipv6": "::1", "time": "12:00:00Z", "unknown": "any",
+    "uri": "https://example.org/a", "uuid": "123e4567-e89b-12d3-a456-426614174000",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

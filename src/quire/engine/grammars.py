@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine import schemas
 from quire.engine.step import Proposal
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, QuireError, RequestError
@@ -39,12 +40,6 @@ MAX_GBNF_CHARS = 8192
 
 MAX_WAITING = 32
 """Grammars that wait to be compiled."""
-
-JSON_STYLE: Any = {
-    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
-    "lenient": False,
-}  # fmt: skip
-"""How JSON is written, and that schemas are honoured whole or refused."""
 
 TOO_COMPLEX = "the grammar became too complex here"
 """How the explanation begins of an answer that ended because of that."""
@@ -299,12 +294,9 @@ def _form(wanted: StructuredOutputsParams) -> dict[str, Any]:
 
     match wanted.way:
         case "json":
-            schema = json.loads(wanted.text)
-            if schema is False:
-                return {"json_schema": schema}
-            return {"json_schema": {**({} if schema is True else schema), "x-guidance": JSON_STYLE}}
+            return {"json_schema": schemas.written(json.loads(wanted.text))}
         case "json_object":
-            return {"json_schema": {"type": "object", "x-guidance": JSON_STYLE}}
+            return {"json_schema": schemas.written({"type": "object"})}
         case "regex":
             return {"lark_grammar": f"start: /{regex_to_lark(wanted.text)}/"}
         case "choice":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.grammars import JSON_STYLE
+from quire.engine import schemas
 from quire.tools.calls import Call, Tool, ToolChoice
 
 Message = Mapping[str, Any]
@@ -128,14 +128,10 @@ class ToolFormat:
         return [json.dumps(piece) if token_id is None else f"<[{token_id}]>" for piece, token_id in ids]
 
     def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
-        schema = tool.parameters if choice.mode == "required" or tool.strict else {}
+        given = tool.parameters if choice.mode == "required" or tool.strict else {}
+        schema = json.dumps(schemas.written({"type": "object", **given}))
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{self.key}": ')
-        return f'call_{place}: {head} arguments_{place} "}}"\narguments_{place}: %json {json.dumps(styled(schema))}'
-
-
-def styled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of an object whose JSON is written as everywhere here: on one line, a space after commas and colons."""
-    return {"type": "object", **schema, "x-guidance": JSON_STYLE}
+        return f'call_{place}: {head} arguments_{place} "}}"\narguments_{place}: %json {schema}'
 
 
 def _written(arguments: Any) -> str:
