@@ -123,6 +123,9 @@ async def test_calls_are_items_and_conversations_go_on(folder, tmp_path, name, s
         assert answer.status_code == 200, answer.text
 
 
+UNIQUE = {"type": "function", "name": "unique", "parameters": {"type": "object", "uniqueItems": True}}
+
+
 async def test_forms_of_the_text_are_honoured(folder, seed):
     schema = SCHEMAS["weather"]
     forms = [
@@ -152,6 +155,13 @@ async def test_forms_of_the_text_are_honoured(folder, seed):
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"uniqueItems": True}}}},
+         "text.format.schema"),
+        ({"input": "a", "text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+         "structured_outputs"),
+        ({"input": "a", "structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs"),
+        ({"input": "a", "tools": [UNIQUE | {"strict": True}]}, "tools[0].parameters"),
+        ({"input": "a", "tools": [TOOLS[0], UNIQUE], "tool_choice": "required"}, "tools[1].parameters"),
         ({"input": "a", "n": 2}, "n"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
     ],

@@ -16,6 +16,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 BOTH = ("/v1/completions", "/v1/chat/completions")
+REFUSED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"uniqueItems": True}}}
+LONG = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "a" * 270_000}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
 
 
@@ -75,6 +77,10 @@ async def test_every_way_is_honoured(folder, wish, check, seed):
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "yaml"),
         ({"structured_outputs": 3}, "structured_outputs", "object"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-ahead"),
+        ({"response_format": REFUSED}, "response_format.json_schema.schema", "schema': the schema cannot be honoured"),
+        ({"response_format": REFUSED}, "response_format.json_schema.schema", "uniqueItems"),
+        ({"response_format": LONG}, "response_format.json_schema.schema", "at most 262,144"),
+        ({"response_format": {"type": "text"}, "structured_outputs": {"json": {"not": {}}}}, "structured_outputs", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, "response_format", "json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),

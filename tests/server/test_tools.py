@@ -242,7 +242,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": 
         ({"messages": [{"role": "user", "content": "1", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "supported"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "null"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {
-            "name": "a", "parameters": {"propertyNames": {}}}}]}, "tools[0]", "propertyNames"),
+            "name": "a", "parameters": {"propertyNames": {}}}}]}, "tools[0].function.parameters", "propertyNames"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_with_tools_is_named(more, param, said):

@@ -48,7 +48,7 @@ async def create_response(service: Service, request: Request) -> Response:
         tenant = request.state.tenant
         job = Job(ids, params, service.hints(body, tenant), tenant)
         answer = Answer(service, body, job, tooling.reader(ids))
-        await service.admit([job], tooling.blamed)
+        await service.admit([job], body.structure_param, tooling.blamed)
     if body.stream:
         return EventStream(answer.events(), answer.failed)
     return await unless_disconnected(request.receive, answer.whole())

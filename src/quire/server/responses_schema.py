@@ -228,6 +228,9 @@ class ResponsesRequest(Tuning):
         names = [tool.name for tool in self.tools or ()]
         named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunctionTool) else None
         check_tools(names, named, self.tool_choice)
+        has_format = self.text is not None and self.text.format is not None and self.text.format.type != "text"
+        if self.structured_outputs is not None and has_format:
+            raise bad_request("'structured_outputs' and 'text.format' exclude each other", "structured_outputs")
         return self
 
     @property
@@ -248,11 +251,15 @@ class ResponsesRequest(Tuning):
         """Whether log-probabilities are asked for."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
-    def structure(self) -> StructuredOutputsParams | None:
-        """What the text of an answer must be. Raises RequestError."""
+    @property
+    def structure_param(self) -> str:
+        """See Tuning."""
+        return super().structure_param if self.structured_outputs is not None else "text.format.schema"
+
+    def _formatted(self) -> StructuredOutputsParams | None:
         wanted = None if self.text is None else self.text.format
         if wanted is None or wanted.type == "text":
-            return self.structured_outputs
+            return None
         if wanted.schema_ is None:
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=wanted.schema_)

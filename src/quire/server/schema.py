@@ -259,6 +259,13 @@ class JsonSchemaFormat(Model):
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="None: any JSON object.")
 
 
+def refused_as(error: RequestError, param: str) -> RequestError:
+    """An error of `structured_outputs` under the name that a request has for it; any other error as it is."""
+    if error.param != "structured_outputs" or param == error.param:
+        return error
+    return RequestError(f"'{param}': {str(error).removeprefix('structured_outputs: ')}", param)
+
+
 class ResponseFormat(Model):
     """The form of the answer."""
 
@@ -330,8 +337,20 @@ class Tuning(Model):
     cache_lifetime: Lifetime = None
 
     def structure(self) -> StructuredOutputsParams | None:
-        """What the text of an answer must be. Raises RequestError."""
-        return self.structured_outputs
+        """What the text of an answer must be. Raises RequestError that names `structure_param`."""
+        try:
+            return self.structured_outputs or self._formatted()
+        except RequestError as error:
+            raise refused_as(error, self.structure_param) from None
+
+    @property
+    def structure_param(self) -> str:
+        """The field that says what the text must be."""
+        return "structured_outputs"
+
+    def _formatted(self) -> StructuredOutputsParams | None:
+        """What the endpoint's own field for the form says."""
+        return None
 
 
 class Sampling(Tuning):
@@ -343,11 +362,14 @@ class Sampling(Tuning):
     return_token_ids: bool | None = Field(None, description="Extension: with the token ids of prompts and answers.")
     response_format: ResponseFormat | None = None
 
-    def structure(self) -> StructuredOutputsParams | None:
+    @property
+    def structure_param(self) -> str:
         """See Tuning."""
-        if self.structured_outputs is not None or self.response_format is None:
-            return self.structured_outputs
-        return self.response_format.structure()
+        is_own = self.structured_outputs is not None or self.response_format is None
+        return super().structure_param if is_own else "response_format.json_schema.schema"
+
+    def _formatted(self) -> StructuredOutputsParams | None:
+        return None if self.response_format is None else self.response_format.structure()
 
     @model_validator(mode="after")
     def _has_one_structure(self) -> Sampling:

@@ -32,7 +32,7 @@ from quire.server.errors import ApiError, bad_request
 from quire.server.logprobs import PROMPT_SCORES_AT_ONCE
 from quire.server.metrics import Metrics, RequestTimer
 from quire.server.room import Room
-from quire.server.schema import StreamOptions, Tuning
+from quire.server.schema import StreamOptions, Tuning, refused_as
 from quire.server.tenants import Tenants
 from quire.server.texts import Texts
 from quire.server.trained import Trained
@@ -327,11 +327,15 @@ class Service:
             raise ApiError(503, "the engine is not running", code="not_ready")
 
     async def admit(
-        self, jobs: Sequence[Job], blamed: Callable[[Engine, RequestError], Awaitable[RequestError]] | None = None
+        self,
+        jobs: Sequence[Job],
+        structure_param: str = "structured_outputs",
+        blamed: Callable[[Engine], Awaitable[RequestError | None]] | None = None,
     ) -> None:
         """Raises the error that refuses the jobs, before anything is computed or sent.
 
-        blamed  names what of the request is at fault where a form of the text cannot be honoured
+        structure_param  names the form of the text in errors
+        blamed           finds what else of the request is at fault if the form cannot be honoured
         """
         if self.draining:
             raise shutting_down()
@@ -347,7 +351,8 @@ class Service:
                 try:
                     await self.engine.check_structure(wanted)
                 except RequestError as error:
-                    raise error if blamed is None else await blamed(self.engine, error) from None
+                    own = None if blamed is None else await blamed(self.engine)
+                    raise own or refused_as(error, structure_param) from None
 
     def run(
         self, jobs: Sequence[Job], request_id: str, opens: Callable[[int, RequestOutput], Awaitable[None]]

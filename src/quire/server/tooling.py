@@ -10,7 +10,7 @@ from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.protocol import Engine, Tokenizer
 from quire.server.responses_schema import ResponsesRequest
-from quire.server.schema import ChatRequest
+from quire.server.schema import ChatRequest, refused_as
 from quire.tools.calls import Tool
 from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
@@ -28,6 +28,7 @@ class Tooling:
 
     tokenizer      of the model
     tools          that it may call
+    params         where the parameters of each are in the request
     reasoning      None: it does not reason, or its reasoning stays in the text
     structure      what the text behind the reasoning must be
     shows_special  whether calls are written with special tokens
@@ -37,6 +38,7 @@ class Tooling:
     tokenizer: Tokenizer
     format: ToolFormat
     tools: tuple[Tool, ...] = ()
+    params: tuple[str, ...] = ()
     reasoning: ReasoningFormat | None = None
     structure: StructuredOutputsParams | None = None
     shows_special: bool = False
@@ -51,16 +53,17 @@ class Tooling:
         reasoning = None if body.include_reasoning is False else reasoning_of(template)
         if choice.mode == "none":
             shows = reasoning is not None and tokenizer.special_id(reasoning.ends) is not None
-            return cls(tokenizer, format_, (), reasoning, body.structure(), shows)
+            return cls(tokenizer, format_, (), (), reasoning, body.structure(), shows)
         tools = tuple(param.tool() for param in body.tools or ())
-
+        inner = "function.parameters" if isinstance(body, ChatRequest) else "parameters"
+        params = tuple(f"tools[{index}].{inner}" for index in range(len(tools)))
         special = tokenizer.special_id
         wanted = body.structure()
         grammar = format_.grammar(tools, choice, special, None if wanted is None else term_of(wanted))
         structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         shows = any(special(mark) is not None for mark in format_.marks)
         shows = shows or (reasoning is not None and special(reasoning.ends) is not None)
-        return cls(tokenizer, format_, tools, reasoning, structure, shows, choice.parallel)
+        return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel)
 
     def reader(self, prompt_ids: Sequence[int]) -> AnswerReader:
         """For one answer to a prompt."""
@@ -80,15 +83,14 @@ class Tooling:
         begins = "" if self._has_begun(prompt_ids) else self.reasoning.begins
         return replace(self.structure, reasoning=(begins, self.reasoning.ends))
 
-    async def blamed(self, engine: Engine, error: RequestError) -> RequestError:
-        """The error of a form that cannot be honoured, with the tool that is at fault if it is one."""
-        for index, tool in enumerate(self.tools):
+    async def blamed(self, engine: Engine) -> RequestError | None:
+        """The error of the first tool whose parameters cannot be honoured; None if all can."""
+        for param, tool in zip(self.params, self.tools, strict=True):
             try:
                 await engine.check_structure(StructuredOutputsParams(json=tool.parameters))
-            except RequestError as own:
-                reason = str(own).removeprefix("structured_outputs: ")
-                return RequestError(f"the parameters of {tool.name!r}: {reason}", f"tools[{index}]")
-        return error
+            except RequestError as error:
+                return refused_as(error, param)
+        return None
 
     def _has_begun(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt has begun the reasoning."""
