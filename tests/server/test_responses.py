@@ -126,6 +126,21 @@ async def test_calls_are_items_and_conversations_go_on(folder, tmp_path, name, s
 UNIQUE = {"type": "function", "name": "unique", "parameters": {"type": "object", "uniqueItems": True}}
 
 
+async def test_tools_that_cannot_be_strict_are_not_unless_they_say_so():
+    lax = {"type": "function", "name": "lax", "parameters": {"type": "object"}}
+    engine = FakeEngine()
+    engine.max_context = 1_000_000
+    async with client(engine) as http:
+        answer = await http.post(PATH, json={"input": "a", "tools": [lax, UNIQUE, TOOLS[0]]})
+        assert answer.status_code == 200, answer.text
+        assert [tool["strict"] for tool in answer.json()["tools"]] == [True, False, True]
+        large = {"type": "object", "properties": {"a": {"enum": ["b" * 9000]}}}
+        many = [lax | {"name": f"t{number}", "parameters": large} for number in range(40)]
+        answer = await http.post(PATH, json={"input": "a", "tools": [*many, TOOLS[0]], "max_output_tokens": 3})
+        assert answer.status_code == 200, answer.text
+        assert [tool["strict"] for tool in answer.json()["tools"]] == [False] * 40 + [True]
+
+
 async def test_forms_of_the_text_are_honoured(folder, seed):
     schema = SCHEMAS["weather"]
     forms = [

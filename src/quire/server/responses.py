@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.structured import StructuredOutputsParams
+from quire.errors import RequestError
 from quire.server.errors import ApiError, json_response
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.responses_output import Event, Output
-from quire.server.responses_schema import ResponsesRequest
+from quire.server.responses_schema import FunctionTool, ResponsesRequest
 from quire.server.service import Job, Service, Usage
 from quire.server.shapes import ScoredToken
 from quire.server.tooling import Tooling
@@ -24,6 +26,7 @@ from quire.tools.reader import AnswerReader
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
+    from quire.server.protocol import Engine
 
 SCORE_BYTES = 90
 """About those of a log-probability in an answer."""
@@ -33,7 +36,7 @@ async def create_response(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
     async with service.bodies.read(request, ResponsesRequest) as body:
         service.check_model(body.model)
-        tooling = Tooling.of(body, service.engine.tokenizer)
+        tooling = await _tooling(service.engine, body)
         messages = [_Said(each) for each in body.messages()]
         ids = await service.texts.encode_chat(messages, body.chat_template_kwargs, tools=tooling.tools, param="input")
         params = service.params(
@@ -52,6 +55,33 @@ async def create_response(service: Service, request: Request) -> Response:
     if body.stream:
         return EventStream(answer.events(), answer.failed)
     return await unless_disconnected(request.receive, answer.whole())
+
+
+async def _tooling(engine: Engine, body: ResponsesRequest) -> Tooling:
+    """The tools of a request. One that does not say whether it is strict is, as in OpenAI's API; but it is not where
+    its schema cannot be honoured and the model is free to call.
+    """
+    unsaid = [tool for tool in body.tools or () if tool.strict is None]
+    if body.chosen.mode != "auto" or not unsaid:
+        return Tooling.of(body, engine.tokenizer)
+    try:
+        tooling = Tooling.of(body, engine.tokenizer)
+        if tooling.structure is not None:
+            await engine.check_structure(tooling.structure)
+        return tooling
+    except RequestError:
+        # Of tools that are only too many together, each one is at fault.
+        for tool in [tool for tool in unsaid if not await _is_honoured(engine, tool)] or unsaid:
+            tool.strict = False
+        return Tooling.of(body, engine.tokenizer)
+
+
+async def _is_honoured(engine: Engine, tool: FunctionTool) -> bool:
+    try:
+        await engine.check_structure(StructuredOutputsParams(json=tool.tool().parameters))
+    except RequestError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
