@@ -284,6 +284,8 @@ class LLM(Face):
         for output in outputs:
             if output.embedding is None:
                 raise QuireError(f"a prompt has no embedding: {output.outputs[0].stop_reason}")
+            if not all(map(math.isfinite, output.embedding)):
+                raise QuireError("an embedding is not finite: the model's numbers overflow on this prompt")
             found.append(normalized(output.embedding) if normalize else output.embedding)
         return found
 

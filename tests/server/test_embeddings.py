@@ -1,13 +1,19 @@
 """Embeddings, scores and rankings over HTTP, with OpenAI's client and with a real model."""
 
+import asyncio
 import base64
+import json
 import math
 import struct
+import time
 
 import pytest
 
+from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.llm import LLM
+from quire.server import answers
+from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import OPTIONS, client, error_of, openai_client, real_server
 
@@ -16,9 +22,15 @@ pytestmark = pytest.mark.anyio
 PATH = "/v1/embeddings"
 
 
-def trained(tmp_path):
+def trained(tmp_path, kinds="Transformer Pooling Normalize", **pooling):
     """A fake whose model was made to compare texts."""
-    (tmp_path / "modules.json").write_text("[]")
+    modules = [
+        {"idx": index, "path": f"{index}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds.split())
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir(exist_ok=True)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     engine = FakeEngine()
     engine.model_path = tmp_path
     return engine
@@ -82,6 +94,103 @@ async def test_what_cannot_be_is_refused_by_name(path, body, param, said):
         answer = await http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert error_of(answer)["param"] == param and said in error_of(answer)["message"], answer.text
+
+
+CLS, MAX = "pooling_mode_cls_token", "pooling_mode_max_tokens"
+MEAN, LAST = "pooling_mode_mean_tokens", "pooling_mode_lasttoken"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "said"),
+    [
+        ("Transformer Pooling", {CLS: True, MEAN: False}, "the pooling cls_token"),
+        ("Transformer Pooling", {MAX: True, MEAN: True}, "the pooling max_tokens"),
+        ("Transformer Pooling", {"pooling_mode_weightedmean_tokens": True}, "the pooling weightedmean_tokens"),
+        ("Transformer Pooling", {"pooling_mode": "cls"}, "the pooling cls"),
+        ("Transformer Pooling", {MEAN: True, LAST: True}, "the poolings mean_tokens and lasttoken side by side"),
+        ("Transformer Pooling Dense Normalize", {MEAN: True}, "the module Dense"),
+    ],
+)
+async def test_a_pooling_that_is_not_computed_is_refused_by_name(tmp_path, kinds, pooling, said):
+    async with client(trained(tmp_path, kinds, **pooling)) as http:
+        for path, body, param in (
+            (PATH, {"input": "a"}, "pooling"),
+            ("/score", {"text_1": "a", "text_2": "b"}, "model"),
+            ("/rerank", {"query": "a", "documents": ["b"]}, "model"),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 400 and error_of(answer)["param"] == param, answer.text
+            assert f"was made for {said}" in error_of(answer)["message"]
+        assert (await http.post(PATH, json={"input": "a", "pooling": "last"})).status_code == 200
+        assert not (await http.get("/v1/models")).json()["data"][0]["capabilities"]["similarity"]
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [({}, [1, 1]), ({MEAN: True, CLS: False}, [1, 1]), ({LAST: True, MEAN: False}, [0, 1]),
+     ({"pooling_mode_mean_sqrt_len_tokens": True}, [1, 1]), ({"pooling_mode": "lasttoken"}, [0, 1])],
+)  # fmt: skip
+async def test_the_pooling_is_the_one_that_the_model_was_made_with(tmp_path, pooling, expected):
+    async with client(trained(tmp_path, **pooling)) as http:
+        (found,) = (await http.post(PATH, json={"input": "ab", "dimensions": 2})).json()["data"]
+        assert found["embedding"] == pytest.approx([each / math.hypot(*expected) for each in expected])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_an_embedding_that_is_not_finite_is_an_error_of_its_text(tmp_path, monkeypatch, number):
+    embed = fake_engine._embedding
+    monkeypatch.setattr(
+        fake_engine, "_embedding", lambda ids, pooling: [number] * 4 if ord("x") in ids else embed(ids, pooling)
+    )
+    async with client(trained(tmp_path)) as http:
+        for path, body, param in (
+            (PATH, {"input": ["a", "x"]}, "input[1]"),
+            ("/score", {"text_1": "x", "text_2": "b"}, "text_1[0]"),
+            ("/rerank", {"query": "a", "documents": ["b", "c", "x"]}, "documents[2]"),
+        ):
+            answer = await http.post(path, json=body)
+            assert (answer.status_code, error_of(answer)["param"]) == (400, param), answer.text
+            assert error_of(answer)["code"] == "not_finite"
+
+
+async def test_a_text_without_finite_logits_is_an_error_of_the_request():
+    class Failing(FakeEngine):
+        async def _generate(self, ids, params, request_id):
+            outputs = [CompletionOutput(0, "", [], None, "error", "the logits are not finite")]
+            yield RequestOutput(request_id, None, ids, None, outputs, True, 0)
+
+    async with client(Failing()) as http:
+        answer = await http.post(PATH, json={"input": "a"})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "input[0]"), answer.text
+
+
+async def test_many_embeddings_never_stop_the_event_loop_for_long(monkeypatch):
+    """400 of 4096 numbers take a second in one piece. The time is this thread's, whatever else the machine does."""
+    numbers = [1 / (3 + number) for number in range(4096)]
+    monkeypatch.setattr(fake_engine, "_embedding", lambda ids, pooling: numbers)
+    longest = 0.0
+
+    async def watch():
+        nonlocal longest
+        while True:
+            begun = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - begun)
+
+    async with client() as http:
+        task = asyncio.ensure_future(watch())
+        answer = await http.post(PATH, json={"input": ["a"] * 400})
+        task.cancel()
+    assert len(answer.json()["data"]) == 400 and len(answer.content) > 400 * 4096 * 10
+    assert longest < 0.05, f"the loop stood still for {longest:.2f} s"
+
+
+async def test_embeddings_that_take_too_much_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(answers, "UNSENT_BYTES", 100_000)
+    async with client() as http:
+        answer = await http.post(PATH, json={"input": ["a"] * 2048})
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "answer_too_large"), answer.text
+        assert (await http.post(PATH, json={"input": ["a"] * 100})).status_code == 200
 
 
 async def test_texts_of_two_lengths_are_not_paired(tmp_path):

@@ -21,23 +21,23 @@ from quire.server.shapes import Items
 SLICE = 64
 """List elements encoded per call: with 20 alternatives each they take about 2 ms."""
 
-FEW_SCORES = 2000
-"""Up to this many prompt log-probabilities are encoded on the event loop, in about 3 ms."""
+FEW_NUMBERS = 2000
+"""Up to this many log-probabilities are encoded on the event loop, in about 3 ms. Other numbers take less."""
 
 SENT_BYTES = 256 * 1024
 """Bytes passed to the connection at once. It signals when it takes more."""
 
 UNSENT_BYTES = 128 << 20
-"""Total bytes of answers with log-probabilities that are being built or wait for their clients: three or four answers
-with the maximum number of prompt log-probabilities."""
+"""Total bytes of answers with log-probabilities or embeddings that are being built or wait for their clients: three or
+four answers with the maximum number of prompt log-probabilities."""
 
 UNCOUNTED_BYTES = 64 * 1024
 """The first bytes of an answer do not count, so that a thousand tokens without alternatives are never refused."""
 
 Bytes = bytes | bytearray
 
-# The answer, its choices, a choice, its log-probabilities. Deeper values are encoded as a whole, or in slices.
-_LEVELS = 4
+# Down to the parts of an item of a response in an event. Log-probabilities are deeper: they are encoded in slices.
+_LEVELS = 6
 
 
 def extend(part: bytearray, values: list[Any]) -> int:
@@ -106,28 +106,30 @@ def _bytes(value: Any) -> bytes:
 
 
 class Unsent:
-    """Limits the bytes of answers with log-probabilities that are being built or sent, so that long answers and clients
-    that do not read cannot fill the memory.
+    """Limits the bytes of large answers that are being built or sent, so that they and clients that do not read cannot
+    fill the memory.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     @contextmanager
-    def hold(self) -> Iterator[Callable[[int], None]]:
+    def hold(self, what: str = "log-probabilities", param: str = "logprobs") -> Iterator[Callable[[int], None]]:
         """Counts the bytes of one answer within the context. Yields a function that adds (or subtracts) bytes. It
-        raises
-        ApiError 503 if other answers leave no room, and 400 if this answer exceeds the limit alone.
+        raises ApiError 503 if other answers leave no room, and 400 if this answer exceeds the limit alone.
+
+        what, param  names in that error what makes the answer large
         """
         size = counted = 0
 
         def grow(more: int) -> None:
             nonlocal size, counted
             if size + more > UNSENT_BYTES:
-                message = (
-                    f"the answer's log-probabilities take more than {UNSENT_BYTES} bytes; ask for fewer, or stream it"
+                raise bad_request(
+                    f"the answer's {what} take more than {UNSENT_BYTES} bytes; ask for fewer in one request",
+                    param,
+                    "answer_too_large",
                 )
-                raise bad_request(message, "logprobs", "answer_too_large")
             added = max(0, size + more - UNCOUNTED_BYTES) - counted
             if added > 0 and self.num_bytes + added > UNSENT_BYTES:
                 message = f"large answers with {self.num_bytes} bytes in total are being built or sent; try again"

@@ -25,7 +25,7 @@ from quire.engine.structured import WAYS, StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
 from quire.server.access import CURRENT
-from quire.server.answers import FEW_SCORES, Unsent
+from quire.server.answers import FEW_NUMBERS, Unsent
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
 from quire.server.errors import ApiError, bad_request
@@ -271,7 +271,7 @@ class Service:
             fixed["skip_special_tokens"] = False
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
-    @property
+    @functools.cached_property
     def trained(self) -> Trained:
         """What the model was made for."""
         return Trained.of(self.engine.model_path)
@@ -309,9 +309,11 @@ class Service:
         given = {name: value for name in _HINTS if (value := getattr(request, name)) is not None}
         return {"cache_salt": self.tenants.salt(tenant, request.cache_salt), **given}
 
-    async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
-        """Returns `make()`. With many log-probabilities it runs on a thread, one at a time."""
-        if num_scores <= FEW_SCORES:
+    async def make_answer(self, num_numbers: int, make: Callable[[], T]) -> T:
+        """Returns `make()`, which encodes log-probabilities or embeddings. Many are encoded on a thread, one answer at
+        a time.
+        """
+        if num_numbers <= FEW_NUMBERS:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._answers, make)
 

@@ -297,7 +297,7 @@ class Embeddings(TypedDict):
     """The answer of /v1/embeddings."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: Many[Embedding]
     model: str
     usage: EmbeddingUsage
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Pooling = Literal["mean", "last"]
+
+POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
+"""Poolings of sentence-transformers and ours."""
+
+# Its length differs from the mean's, and embeddings have length 1 here.
+POOLINGS["mean_sqrt_len_tokens"] = POOLINGS["mean_sqrt_len"] = "mean"
+
+MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
+"""Modules of sentence-transformers that are computed here."""
 
 
 @dataclass(frozen=True)
@@ -16,19 +25,43 @@ class Trained:
 
     is_similarity  whether the nearness of its embeddings means something
     pooling        how they are pooled
+    lacks          what its embeddings need that is not computed here; "" if nothing
     """
 
     is_similarity: bool = False
     pooling: Pooling = "mean"
+    lacks: str = ""
 
     @classmethod
     def of(cls, folder: Path) -> Trained:
         """Of the model in a folder; a single file tells nothing."""
         if not (folder / "modules.json").is_file():
             return cls()
-        try:
-            given = json.loads((folder / "1_Pooling" / "config.json").read_text())
-        except (OSError, ValueError):
-            given = {}
-        is_last = isinstance(given, dict) and given.get("pooling_mode_lasttoken") is True
-        return cls(True, "last" if is_last else "mean")
+        listed = _read(folder / "modules.json")
+        modules = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        kinds = {str(each.get("type", "")).rpartition(".")[2]: str(each.get("path", "")) for each in modules}
+        if others := sorted(kinds.keys() - MODULES):
+            return cls(lacks=f"the module {others[0]}")
+        config = _read(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
+        asked = _poolings(config if isinstance(config, dict) else {}) or ["mean"]
+        if wrong := [name for name in asked if name not in POOLINGS]:
+            return cls(lacks=f"the pooling {wrong[0]}")
+        if len(asked) > 1:
+            return cls(lacks=f"the poolings {' and '.join(asked)} side by side")
+        return cls(True, POOLINGS[asked[0]])
+
+
+def _poolings(config: dict[str, Any]) -> list[str]:
+    """The poolings that a model's embeddings consist of: a name, or a switch for each."""
+    named = config.get("pooling_mode")
+    if isinstance(named, str):
+        return [named]
+    prefix = "pooling_mode_"
+    return [key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
