@@ -1,6 +1,8 @@
 """POST /v1/responses: with OpenAI's own client, whole and streamed, with tools, forms and reasoning."""
 
+import asyncio
 import json
+import time
 
 import openai
 import pytest
@@ -82,6 +84,36 @@ async def test_openais_client_reads_answers_whole_and_streamed():
         assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await api.responses.create(model="fake", input="a", previous_response_id="resp_1")
+
+
+async def test_many_scores_never_stop_the_event_loop_for_long():
+    """1,500 tokens with 20 alternatives are 3 MB, and the last events of a stream have them four times. The time is
+    this thread's, whatever else the machine does.
+    """
+    longest = 0.0
+
+    async def watch():
+        nonlocal longest
+        while True:
+            begun = time.thread_time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.thread_time() - begun)
+
+    body = {"input": "a" * 1500, "top_logprobs": 20, "max_output_tokens": 1500}
+    engine = FakeEngine(max_context=4096)
+    async with client(engine) as http:
+        await http.post(PATH, json=body | {"max_output_tokens": 3})  # what is imported at first use
+        task = asyncio.ensure_future(watch())
+        whole = (await http.post(PATH, json=body)).json()
+        text = (await http.post(PATH, json=body | {"stream": True})).text
+        task.cancel()
+    assert longest < 0.05, f"the loop stood still for {longest:.2f} s"
+    (item,) = whole["output"]
+    events = named_events(text)
+    assert len(item["content"][0]["logprobs"]) == 1500 and [event["sequence_number"] for event in events] == [
+        *range(len(events))
+    ]
+    assert events[-1]["response"]["output"][0]["content"] == item["content"] == events[-2]["item"]["content"]
 
 
 async def test_reasoning_is_an_item_of_its_own():

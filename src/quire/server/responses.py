@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,15 @@ from starlette.responses import Response
 
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
-from quire.server.errors import ApiError, json_response
+from quire.server.answers import pieces
+from quire.server.errors import ApiError
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.responses_output import Event, Output
 from quire.server.responses_schema import FunctionTool, ResponsesRequest
 from quire.server.service import Job, Service, Usage
 from quire.server.shapes import ScoredToken
 from quire.server.tooling import Tooling
-from quire.server.wire import EventStream, named_event, unless_disconnected
+from quire.server.wire import EventStream, unless_disconnected
 from quire.tools.calls import Reasoning, Text
 from quire.tools.reader import AnswerReader
 
@@ -108,7 +110,7 @@ class Answer:
         self.head = service.head("resp_", "response")
         self.status, self.is_reasoning, self.num_reasoning = "in_progress", False, 0
         self.scores: list[ScoredToken] = []
-        self.num_sent = 0
+        self.num_sent = self.num_scores = 0
 
     async def whole(self) -> Response:
         """The answer in one piece."""
@@ -120,33 +122,48 @@ class Answer:
                         grow(SCORE_BYTES * sum(map(len, output.logprobs or ())))
                         for _ in self._events(output):
                             pass
-            return json_response(self._response())
+            content = await self.service.make_answer(self.num_scores, lambda: b"".join(pieces(self._response())))
+            return Response(content, media_type="application/json")
 
     def failed(self, error: ApiError) -> bytes:
         """The event of an error within a stream."""
         said = error.body()["error"]
         told = {name: said[name] for name in ("code", "message", "param")}
-        return self._sent({"type": "error", **told})
+        return self._sent([{"type": "error", **told}])
 
-    def _sent(self, event: Event) -> bytes:
-        self.num_sent += 1
-        return named_event(event["type"], event | {"sequence_number": self.num_sent - 1})
+    def _sent(self, events: Iterable[Event]) -> bytes:
+        """Events as they are sent."""
+        found = bytearray()
+        for event in events:
+            numbered = event | {"sequence_number": self.num_sent}
+            found += b"event: %s\ndata: " % event["type"].encode()
+            for piece in pieces(numbered):
+                found += piece
+            found += b"\n\n"
+            self.num_sent += 1
+        return bytes(found)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
-        opened, sent = False, self._sent
+        opened = False
         async with aclosing(self._items()) as items:
             async for _, item in items:
                 news = b""
                 if not opened:
                     opened = True
-                    for kind in ("created", "in_progress"):
-                        news += sent({"type": f"response.{kind}", "response": self._response()})
+                    news = self._sent(self._about(kind) for kind in ("created", "in_progress"))
                 for output in item.outputs:
-                    news += b"".join(map(sent, self._events(output)))
+                    events = self._events(output)
+                    # The last ones have all log-probabilities, several times.
+                    num_scores = self.num_scores if output.finish_reason is not None else 0
+                    news += await self.service.make_answer(num_scores, functools.partial(self._sent, events))
                 if news:
                     yield news
-        yield sent({"type": f"response.{self.status}", "response": self._response()})
+        yield await self.service.make_answer(self.num_scores, lambda: self._sent([self._about(self.status)]))
+
+    def _about(self, kind: str) -> Event:
+        """An event about the whole response."""
+        return {"type": f"response.{kind}", "response": self._response()}
 
     def _events(self, output: CompletionOutput) -> Iterator[Event]:
         """What an output of the engine adds."""
@@ -170,6 +187,7 @@ class Answer:
     def _scores(self, output: CompletionOutput) -> list[ScoredToken]:
         if not self.body.wants_scores or not output.logprobs:
             return []
+        self.num_scores += sum(map(len, output.logprobs))
         return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.names)
 
     def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

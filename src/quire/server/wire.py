@@ -25,11 +25,6 @@ def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {encode(data)}\n\n".encode(errors="backslashreplace")
 
 
-def named_event(name: str, data: Mapping[str, Any]) -> bytes:
-    """One server-sent event with a name."""
-    return b"event: %s\n%s" % (name.encode(), event(data))
-
-
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. If the client disconnects first, cancels `work`, waits for it and raises
     ClientDisconnected.
