@@ -7,21 +7,13 @@ this process share one such process.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import itertools
-import marshal
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelError, RequestError
 from quire.models import render
+from quire.models.child import DIED, LATE, Child
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
 """Variables that a caller cannot set: they have another source, or a feature behind them that does not exist."""
@@ -35,9 +27,6 @@ MAX_BYTES = 512 << 20
 MAX_CHARS = 16 << 20
 """Limit of a rendered prompt: twice the server's default limit of a request body."""
 
-# Additional wall-clock time of a rendering, in case other processes use the cores.
-_PATIENCE = 10.0
-
 
 class ChatTemplate:
     """A template and the special tokens that it may print."""
@@ -47,7 +36,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._number = next(_numbers)
-        kind, text = _renderer.ask(self._number, source, None)
+        kind, text = self._ask(None)
         if kind == render.REFUSED:
             raise ModelError(f"the chat template does not parse: {text}")
         if kind != render.DONE:
@@ -82,7 +71,7 @@ class ChatTemplate:
             "messages": plain,
             "add_generation_prompt": add_generation_prompt,
         }
-        kind, text = _renderer.ask(self._number, self.source, names)
+        kind, text = self._ask(names)
         if kind == render.DONE:
             return text
         if kind == render.REFUSED:
@@ -91,118 +80,25 @@ class ChatTemplate:
             text = f"it made {int(text):,} characters; the limit is {MAX_CHARS:,}"
         raise RequestError(f"the chat template fails on these messages: {_REASONS.get(kind, text)}", "messages")
 
+    def _ask(self, names: dict[str, Any] | None) -> tuple[bytes, str]:
+        """The kind and text of the renderer's answer. names: the variables; None: only compile."""
+        seconds = MAX_SECONDS
 
-_LATE, _DIED = b"t", b"x"
-"""Kinds of answers in addition to the program's own: it ran too long, or died."""
+        def request(source: str | None) -> tuple[Any, ...]:
+            return self._number, source, names, MAX_CHARS, seconds
+
+        return _renderer.ask(request(None), lambda: request(self.source), seconds)
+
 
 _REASONS = {
     render.MEMORY: f"it needs more than {MAX_BYTES >> 20} MiB of memory",
-    _LATE: f"it did not end within {MAX_SECONDS:g} s of processor time",
-    _DIED: "the process that renders it died",
+    LATE: f"it did not end within {MAX_SECONDS:g} s of processor time",
+    DIED: "the process that renders it died",
 }
 
 
-class _Renderer:
-    """The rendering process. It starts at the first request, and again after it ended. One request at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._owner = 0
-        self._compiled: set[int] = set()
-
-    def ask(self, number: int, source: str, names: dict[str, Any] | None) -> tuple[bytes, str]:
-        """The kind and text of the program's answer.
-
-        number  number of the template, which the program keeps compiled
-        names   the variables; None: only compile
-        """
-        with self._lock:
-            if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
-                self._start()
-            assert self._socket is not None
-            known = number in self._compiled
-            try:
-                self._socket.settimeout(_PATIENCE * MAX_SECONDS)
-                self._send((number, None if known else source, names, MAX_CHARS, MAX_SECONDS))
-                head = self._receive(9)
-                kind, text = head[:1], self._receive(int.from_bytes(head[1:], "little"))
-            except OSError as error:  # a timeout too
-                return self._stop(kill=isinstance(error, TimeoutError)), ""
-            except BaseException:
-                self._stop(kill=True)  # interrupted within an answer that nobody will read
-                raise
-            if kind == render.MEMORY:
-                self._stop()
-            elif known or names is not None or kind == render.DONE:
-                self._compiled.add(number)
-            return kind, text.decode("utf-8", "surrogatepass")
-
-    def _start(self) -> None:
-        if self._socket is not None:  # of a renderer that was killed, or of the process that this one was forked from
-            self._socket.close()
-        self._compiled.clear()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # In its own session, so that Ctrl-C reaches only us. It ends when our socket is closed. Without `site` it
-            # starts faster; it gets our path for jinja2.
-            command = [sys.executable, "-I", "-S", render.__file__, str(theirs.fileno())]
-            null = subprocess.DEVNULL
-            self._process = subprocess.Popen(
-                command,
-                stdin=null,
-                stdout=null,
-                stderr=null,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._socket, self._owner = ours, os.getpid()
-        with contextlib.suppress(OSError):  # one that is gone already is found out by the request
-            self._send((sys.path, MAX_BYTES))
-
-    def _send(self, message: tuple[Any, ...]) -> None:
-        assert self._socket is not None
-        data = marshal.dumps(message)
-        self._socket.sendall(len(data).to_bytes(8, "little") + data)
-
-    def _receive(self, count: int) -> bytes:
-        assert self._socket is not None
-        parts = []
-        while count:
-            part = self._socket.recv(min(count, 1 << 20))
-            if not part:
-                raise ConnectionResetError
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-    def _stop(self, kill: bool = False) -> bytes:
-        """Ends the process, by closing its socket or by force. Returns the kind of answer for the current request."""
-        process, connection = self._process, self._socket
-        self._process = self._socket = None
-        if connection is not None:
-            connection.close()
-        if process is None:
-            return _DIED
-        if kill:
-            process.kill()
-        try:
-            status = process.wait(1)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            status = process.wait()
-        return _LATE if kill or status == -signal.SIGPROF else _DIED
-
-    def close(self) -> None:
-        """Ends the process; the next request starts another."""
-        if self._owner == os.getpid():
-            self._stop()
-
-
-_renderer = _Renderer()
+_renderer = Child(render.__file__, lambda: (MAX_BYTES,), last=render.MEMORY)
 _numbers = itertools.count()
-atexit.register(_renderer.close)
 
 
 def _plain(value: Any, name: str) -> Any:

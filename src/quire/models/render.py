@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 
-DONE, REFUSED, FAILED, MEMORY, LONG = b"d", b"r", b"f", b"m", b"l"
-"""Kinds of answers: the text; the template's own rejection; any other error; out of memory; a text too long."""
+DONE, REFUSED, FAILED, MEMORY, LONG, UNKNOWN = b"d", b"r", b"f", b"m", b"l", b"u"
+"""Kinds of answers: the text; the template's own rejection; any other error; out of memory; a text too long; a template
+whose source was not sent yet."""
 
 SHOWN_CHARS = 1000
 """Maximum characters of an error's text: a template may raise a text of any length."""
@@ -90,6 +91,8 @@ def answer(templates: dict[int, Template], request: tuple[Any, ...]) -> tuple[by
     try:
         if source is not None:
             templates[number] = compiled(source)
+        elif number not in templates:
+            return UNKNOWN, ""
         if variables is None:
             return DONE, ""
         text = templates[number].render(variables)
@@ -105,25 +108,30 @@ def answer(templates: dict[int, Template], request: tuple[Any, ...]) -> tuple[by
 def serve(connection: socket.socket) -> None:
     """Answer requests until the other side closes."""
     templates: dict[int, Template] = {}
-    search, max_bytes = _received(connection)
+    search, max_bytes = received(connection)
     sys.path[:] = search
     import jinja2.sandbox  # noqa: F401  # before the limits count, and before the first request
 
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
-        *request, seconds = _received(connection)
+        *request, seconds = received(connection)
         # The default action of SIGPROF ends the process, also in the middle of one long call.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind, text = answer(templates, tuple(request))
         data = text.encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.sendall(kind + len(data).to_bytes(8, "little") + data)
+        send(connection, kind, data)
         if kind == MEMORY:
             return  # a new process has all of its memory again
 
 
-def _received(connection: socket.socket) -> Any:
+def send(connection: socket.socket, kind: bytes, data: bytes) -> None:
+    """Sends an answer."""
+    connection.sendall(kind + len(data).to_bytes(8, "little") + data)
+
+
+def received(connection: socket.socket) -> Any:
     """The next message; ends the process if there is none."""
     size = int.from_bytes(_bytes(connection, 8), "little")
     return marshal.loads(_bytes(connection, size))

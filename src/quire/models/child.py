@@ -1,0 +1,134 @@
+"""A program of ours that works in a process of its own, where the kernel limits what it takes, and answers requests.
+
+Knows processes, sockets and plain values; knows nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import marshal
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+LATE, DIED = b"t", b"x"
+"""Kinds of answers in addition to the program's own: it ran too long, or died."""
+
+UNKNOWN = b"u"
+"""The kind of an answer to a request that needs what the program does not have: the request is sent again with it."""
+
+PATIENCE = 10.0
+"""Wall-clock time of an answer, as a multiple of its processor time, in case other processes use the cores."""
+
+
+class Child:
+    """A program in its own process. It starts at the first request, and again after it ended. One request at a time.
+
+    program  path of the program, which gets the number of a socket
+    greeting the first message to each process
+    """
+
+    def __init__(self, program: str, greeting: Callable[[], tuple[Any, ...]], last: bytes = b"") -> None:
+        """last: the kind of answer after which the program ends."""
+        self._program = program
+        self._greeting = greeting
+        self._last = last
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._owner = 0
+        atexit.register(self.close)
+
+    def ask(self, request: tuple[Any, ...], whole: Callable[[], tuple[Any, ...]], seconds: float) -> tuple[bytes, str]:
+        """The kind and text of the program's answer.
+
+        whole    the request with what the program may lack
+        seconds  processor time that it may take
+        """
+        with self._lock:
+            if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._socket is not None
+            try:
+                self._socket.settimeout(PATIENCE * seconds)
+                kind, text = self._exchange(request)
+                if kind == UNKNOWN:
+                    kind, text = self._exchange(whole())
+            except OSError as error:  # a timeout too
+                return self._stop(kill=isinstance(error, TimeoutError)), ""
+            except BaseException:
+                self._stop(kill=True)  # interrupted within an answer that nobody will read
+                raise
+            if kind == self._last:
+                self._stop()
+            return kind, text.decode("utf-8", "surrogatepass")
+
+    def _exchange(self, request: tuple[Any, ...]) -> tuple[bytes, bytes]:
+        self._send(request)
+        head = self._receive(9)
+        return head[:1], self._receive(int.from_bytes(head[1:], "little"))
+
+    def _start(self) -> None:
+        if self._socket is not None:  # of one that was killed, or of the process that this one was forked from
+            self._socket.close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # In its own session, so that Ctrl-C reaches only us. It ends when our socket is closed. Without `site` it
+            # starts faster; it gets our path for what it imports.
+            command = [sys.executable, "-I", "-S", self._program, str(theirs.fileno())]
+            null = subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command,
+                stdin=null,
+                stdout=null,
+                stderr=null,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._socket, self._owner = ours, os.getpid()
+        with contextlib.suppress(OSError):  # one that is gone already is found out by the request
+            self._send((sys.path, *self._greeting()))
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        assert self._socket is not None
+        data = marshal.dumps(message)
+        self._socket.sendall(len(data).to_bytes(8, "little") + data)
+
+    def _receive(self, count: int) -> bytes:
+        assert self._socket is not None
+        parts = []
+        while count:
+            part = self._socket.recv(min(count, 1 << 20))
+            if not part:
+                raise ConnectionResetError
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _stop(self, kill: bool = False) -> bytes:
+        """Ends the process, by closing its socket or by force. Returns the kind of answer for the current request."""
+        process, connection = self._process, self._socket
+        self._process = self._socket = None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return DIED
+        if kill:
+            process.kill()
+        try:
+            status = process.wait(1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        return LATE if kill or status == -signal.SIGPROF else DIED
+
+    def close(self) -> None:
+        """Ends the process; the next request starts another."""
+        if self._owner == os.getpid():
+            self._stop()
