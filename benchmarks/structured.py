@@ -228,6 +228,7 @@ def run_bombs(args: argparse.Namespace) -> int:
             begun, said = time.perf_counter(), "accepted"
             guide = None
             try:
+                grammars.prepare(StructuredOutputsParams(**given)).result()
                 guide = grammars.guide(StructuredOutputsParams(**given), 0)
             except RequestError as error:
                 said = "refused: " + str(error).rpartition("honoured: ")[2][:70]

@@ -119,7 +119,7 @@ class AsyncLLM(AsyncPrefixes):
                 await asyncio.sleep(0.02)
             raise
         if (grammars := self._parts.engine.grammars) is not None:
-            grammars.warm()
+            grammars.warm(tries=True)
         if self._pins_at_start:
             try:
                 await self.pin()

@@ -5,6 +5,7 @@ tokens that a grammar forces are not steps.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import time
@@ -16,10 +17,12 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine import schemas
+from quire.engine import grammars as grammars_module
+from quire.engine import probe, schemas
 from quire.engine.grammars import GrammarGuide, Grammars
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.models.child import Child
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 
@@ -321,3 +324,65 @@ def test_long_forced_texts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> No
         if tokens[-1] in tokenizer.eos_ids:
             break
     assert tokenizer.decode(tokens) == "word " * 400 + "end"
+
+
+def conjunction(count: int) -> dict[str, Any]:
+    """A text with many letters in any order: the automaton has 2 ^ count states."""
+    return {"allOf": [{"type": "string", "pattern": f".*{chr(97 + number)}.*"} for number in range(count)]}
+
+
+def test_a_bomb_is_refused_within_a_second_and_remembered() -> None:
+    """In time of a processor; other processes may have the rest of it."""
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    assert grammars.prepare(StructuredOutputsParams(**WAYS["json"])).result() is not None
+    for count in (18, 26):
+        wanted = StructuredOutputsParams(json=conjunction(count))
+        before = children_seconds()
+        with pytest.raises(RequestError, match=r"more than 0\.5 s of processor time") as refusal:
+            grammars.prepare(wanted).result()
+        assert refusal.value.param == "structured_outputs"
+        assert children_seconds() - before < 1
+        again = grammars.prepare(wanted)
+        assert again.done() and again.exception() is not None, "it is tried again"
+    # The process that tries has not ended, and what is not too large is compiled as before.
+    pid = grammars_module._PROBE._process.pid
+    assert grammars.prepare(StructuredOutputsParams(**WAYS["lark"])).result() is not None
+    assert grammars_module._PROBE._process.pid == pid
+
+
+def children_seconds() -> float:
+    """Processor time of the process that tries, and of its trials that have ended."""
+    process = grammars_module._PROBE._process
+    assert process is not None
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_trial_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "_PROBE", Child(probe.__name__, (8 << 20,)))
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    large = StructuredOutputsParams(json={"enum": [{"a": number, "b": "x" * 20} for number in range(2000)]})
+    with pytest.raises(RequestError, match="MiB of memory"):
+        grammars.prepare(large).result()
+    assert grammars.prepare(StructuredOutputsParams(**WAYS["json"])).result() is not None
+
+
+def test_a_process_of_trials_that_was_killed_is_replaced() -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    for way in ("json", "regex"):
+        assert grammars.prepare(StructuredOutputsParams(**WAYS[way])).result() is not None
+        grammars_module._PROBE._process.kill()
+        grammars_module._PROBE._process.wait()
+
+
+def test_grammars_are_kept_by_their_number_and_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "NUM_KEPT", 3)
+    monkeypatch.setattr(grammars_module, "KEPT_CHARS", 100)
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    for given, num_kept in (("a", 1), ("b", 2), ("c", 3), ("d", 3), ("e" * 99, 2), ("f", 2), ("g" * 200, 1), ("h", 1)):
+        grammars.compile(StructuredOutputsParams(regex=given))
+        assert len(grammars._kept) == num_kept == len(grammars._num_chars), given

@@ -144,7 +144,7 @@ class Cluster:
     async def start(self) -> None:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         try:
-            self._grammars.warm()
+            self._grammars.warm(tries=True)
             await self.operations.start()
             if self._replanning is not None:
                 self._watching = asyncio.create_task(self._replanning.watch())

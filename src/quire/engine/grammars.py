@@ -10,9 +10,12 @@ Language Models" (Willard and Louf, 2023) is about masks.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import re
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine import schemas
+from quire.engine import probe, schemas
 from quire.engine.step import Proposal
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, QuireError, RequestError
+from quire.models.child import DIED, LATE, Child
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,6 +39,16 @@ if TYPE_CHECKING:
 NUM_KEPT = 128
 """Compiled grammars that are kept, least recently used ones dropped. A usual one takes a tenth of a megabyte."""
 
+KEPT_CHARS = 1 << 20
+"""Characters of the sources of those. A grammar takes up to 250 times its source: 5,000 objects to choose from, which
+are 200 KB, take 50 MB."""
+
+MAX_SECONDS = 0.5
+"""Processor time of compiling one grammar. The largest that may be asked for take as long."""
+
+MAX_BYTES = 512 << 20
+"""Memory that compiling one grammar may take."""
+
 MAX_GBNF_CHARS = 8192
 """Most characters of a grammar in GBNF: the converter's time grows with the square of its rules."""
 
@@ -44,7 +58,11 @@ MAX_WAITING = 32
 TOO_COMPLEX = "the grammar became too complex here"
 """How the explanation begins of an answer that ended because of that."""
 
-LIMITS: dict[str, Any] = {"verbose_errors": False}
+LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
+"""A fifth of the library's own states. No schema of the JSON Schema Test Suite needs 2,000 within 60 tokens."""
+
+_PROBE = Child(probe.__name__, (MAX_BYTES,))
+"""One for all models of this process."""
 
 Words = NDArray[np.uint32]
 
@@ -61,7 +79,10 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
-        self._kept: OrderedDict[tuple[Any, ...], LLMatcher] = OrderedDict()
+        self._name = uuid.uuid4().hex
+        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._num_chars: dict[bytes, int] = {}  # of what each kept one is made of
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | RequestError | None = None
         self._compiler: ThreadPoolExecutor | None = None
@@ -81,28 +102,65 @@ class Grammars:
         vocabulary = self._loaded()
         made = _compiled(vocabulary, wanted, self._tokenizer.special_id)
         with self._lock:
-            self._kept[key] = made
-            if len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)
+            self._kept[key], self._num_chars[key] = made, len(wanted.text)
+            while len(self._kept) > 1 and (len(self._kept) > NUM_KEPT or sum(self._num_chars.values()) > KEPT_CHARS):
+                dropped, _ = self._kept.popitem(last=False)
+                del self._num_chars[dropped]
         return made
 
     def prepare(self, wanted: StructuredOutputsParams) -> Future[LLMatcher]:
-        """Compiles on a thread, one grammar after the other, so that large ones hold up nothing else. Raises
-        QueueFullError if too many wait.
+        """Compiles on a thread, one grammar after the other, so that large ones hold up nothing else. First it tries in
+        another process whether that takes too much time or memory, and refuses what does. Raises QueueFullError if too
+        many wait.
         """
         found: Future[LLMatcher] = Future()
+        key = _key(wanted)
         with self._lock:
-            if (kept := self._kept.get(_key(wanted))) is not None:
+            if (kept := self._kept.get(key)) is not None:
                 found.set_result(kept)
+                return found
+            if (refusal := self._refused.get(key)) is not None:
+                found.set_exception(RequestError(refusal, "structured_outputs"))
                 return found
             if self._num_waiting >= MAX_WAITING:
                 raise QueueFullError(f"{self._num_waiting} grammars wait to be compiled; try again later")
             self._num_waiting += 1
             if self._compiler is None:
                 self._compiler = ThreadPoolExecutor(1, "quire-grammars")
-        found = self._compiler.submit(self.compile, wanted)
+        found = self._compiler.submit(self._tried, wanted)
         found.add_done_callback(self._has_compiled)
         return found
+
+    def _tried(self, wanted: StructuredOutputsParams) -> LLMatcher:
+        """Compiles what takes neither too much time nor too much memory. Remembers what it refuses."""
+        try:
+            self._try(wanted)
+            return self.compile(wanted)
+        except RequestError as error:
+            with self._lock:
+                self._refused[_key(wanted)] = str(error)
+                if len(self._refused) > NUM_KEPT:
+                    self._refused.popitem(last=False)
+            raise
+
+    def _try(self, wanted: StructuredOutputsParams) -> None:
+        self._loaded()
+        try:
+            source = source_of(wanted, self._tokenizer.special_id)
+        except Exception:
+            return  # `compile` says why
+
+        def request(made_of: tuple[Any, ...] | None) -> tuple[Any, ...]:
+            return self._name, made_of, source, LIMITS, MAX_SECONDS
+
+        def whole() -> tuple[Any, ...]:
+            return request((self._tokenizer.to_json(), self._vocab_size, self._eos_token_ids))
+
+        kind, _ = _PROBE.ask(request(None), whole, MAX_SECONDS)
+        if kind in (probe.LARGE, DIED):
+            raise _refused(wanted, f"compiling it takes more than {MAX_BYTES >> 20} MiB of memory")
+        if kind == LATE:
+            raise _refused(wanted, f"compiling it takes more than {MAX_SECONDS:g} s of processor time")
 
     def _has_compiled(self, _: Future[LLMatcher]) -> None:
         with self._lock:
@@ -141,11 +199,18 @@ class Grammars:
             raise QuireError(f"{TOO_COMPLEX}: {_first_line(matcher.get_error())}")
         return words
 
-    def warm(self) -> None:
+    def warm(self, *, tries: bool = False) -> None:
         """Loads the vocabulary on a thread, so that the first request need not wait for it: a quarter of a second for
-        50,000 tokens.
+        50,000 tokens. tries: also starts the process of trials, for `prepare`.
         """
-        threading.Thread(target=self._load, name="quire-vocabulary", daemon=True).start()
+
+        def run() -> None:
+            self._load()
+            if tries:
+                with contextlib.suppress(RequestError):
+                    self._try(StructuredOutputsParams(regex="a"))
+
+        threading.Thread(target=run, name="quire-vocabulary", daemon=True).start()
 
     def _loaded(self) -> LLTokenizer:
         """Raises RequestError for a tokenizer that grammars cannot be for."""
@@ -236,8 +301,9 @@ class GrammarGuide:
         return self._is_complete
 
 
-def _key(wanted: StructuredOutputsParams) -> tuple[Any, ...]:
-    return (wanted.way, wanted.text, wanted.reasoning)
+def _key(wanted: StructuredOutputsParams) -> bytes:
+    text = repr((wanted.way, wanted.text, wanted.reasoning))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def _given(words: Words) -> Mask:

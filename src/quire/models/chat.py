@@ -97,7 +97,7 @@ _REASONS = {
 }
 
 
-_renderer = Child(render.__file__, lambda: (MAX_BYTES,), last=render.MEMORY)
+_renderer = Child(render.__name__, (MAX_BYTES,), last=render.MEMORY)
 _numbers = itertools.count()
 
 

@@ -23,20 +23,52 @@ LATE, DIED = b"t", b"x"
 UNKNOWN = b"u"
 """The kind of an answer to a request that needs what the program does not have: the request is sent again with it."""
 
+_BEGIN = """
+import importlib, socket, sys
+module, number, *sys.path = sys.argv[1:]
+try:
+    importlib.import_module(module).serve(socket.socket(fileno=int(number)))
+except ConnectionError:
+    pass
+"""
+
 PATIENCE = 10.0
 """Wall-clock time of an answer, as a multiple of its processor time, in case other processes use the cores."""
 
 
+def received(connection: socket.socket) -> Any:
+    """The next request, for the program; ends the process if there is none."""
+    size = int.from_bytes(_bytes(connection, 8), "little")
+    return marshal.loads(_bytes(connection, size))
+
+
+def send(connection: socket.socket, kind: bytes, text: str = "") -> None:
+    """Sends the program's answer."""
+    data = text.encode("utf-8", "surrogatepass")
+    connection.sendall(kind + len(data).to_bytes(8, "little") + data)
+
+
+def _bytes(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view, at = memoryview(data), 0
+    while at < count:
+        got = connection.recv_into(view[at:])
+        if not got:
+            raise SystemExit(0)
+        at += got
+    return data
+
+
 class Child:
-    """A program in its own process. It starts at the first request, and again after it ended. One request at a time.
+    """A program in its own process. It starts at the first request, and again after it ended. One request at a time."""
 
-    program  path of the program, which gets the number of a socket
-    greeting the first message to each process
-    """
-
-    def __init__(self, program: str, greeting: Callable[[], tuple[Any, ...]], last: bytes = b"") -> None:
-        """last: the kind of answer after which the program ends."""
-        self._program = program
+    def __init__(self, module: str, greeting: tuple[Any, ...], last: bytes = b"") -> None:
+        """
+        Module    has the program: its `serve` gets a socket
+        greeting  the first message to each process
+        last      the kind of answer after which the program ends
+        """
+        self._module = module
         self._greeting = greeting
         self._last = last
         self._lock = threading.Lock()
@@ -81,7 +113,7 @@ class Child:
         with theirs:
             # In its own session, so that Ctrl-C reaches only us. It ends when our socket is closed. Without `site` it
             # starts faster; it gets our path for what it imports.
-            command = [sys.executable, "-I", "-S", self._program, str(theirs.fileno())]
+            command = [sys.executable, "-I", "-S", "-c", _BEGIN, self._module, str(theirs.fileno()), *sys.path]
             null = subprocess.DEVNULL
             self._process = subprocess.Popen(
                 command,
@@ -93,7 +125,7 @@ class Child:
             )
         self._socket, self._owner = ours, os.getpid()
         with contextlib.suppress(OSError):  # one that is gone already is found out by the request
-            self._send((sys.path, *self._greeting()))
+            self._send(self._greeting)
 
     def _send(self, message: tuple[Any, ...]) -> None:
         assert self._socket is not None
