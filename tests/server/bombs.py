@@ -7,9 +7,12 @@ import re
 
 from hypothesis import strategies as st
 
-from quire.server import cluster_schema, embeddings_schema, prefix_schema, responses_schema, schema
+from quire.server import chat_schema, cluster_schema, embeddings_schema, prefix_schema, responses_schema, schema
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application
+
+
+SCHEMAS = (schema, chat_schema, prefix_schema, cluster_schema, responses_schema, embeddings_schema)
 
 
 def routes():
@@ -27,11 +30,7 @@ def endpoints():
     for path, methods in application(FakeEngine()).openapi()["paths"].items():
         if "requestBody" in methods.get("post", {}):
             name = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-            found[path] = next(
-                getattr(each, name)
-                for each in (schema, prefix_schema, cluster_schema, responses_schema, embeddings_schema)
-                if hasattr(each, name)
-            )
+            found[path] = next(getattr(each, name) for each in SCHEMAS if hasattr(each, name))
     return found
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quire.server.schema import ChatRequest
+from quire.server.chat_schema import ChatRequest
 from quire.server.tooling import Tooling
 from quire.tools.calls import Reasoning, Text
 from quire.tools.reader import AnswerReader

@@ -23,6 +23,7 @@ from quire.server.access import CURRENT as access_of
 from quire.server.access import Access, log
 from quire.server.auth import ApiKeys, Names
 from quire.server.chat import create_chat
+from quire.server.chat_schema import ChatRequest, TokenizeRequest
 from quire.server.cluster import Operator
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.completions import create_completion
@@ -36,7 +37,7 @@ from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.prefixes import drop_prefix, list_prefixes, show_prefix, warm_prefix
 from quire.server.responses import create_response
 from quire.server.responses_schema import ResponsesRequest
-from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from quire.server.schema import CompletionRequest, DetokenizeRequest
 from quire.server.service import Service, shutting_down
 from quire.server.tokens import detokenize, tokenize
 from quire.version import __version__

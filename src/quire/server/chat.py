@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 from quire.server import shapes
 from quire.server.answers import ScoredAnswer, encoded, extend
+from quire.server.chat_schema import ChatRequest, joined
 from quire.server.errors import json_response
 from quire.server.logprobs import Names, chat_logprobs, check_scores, prompt_logprobs
-from quire.server.schema import ChatRequest, joined
-from quire.server.service import Chunks, Job, Service, Usage
+from quire.server.service import Job, Service
 from quire.server.shapes import Items
 from quire.server.tooling import Tooling
+from quire.server.usage import Chunks, Usage
 from quire.server.wire import EventStream, event, unless_disconnected
 from quire.tools.calls import CallArguments, CallBegins, Part, Reasoning, Text
 from quire.tools.reader import AnswerReader

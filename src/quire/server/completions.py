@@ -15,8 +15,9 @@ from quire.server.answers import Bytes, ScoredAnswer, encoded, extend, pieces
 from quire.server.errors import bad_request, json_response
 from quire.server.logprobs import LegacyLogprobs, Names, check_scores, prompt_logprobs
 from quire.server.schema import CompletionRequest
-from quire.server.service import Chunks, Job, Service, Usage
+from quire.server.service import Job, Service
 from quire.server.shapes import Items
+from quire.server.usage import Chunks, Usage
 from quire.server.wire import EventStream, event, unless_disconnected
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from quire.server.auth import is_loopback
 from quire.server.debug_tiers import moves_of, tiers_of
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import hit_rate
-from quire.server.service import Found, Service
+from quire.server.service import Service
+from quire.server.usage import Found
 from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:

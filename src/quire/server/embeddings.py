@@ -24,9 +24,10 @@ from quire.server import shapes
 from quire.server.answers import ScoredAnswer
 from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from quire.server.errors import ApiError, bad_request, encode, json_response
-from quire.server.service import Job, Service, Usage
+from quire.server.service import Job, Service
 from quire.server.shapes import Items
 from quire.server.trained import Pooling
+from quire.server.usage import Usage
 from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:

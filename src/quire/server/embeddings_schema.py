@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quire.server.schema import Model, Prompts
+from quire.server.fields import Prompts
+from quire.server.schema import Model
 
 MAX_TEXTS = 2048
 """Texts of a request, as in OpenAI's API."""

@@ -8,12 +8,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, TypeAdapter
 
 from quire.server import response_shapes, shapes
+from quire.server.chat_schema import ChatRequest, TokenizeRequest
 from quire.server.cluster_schema import DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from quire.server.errors import TYPES
 from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.responses_schema import ResponsesRequest
-from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from quire.server.schema import CompletionRequest, DetokenizeRequest
 
 _REF = "#/components/schemas/"
 _REQUESTS = (

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
+from quire.server.chat_schema import Messages
 from quire.server.errors import bad_request
-from quire.server.schema import TOKEN_SCHEMA, Messages, Model, TemplateVariables, is_token
+from quire.server.fields import TOKEN_SCHEMA, TemplateVariables, is_token
+from quire.server.schema import Model
 
 _FORMS = "Must be a text or a list of token ids, and not empty"
 

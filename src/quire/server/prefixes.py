@@ -25,7 +25,8 @@ from quire.server.answers import encoded, pieces
 from quire.server.debug import check_allowed, limit_of, patient
 from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.prefix_schema import DropRequest, Named, PrefixRequest
-from quire.server.service import Job, Service, Usage
+from quire.server.service import Job, Service
+from quire.server.usage import Usage
 from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from quire.server.errors import ApiError
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.responses_output import Event, Output
 from quire.server.responses_schema import FunctionTool, ResponsesRequest
-from quire.server.service import Job, Service, Usage
+from quire.server.service import Job, Service
 from quire.server.shapes import ScoredToken
 from quire.server.tooling import Tooling
+from quire.server.usage import Usage
 from quire.server.wire import EventStream, unless_disconnected
 from quire.tools.calls import Reasoning, Text
 from quire.tools.reader import AnswerReader

@@ -8,21 +8,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.engine.structured import StructuredOutputsParams
+from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CalledFunction, check_tools
 from quire.server.errors import bad_request
-from quire.server.schema import (
-    FUNCTION_NAME,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOOLS,
-    CalledFunction,
-    Metadata,
-    Model,
-    OnlyFalse,
-    TemplateVariables,
-    Tuning,
-    Unsupported,
-    check_tools,
-)
+from quire.server.fields import Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.schema import Model, Tuning
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 Ignored = Annotated[Any, Field(description="Accepted and not used.")]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.chat_schema import TokenizeRequest
 from quire.server.errors import json_response
-from quire.server.schema import DetokenizeRequest, TokenizeRequest
+from quire.server.schema import DetokenizeRequest
 from quire.server.service import Service
 from quire.server.shapes import Text, Tokens
 

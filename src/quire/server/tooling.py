@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from quire.engine.grammars import term_of
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.server.chat_schema import ChatRequest
 from quire.server.protocol import Engine, Tokenizer
 from quire.server.responses_schema import ResponsesRequest
-from quire.server.schema import ChatRequest, refused_as
+from quire.server.schema import refused_as
 from quire.tools.calls import Tool
 from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of

@@ -1,0 +1,339 @@
+"""The requests that have conversations and tools, field by field; see `schema`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from quire.engine.params import MAX_LOGPROBS
+from quire.server.errors import bad_request
+from quire.server.fields import Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.schema import Model, Sampling
+from quire.tools.calls import EMPTY, Tool, ToolChoice
+
+MAX_MESSAGES = 16384
+"""As many messages as a context of 65,536 tokens can hold, with at least four tokens each."""
+
+MAX_TOOLS, MAX_CALLS = 128, 128
+"""Tools of a request, and calls of an earlier answer."""
+
+MAX_PARTS = 1024
+"""Parts of one message. Clients send one per paragraph or document."""
+
+MAX_MODALITIES = 8
+"""Number of names. OpenAI has two modalities."""
+
+
+class TextPart(Model):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("=string")]
+    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("=parts")],
+    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+]
+
+
+class CalledFunction(Model):
+    """What an earlier answer called. arguments: JSON text."""
+
+    name: str
+    arguments: str
+
+    def parsed(self) -> Any:
+        """The arguments as chat templates take them: an object, or the text if it is none."""
+        try:
+            found = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
+
+
+class MadeCall(Model):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int, Field(ge=0)] | None = Field(None, description="As in streamed calls; not used.")
+
+
+MadeCalls = Annotated[list[MadeCall], Field(fail_fast=True, max_length=MAX_CALLS)]
+NoItems = Annotated[list[Any], Field(max_length=0)]
+
+
+class BaseMessage(Model):
+    """What messages of all roles have in common."""
+
+    name: str | None = None
+
+    refusal: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message in the form of chat templates."""
+        return {} if self.name is None else {"name": self.name}
+
+
+def joined(content: str | list[TextPart] | None) -> str:
+    """Content as one text, with parts joined by newlines."""
+    return content or "" if not isinstance(content, list) else "\n".join(part.text for part in content)
+
+
+class GivenMessage(BaseMessage):
+    """What somebody says to the model. `developer` means `system`, because the served models know only that role."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]  # the last two are messages of other classes
+    content: Content
+
+    annotations: Unsupported = None
+    tool_calls: Unsupported = None
+    tool_call_id: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """See BaseMessage."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": joined(self.content), **super().for_template()}
+
+
+class AssistantMessage(BaseMessage):
+    """An earlier answer, as servers give it."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: MadeCalls | None = None
+    annotations: NoItems | None = None
+    tool_call_id: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """See BaseMessage."""
+        calls = [
+            {"id": call.id, "type": "function",
+             "function": {"name": call.function.name, "arguments": call.function.parsed()}}
+            for call in self.tool_calls or ()
+        ]  # fmt: skip
+        message: dict[str, Any] = {"role": "assistant", "content": joined(self.content), **super().for_template()}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        return message | {"tool_calls": calls} if calls else message
+
+
+class ToolMessage(BaseMessage):
+    """What a tool that an answer called has said."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+    annotations: Unsupported = None
+    tool_calls: Unsupported = None
+
+    def for_template(self) -> dict[str, Any]:
+        """See BaseMessage."""
+        message = {"role": "tool", "content": joined(self.content), "tool_call_id": self.tool_call_id}
+        return message | super().for_template()
+
+
+def _kind_of_message(value: Any) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return f"={role}" if role in ("assistant", "tool") else "=given"
+
+
+Message = Annotated[
+    Annotated[GivenMessage, Tag("=given")]
+    | Annotated[AssistantMessage, Tag("=assistant")]
+    | Annotated[ToolMessage, Tag("=tool")],
+    Discriminator(_kind_of_message),
+]
+
+
+def check_continued(messages: list[Any] | None, opens: bool | None, continues: bool | None) -> None:
+    """Raises ApiError 400 if the last message is to be gone on with and cannot be."""
+    if continues and opens:
+        message = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+        raise bad_request(message, "continue_final_message")
+    if continues and (not messages or messages[-1].role != "assistant" or not joined(messages[-1].content)):
+        message = "'continue_final_message' needs an assistant's last message with text"
+        raise bad_request(message, "continue_final_message")
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+class Function(Model):
+    """A function that the caller can run."""
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; null: no parameters.")
+    strict: bool | None = Field(None, description="Whether arguments fit the schema also where calls are optional.")
+
+
+class ToolParam(Model):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def tool(self) -> Tool:
+        """Without what JSON needs."""
+        given = self.function
+        parameters = EMPTY if given.parameters is None else given.parameters
+        return Tool(given.name, given.description or "", parameters, bool(given.strict))
+
+
+def check_tools(names: list[str], named: str | None, choice: Any) -> None:
+    """Raises ApiError 400 for tools that contradict each other, or their choice.
+
+    named   the tool that must be called; None: none is named
+    choice  as it was given
+    """
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise bad_request(f"'tools' has {twice!r} twice", "tools")
+    if choice not in (None, "none", "auto") and not names:
+        raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
+    if named is not None and named not in names:
+        raise bad_request(f"'tool_choice' names {named!r}, which is not in 'tools'", "tool_choice")
+
+
+class NamedFunction(Model):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Model):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _kind_of_choice(value: Any) -> str:
+    return "=word" if isinstance(value, str) else "=tool"
+
+
+ToolChoiceParam = (
+    Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[NamedTool, Tag("=tool")],
+        Discriminator(_kind_of_choice),
+    ]
+    | None
+)
+
+
+class ChatRequest(Sampling):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="The older name of max_completion_tokens."
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=MAX_MODALITIES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Extension.")
+    echo: bool | None = Field(None, description="Extension: begin the answer with the last message, an assistant's.")
+    add_generation_prompt: bool | None = Field(None, description="Extension: begin an answer (default).")
+    continue_final_message: bool | None = Field(
+        None, description="Extension: go on with the last message, an assistant's, in place of beginning an answer."
+    )
+    include_reasoning: bool | None = Field(None, description="Extension: split reasoning off the answer (default).")
+
+    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoiceParam = None
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls (default).")
+    chat_template_kwargs: TemplateVariables = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: OnlyFalse = None
+    metadata: Metadata | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+    safety_identifier: str | None = Field(None, description="Accepted and not used.")
+
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one of them", "max_tokens")
+        check_continued(self.messages, self.add_generation_prompt, self.continue_final_message)
+        last = self.messages[-1].role
+        if self.echo and not (last == "assistant" and (self.continue_final_message or not self.opens)):
+            raise bad_request("'echo' needs an assistant's last message that the answer goes on with", "echo")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "'prompt_logprobs' is not supported when 'stream' is true"
+            raise bad_request(message, "prompt_logprobs", "unsupported_value")
+        names = [tool.function.name for tool in self.tools or ()]
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        check_tools(names, named, self.tool_choice)
+        return self
+
+    @property
+    def opens(self) -> bool:
+        """Whether the prompt ends with the beginning of an answer."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    @property
+    def chosen(self) -> ToolChoice:
+        """Whether the answer may or must call, and what."""
+        parallel = self.parallel_tool_calls is not False
+        match self.tool_choice:
+            case NamedTool(function=NamedFunction(name=name)):
+                return ToolChoice("required", name, parallel=False)
+            case "required":
+                return ToolChoice("required", parallel=parallel)
+            case "none":
+                return ToolChoice("none")
+        return ToolChoice("auto" if self.tools else "none", parallel=parallel)
+
+
+class TokenizeRequest(Model):
+    """The body of POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: TemplateVariables = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeRequest:
+        for name in ("continue_final_message", "tools"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise bad_request(f"{name!r} is only allowed with 'messages'", name)
+        check_continued(self.messages, self.add_generation_prompt, self.continue_final_message)
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either 'prompt' or 'messages'", "prompt")
+        if self.prompt is not None and self.add_generation_prompt is not None:
+            raise bad_request("'add_generation_prompt' is only allowed with 'messages'", "add_generation_prompt")
+        if self.messages is not None and self.add_special_tokens is not None:
+            message = "'add_special_tokens' is only allowed with 'prompt'; chat templates add special tokens themselves"
+            raise bad_request(message, "add_special_tokens")
+        return self

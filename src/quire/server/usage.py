@@ -1,0 +1,86 @@
+"""Token counts: of a request, of a tenant, and what chunks of a stream say of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from quire.engine.outputs import RequestOutput
+from quire.server import shapes
+from quire.server.schema import StreamOptions
+from quire.server.wire import DONE, event
+
+
+@dataclass
+class Found:
+    """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once.
+
+    by_tier  the cached ones by where they were
+    """
+
+    cached: int = 0
+    computed: int = 0
+    by_tier: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    pinned_tokens: int | None = None
+    kept_tokens: float | None = None
+
+    def saw(self, item: RequestOutput) -> None:
+        """Adds the cache counts from the first item of a prompt."""
+        self.cached_tokens += item.num_cached_tokens or 0
+        for tier, num_tokens in item.cached_by_tier.items():
+            self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + num_tokens
+        if item.num_pinned_tokens is not None:
+            self.pinned_tokens = (self.pinned_tokens or 0) + item.num_pinned_tokens
+        if item.kept_fraction is not None:
+            self.kept_tokens = (self.kept_tokens or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
+
+    def as_dict(self) -> shapes.Usage:
+        """The `usage` object of an answer."""
+        details: shapes.Details = {
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_by_tier": dict(self.cached_by_tier),
+        }
+        if self.pinned_tokens is not None:
+            details["pinned_tokens"] = self.pinned_tokens
+        if self.kept_tokens is not None:
+            details["kept_fraction"] = round(self.kept_tokens / self.prompt_tokens, 4)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": details,
+        }
+
+
+class Chunks:
+    """What all chunks of one streamed answer have, and the last one."""
+
+    def __init__(self, head: shapes.Head, usage: Usage, options: StreamOptions | None) -> None:
+        self._usage = usage
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._include = options is not None and bool(options.include_usage)
+        self._last_head = head
+        self._head: shapes.ChunkHead = {**head, "usage": None}
+        if not self._include:
+            del self._head["usage"]
+
+    def head(self) -> shapes.ChunkHead:
+        """What the next chunk has besides its choices."""
+        return {**self._head, "usage": self._usage.as_dict()} if self._continuous else self._head
+
+    def end(self) -> bytes:
+        """Usage, if it was asked for, and the end of the stream."""
+        if not self._include:
+            return DONE
+        last: shapes.UsageChunk = {**self._last_head, "choices": [], "usage": self._usage.as_dict()}
+        return event(last) + DONE
