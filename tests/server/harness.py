@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import json
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -68,6 +70,29 @@ async def real_server(
         async with asyncio.timeout(10):
             while (stats := llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
                 await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def turns() -> AsyncIterator[list[float]]:
+    """The processor time that the event loop's thread took each time before others had their turn, whatever else the
+    machine does. Without garbage collection, whose time depends on what earlier tests have left.
+    """
+    found: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            begun = time.thread_time()
+            await asyncio.sleep(0.001)
+            found.append(time.thread_time() - begun)
+
+    gc.collect()
+    gc.disable()
+    task = asyncio.ensure_future(watch())
+    try:
+        yield found
+    finally:
+        task.cancel()
+        gc.enable()
 
 
 def asgi_http(app: Any) -> Any:
