@@ -1,10 +1,18 @@
 """The real, unmodified `openai` package with the server."""
 
+import json
+from contextlib import asynccontextmanager
+from typing import Annotated, Literal
+
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, Field, TypeAdapter
 
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import CHAT, openai_client
+from tests.server.harness import CHAT, asgi_http, named_events, openai_client, real_server
+from tests.server.test_responses import TOOLS
+from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.anyio
 
@@ -106,3 +114,91 @@ async def test_keys(tmp_path):
         assert (await api.models.list()).data
         with pytest.raises(openai.AuthenticationError):
             await api.with_options(api_key="other").models.list()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with room for tools in a vocabulary of bytes."""
+    return str(save_tiny(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+class Pet(BaseModel):
+    kind: Literal["cat", "dog"]
+    is_old: bool
+    age: Annotated[int, Field(ge=0, le=20)]
+
+
+class Adopt(BaseModel):
+    """Takes a pet home."""
+
+    kind: Literal["cat", "dog"]
+
+
+@asynccontextmanager
+async def real_client(folder):
+    """The client of a server with a real model, and the model's name."""
+    async with real_server(folder) as (_, app, _):
+        http = asgi_http(app)
+        async with openai.AsyncOpenAI(
+            api_key="none", base_url="http://localhost/v1", http_client=http, max_retries=0
+        ) as api:
+            yield api, (await api.models.list()).data[0].id
+
+
+async def test_answers_are_parsed_as_the_class_that_was_asked_for(folder, seed):
+    asked = {"messages": [{"role": "user", "content": "A pet."}], "response_format": Pet, "seed": seed}
+    async with real_client(folder) as (api, model):
+        answer = await api.chat.completions.parse(model=model, **asked, temperature=1)
+        pet = answer.choices[0].message.parsed
+        assert isinstance(pet, Pet)
+        async with api.chat.completions.stream(model=model, **asked, temperature=1) as stream:
+            kinds = {event.type async for event in stream}
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == pet and {"content.delta", "content.done"} <= kinds
+
+
+async def test_arguments_are_parsed_as_the_class_of_the_tool(folder, seed):
+    asked = {"messages": [{"role": "user", "content": "A pet."}], "tools": [openai.pydantic_function_tool(Adopt)]}
+    asked |= {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed, "temperature": 1}
+    async with real_client(folder) as (api, model):
+        answer = await api.chat.completions.parse(model=model, **asked)
+        (call,) = answer.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Adopt)
+        async with api.chat.completions.stream(model=model, **asked) as stream:
+            parsed = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+        assert [event.parsed_arguments for event in parsed] == [call.function.parsed_arguments]
+
+
+async def test_responses_are_parsed_whole_and_streamed(folder, seed):
+    async with real_client(folder) as (api, model):
+        asked = {"model": model, "input": "A pet.", "text_format": Pet, "temperature": 1, "extra_body": {"seed": seed}}
+        whole = await api.responses.parse(**asked)
+        assert isinstance(whole.output_parsed, Pet)
+        async with api.responses.stream(**asked) as stream:
+            text = "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+            final = await stream.get_final_response()
+        assert final.output_parsed == whole.output_parsed == Pet.model_validate_json(text)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"top_logprobs": 2},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"text": {"format": {"type": "json_object"}}, "max_output_tokens": 3},
+    ],
+    ids=["text", "scores", "calls", "cut off"],
+)
+async def test_responses_and_their_events_are_openais_types(folder, more, seed):
+    """Strictly: no required field is missing, and none has a value of another type."""
+    body = {"input": "Go.", "max_output_tokens": 60, "temperature": 1, "seed": seed} | more
+    async with real_server(folder) as (_, _, http):
+        whole = await http.post("/v1/responses", json=body)
+        assert whole.status_code == 200, whole.text
+        sent = named_events((await http.post("/v1/responses", json=body | {"stream": True})).text)
+    TypeAdapter(Response).validate_json(whole.text, strict=True)
+    adapter = TypeAdapter(Annotated[ResponseStreamEvent, Field(discriminator="type")])
+    for event in sent:
+        adapter.validate_json(json.dumps(event), strict=True)
+    assert sent[-1]["response"]["status"] in ("completed", "incomplete")
