@@ -11,7 +11,6 @@ from quire.server import chat_schema, cluster_schema, embeddings_schema, prefix_
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application
 
-
 SCHEMAS = (schema, chat_schema, prefix_schema, cluster_schema, responses_schema, embeddings_schema)
 
 

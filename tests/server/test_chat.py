@@ -80,6 +80,11 @@ async def test_logprobs_hold_token_bytes_and_alternatives():
     assert content[0]["top_logprobs"] == []
 
 
+@pytest.mark.parametrize("given", [{"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}, {"logprobs": False}])
+async def test_no_alternatives_may_be_asked_for_where_there_are_no_logprobs(given):
+    assert (await post(CHAT | given | {"max_tokens": 1}))["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"n": 3}, {"stop": "🌍"}, {"logprobs": True, "top_logprobs": 1}, {"max_tokens": 17, "n": 2, "seed": 1}],

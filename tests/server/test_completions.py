@@ -2,6 +2,8 @@
 
 import pytest
 
+from quire.models.resolve import resolve_model
+from quire.models.tokenizer import load_tokenizer
 from tests.server.fake_engine import BOS, FakeEngine
 from tests.server.harness import CHAT, TEXT, client, error_of, events
 
@@ -125,6 +127,18 @@ async def test_text_offset_counts_the_special_tokens_that_a_written_prompt_has()
         assert all(
             choice["text"][offset:].startswith(each) for each, offset in list(zip(tokens, offsets, strict=True))[1:]
         )
+
+
+async def test_text_offset_of_a_written_conversation_is_where_its_tokens_are():
+    """With the tokenizer of SmolLM2, whose tokens <|im_start|> and <|im_end|> are special."""
+    engine = FakeEngine()
+    engine.tokenizer = load_tokenizer(resolve_model("smollm2"))
+    engine.shape.vocab_size = engine.tokenizer.vocab_size
+    prompt = "<|im_start|>user\nhi<|im_end|>\n"
+    (choice,) = (await post({"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 0}, engine))["choices"]
+    assert choice["text"] == prompt
+    assert choice["logprobs"]["tokens"] == ["<|im_start|>", "user", "\n", "hi", "<|im_end|>", "\n"]
+    assert choice["logprobs"]["text_offset"] == [0, 12, 16, 17, 19, 29]
 
 
 async def test_text_offset_counts_characters_not_tokens():

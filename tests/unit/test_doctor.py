@@ -37,6 +37,20 @@ def test_a_home_that_cannot_be_written_is_a_fault(
     assert "FAIL  cache folder" in capsys.readouterr().out
 
 
+def test_a_machine_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (fault,) = [line for line in lines if line.startswith("FAIL")]
+    assert "there is no home: set XDG_CACHE_HOME" in fault and len(lines) > 3
+
+
 def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = doctor.importlib.util.find_spec
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))

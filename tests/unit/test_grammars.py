@@ -22,12 +22,15 @@ from quire.engine import probe, schemas
 from quire.engine.grammars import GrammarGuide, Grammars
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.llm import gather
 from quire.models.child import Child
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 
 from ..engines import generate, make_engine
+from ..stores import put_store
 from ..tiny_models import BYTE_VOCAB, save_tiny
+from ..toy_store import ToyStore
 from .test_guides import CACHES, SHAPE
 
 SCHEMA = {
@@ -257,6 +260,32 @@ def test_answers_of_preempted_sequences_fit_and_are_the_same(seed: int) -> None:
     for answer in answers:
         found = json.loads(bytes(token for token in answer if token < 256))
         assert 12 <= len(found) <= 14 and all(8 <= len(each) <= 12 for each in found)
+
+
+def test_answers_of_swapped_sequences_fit_and_are_the_same(seed: int) -> None:
+    """A swapped sequence comes back with its tokens, of which some were forced."""
+    items = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{8,12}$"}, "minItems": 9, "maxItems": 9}
+    params = SamplingParams(max_tokens=300, temperature=1.0, seed=seed, structured_outputs={"json": items})
+    prompt = [7] * 90
+    (expected,) = generate(make_engine(), [prompt], params)
+    engine = put_store(make_engine(), ToyStore(seed, delay=0.0))
+    (sequence,) = engine.add("0", None, prompt, params).sequences
+    collected: dict[str, Any] = {}
+    num_swaps = 0
+    while engine.has_work:
+        for delta in engine.step():
+            gather(collected, delta)
+        is_due = sequence.num_generated > 20 * (num_swaps + 1) and sequence.path.transfer is None
+        if is_due and sequence in engine.scheduler.running:
+            engine.scheduler.preempt(sequence)
+            num_swaps += 1
+            assert sequence.swapped is not None
+    assert num_swaps >= 3
+    counts = engine.scheduler.manager.fetching.counts
+    assert counts.swapped_in == counts.swapped_out > 0
+    found = collected["0"].outputs[0].token_ids
+    assert found == expected and len(json.loads(bytes(token for token in found if token < 256))) == 9
+    assert engine.holds_nothing
 
 
 @pytest.mark.parametrize("way", WAYS)
