@@ -11,17 +11,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import sys
 import time
 import traceback
 import urllib.request
 from collections.abc import Callable
+from typing import Literal
 
 import openai
+import pydantic
 
 MODEL = "smollm2"
 MESSAGES = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "What is paper made of? 📜"}]
 TEXT = "Paper is made of wood, and a book is made of"
+
+
+class Sheet(pydantic.BaseModel):
+    """A sheet of paper."""
+
+    size: Literal["A3", "A4", "A5"]
+    is_white: bool
 
 
 class Checks:
@@ -158,10 +168,17 @@ class Checks:
     def errors(self) -> str:
         """Refusals arrive as the package's exceptions, streaming or not, with the parameter's name."""
         good = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 4}
-        tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+        tool = {"type": "function", "function": {"name": "look up", "parameters": {"type": "object", "properties": {}}}}
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"uniqueItems": True}}}
         cases: list[tuple[dict, type[openai.APIStatusError], str | None, str]] = [
             ({"model": "gpt-4"}, openai.NotFoundError, "model", "model_not_found"),
-            ({"tools": [tool]}, openai.BadRequestError, "tools", "unsupported_parameter"),
+            ({"tools": [tool]}, openai.BadRequestError, "tools[0].function.name", "invalid_value"),
+            (
+                {"response_format": schema},
+                openai.BadRequestError,
+                "response_format.json_schema.schema",
+                "invalid_value",
+            ),
             ({"temperature": 9}, openai.BadRequestError, "temperature", "invalid_value"),
             ({"temperature": "hot"}, openai.BadRequestError, "temperature", "invalid_type"),
             ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature", "unknown_parameter"),
@@ -180,13 +197,40 @@ class Checks:
                     assert (error.param, error.code) == (param, code), (error.param, error.code, change)
                 else:
                     raise AssertionError(f"accepted {list(change)}")
-        try:
-            self.api.embeddings.create(model=MODEL, input="paper")
-        except openai.NotFoundError as error:
-            assert error.code == "unknown_url"
-        else:
-            raise AssertionError("embeddings were answered")
-        return f"{2 * len(cases) + 1} refusals by name"
+        return f"{2 * len(cases)} refusals by name"
+
+    def structures(self) -> str:
+        """Answers as a class, and a call with the arguments of one, whole and streamed."""
+        given = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
+        sheet = self.chat.parse(**given, response_format=Sheet).choices[0].message.parsed
+        assert isinstance(sheet, Sheet), sheet
+        with self.chat.stream(**given, response_format=Sheet) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == sheet
+        tools = {"tools": [openai.pydantic_function_tool(Sheet)], "tool_choice": "required"}
+        (call,) = self.chat.parse(**given, **tools, parallel_tool_calls=False).choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Sheet), call
+        return f"{sheet!r}, called with {call.function.arguments}"
+
+    def responses(self) -> str:
+        """The newer endpoint: text, whole and streamed, and a class."""
+        given = {"model": MODEL, "input": "What is paper made of?", "temperature": 0}
+        whole = self.api.responses.create(**given, max_output_tokens=16)
+        with self.api.responses.stream(**given, max_output_tokens=16) as stream:
+            text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == whole.output_text and whole.usage.output_tokens <= 16
+        sheet = self.api.responses.parse(**given, text_format=Sheet).output_parsed
+        assert isinstance(sheet, Sheet), sheet
+        return f"{whole.usage.output_tokens} tokens, the same streamed; {sheet!r}"
+
+    def embeddings(self) -> str:
+        """Vectors of length one, the same as numbers and as the package asks for them."""
+        texts = ["paper", "a quire of paper"]
+        packed = self.api.embeddings.create(model=MODEL, input=texts).data
+        plain = self.api.embeddings.create(model=MODEL, input=texts, encoding_format="float").data
+        for one, other in zip(packed, plain, strict=True):
+            assert math.isclose(math.hypot(*one.embedding), 1, abs_tol=1e-3)
+            assert max(abs(a - b) for a, b in zip(one.embedding, other.embedding, strict=True)) < 1e-5
+        return f"{len(packed)} of {len(packed[0].embedding)} numbers"
 
     def concurrent(self) -> str:
         """The asynchronous client with twelve requests at once, half of them streams."""
@@ -246,6 +290,9 @@ def main() -> int:
         ("completions, whole and streamed", checks.completions),
         ("echo and logprobs", checks.scoring),
         ("errors", checks.errors),
+        ("structures and tools", checks.structures),
+        ("responses", checks.responses),
+        ("embeddings", checks.embeddings),
         ("async client", checks.concurrent),
         ("leaving a stream", checks.leaving),
     ]

@@ -1,8 +1,11 @@
 """Runs real, unmodified clients against `quire serve smollm2`. scripts/clients.sh installs them and runs this.
 
-    python benchmarks/clients/run.py [--clients DIR] [--vllm DIR] [--logs DIR] [--only openai,lm-eval,guidellm,vllm]
+    python benchmarks/clients/run.py [--clients DIR] [--frameworks DIR] [--vllm DIR] [--logs DIR] [--only openai,...]
 
-openai     the package: chat, completions, streams, logprobs, n, errors, closing (check_openai.py)
+openai     the package: chat, completions, streams, logprobs, n, errors, forms, tools, responses, embeddings, closing
+           (check_openai.py)
+instructor, langchain, llamaindex
+           classes as answers, tools, streams, both endpoints of chats, embeddings (check_frameworks.py)
 lm-eval    three small tasks over token-id prompts (tasks/): choices scored with echo and logprobs; whole texts; greedy
            answers, also over chat. Its results must equal those that `quire.LLM` computes here from the same questions
 guidellm   a short benchmark each of completions and chat: every request succeeds, with the requested number of tokens
@@ -14,6 +17,7 @@ Prints client, check and result. The exit status is 1 if anything failed. Nothin
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -38,6 +42,7 @@ from quire.models.gguf_file import read_header  # noqa: E402
 from quire.models.vocabulary import from_gguf  # noqa: E402
 
 MODEL = "smollm2"
+FRAMEWORKS = ("instructor", "langchain", "llamaindex")
 TASKS = HERE / "tasks"
 CLIENT_SECONDS = 600
 OPTIONS = {"cache.memory": "512MiB"}
@@ -102,8 +107,8 @@ def save_tokenizer(folder: Path) -> None:
 class Clients:
     """The clients, each a method that runs it against the server and returns rows."""
 
-    def __init__(self, bin_folder: Path, vllm: Path, logs: Path, url: str) -> None:
-        self.bin, self.vllm, self.logs, self.url = bin_folder, vllm, logs, url
+    def __init__(self, bin_folder: Path, frameworks: Path, vllm: Path, logs: Path, url: str) -> None:
+        self.bin, self.frameworks, self.vllm, self.logs, self.url = bin_folder, frameworks, vllm, logs, url
         self.tokenizer = logs / "tokenizer"
         self.environment = {
             "HF_HUB_OFFLINE": "1",
@@ -115,8 +120,16 @@ class Clients:
 
     def openai(self) -> list[Row]:
         """The package's own checks, one row each."""
-        log = self.logs / "openai.log"
-        command = [self.bin / "python", HERE / "check_openai.py", f"{self.url}/v1"]
+        return self._checked("openai", [self.bin / "python", HERE / "check_openai.py", f"{self.url}/v1"])
+
+    def framework(self, name: str) -> list[Row]:
+        """The checks of a framework, one row each."""
+        python = self.frameworks / "bin" / "python"
+        return self._checked(name, [python, HERE / "check_frameworks.py", name, f"{self.url}/v1"])
+
+    def _checked(self, name: str, command: Sequence[object]) -> list[Row]:
+        """Runs a script that prints its checks."""
+        log = self.logs / f"{name}.log"
         ended: ClientError | None = None
         try:
             output = run_client(command, log, self.environment)
@@ -125,7 +138,7 @@ class Clients:
         rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"what"')]
         if not rows or (ended is not None and all(row["ok"] for row in rows)):
             raise ended or ClientError(f"no check ran, see {log}")
-        return [("openai", row["what"], row["result"], row["ok"]) for row in rows]
+        return [(name, row["what"], row["result"], row["ok"]) for row in rows]
 
     def lm_eval(self) -> list[Row]:
         """Runs the tasks. `compare_with_library` judges the results."""
@@ -330,9 +343,11 @@ def main() -> int:
     """Starts the server, runs the clients in turn, stops it, compares, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=Path, default=ROOT / ".peers/clients", help="their virtual environment")
+    parser.add_argument("--frameworks", type=Path, default=ROOT / ".peers/frameworks", help="theirs")
     parser.add_argument("--vllm", type=Path, default=ROOT / ".peers/vllm", help="vLLM's virtual environment")
     parser.add_argument("--logs", type=Path, default=ROOT / ".peers/logs/clients", help="emptied first")
-    parser.add_argument("--only", default="openai,lm-eval,guidellm,vllm", help="clients, comma-separated")
+    every = ",".join(["openai", *FRAMEWORKS, "lm-eval", "guidellm", "vllm"])
+    parser.add_argument("--only", default=every, help=f"clients, comma-separated (default: {every})")
     args = parser.parse_args()
     # Ending this script also ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -352,9 +367,10 @@ def main() -> int:
     def with_server() -> list[Row]:
         save_tokenizer(args.logs / "tokenizer")
         with server(args.logs / "server.log") as url:
-            clients = Clients(args.clients / "bin", args.vllm, args.logs, url)
+            clients = Clients(args.clients / "bin", args.frameworks, args.vllm, args.logs, url)
             table = {
                 "openai": clients.openai,
+                **{name: functools.partial(clients.framework, name) for name in FRAMEWORKS},
                 "lm-eval": clients.lm_eval,
                 "guidellm": clients.guidellm,
                 "vllm": clients.vllm_bench,
