@@ -243,6 +243,10 @@ CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": 
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "null"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {
             "name": "a", "parameters": {"propertyNames": {}}}}]}, "tools[0].function.parameters", "propertyNames"),
+        ({"tool_choice": "required", "tools": [TOOLS[0], {"type": "function", "function": {
+            "name": "a", "parameters": {"type": "string"}}}]}, "tools[1].function.parameters", "Unsatisfiable"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {
+            "name": "a", "parameters": {"allOf": 3}}}]}, "tools[0].function.parameters", "allOf"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_with_tools_is_named(more, param, said):

@@ -226,6 +226,20 @@ def test_answers_that_must_call_do_with_valid_arguments(
 
 
 @pytest.mark.parametrize("name", EVERY)
+def test_arguments_are_an_object_whatever_else_the_parameters_allow(grammars: Grammars, name: str) -> None:
+    parameters = {"type": ["null", "object"], "properties": {"a": {"$ref": "#/$defs/word"}}, "required": ["a"],
+                  "$defs": {"word": {"enum": ["x"]}}, "additionalProperties": False}  # fmt: skip
+    grammar = EVERY[name].grammar([Tool("add", parameters=parameters)], ToolChoice("required"), lambda text: None)
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
+    for arguments, is_right in (('{"a": "x"}', True), ("null", False), ('{"a": "y"}', False)):
+        ids, copy = (
+            grammars._tokenizer.encode(EVERY[name].write([Call("", "add", arguments)]), False),
+            matcher.deep_copy(),
+        )
+        assert (copy.try_consume_tokens(ids) == len(ids)) == is_right, arguments
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_answers_that_may_call_say_anything_or_call_with_valid_arguments(
     grammars: Grammars, name: str, seed: int
 ) -> None:

@@ -81,7 +81,7 @@ async def _tooling(engine: Engine, body: ResponsesRequest) -> Tooling:
 
 async def _is_honoured(engine: Engine, tool: FunctionTool) -> bool:
     try:
-        await engine.check_structure(StructuredOutputsParams(json=tool.tool().parameters))
+        await engine.check_structure(StructuredOutputsParams(json=tool.tool().arguments))
     except RequestError:
         return False
     return True

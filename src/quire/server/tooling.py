@@ -88,7 +88,7 @@ class Tooling:
         """The error of the first tool whose parameters cannot be honoured; None if all can."""
         for param, tool in zip(self.params, self.tools, strict=True):
             try:
-                await engine.check_structure(StructuredOutputsParams(json=tool.parameters))
+                await engine.check_structure(StructuredOutputsParams(json=tool.arguments))
             except RequestError as error:
                 return refused_as(error, param)
         return None

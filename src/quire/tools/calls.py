@@ -25,6 +25,14 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=lambda: EMPTY)
     strict: bool = False
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The schema of the arguments. They are an object, whatever the parameters say: others are not satisfiable."""
+        given, conditions = self.parameters.get("type", "object"), self.parameters.get("allOf", [])
+        if given == "object" or not isinstance(conditions, list):
+            return {"type": "object", **self.parameters}
+        return {**self.parameters, "type": "object", "allOf": [*conditions, {"type": given}]}
+
     def for_template(self) -> dict[str, Any]:
         """As chat templates take it."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}

@@ -128,8 +128,8 @@ class ToolFormat:
         return [json.dumps(piece) if token_id is None else f"<[{token_id}]>" for piece, token_id in ids]
 
     def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
-        given = tool.parameters if choice.mode == "required" or tool.strict else {}
-        schema = json.dumps(schemas.written({"type": "object", **given}))
+        given = tool.arguments if choice.mode == "required" or tool.strict else {"type": "object"}
+        schema = json.dumps(schemas.written(given))
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{self.key}": ')
         return f'call_{place}: {head} arguments_{place} "}}"\narguments_{place}: %json {schema}'
 
