@@ -21,8 +21,9 @@ from quire.engine import grammars as grammars_module
 from quire.engine import probe, schemas
 from quire.engine.grammars import GrammarGuide, Grammars
 from quire.engine.structured import StructuredOutputsParams
-from quire.errors import RequestError
+from quire.errors import QueueFullError, RequestError
 from quire.llm import gather
+from quire.models import child
 from quire.models.child import Child
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
@@ -405,6 +406,18 @@ def test_a_process_of_trials_that_was_killed_is_replaced() -> None:
         assert grammars.prepare(StructuredOutputsParams(**WAYS[way])).result() is not None
         grammars_module._PROBE._process.kill()
         grammars_module._PROBE._process.wait()
+
+
+def test_a_trial_without_an_answer_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    wanted = StructuredOutputsParams(**WAYS["json"])
+    for kind in (child.LATE, child.DIED):
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars_module._PROBE, "ask", lambda request, whole, kind=kind: (kind, ""))
+            with pytest.raises(QueueFullError, match="try again later"):
+                grammars.prepare(wanted).result()
+    assert grammars.prepare(wanted).result() is not None
 
 
 def test_grammars_are_kept_by_their_number_and_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:

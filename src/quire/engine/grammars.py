@@ -144,6 +144,7 @@ class Grammars:
             raise
 
     def _try(self, wanted: StructuredOutputsParams) -> None:
+        """Raises RequestError for what takes too much time or memory, and QueueFullError if that cannot be tried."""
         self._loaded()
         try:
             source = source_of(wanted, self._tokenizer.special_id)
@@ -156,11 +157,13 @@ class Grammars:
         def whole() -> tuple[Any, ...]:
             return request((self._tokenizer.to_json(), self._vocab_size, self._eos_token_ids))
 
-        kind, _ = _PROBE.ask(request(None), whole, MAX_SECONDS)
-        if kind in (probe.LARGE, DIED):
+        kind, _ = _PROBE.ask(request(None), whole)
+        if kind == probe.LARGE:
             raise _refused(wanted, f"compiling it takes more than {MAX_BYTES >> 20} MiB of memory")
-        if kind == LATE:
+        if kind == probe.SLOW:
             raise _refused(wanted, f"compiling it takes more than {MAX_SECONDS:g} s of processor time")
+        if kind in (LATE, DIED):
+            raise QueueFullError("the process that tries grammars has not answered; try again later")
 
     def _has_compiled(self, _: Future[LLMatcher]) -> None:
         with self._lock:
@@ -207,7 +210,7 @@ class Grammars:
         def run() -> None:
             self._load()
             if tries:
-                with contextlib.suppress(RequestError):
+                with contextlib.suppress(RequestError, QueueFullError):
                     self._try(StructuredOutputsParams(regex="a"))
 
         threading.Thread(target=run, name="quire-vocabulary", daemon=True).start()

@@ -1,7 +1,7 @@
 """The program that compiles grammars on trial. `quire.engine.grammars` starts it and asks it before it compiles itself.
 
 A short schema can keep llguidance busy for hours in a single call that nothing can interrupt: 20 patterns that hold at
-once take half a minute, and each further one three times as long. Each trial runs in a process that is forked for it,
+once take half a minute, and each further one two to three times as long. Each trial runs in a process that is forked for it,
 so that the kernel can end it and the vocabulary is loaded once.
 
 A request is (name of the vocabulary, what it is made of or None, source
@@ -10,20 +10,21 @@ of a grammar, limits, seconds).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
-from quire.models.child import LATE, UNKNOWN, received, send
+from quire.models.child import UNKNOWN, received, send
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-DONE, LARGE = b"d", b"m"
-"""Kinds of answers: the trial has ended, with whatever result; it took too much memory. Also LATE: it took too much
-time; and UNKNOWN: a vocabulary that was not sent yet."""
+DONE, SLOW, LARGE = b"d", b"s", b"m"
+"""Kinds of answers: the trial has ended, with whatever result; it took too much time; or too much memory. Also UNKNOWN:
+a vocabulary that was not sent yet."""
 
 NUM_VOCABULARIES = 2
 
@@ -35,11 +36,11 @@ def tried(vocabulary: LLTokenizer, source: str, limits: dict[str, Any], seconds:
     pid = os.fork()
     if not pid:
         try:
-            with open("/proc/self/statm") as file:
-                size = int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (size + max_bytes, size + max_bytes))
-            # Its default action ends the process, also in the middle of one long call.
+            # The default action of SIGPROF ends the process, also in the middle of one long call.
             signal.setitimer(signal.ITIMER_PROF, seconds)
+            with contextlib.suppress(OSError), open("/proc/self/statm") as file:  # only Linux has it
+                size = int(file.read().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (size + max_bytes, size + max_bytes))
             LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**limits))
         except MemoryError:
             os._exit(1)
@@ -48,7 +49,7 @@ def tried(vocabulary: LLTokenizer, source: str, limits: dict[str, Any], seconds:
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        return LATE if os.WTERMSIG(status) == signal.SIGPROF else LARGE
+        return SLOW if os.WTERMSIG(status) == signal.SIGPROF else LARGE
     return LARGE if os.WEXITSTATUS(status) else DONE
 
 

@@ -87,7 +87,7 @@ class ChatTemplate:
         def request(source: str | None) -> tuple[Any, ...]:
             return self._number, source, names, MAX_CHARS, seconds
 
-        return _renderer.ask(request(None), lambda: request(self.source), seconds)
+        return _renderer.ask(request(None), lambda: request(self.source))
 
 
 _REASONS = {

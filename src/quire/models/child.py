@@ -32,8 +32,8 @@ except ConnectionError:
     pass
 """
 
-PATIENCE = 10.0
-"""Wall-clock time of an answer, as a multiple of its processor time, in case other processes use the cores."""
+PATIENCE = 20.0
+"""Seconds that an answer may take, in case other processes use the cores."""
 
 
 def received(connection: socket.socket) -> Any:
@@ -63,8 +63,8 @@ class Child:
     """A program in its own process. It starts at the first request, and again after it ended. One request at a time."""
 
     def __init__(self, module: str, greeting: tuple[Any, ...], last: bytes = b"") -> None:
-        """
-        Module    has the program: its `serve` gets a socket
+        """The program is the function `serve` of a module, which gets a socket.
+
         greeting  the first message to each process
         last      the kind of answer after which the program ends
         """
@@ -77,18 +77,14 @@ class Child:
         self._owner = 0
         atexit.register(self.close)
 
-    def ask(self, request: tuple[Any, ...], whole: Callable[[], tuple[Any, ...]], seconds: float) -> tuple[bytes, str]:
-        """The kind and text of the program's answer.
-
-        whole    the request with what the program may lack
-        seconds  processor time that it may take
-        """
+    def ask(self, request: tuple[Any, ...], whole: Callable[[], tuple[Any, ...]]) -> tuple[bytes, str]:
+        """The kind and text of the program's answer. whole: the request with what the program may lack."""
         with self._lock:
             if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
                 self._start()
             assert self._socket is not None
             try:
-                self._socket.settimeout(PATIENCE * seconds)
+                self._socket.settimeout(PATIENCE)
                 kind, text = self._exchange(request)
                 if kind == UNKNOWN:
                     kind, text = self._exchange(whole())
