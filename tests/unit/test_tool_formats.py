@@ -28,6 +28,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"city": "Zürich", "days": [1, 2, {"a": None}]},
     {"text": 'a "quoted" } ] { [ \\ </tool_call> [TOOL_CALLS] text\n', "n": -1.5e3},
     {"nested": {"deep": {"deeper": []}}},
+    {"text": 'one inch (") } and more', "end": "\\"},
 ]
 
 

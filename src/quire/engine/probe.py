@@ -1,8 +1,8 @@
 """The program that compiles grammars on trial. `quire.engine.grammars` starts it and asks it before it compiles itself.
 
 A short schema can keep llguidance busy for hours in a single call that nothing can interrupt: 20 patterns that hold at
-once take half a minute, and each further one two to three times as long. Each trial runs in a process that is forked for it,
-so that the kernel can end it and the vocabulary is loaded once.
+once take half a minute, and each further one two to three times as long. Each trial runs in a process that is forked
+for it, so that the kernel can end it and the vocabulary is loaded once.
 
 A request is (name of the vocabulary, what it is made of or None, source
 of a grammar, limits, seconds).
