@@ -48,7 +48,7 @@ def encoded_launches(
     tall = Launch(max(least, 64), 8, 2)
     if looks_up:
         # Eight warps hold tiles that four would spill.
-        return Launch(least, 4 if head_dim <= 64 else 8, 3), tall, tall
+        return Launch(least, 4 if head_dim <= 64 else 8, 3 if head_dim <= 128 else 2), tall, tall
     # Two programs on a multiprocessor hide each other's waits; stages hide fewer, and take registers.
     return Launch(least, 4, 1), tall, tall
 
