@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +113,7 @@ class Member:
         if load is None or not load.total_bytes:
             return by_batch
         by_memory = 1 - load.free_bytes / load.total_bytes
-        return by_memory if by_memory > by_batch else by_batch
+        return by_memory if by_memory > by_batch else by_batch  # asked of all instances for a request: no call of max
 
     def forget(self, attempt: Attempt) -> None:
         """An attempt has ended."""
@@ -249,7 +248,7 @@ def choose(
 
     def first_of(candidates: list[Member]) -> Member:
         if routing == "expected" and not others and not avoided:
-            return _emptiest(_soonest(candidates, cached, num_tokens))
+            return min(_soonest(candidates, cached, num_tokens), key=Member.fullness)
         return min(candidates, key=first_token)
 
     is_half = not computing or not decoding  # the roles of one half may be down
@@ -281,19 +280,6 @@ def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) 
                 seconds[place] = (each.num_rows + rows) * each.seconds_per_row
     least = min(seconds)
     return [each for each, time in zip(members, seconds, strict=True) if time <= least * (1 + 1e-9)]
-
-
-def _emptiest(members: list[Member]) -> Member:
-    """The first of the least full members, of many. Looks at the memory of those alone whose batch is not fuller."""
-    by_batch = [len(each.sequences) / (1 if each.ready is None else each.ready.batch or 1) for each in members]
-    found, least = 0, math.inf
-    for place in sorted(range(len(members)), key=by_batch.__getitem__):
-        if by_batch[place] > least:
-            break
-        full = members[place].fullness()
-        if (full, place) < (least, found):
-            found, least = place, full
-    return members[found]
 
 
 class Work(NamedTuple):
