@@ -30,7 +30,7 @@ from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation import search
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load, Run
-from quire.simulation.phases import DecodeRun
+from quire.simulation.phases import DecodeRun, MixedRun
 from quire.simulation.queue_check import prompt_seconds, queue_check
 from quire.simulation.search import Joint, OnCores, OnGpus, Planner
 from quire.simulation.setup import LINKS, Setup
@@ -154,10 +154,11 @@ def test_a_replay_has_the_requests_and_the_gaps_of_the_trace() -> None:
     gaps, scaled = np.diff(whole.columns.at), np.diff(drawn.columns.at)
     assert scaled == pytest.approx(gaps * whole.rate / drawn.rate)
     assert np.isfinite(replay.outcome().last).all()
-    # Two instances would get 48 requests. Runs of different length attain differently, so 24 are drawn beside these.
-    assert (
-        found.joint(placement, 12.0, 0).count == 48 and replay.count == alike.count == len(alike.outcome().last) == 24
-    )
+    # Two instances would get 48 requests or more. Runs of different length attain differently, so 24 are drawn beside
+    # these.
+    twice = dataclasses.replace(found.load, count=48)
+    assert found.joint(placement, 12.0, 0).count == twice.lasting(12.0, found.slo).count > 48
+    assert replay.count == alike.count == len(alike.outcome().last) == 24
     assert alike.load.fitted is not None
 
 
@@ -280,6 +281,22 @@ def test_caches_wait_for_those_before_them() -> None:
     slow, fast = (made._simulation(decode)(share * made.bound_of(decode), 0).outcome() for share in (0.02, 2.0))
     waited = ((fast.last - fast.first) - (slow.last - slow.first))[fast.num_out > 1]
     assert waited[0] < 1.0 and waited[-1] > 4.0
+
+
+def test_runs_last_long_enough_for_a_queue_that_grows_to_show() -> None:
+    """Forty requests arrive within 1.3 s, and each may wait for 0.5 s: more than the instance serves would do."""
+    slo = Slo(0.5, 0.2, 0.9)
+    made, option = planner(slo, 40), Candidate(Role.MIXED, 1, 1)
+    assert made.load.lasting(10.0, Slo(ttft=0.5)).count == math.ceil(10 * 0.5 / (0.9 * 0.05))
+    mean_out = float(made.load.workload.columns.num_out.mean())
+    assert made.load.lasting(10.0, Slo(tpot=0.2)).count == math.ceil(10 * 4 * 0.2 * mean_out)
+    assert made.load.lasting(1.0, Slo(0.01, 0.01)).count == 40 and made.load.lasting(1e4, slo).count == 20 * 40
+    assert made.load.lasting(math.inf, slo).count == made.load.lasting(10.0, Slo()).count == 40
+    found = made.goodput_of(option)
+    assert found.rate > 0 and not found.notes
+    longer = dataclasses.replace(made.load, count=1000)
+    run = MixedRun(made.maker.replicas(option), made.maker.ways(option), longer, found.rate, 77)
+    assert run.outcome().attainment(slo) >= 0.85
 
 
 def test_only_what_the_receiver_lacks_is_sent() -> None:

@@ -71,7 +71,8 @@ def add_arguments(parser: Arguments) -> None:
     add("--trace", text, type=Path, metavar="FILE")
     text = "requests/s to serve, with the instances that serve most per machine (default: as many as all can serve)"
     add("--rate", text, type=simulated.positive, metavar="X")
-    add("--requests", "number of requests of a simulation (default: 300)", type=shared.count, metavar="N")
+    text = "requests of a simulation, up to 20 times as many where targets are long against them (default: 300)"
+    add("--requests", text, type=shared.count, metavar="N")
     add("--seed", "first seed of the requests (default: 0)", type=int, metavar="N")
     text = "latency model of instances on cores, or ROLE=FILE for a role; one for each number of threads"
     add("--latency", text, action="append", metavar="FILE")

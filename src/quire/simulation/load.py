@@ -33,6 +33,12 @@ CONFIRMATIONS = 4
 SHORT = 0.05
 """A doubt is told if a queue that still grows may account for more than this share of a goodput."""
 
+ANSWERS = 4
+"""A run lasts at least as long as so many answers, one after the other: before that a batch still fills."""
+
+LONGEST = 20
+"""A run has at most so many times the requests that are asked for."""
+
 LOWEST = 1000
 """The lowest rate of a search for the goodput is this part of the highest one."""
 
@@ -64,6 +70,16 @@ class Load:
             return self.fitted.steady(self.count, seed, rate)
         found = self.workload.first(self.count)
         return found if rate is None else found.at_rate(rate)
+
+    def lasting(self, rate: float, slo: Slo) -> Load:
+        """At least so many requests that at this rate neither a queue that grows nor a batch that fills can be taken
+        for a load that lasts: the first of them would wait, or be answered, within the targets. See `noted`.
+        """
+        queue = slo.ttft / (slo.attainment * SHORT)
+        batch = ANSWERS * slo.tpot * float(self.workload.columns.num_out.mean())
+        seconds = max((each for each in (queue, batch) if math.isfinite(each)), default=0.0)
+        count = math.ceil(rate * seconds) if math.isfinite(rate) else 0
+        return replace(self, count=min(max(self.count, count), LONGEST * self.count))
 
 
 class Simulation(Protocol):

@@ -286,21 +286,25 @@ class Planner:
 
     def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
-        times = max(placement.count(role) for role in Role)
-        load = dataclasses.replace(self.load, count=self.load.count * times)
-        return Joint(self.maker.setup(placement), load, rate, seed)
+        return Joint(self.maker.setup(placement), self._whole(placement).lasting(rate, self.slo), rate, seed)
 
     def replayed(self, placement: Placement, rate: float, seed: int) -> list[Joint]:
         """The same with the requests and the gaps that were recorded, scaled to the rate, and with as many that are
         drawn. None where that tells nothing: for requests that all arrive at once, and for conversations, of which
         none is under way when a recording begins.
         """
-        found = self.joint(placement, rate, seed)
-        recorded = found.load.workload.first(found.count)
+        load = self._whole(placement)
+        recorded = load.workload.first(load.count)
         if recorded.has_conversations or math.isinf(recorded.rate):
             return []
-        drawn = dataclasses.replace(found.load, count=len(recorded.arrivals))
-        return [dataclasses.replace(found, load=load) for load in (dataclasses.replace(drawn, fitted=None), drawn)]
+        drawn = dataclasses.replace(load, count=len(recorded.arrivals))
+        setup = self.maker.setup(placement)
+        return [Joint(setup, each, rate, seed) for each in (dataclasses.replace(drawn, fitted=None), drawn)]
+
+    def _whole(self, placement: Placement) -> Load:
+        """As many requests as the instances of the most numerous role get by themselves."""
+        times = max(placement.count(role) for role in Role)
+        return dataclasses.replace(self.load, count=self.load.count * times)
 
     def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
         """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
@@ -321,8 +325,9 @@ class Planner:
         has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
         if has_decoding and not self.asked.tokens.any():
             raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
-        attains = Attains(self._simulation(option), self._slo(option), workers=self.workers, on_run=self.on_run)
-        ceiling = self._bound(option, ANYTHING)
+        slo, ceiling = self._slo(option), self._bound(option, ANYTHING)
+        made = self._simulation(option, self.load.lasting(ceiling, slo))
+        attains = Attains(made, slo, workers=self.workers, on_run=self.on_run)
         return find_goodput(attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=())
 
     def _slo(self, option: Option) -> Slo:
@@ -352,9 +357,9 @@ class Planner:
         seconds = num_tokens * seconds_per_token(self.maker.replicas(instance), self.maker.ways(option))
         return 1 / seconds if seconds else math.inf
 
-    def _simulation(self, option: Option) -> Callable[[float, int], Simulation]:
-        """Makes the simulation of a rate and a seed."""
-        ways, load, replicas, tpot = self.maker.ways(option), self.load, self.maker.replicas, self._tpot
+    def _simulation(self, option: Option, load: Load | None = None) -> Callable[[float, int], Simulation]:
+        """Makes the simulation of a rate and a seed. load: None: the planner's own."""
+        ways, replicas, tpot, load = self.maker.ways(option), self.maker.replicas, self._tpot, load or self.load
         if isinstance(option, Pair):
             first, second = replicas(option.prefill), replicas(option.decode)
             return lambda rate, seed: PairRun(
