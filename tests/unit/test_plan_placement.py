@@ -368,6 +368,17 @@ def test_a_cluster_that_fetches_prefixes_skips_no_steps() -> None:
     assert not any("neighbour" in str(each.counters) for each in alone.used)
 
 
+def test_a_given_speed_within_machines_is_one_of_links_like_the_device_s_own() -> None:
+    """An A100 has 300 GB/s. Steps of four GPUs that share layers take as long, whether that is said or not."""
+    said, own, half = (
+        Target.on(Gpus("a100-80g", 80 * 10**9, 8, inside), "opt-66b", {})
+        .latency(4, 1)
+        .seconds(StepWork(prompt_rows=512))
+        for inside in (300 * 10**9, None, 150 * 10**9)
+    )
+    assert said == own < half < 2 * own
+
+
 def test_a_placement_is_simulated_on_the_gpus_that_it_is_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
