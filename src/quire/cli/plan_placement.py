@@ -246,6 +246,14 @@ def _place(
     except placement.PlacementError as error:
         return Found(algorithm, error=str(error), searched=time.monotonic() - begun)
     searched, fresh = time.monotonic() - begun, args.seed + SEEDS + CONFIRMATIONS
+    if not found.predicted.fits:
+        said, nodes = found.predicted, search.cluster.nodes
+        reason = (
+            f"{args.rate:.4g} requests/s need {said.cost:.4g} {said.unit}s, for which the cluster's {nodes.count} x"
+            f" {search.cluster.slots} {'GPUs' if search.cluster.has_gpus else 'cores'} have no room: one {said.unit}"
+            f" serves {said.rate_per_unit:.4g}/s; plan without --rate for as much as they can serve"
+        )
+        return Found(algorithm, error=reason, searched=searched)
 
     def outcomes(runs: list[Joint]) -> list[Outcome]:
         with shared.progress(f"requests ({algorithm}, the placement as a whole)") as progress:
@@ -430,4 +438,6 @@ def _print(placement: Placement, maker: Maker, slo: Slo, output: Path | None) ->
         )  # fmt: skip
     if output is not None:
         how = "quire simulate MODEL --hardware NAME" if maker.cluster.has_gpus else "quire serve MODEL"
-        print(f"written to {output}, for {how} --cluster.placement {output}")
+        ray = "" if maker.cluster.has_gpus or maker.cluster.nodes.count == 1 else " --cluster.address HOST:PORT"
+        where = ", on a Ray cluster of these machines" if ray else ""
+        print(f"written to {output}, for {how} --cluster.placement {output}{ray}{where}")
