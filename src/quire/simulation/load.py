@@ -33,9 +33,6 @@ CONFIRMATIONS = 4
 SHORT = 0.05
 """A doubt is told if a queue that still grows may account for more than this share of a goodput."""
 
-ANSWERS = 4
-"""A run lasts at least as long as so many answers, one after the other: before that a batch still fills."""
-
 LONGEST = 20
 """A run has at most so many times the requests that are asked for."""
 
@@ -72,13 +69,13 @@ class Load:
         return found if rate is None else found.at_rate(rate)
 
     def lasting(self, rate: float, slo: Slo) -> Load:
-        """At least so many requests that at this rate neither a queue that grows nor a batch that fills can be taken
-        for a load that lasts: the first of them would wait, or be answered, within the targets. See `noted`.
+        """At least so many requests that at this rate a queue that grows shows: that it accounts for at most SHORT of
+        the rate if they meet their targets. Requests may wait for their first token, and for room where they are
+        decoded, which counts among the seconds of their tokens. See `noted`.
         """
-        queue = slo.ttft / (slo.attainment * SHORT)
-        batch = ANSWERS * slo.tpot * float(self.workload.columns.num_out.mean())
-        seconds = max((each for each in (queue, batch) if math.isfinite(each)), default=0.0)
-        count = math.ceil(rate * seconds) if math.isfinite(rate) else 0
+        answer = slo.tpot * float(self.workload.columns.num_out.mean())
+        wait = max((each for each in (slo.ttft, answer) if math.isfinite(each)), default=0.0)
+        count = math.ceil(rate * wait / (slo.attainment * SHORT)) if math.isfinite(rate) else 0
         return replace(self, count=min(max(self.count, count), LONGEST * self.count))
 
 

@@ -258,7 +258,7 @@ class Planner:
         return asked_of(self.load.workload, self.maker.config.retain, self.maker.window)
 
     def goodput_of(self, option: Option) -> Goodput:
-        """The goodput of one instance or pair, in requests/s."""
+        """The goodput of one instance or pair, in requests/s, of so many requests that a queue that grows shows."""
         if option not in self.found:
             self.found[option] = self._goodput(option)
         return self.found[option]
@@ -286,7 +286,7 @@ class Planner:
 
     def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
-        return Joint(self.maker.setup(placement), self._whole(placement).lasting(rate, self.slo), rate, seed)
+        return Joint(self.maker.setup(placement), self._whole(placement), rate, seed)
 
     def replayed(self, placement: Placement, rate: float, seed: int) -> list[Joint]:
         """The same with the requests and the gaps that were recorded, scaled to the rate, and with as many that are
