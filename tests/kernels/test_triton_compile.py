@@ -49,6 +49,10 @@ COMMON = ("common-2", "common-8", "common-16", "common-64")
 """Shared runs of decode steps of so many rows, in tiles of 16, 32, 64 and, as tall, 128 queries for groups of 4."""
 
 
+IS_OLDER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+"""Whether this compiler is older than the one that is pinned: it makes a few instructions more."""
+
+
 @functools.cache
 def attention(
     kind: str, dtype: torch.dtype, group: int, dim: int, window: int = 0, rotate: bool = True, masked: bool = False
@@ -153,7 +157,8 @@ def test_attention_compiles_for_other_shapes(kind: str, shape: tuple[torch.dtype
     dtype, _, dim, _, _ = shape
     compiled, _ = attention(kind, *shape)
     # Some compilers keep a few scalars of the smallest head in local memory, and float32 runs without tensor cores.
-    assert compiled.stack_bytes <= 8 or dtype == torch.float32 or dim < 64, describe(compiled)
+    most = 8 if IS_OLDER else 0
+    assert compiled.stack_bytes <= most or dtype == torch.float32 or dim < 64, describe(compiled)
 
 
 def profile_arguments(
@@ -282,7 +287,7 @@ def largest_loop(compiled: Compiled) -> int:
 @combine(
     strength=1,
     kind=["append", "append-seeded", "tall", "common-2", "common-8"],
-    limit=[(NUQ, 7, 24), (GROUP, 0, 14), (NUQ, 4, 16)],
+    limit=[(NUQ, 7, 24 if IS_OLDER else 20), (GROUP, 0, 14), (NUQ, 4, 16)],
 )
 def test_encoded_pages_are_read_in_registers(kind: str, limit: tuple[int, int, int]) -> None:
     """Every code once, through shuffles, and few instructions for each: their number is what bounds decoding.
