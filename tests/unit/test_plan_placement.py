@@ -255,9 +255,9 @@ def test_only_its_own_target_counts_for_a_phase() -> None:
 def test_a_slow_network_costs_time_per_token() -> None:
     fast, slow = planner(Slo(1.0, 0.03)), planner(Slo(1.0, 0.03), between=200_000_000)
     decode, pair = Candidate(Role.DECODE), Pair(Candidate(Role.PREFILL), Candidate(Role.DECODE))
-    near, far = (each._simulation(decode)(2.0, 0).outcome() for each in (fast, slow))
+    near, far = (each._simulation(decode, each.load)(2.0, 0).outcome() for each in (fast, slow))
     assert far.tpot.mean() > 1.5 * near.tpot.mean()
-    near, far = (each._simulation(pair)(2.0, 0).outcome() for each in (fast, slow))
+    near, far = (each._simulation(pair, each.load)(2.0, 0).outcome() for each in (fast, slow))
     assert far.tpot.mean() == pytest.approx(near.tpot.mean())  # a pair shares a machine
 
 
@@ -276,13 +276,15 @@ def test_caches_wait_for_those_before_them() -> None:
     """24 caches of 0.6 s each, at twice the rate that a link can bring: each waits 0.3 s longer than the one before."""
     made = planner(Slo(math.inf, 10.0, 0.9), between=200_000_000)
     decode = Candidate(Role.DECODE)
-    slow, fast = (made._simulation(decode)(share * made.bound_of(decode), 0).outcome() for share in (0.02, 2.0))
+    slow, fast = (
+        made._simulation(decode, made.load)(share * made.bound_of(decode), 0).outcome() for share in (0.02, 2.0)
+    )
     waited = ((fast.last - fast.first) - (slow.last - slow.first))[fast.num_out > 1]
     assert waited[0] < 1.0 and waited[-1] > 4.0
 
 
 def test_runs_last_long_enough_for_a_queue_that_grows_to_show() -> None:
-    """Forty requests arrive within 1.3 s, and each may wait for 0.5 s: more than the instance serves would do."""
+    """Forty requests arrive within 4 s, and each may wait for 0.5 s: a tenth more than the instance serves would do."""
     slo = Slo(0.5, 0.03, 0.9)
     made, option = planner(slo, 40), Candidate(Role.MIXED, 1, 1)
     mean_out = float(made.load.workload.columns.num_out.mean())
@@ -302,7 +304,7 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
     prompts = [(Span(1, 256), Span(2, 44)), (Span(1, 256), Span(3, 44))]
     workload = Workload("alike", [Arrival(10.0 * index, prompt, 5) for index, prompt in enumerate(prompts)])
     made = planner(Slo(), between=200_000_000, workload=workload)
-    run = made._simulation(Candidate(Role.DECODE))(0.1, 0)
+    run = made._simulation(Candidate(Role.DECODE), made.load)(0.1, 0)
     assert isinstance(run, DecodeRun)
     found = run.of(workload)
     first, second = (found.last - found.first).tolist()

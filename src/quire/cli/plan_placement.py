@@ -283,12 +283,12 @@ def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
     if not placed:
         raise QuireError(next(each.error for each in found if args.algorithm in (each.algorithm, "auto")))
 
-    def worth(each: Found) -> tuple[bool, bool, float, float]:
+    def worth(each: Found) -> tuple[bool, float, float]:
         assert each.placement is not None
         said = each.placement.predicted
         share = each.attainment if each.at_wanted is None else each.at_wanted
         cost = -said.cost if args.rate is not None else 0.0
-        return share >= slo.attainment - NEAR, said.fits, cost, said.rate
+        return share >= slo.attainment - NEAR, cost, said.rate
 
     return max(placed, key=worth)
 

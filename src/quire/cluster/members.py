@@ -113,7 +113,7 @@ class Member:
         if load is None or not load.total_bytes:
             return by_batch
         by_memory = 1 - load.free_bytes / load.total_bytes
-        return by_memory if by_memory > by_batch else by_batch  # asked of all instances for a request: no call of max
+        return by_memory if by_memory > by_batch else by_batch  # not max: this runs for every instance and request
 
     def forget(self, attempt: Attempt) -> None:
         """An attempt has ended."""

@@ -357,9 +357,9 @@ class Planner:
         seconds = num_tokens * seconds_per_token(self.maker.replicas(instance), self.maker.ways(option))
         return 1 / seconds if seconds else math.inf
 
-    def _simulation(self, option: Option, load: Load | None = None) -> Callable[[float, int], Simulation]:
-        """Makes the simulation of a rate and a seed. load: None: the planner's own."""
-        ways, replicas, tpot, load = self.maker.ways(option), self.maker.replicas, self._tpot, load or self.load
+    def _simulation(self, option: Option, load: Load) -> Callable[[float, int], Simulation]:
+        """Makes the simulation of a rate and a seed."""
+        ways, replicas, tpot = self.maker.ways(option), self.maker.replicas, self._tpot
         if isinstance(option, Pair):
             first, second = replicas(option.prefill), replicas(option.decode)
             return lambda rate, seed: PairRun(
