@@ -642,6 +642,8 @@ def test_a_cluster_file_has_the_machines_of_the_paper(tmp_path: Path) -> None:
         ("[nodes]\ngpus = 8", "nodes.gpus is 8: set nodes.gpu_memory"),
         ("[nodes]\ngpus = 8\ngpu_memory = 'much'", "nodes.gpu_memory is 'much'; it must be a size such as"),
         ("[nodes]\ngpus = 8\ngpu_memory = '80GB'\ncores = 4", "nodes.cores is for machines without GPUs"),
+        ("[nodes]\ncores = 5000\nmemory = '8GB'", "nodes.cores is 5000; it must be at most 4,096"),
+        ("[nodes]\ncount = 20000\ngpus = 8", "nodes.count is 20000; it must be at most 10,000"),
         ("[nodes]\ncores = 8", "nodes.cores is 8: set nodes.memory"),
         ("[nodes]\ncores = 8\nmemory = '8GB'\ndevice = 'a100'", "nodes.device is for GPUs, and nodes.gpus is 0"),
         ("[nodes]\ncount = 2\ncores = 8\nmemory = '8GB'", "nodes.count is 2: set network.between"),

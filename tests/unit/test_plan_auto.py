@@ -798,7 +798,8 @@ def test_a_measurement_without_steps_that_decode_tells_nothing_and_is_not_kept(
     before = sorted(path.name for path in speeds._folder.iterdir())
     for records, said in ((prompts, "no steps that decode were measured within 7 s"), (prompts + decoding, "")):
         monkeypatch.setattr(Speeds, "_steps", lambda self, timed, *_, found=records: (found, self.wanted(timed)))
-        assert speeds.measure(part, 7.0).startswith(said) and (speeds.exact(part) is None) == bool(said)
+        reason = speeds.measure(part, 7.0)
+        assert reason.startswith(said) and bool(reason) == bool(said) == (speeds.exact(part) is None)
         assert (sorted(path.name for path in speeds._folder.iterdir()) == before) == bool(said)
     # Files of this kind that earlier versions have kept are not read.
     (path,) = (each for each in speeds._folder.iterdir() if each.name not in before)
