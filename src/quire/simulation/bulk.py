@@ -168,8 +168,7 @@ class _Bulk:
             member.has_computed(attempt)
         instance = self._instances[member.name]
         if is_last or member.load is None or now >= member.seen + LOAD_SECONDS:
-            member.seen = now
-            member.load = Load(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS)
+            member.says(Load(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS), now)
         if is_last:
             sequence.request.sequences.clear()  # a circle: nothing is collected while this runs
             self._last[index] = now
