@@ -39,7 +39,7 @@ class Health(Enum):
 ROLES = ("prefill", "decode", "mixed")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Member:
     """An instance.
 
@@ -146,8 +146,12 @@ class Index:
         """An instance is about to have these chunks. The end of a prompt is forgotten before its beginning."""
         known, bit = self._known, 1 << self._number(instance)
         for key in reversed(keys):
-            known[key] = known.get(key, 0) | bit
-            known.move_to_end(key)
+            having = known.get(key)
+            if having is None:
+                known[key] = bit
+            else:
+                known[key] = having | bit
+                known.move_to_end(key)
         while len(known) > self._most:
             known.popitem(last=False)
 

@@ -156,8 +156,10 @@ class _Bulk:
     @property
     def _is_full(self) -> bool:
         """Whether a request that comes now fails: a router counts what has no token, an engine what is queued."""
-        instances = [*self._instances.values()]
-        return self._max_queue <= (instances[0].num_waiting if len(instances) == 1 else self._num_unanswered)
+        if len(self._instances) > 1:
+            return self._max_queue <= self._num_unanswered
+        (only,) = self._instances.values()
+        return self._max_queue <= only.num_waiting
 
     def _told(self, member: Member, sequence: Running, is_last: bool) -> None:
         index, now, attempt = sequence.seed, self._events.now, Attempt(sequence.seed, 0)
