@@ -199,6 +199,7 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
                 planner.goodput_of,
                 args.rate,
                 planner.bound_of,
+                planner.serves,
                 Budget(max(0.0, left) / (len(chosen) - index), time.monotonic),
                 partial(_tell, progress),
                 maker.options_of,

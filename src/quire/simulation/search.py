@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from quire.errors import ConfigError
 from quire.planning.bounds import Asked
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
-from quire.planning.goodput import Goodput, Verdict
+from quire.planning.goodput import ROUNDING, Goodput, Verdict
 from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Rejected, Why
@@ -263,6 +264,13 @@ class Planner:
             self.found[option] = self._goodput(option)
         return self.found[option]
 
+    def serves(self, option: Option, rate: float) -> bool:
+        """Whether an option's goodput is at least so many requests/s, by the seeds of the search."""
+        slo, ceiling = self._slo(option), self._bound(option, ANYTHING)
+        attains, seeds = self._attains(option), range(self.seed, self.seed + SEEDS)
+        attains.groups = (seeds,)
+        return rate <= ceiling and fmean(attains(rate, seed) for seed in seeds) >= slo.attainment - ROUNDING
+
     def bound_of(self, option: Option) -> float:
         """Requests/s per GPU or machine that an option never exceeds; 0 if its latencies are not known."""
         if self.maker.why_unknown(option):
@@ -325,10 +333,16 @@ class Planner:
         has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
         if has_decoding and not self.asked.tokens.any():
             raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
-        slo, ceiling = self._slo(option), self._bound(option, ANYTHING)
-        made = self._simulation(option, self.load.lasting(ceiling, slo))
-        attains = Attains(made, slo, workers=self.workers, on_run=self.on_run)
-        return find_goodput(attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=())
+        ceiling = self._bound(option, ANYTHING)
+        return find_goodput(
+            self._attains(option), ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=()
+        )
+
+    def _attains(self, option: Option) -> Attains:
+        """The share of requests of an option that meet the targets that count for it."""
+        slo = self._slo(option)
+        made = self._simulation(option, self.load.lasting(self._bound(option, ANYTHING), slo))
+        return Attains(made, slo, workers=self.workers, on_run=self.on_run)
 
     def _slo(self, option: Option) -> Slo:
         """The targets that count for an option."""
