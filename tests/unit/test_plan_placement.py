@@ -210,6 +210,15 @@ def test_cores_without_a_latency_model_are_rejected_with_the_reason(
     assert found.instances[0].options["runtime.threads"] == 2
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.MIXED])
+def test_an_option_serves_what_its_goodput_says(role: Role) -> None:
+    found, option = planner(Slo(0.4, 0.04, 0.9), 60), Candidate(role)
+    goodput = found.goodput_of(option)
+    assert goodput.verdict is Verdict.FOUND
+    assert found.serves(option, 0.9 * goodput.rate) and not found.serves(option, 1.3 * goodput.rate)
+    assert not found.serves(option, 100 * goodput.rate), "more than any load of it lets through"
+
+
 def test_all_algorithms_are_shown_beside_each_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words_of(folder, "--ablation", "--plan.seconds", "0.01", "--algorithm", "mixed")) == 0
     told = capsys.readouterr().out
