@@ -67,8 +67,8 @@ def quire_seconds(
 
     backend = TritonAttention(spec)
     if launch is not None:
-        short, tall = backend.launches
-        backend.launches = Launch(short.rows, *launch), tall
+        short, *others = backend.launches
+        backend.launches = Launch(short.rows, *launch), *others
     taken = [spec.table.take(-(-(start + rows) // PAGE_TOKENS), spec.table.open_codec) for _ in range(batch)]
     plan = backend.plan([RowSlice(start, rows, chunks) for chunks in taken])
     fused = torch.randn(batch * rows, (GROUP + 2) * HEADS, DIM, device="cuda", dtype=DTYPE)

@@ -107,9 +107,9 @@ def quire_seconds(
     backend = TritonAttention(spec)
     if launch is not None:
         height, warps, stages, resident = launch
-        backend.launches = backend.launches[0], Launch(height, warps, stages)
+        backend.launches = *backend.launches[:2], Launch(height, warps, stages)
         workers = backend.tiles.tall_workers * resident
-        backend.tiles = replace(backend.tiles, tall=height, tall_workers=workers)
+        backend.tiles = replace(backend.tiles, tall_workers=workers)
     plan = backend.plan(rows)
     queries = spec.num_kv_heads * spec.group_size
     generator = torch.Generator("cuda").manual_seed(0)

@@ -128,22 +128,22 @@ def main() -> None:
                 )  # fmt: skip
                 if done.returncode:
                     rows.append(
-                        [model, dataset, algorithm, (done.stderr.strip().splitlines() or ["?"])[-1], "", "", ""]
+                        [model, dataset, algorithm, (done.stderr.strip().splitlines() or ["?"])[-1], "", "", "", ""]
                     )
                 else:
                     rows.append([model, dataset, algorithm, *described(json.loads(output.read_text())), paper])
                 print(rows[-1], file=sys.stderr, flush=True)
-    head = ["model", "lengths", "algorithm", "instances (tp x pp)", "requests/s a GPU", "met", "paper"]
+    head = ["model", "lengths", "algorithm", "instances (tp x pp)", "requests/s a GPU", "met", "not tried", "paper"]
     print(format_table(head, rows))
 
 
 def described(placement: dict[str, object]) -> list[object]:
     """The cells of a placement."""
-    instances = placement["instances"]
-    predicted = placement["predicted"]
-    assert isinstance(instances, list) and isinstance(predicted, dict)
+    instances, predicted, made = (placement[key] for key in ("instances", "predicted", "made"))
+    assert isinstance(instances, list) and isinstance(predicted, dict) and isinstance(made, dict)
     text = "; ".join(f"{each['count']} {each['role']} {each['tp']} x {each['pp']}" for each in instances)
-    return [text, f"{predicted['rate_per_unit']:.3f}", f"{predicted['attainment']:.3f}"]
+    untried = sum(each["why"] == "untried" for each in made.get("rejected", []))
+    return [text, f"{predicted['rate_per_unit']:.3f}", f"{predicted['attainment']:.3f}", untried]
 
 
 if __name__ == "__main__":

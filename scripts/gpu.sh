@@ -4,7 +4,7 @@
 #     scripts/gpu.sh tests|attention|shared|encoded|decode|retention|retention-encoded|offload|offload-planned
 #                    [ARGUMENT...]
 #
-# tests      the kernels and decode graphs against the reference, and the kernels compiled for sm_90     about 8 minutes
+# tests      the kernels and decode graphs against the reference, and the kernels compiled for sm_90     about 4 minutes
 # attention  benchmarks/gpu_attention.py: attention on pages against torch's (--sweep tries launches)    about 2 minutes
 # shared     the same script, only its table of decode steps that share a prefix                        about 1 minute
 # encoded    benchmarks/gpu_encoded.py: the same on pages of every codec, and what encoding them costs  about 5 minutes
@@ -25,13 +25,19 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
     exit 0
 fi
 
+# The settings of pyproject.toml name plugins that need not be there. Compiling takes most of the time, so processes
+# share it where pytest-xdist is installed.
+pytest=("$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --tb=short --durations=10 -o timeout=120
+        -o "markers=gpu: needs a CUDA device")
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+    pytest+=(-n "$(($(nproc) < 14 ? $(nproc) : 14))")
+fi
+
 stage="${1:-}"
 [ $# -eq 0 ] || shift
 case "$stage" in
-    # The settings of pyproject.toml name plugins that need not be there.
     tests)
-        exec timeout 540 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
-            -o "markers=gpu: needs a CUDA device" --ignore tests/gpu/test_retention.py \
+        exec timeout 540 "${pytest[@]}" --ignore tests/gpu/test_retention.py \
             tests/gpu tests/kernels/test_triton_compile.py "$@"
         ;;
     attention) exec timeout 540 "$PYTHON" benchmarks/gpu_attention.py "$@" ;;
@@ -39,17 +45,14 @@ case "$stage" in
     encoded) exec timeout 540 "$PYTHON" benchmarks/gpu_encoded.py "$@" ;;
     decode) exec timeout 540 "$PYTHON" benchmarks/gpu_decode.py "$@" ;;
     retention)
-        timeout 330 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
-            -o "markers=gpu: needs a CUDA device" -k "not encoded" tests/gpu/test_retention.py
+        timeout 330 "${pytest[@]}" -k "not encoded" tests/gpu/test_retention.py
         exec timeout 200 "$PYTHON" benchmarks/gpu_retention.py "$@"
         ;;
     retention-encoded)
-        exec timeout 540 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
-            -o "markers=gpu: needs a CUDA device" -k encoded tests/gpu/test_retention.py "$@"
+        exec timeout 540 "${pytest[@]}" -k encoded tests/gpu/test_retention.py "$@"
         ;;
     offload)
-        timeout 200 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q \
-            -o "markers=gpu: needs a CUDA device" tests/gpu/test_offload.py
+        timeout 200 "${pytest[@]}" tests/gpu/test_offload.py
         exec timeout 390 "$PYTHON" benchmarks/gpu_offload.py "$@"
         ;;
     offload-planned)

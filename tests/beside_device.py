@@ -82,7 +82,7 @@ def engine_beside(
     config = dataclasses.replace(
         config,
         attention=dataclasses.replace(config.attention, backend="triton"),
-        runtime=dataclasses.replace(config.runtime, device=str(device)),
+        runtime=dataclasses.replace(config.runtime, device=device.type),
     )
     weights, dtype = RandomWeights(shape), torch_dtype(config.model.dtype)
     model = load_on_device(

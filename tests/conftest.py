@@ -153,7 +153,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     seconds, most = time.perf_counter() - begun, LONGEST * FACTORS[EFFORT]
     # Where other programs keep the cores, or coverage follows every line, seconds say nothing of the test.
     is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1) or sys.gettrace() is not None
-    if seconds <= most or is_busy or item.get_closest_marker("slow"):
+    # Tests on a GPU mostly wait for its compiler.
+    if seconds <= most or is_busy or any(item.get_closest_marker(name) for name in ("slow", "gpu")):
         return
     if seconds > (most := most * _slowness()):
         pytest.fail(f"took {seconds:.1f} s; a test above {most:.0f} s is made faster or marked slow", pytrace=False)

@@ -34,7 +34,7 @@ def test_tokens_are_those_of_a_cpu(
 
     load()  # from the user's cache, before that is another one
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    more = CODECS[codec] | {"offload.cache": "256MiB", "cache.memory": "64MiB"}
+    more = CODECS[codec] | {"offload.cache": "256MiB"}
     prompts = prompts_of(4)
     expected = generate(make_engine(SHAPE, chunks=256, **CODECS[codec]), prompts, PARAMS)
     device = torch.device("cuda", 0)

@@ -81,7 +81,7 @@ def test_an_engine_keeps_and_answers_like_the_reference(codec: str, tmp_path: Pa
     common = random.integers(97, 123, 130).tolist()
     prompts = [common + random.choice([*range(97, 123), *b" ,.:?"], length).tolist() for length in (40, 60, 100, 130)]
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
-    options = {"model.dtype": "float32", "cache.memory": "64MiB", "retain.threshold": 0.7, "retain.frequent": 0.2}
+    options = {"model.dtype": "float32", "cache.memory": "64MiB", "retain.threshold": 0.5, "retain.frequent": 0.2}
     options |= {
         "cache.codec": codec,
         "scheduler.max_running": 4,

@@ -16,6 +16,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.params import SamplingParams
 from quire.engine.step import Result, Slice, Step
 from quire.errors import ConfigError
+from quire.planning.kept_latencies import unmeasured
 from quire.planning.latency import LatencyModel, Link, Origin, StepWork, mismatch
 from quire.planning.latency_fit import Record, describe, fit, told
 from quire.planning.work import WorkMeter
@@ -190,6 +191,22 @@ def test_a_description_shows_both_forms_and_their_residuals() -> None:
 def test_no_steps_are_an_error() -> None:
     with pytest.raises(ConfigError, match="there are none; raise --seconds"):
         fit([], {})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lacking"),
+    [
+        (("prompt",), {"mixed": "steps that decode", "decode": "steps that decode", "prefill": ""}),
+        (("decode",), {"mixed": "steps with prompts", "decode": "", "prefill": "steps with prompts"}),
+        (("prompt", "decode"), dict.fromkeys(("mixed", "decode", "prefill"), "")),
+        (("mixed",), dict.fromkeys(("mixed", "decode", "prefill"), "")),
+    ],
+)
+def test_what_was_not_measured_of_a_role_is_told(kinds: tuple[str, ...], lacking: dict[str, str]) -> None:
+    model = fit([each for each in random_records(200) if each[0].kind in kinds], {})
+    assert {role: unmeasured(model, role) for role in lacking} == lacking
+    by_hand = dataclasses.replace(model, counts={})
+    assert not unmeasured(by_hand)
 
 
 def test_a_model_covers_what_was_measured() -> None:

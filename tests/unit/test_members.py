@@ -21,8 +21,8 @@ SECONDS_PER_ROW = 1e-3
 def member(place: str, role: str, *, rows: int = 0, sequences: int = 0, free: float = 1.0, batch: int = 8) -> Member:
     """An instance with prompts of so many rows to compute, and so many sequences to decode."""
     found = Member(f"{place}.1", place, role, Health.SERVING)
-    found.ready = Ready(found.name, "", 512, batch, 4096, "", SECONDS_PER_ROW, 0.01)
-    found.load = Load(found.name, 0, 0, 0, 0, int(free * 1000), 1000)
+    found.starts(Ready(found.name, "", 512, batch, 4096, "", SECONDS_PER_ROW, 0.01))
+    found.says(Load(found.name, 0, 0, 0, 0, int(free * 1000), 1000), 0.0)
     if rows:
         found.take(Attempt(1000, 1), rows)
     found.sequences = {Attempt(number, 1) for number in range(sequences)}
@@ -71,7 +71,8 @@ def test_who_computes_may_fetch_what_a_receiver_has() -> None:
     index.add(decode.name, KEYS[:9])
     found = choose([prefill, decode], index, KEYS, 640)
     assert found is not None and found.elsewhere == Elsewhere(decode.name, 9) and found.num_rows == 64
-    prefill.ready = replace(prefill.ready, seconds_per_row=1e-6)  # type: ignore[type-var]
+    assert prefill.ready is not None
+    prefill.starts(replace(prefill.ready, seconds_per_row=1e-6))
     found = choose([prefill, decode], index, KEYS, 640)
     assert found is not None and found.elsewhere is None and found.num_rows == 640 - 192, "it computes faster"
 

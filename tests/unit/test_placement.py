@@ -231,7 +231,7 @@ class World:
     bounds: dict[tuple[Any, ...], float] = dataclasses.field(default_factory=dict)
     calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
-    def search(self, rate: float | None, *, pruned: bool) -> Search:
+    def search(self, rate: float | None, *, pruned: bool, tests: bool = False) -> Search:
         def name(option: Option) -> tuple[Any, ...]:
             if isinstance(option, Pair):
                 return "pair", option.prefill.tp, option.decode.tp, option.pp
@@ -242,9 +242,10 @@ class World:
             return Goodput(self.rates[name(option)], 0.95)
 
         bound_of = (lambda option: self.bounds[name(option)]) if pruned else None
+        serves = (lambda option, rate: self.rates[name(option)] >= rate) if tests else None
         return Search(
             gpus(self.nodes, self.each, self.memory), Needs(self.layers, self.weights, self.request), goodput_of,
-            rate=rate, bound_of=bound_of,
+            rate=rate, bound_of=bound_of, serves=serves,
         )  # fmt: skip
 
     def shapes(self, role: str) -> Iterator[tuple[tuple[Any, ...], Shape, float]]:
@@ -343,11 +344,14 @@ def attempt(algorithm: str, search: Search) -> tuple[Found, Placement | None]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("rate", [None, 7.0])
 def test_a_pruned_search_takes_exactly_what_an_exhaustive_one_takes(algorithm: str, rate: float | None) -> None:
-    calls, everything, found = 0, 0, 0
+    calls, tested, everything, found = 0, 0, 0, 0
     for seed in range(tries(30)):
         case = world(seed)
         wanted, placement = attempt(algorithm, case.search(rate, pruned=True))
         calls += len(case.calls)
+        case.calls.clear()
+        assert attempt(algorithm, case.search(rate, pruned=True, tests=True))[0] == wanted, seed
+        tested += len(case.calls)
         case.calls.clear()
         assert attempt(algorithm, case.search(rate, pruned=False))[0] == wanted, seed
         everything += len(case.calls)
@@ -361,7 +365,37 @@ def test_a_pruned_search_takes_exactly_what_an_exhaustive_one_takes(algorithm: s
             assert (placement.predicted.rate, placement.predicted.cost) == (most, slots), seed
             assert placement.predicted.fits and not placement.warnings
     assert calls < 0.9 * everything, f"{calls} of {everything} options were tried"
+    assert tested < 0.9 * calls, f"of {calls} options {tested} were searched for after a test of one rate"
     assert rate is not None or found > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
+    random, names = np.random.default_rng(seed), list[tuple[str, str]]()
+    needs = dataclasses.replace(SMALL, num_layers=40)
+    options = [each for role in (Role.PREFILL, Role.DECODE) for each in candidates(gpus(4, 8), 40, role)]
+    per_gpu = {each: (1 + 0.3 * random.random()) * each.num_slots**-0.1 for each in options}
+    bounds = {each: per_gpu[each] * (1 + 0.8 * random.random()) for each in options}
+
+    def goodput_of(option: Option) -> Goodput:
+        names.append(("search", str(option)))
+        return Goodput(per_gpu[option] * option.num_slots, 0.95)  # type: ignore[index]
+
+    def serves(option: Option, rate: float) -> bool:
+        names.append(("test", str(option)))
+        return per_gpu[option] * option.num_slots >= rate  # type: ignore[index]
+
+    def count(kind: str) -> int:
+        return sum(each == kind for each, _ in names)
+
+    search = Search(gpus(4, 8), needs, goodput_of, bound_of=bounds.__getitem__, serves=serves)
+    placement = place_apart(search)
+    num_searched, num_tested = count("search"), count("test")
+    names.clear()
+    assert counts(place_apart(dataclasses.replace(search, serves=None))) == counts(placement)
+    assert num_searched < 0.25 * count("search") and num_tested < 1.5 * count("search")
+    told = reasons(placement, Why.BOUND).values()
+    assert sum("it misses the latency targets at " in each for each in told) > num_tested / 2
 
 
 def test_options_are_tried_by_decreasing_bound_and_every_other_one_has_a_reason() -> None:
@@ -642,6 +676,8 @@ def test_a_cluster_file_has_the_machines_of_the_paper(tmp_path: Path) -> None:
         ("[nodes]\ngpus = 8", "nodes.gpus is 8: set nodes.gpu_memory"),
         ("[nodes]\ngpus = 8\ngpu_memory = 'much'", "nodes.gpu_memory is 'much'; it must be a size such as"),
         ("[nodes]\ngpus = 8\ngpu_memory = '80GB'\ncores = 4", "nodes.cores is for machines without GPUs"),
+        ("[nodes]\ncores = 5000\nmemory = '8GB'", "nodes.cores is 5000; it must be at most 4,096"),
+        ("[nodes]\ncount = 20000\ngpus = 8", "nodes.count is 20000; it must be at most 10,000"),
         ("[nodes]\ncores = 8", "nodes.cores is 8: set nodes.memory"),
         ("[nodes]\ncores = 8\nmemory = '8GB'\ndevice = 'a100'", "nodes.device is for GPUs, and nodes.gpus is 0"),
         ("[nodes]\ncount = 2\ncores = 8\nmemory = '8GB'", "nodes.count is 2: set network.between"),

@@ -188,7 +188,7 @@ def latency(base: float, context: float = 0.0, rows: float = 0.0, **about: Any) 
         "context": (0.0, 40000.0), "unique": (0.0, 40000.0), "num_prompts": (0.0, 4.0), "share": (0.1, 1.0),
     }  # fmt: skip
     coefficients = {"base": base, "context": context, "rows_from_1": rows}
-    return LatencyModel(about, coefficients, (1,), {"within": 0.05}, ranges, counts={"decode": 1000})
+    return LatencyModel(about, coefficients, (1,), {"within": 0.05}, ranges, counts={"prompt": 500, "decode": 500})
 
 
 def test_effects_of_weights_and_codec_add_up_and_threads_scale() -> None:
@@ -786,6 +786,25 @@ def test_latencies_are_kept_ones_or_follow_from_their_parts(words: list[str], kn
     found = speeds.of(both)
     assert found.origin is Origin.MODELLED and found.how == "from the steps of g4 weights and of g4"
     assert found.model.seconds(StepWork(1)) == pytest.approx(0.008 + 0.006 - 0.012, rel=0.05)
+
+
+def test_a_measurement_without_steps_that_decode_tells_nothing_and_is_not_kept(
+    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If time was over before the first one, a fit would give them the seconds of prompts, or none."""
+    speeds, part = planner_from(words).speeds, chosen("nuq4", space=Space.of(Machine(cores=2)))
+    prompts = [(StepWork(rows, rows * rows / 2, 0, 0.0, 0.0, 1), 0.01 * rows) for rows in (64, 128, 256)]
+    decoding = [(StepWork(0, 0.0, rows, 100.0 * rows, 100.0 * rows, 0), 0.01) for rows in (1, 2, 4)]
+    before = sorted(path.name for path in speeds._folder.iterdir())
+    for records, said in ((prompts, "no steps that decode were measured within 7 s"), (prompts + decoding, "")):
+        monkeypatch.setattr(Speeds, "_steps", lambda self, timed, *_, found=records: (found, self.wanted(timed)))
+        reason = speeds.measure(part, 7.0)
+        assert reason.startswith(said) and bool(reason) == bool(said) == (speeds.exact(part) is None)
+        assert (sorted(path.name for path in speeds._folder.iterdir()) == before) == bool(said)
+    # Files of this kind that earlier versions have kept are not read.
+    (path,) = (each for each in speeds._folder.iterdir() if each.name not in before)
+    replace(speeds.exact(part), counts={"prompt": 3}).write(path)
+    assert planner_from(words).speeds.exact(part) is None
 
 
 def test_a_codec_that_was_not_measured_is_as_fast_as_one_like_it(words: list[str], known: Path) -> None:

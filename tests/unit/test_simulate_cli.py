@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cli import latencies, main
+from quire.cli import latencies, main, simulated
 from quire.config import ClusterConfig, EngineConfig
 from quire.planning.analytic import MODELS
 from quire.planning.bounds import Asked
@@ -178,13 +178,26 @@ def test_a_picture_is_drawn(words: list[str], capsys: pytest.CaptureFixture[str]
     assert "requests/s" in capsys.readouterr().out and file.read_bytes().startswith(b"<?xml")
 
 
-def test_steps_outside_the_range_are_counted(
-    words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_steps_outside_the_range_are_counted_and_doubted(
+    words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataclasses.replace(latency(), ranges={"rows": (1.0, 2.0)}).write(tmp_path / "narrow.json")
     place = words.index("--latency") + 1
     found = printed(capsys, *words[:place], str(tmp_path / "narrow.json"), *words[place + 1 :])["rates"][0]
     assert 0 < found["steps_outside"] < found["steps"]
+    for most, is_doubted in ((0.0, True), (1.0, False)):
+        monkeypatch.setattr(simulated, "MOST_OUTSIDE", most)
+        assert main([*words[:place], str(tmp_path / "narrow.json"), *words[place + 1 :]]) == 0
+        assert ("doubt: up to" in capsys.readouterr().out) == is_doubted
+
+
+def test_a_model_of_prompts_alone_is_not_for_instances_that_decode(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, place = tmp_path / "prompts.json", words.index("--latency") + 1
+    dataclasses.replace(latency(), counts={"steps": 40, "prompt": 40}).write(file)
+    assert main([*words[:place], str(file), *words[place + 1 :]]) == 2
+    assert f"{file}: no steps that decode were measured for it" in capsys.readouterr().err
 
 
 # What is simulated.

@@ -89,6 +89,9 @@ def test_our_own_lines_carry_everything(tmp_path: Path) -> None:
     workload.write(tmp_path / "again")
     assert read_workload(tmp_path / "again") == workload
     assert (tmp_path / "again").read_text().splitlines()[1] == OWN.splitlines()[1]
+    # The page on planning shows requests alone.
+    bare = written(tmp_path, OWN.partition("\n")[2])
+    assert read_workload(bare) == Workload(bare.stem, TALK)
     odd = Workload("odd", (Arrival(0.1 + 0.2, (Span(1 << 61, 3),), 2), Arrival(7.25, (Span(0, 1),), 3, 0, 1 / 3)))
     odd.write(tmp_path / "odd")
     assert read_workload(tmp_path / "odd") == odd
@@ -121,12 +124,13 @@ def test_only_the_first_requests_are_read_if_a_limit_says_so(tmp_path: Path, tex
             "starts with 'TIME,ContextTokens,GeneratedTokens'; a workload is CSV with TIMESTAMP",
         ),
         (AZURE, AZURE[40:], "", "has no requests"),
-        (AZURE, AZURE, "", "starts with ''"),
+        (AZURE, AZURE, "", "is empty; a workload is CSV with TIMESTAMP"),
         (MOONCAKE, "9000", "5999", "line 2: its timestamp is before that of the line above"),
         (MOONCAKE, ": 9,", ": 9", "line 3: not JSON"),
         (MOONCAKE, '"output_length": 5', f'"output_length": {10**9}', "line 1: output_length is 1000000000"),
         (MOONCAKE, "timestamp", "stamp", "line 1: timestamp is None"),
         (OWN, "[7, 30]", "[7]", "line 2: prompt is [[0, 512], [7]]"),
+        (OWN, '"at": 0.5', '"at": 1e300', "line 2: at is 1e+300; it must be at most 1e+09 seconds"),
         (OWN, "[7, 30]", "[7, 0]", "line 2: a span of its prompt is 0"),
         (OWN, "[7, 30]", "[-7, 30]", "line 2: an id of its prompt is -7"),
         (OWN, "[[8, 25]]", "[]", "line 3: its prompt has no tokens"),

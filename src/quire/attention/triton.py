@@ -40,7 +40,8 @@ MAX_DECODE_INDICES = 1 << 19
 """Most chunk ids of a decode plan (2 MiB): 256 sequences of 131,072 tokens. A step with more runs without a graph."""
 
 PIECES_PER_PROCESSOR = 2
-"""Programs that a multiprocessor holds at once: three stages of a bf16 page of head size 128 take 96 of its 227 KiB."""
+"""Pieces for every multiprocessor, which has room for one at a time. With one each, the longest decide: on an H200 long
+contexts take 1.3 to 1.4 times as long, and only a single short one (8,192 tokens) gains an eighth."""
 
 MIN_SAVED_BYTES = 8 << 20
 """Bytes of reads that sharing must save in a decode step. If it saves fewer, nothing is shared. A guess, not measured:
@@ -70,12 +71,15 @@ class TritonAttention:
         self.device = device
         self.batch_sizes = BATCH_SIZES
         self.tables = encoded_tables(table.sealed_codec, spec.head_dim, device) if table.encodes else None
-        choose = encoded_launches if table.encodes else launches
-        self.launches = choose(spec.dtype, spec.group_size, spec.head_dim)
+        if self.tables is None:
+            self.launches = launches(spec.dtype, spec.group_size, spec.head_dim)
+        else:
+            looks_up = self.tables.read_values is not None
+            self.launches = encoded_launches(spec.dtype, spec.group_size, spec.head_dim, looks_up)
         # The interpreter runs without a GPU. Eight processors are enough there to split and merge.
         on_gpu = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        short, tall = self.launches
+        short, tall, _ = self.launches
         # Tiles decoded in registers leave room for eight warps on a multiprocessor.
         at_once = 8 // short.warps if table.encodes else PIECES_PER_PROCESSOR
         self.tiles = Tiles(
@@ -143,11 +147,13 @@ class TritonAttention:
         if moved is not None and not moved and self._last is not None and self.spec.window is None:
             self._last.advance()
             return self._last
-        batch_size, common = None, self.launches[1]
+        short, common, tallest = self.launches
+        batch_size = None
         if all(piece.num_rows == 1 for piece in slices):
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
         if batch_size is not None:
-            common = common_launch(common, self.spec.group_size, batch_size, common.warps if self.tables else 4)
+            warps = tallest.warps if self.tables else 4
+            common = common_launch(tallest, self.spec.group_size, batch_size, warps)
         spec = self.spec
         layout = lay_out(
             slices,
@@ -167,7 +173,7 @@ class TritonAttention:
             assert self.profiles is not None, "a slice is profiled, and the chunk table has no column sums"
             profile = StepProfile(self.profiles, slices, layout.own, batch_size)
             self._plan_copies += 1
-        self._last = TritonPlan(self, slices, layout, batch_size, (self.launches[0], common), profile, ready)
+        self._last = TritonPlan(self, slices, layout, batch_size, (short, common), profile, ready)
         return self._last
 
     def max_pieces(self, batch_size: int) -> int:

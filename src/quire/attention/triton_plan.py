@@ -261,7 +261,7 @@ class TritonPlan:
             mirror = backend.mirror
             placed = (None, None) if self._masks is None else (mirror.positions, mirror.bases)
             attend_encoded[grid](
-                *inputs, backend.arena, *backend.views, mirror.pages, self._masks, *placed, mirror.sidecars, spec.cos,
+                *inputs, backend.arena, backend.views[0], mirror.pages, self._masks, *placed, mirror.sidecars, spec.cos,
                 spec.sin, backend.turns, tables.heads, tables.pairs, tables.read_keys, tables.read_values, *lists,
                 *left, lse, backend.reads, self._staged_id, *strides, HP=tables.pairs_padded,
                 SINKS=sinks.num_tokens if sinks is not None else 0, KIND=tables.kernel_id,

@@ -87,9 +87,7 @@ class ProfileMemory:
         self.device = spec.table.arena.device
         arena = spec.table.arena.data
         self.arena, self.sums = arena.view(spec.dtype), arena.view(torch.float32)
-        self._codes = (
-            (None, None, None) if tables is None else (arena.view(torch.int32), arena.view(torch.float16), arena)
-        )
+        self._words = None if tables is None else arena.view(torch.int32)
         heads = spec.num_kv_heads * spec.group_size
         self.lse = torch.empty(batch_size, heads, dtype=torch.float32, device=self.device)
         self.queries = torch.empty(batch_size * heads * spec.head_dim, dtype=spec.dtype, device=self.device)
@@ -112,7 +110,7 @@ class ProfileMemory:
     @property
     def pages(self) -> tuple[Tensor | None, ...]:
         """The kernels' arguments from `arena` to `masks`, without `sums`."""
-        return self.arena, *self._codes, self.mirror.pages, self.mirror.masks
+        return self.arena, self._words, self.mirror.pages, self.mirror.masks
 
     @property
     def encoded(self) -> tuple[Tensor | None, ...]:
@@ -220,9 +218,9 @@ class StepProfile:
                 memory.arena, memory.mirror.pages, self._kept_chunks, staged, self._kept_page, layer, **sizes,
                 num_warps=4,
             )  # fmt: skip
-        arena, words, halves, octets, *mirror = memory.pages
+        arena, words, *mirror = memory.pages
         inputs = (
-            self._queries, self.lse, arena, words, halves, octets, memory.sums, *mirror, *memory.encoded, positions,
+            self._queries, self.lse, arena, words, memory.sums, *mirror, *memory.encoded, positions,
         )  # fmt: skip
         if self._num_singles:
             sum_single_columns[(heads, memory.num_programs)](

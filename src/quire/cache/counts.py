@@ -151,7 +151,7 @@ class ChunkCounts:
         """Gives chunks and their sidecars back."""
         if not len(chunks):
             return
-        kinds = self.kinds[chunks].tolist()
+        kinds = self.kinds[chunks].tolist() if len(self._costs) > 1 else [self.open_codec.kernel_id] * len(chunks)
         for kind in {*kinds}:
             self.ledger.count(self._costs[kind] * kinds.count(kind), -1)
         if self.sinks is not None:

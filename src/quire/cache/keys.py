@@ -43,7 +43,11 @@ class ChunkKeys:
 
     namespace  what must be equal for two sequences to share pages
     token_ids  the sequence's tokens: a list that only grows
+
+    reads_tokens  whether keys depend on the list's tokens
     """
+
+    reads_tokens = True
 
     def __init__(self, namespace: Hashable, token_ids: list[int]) -> None:
         self.namespace = namespace

@@ -122,13 +122,16 @@ class Latencies:
         return rows
 
     def _keep(self, model: LatencyModel, records: list[Record], console: Console) -> None:
-        from quire.planning.kept_latencies import keep
+        from quire.planning.kept_latencies import keep, unmeasured
 
         if self._args.output is not None:
             model.write(self._args.output)
         if self._args.plot is not None:
             draw(self._args.plot, model, records)
         if self._args.points == list(POINTS):
+            if lacking := unmeasured(model):
+                console.print(f"not kept for later simulations: no {lacking} were measured; raise --seconds")
+                return
             try:
                 if keep(model, latencies.kept_folder()) is None:
                     console.print("the kept model of these settings says more and stays; raise --seconds")

@@ -50,6 +50,7 @@ class LatencyFiles:
         Raises ConfigError with what does not suit, or with the command that makes a model.
         """
         from quire.evaluation.latency_bench import settings_of
+        from quire.planning.kept_latencies import unmeasured
         from quire.planning.latency import mismatch
 
         wanted = settings_of(fingerprint, config)
@@ -58,6 +59,8 @@ class LatencyFiles:
             if own not in ("", role):
                 continue
             reason = mismatch(model.about, _needed(model.about, wanted) if self._is_given else wanted)
+            if reason is None and (lacking := unmeasured(model, role)):
+                reason = f"no {lacking} were measured for it; measure longer with quire bench latency --seconds"
             if reason is None:
                 return model
             reasons.append(f"{file}: {reason}")

@@ -71,7 +71,8 @@ def add_arguments(parser: Arguments) -> None:
     add("--trace", text, type=Path, metavar="FILE")
     text = "requests/s to serve, with the instances that serve most per machine (default: as many as all can serve)"
     add("--rate", text, type=simulated.positive, metavar="X")
-    add("--requests", "number of requests of a simulation (default: 300)", type=shared.count, metavar="N")
+    text = "requests of a simulation, up to 20 times as many where targets are long against them (default: 300)"
+    add("--requests", text, type=shared.count, metavar="N")
     add("--seed", "first seed of the requests (default: 0)", type=int, metavar="N")
     text = "latency model of instances on cores, or ROLE=FILE for a role; one for each number of threads"
     add("--latency", text, action="append", metavar="FILE")
@@ -198,6 +199,7 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
                 planner.goodput_of,
                 args.rate,
                 planner.bound_of,
+                planner.serves,
                 Budget(max(0.0, left) / (len(chosen) - index), time.monotonic),
                 partial(_tell, progress),
                 maker.options_of,
@@ -245,6 +247,14 @@ def _place(
     except placement.PlacementError as error:
         return Found(algorithm, error=str(error), searched=time.monotonic() - begun)
     searched, fresh = time.monotonic() - begun, args.seed + SEEDS + CONFIRMATIONS
+    if not found.predicted.fits:
+        said, nodes = found.predicted, search.cluster.nodes
+        reason = (
+            f"{args.rate:.4g} requests/s need {said.cost:.4g} {said.unit}s, for which the cluster's {nodes.count} x"
+            f" {search.cluster.slots} {'GPUs' if search.cluster.has_gpus else 'cores'} have no room: one {said.unit}"
+            f" serves {said.rate_per_unit:.4g}/s; plan without --rate for as much as they can serve"
+        )
+        return Found(algorithm, error=reason, searched=searched)
 
     def outcomes(runs: list[Joint]) -> list[Outcome]:
         with shared.progress(f"requests ({algorithm}, the placement as a whole)") as progress:
@@ -274,12 +284,12 @@ def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
     if not placed:
         raise QuireError(next(each.error for each in found if args.algorithm in (each.algorithm, "auto")))
 
-    def worth(each: Found) -> tuple[bool, bool, float, float]:
+    def worth(each: Found) -> tuple[bool, float, float]:
         assert each.placement is not None
         said = each.placement.predicted
         share = each.attainment if each.at_wanted is None else each.at_wanted
         cost = -said.cost if args.rate is not None else 0.0
-        return share >= slo.attainment - NEAR, said.fits, cost, said.rate
+        return share >= slo.attainment - NEAR, cost, said.rate
 
     return max(placed, key=worth)
 
@@ -429,4 +439,6 @@ def _print(placement: Placement, maker: Maker, slo: Slo, output: Path | None) ->
         )  # fmt: skip
     if output is not None:
         how = "quire simulate MODEL --hardware NAME" if maker.cluster.has_gpus else "quire serve MODEL"
-        print(f"written to {output}, for {how} --cluster.placement {output}")
+        ray = "" if maker.cluster.has_gpus or maker.cluster.nodes.count == 1 else " --cluster.address HOST:PORT"
+        where = ", on a Ray cluster of these machines" if ray else ""
+        print(f"written to {output}, for {how} --cluster.placement {output}{ray}{where}")

@@ -28,6 +28,9 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NOTED = 0.05
 """Relative difference between the rate of a simulation and that of its arrivals from which both are printed."""
 
+MOST_OUTSIDE = 0.2
+"""Share of steps outside a latency model's range above which a simulation is doubted."""
+
 MOST_SEED = 2**32 - 1
 """Seeds are halves of words of 64 bits."""
 
@@ -255,6 +258,12 @@ def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
     ]
     print(f"\nshares, from {origin} latencies")
     shared.print_table(("requests/s", *rates), [(name, *cells) for name, cells in rows.items()])
+    outside = max(each["steps_outside"] / max(1, each["steps"]) for each in results)
+    if outside > MOST_OUTSIDE:
+        print(
+            f"doubt: up to {outside:.0%} of the steps are outside what the latency model was measured with, and their"
+            " seconds are extrapolated; measure longer with quire bench latency --seconds"
+        )
 
 
 def _finite(value: float) -> float | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -40,14 +39,14 @@ class Health(Enum):
 ROLES = ("prefill", "decode", "mixed")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Member:
     """An instance.
 
     name        with the number of its start
     place       without it: a restarted instance takes the place of the one before
-    ready       what it has measured
-    load        what it said last
+    ready       what it has measured; see `starts`
+    load        what it said last; see `says`
     stats       counters of its engine, a little older
     seen        when, on the router's clock
     is_loading  whether it has said that it loads
@@ -70,6 +69,24 @@ class Member:
     group: str = ""
     num_rows: int = 0
 
+    # These follow from `ready` and `load`. Every choice of an instance compares them for all, so they are kept.
+    seconds_per_row: float = field(default=1e-3, init=False)
+    batch: int = field(default=1, init=False)
+    used_memory: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.ready is not None:
+            self.starts(self.ready)
+
+    def starts(self, ready: Ready) -> None:
+        """It has measured what it can do."""
+        self.ready, self.seconds_per_row, self.batch = ready, ready.seconds_per_row, ready.batch or 1
+
+    def says(self, load: Load, now: float) -> None:
+        """It has told how full it is."""
+        self.load, self.seen = load, now
+        self.used_memory = 1 - load.free_bytes / load.total_bytes if load.total_bytes else 0.0
+
     @property
     def serves(self) -> bool:
         """Whether it gets attempts."""
@@ -90,11 +107,6 @@ class Member:
         return self.num_rows * self.seconds_per_row
 
     @property
-    def seconds_per_row(self) -> float:
-        """Of a prompt."""
-        return 1e-3 if self.ready is None else self.ready.seconds_per_row
-
-    @property
     def machine(self) -> str:
         """Where it runs; empty: on the router's machine. Instances on one machine have one disk."""
         address = urlsplit("" if self.ready is None else self.ready.address)
@@ -109,12 +121,8 @@ class Member:
 
     def fullness(self) -> float:
         """How full it is as a receiver: by sequences or by memory, whichever is more. Full is 1."""
-        ready, load = self.ready, self.load
-        by_batch = len(self.sequences) / (ready.batch if ready is not None and ready.batch else 1)
-        if load is None or not load.total_bytes:
-            return by_batch
-        by_memory = 1 - load.free_bytes / load.total_bytes
-        return by_memory if by_memory > by_batch else by_batch
+        by_batch, by_memory = len(self.sequences) / self.batch, self.used_memory
+        return by_memory if by_memory > by_batch else by_batch  # not max: this runs for every instance and request
 
     def forget(self, attempt: Attempt) -> None:
         """An attempt has ended."""
@@ -138,8 +146,12 @@ class Index:
         """An instance is about to have these chunks. The end of a prompt is forgotten before its beginning."""
         known, bit = self._known, 1 << self._number(instance)
         for key in reversed(keys):
-            known[key] = known.get(key, 0) | bit
-            known.move_to_end(key)
+            having = known.get(key)
+            if having is None:
+                known[key] = bit
+            else:
+                known[key] = having | bit
+                known.move_to_end(key)
         while len(known) > self._most:
             known.popitem(last=False)
 
@@ -203,7 +215,7 @@ class Choice:
 
 
 def choose(
-    members: Iterable[Member],
+    members: Collection[Member],
     index: Index,
     keys: list[bytes],
     num_tokens: int,
@@ -222,16 +234,21 @@ def choose(
     alone       whether one instance must do all of it, with the help of no other one
     fetches     whether instances fetch prefixes from each other
     """
-    serving = [each for each in members if each.health is Health.SERVING]
-    if not serving:
+    by_role: dict[str, list[Member]] = {role: [] for role in ROLES}
+    serves = Health.SERVING
+    for each in members:
+        if each.health is serves:
+            by_role[each.role].append(each)
+    computing = by_role["prefill"] or by_role["mixed"]
+    decoding = by_role["decode"] or by_role["mixed"]
+    if not computing and not decoding:
         return None
-    mixed = [each for each in serving if each.role == "mixed"]
-    computing = [each for each in serving if each.role == "prefill"] or mixed
-    decoding = [each for each in serving if each.role == "decode"] or mixed
 
     cached = index.matched(keys)
     others = (
-        [] if alone or not fetches else [each for each in serving if each.name in cached and each.name not in avoided]
+        [each for each in members if each.name in cached and each.health is serves and each.name not in avoided]
+        if cached and fetches and not alone
+        else []
     )
 
     def work_of(member: Member) -> Work:
@@ -249,11 +266,11 @@ def choose(
 
     def first_of(candidates: list[Member]) -> Member:
         if routing == "expected" and not others and not avoided:
-            return _emptiest(_soonest(candidates, cached, num_tokens))
+            return min(_soonest(candidates, cached, num_tokens), key=Member.fullness)
         return min(candidates, key=first_token)
 
     is_half = not computing or not decoding  # the roles of one half may be down
-    computes = first_of(serving if alone or is_half else computing)
+    computes = first_of([each for each in members if each.health is serves] if alone or is_half else computing)
     work = work_of(computes)
     if alone or not computing or computes in decoding or not decoding:
         return Choice(None, computes, work.num_rows, work.elsewhere)
@@ -271,29 +288,14 @@ def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) 
     """The members with the earliest first token, of many that compute what they have not cached. As `choose`, but with
     little work for each.
     """
-    seconds = [
-        (each.num_rows + num_tokens) * (1e-3 if each.ready is None else each.ready.seconds_per_row) for each in members
-    ]
+    seconds = [(each.num_rows + num_tokens) * each.seconds_per_row for each in members]
     if cached:
         for place, each in enumerate(members):
             if (count := cached.get(each.name)) is not None:
                 rows = max(1, num_tokens - PAGE_TOKENS * count)
                 seconds[place] = (each.num_rows + rows) * each.seconds_per_row
-    least = min(seconds)
-    return [each for each, time in zip(members, seconds, strict=True) if time <= least * (1 + 1e-9)]
-
-
-def _emptiest(members: list[Member]) -> Member:
-    """The first of the least full members, of many. Looks at the memory of those alone whose batch is not fuller."""
-    by_batch = [len(each.sequences) / (1 if each.ready is None else each.ready.batch or 1) for each in members]
-    found, least = 0, math.inf
-    for place in sorted(range(len(members)), key=by_batch.__getitem__):
-        if by_batch[place] > least:
-            break
-        full = members[place].fullness()
-        if (full, place) < (least, found):
-            found, least = place, full
-    return members[found]
+    most = min(seconds) * (1 + 1e-9)
+    return [each for each, time in zip(members, seconds, strict=True) if time <= most]
 
 
 class Work(NamedTuple):

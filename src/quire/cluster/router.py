@@ -195,7 +195,7 @@ class Router:
     def hear_load(self, load: Load) -> None:
         """A sign of life."""
         if (member := self.members.get(load.instance)) is not None:
-            member.load, member.seen = load, self._clock()
+            member.says(load, self._clock())
             member.stats = load.stats or member.stats
             self._renew(load)
 

@@ -548,7 +548,8 @@ class Supervisor:
         if ready.error:
             self._fail_to_start(member, ready.error)
             return
-        member.ready, member.health, member.seen = ready, Health.SERVING, time.monotonic()
+        member.starts(ready)
+        member.health, member.seen = Health.SERVING, time.monotonic()
         self._pauses.pop(member.place, None)
         self._links.send(member.name, Role(member.role))  # it may be another one than when the instance was started
         self._find_context()

@@ -14,8 +14,10 @@ _MOST_POSITIONS = 1 << 24
 
 def imagined_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]:
     """Stand-ins for the tokens that a model would sample for positions [start, start + count). They are negative, so
-    in no vocabulary, and differ between sequences.
+    in no vocabulary, and differ between sequences, unless keys do not depend on them.
     """
+    if not sequence.keys.reads_tokens:
+        return itertools.repeat(_LEAST_TOKEN, count)
     first = _LEAST_TOKEN + sequence.sequence_id * 1_000_003 % (-_LEAST_TOKEN - _MOST_POSITIONS)
     return range(first + start, first + start + count)
 

@@ -23,7 +23,7 @@ from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.composed import composed
-from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank
+from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps, rank, unmeasured
 from quire.planning.latency import About, LatencyModel, Link, Origin, mismatch
 from quire.planning.latency_fit import Record, fit
 from quire.planning.space import NOT_OF_ENGINES, Effect, Settings, Space, Value
@@ -70,7 +70,7 @@ class Speeds:
         self._options, self._file, self._folder, self._memory = dict(options), file, folder, memory
         self._path = resolve_model(name)
         self._model_id = fingerprint(self._path)
-        self.models = [model for _, model in kept_models(folder)]
+        self.models = [model for _, model in kept_models(folder) if not unmeasured(model)]
         self.wanted = functools.cache(self._wanted)
         self._composed: dict[Settings, Speed] = {}
 
@@ -146,6 +146,8 @@ class Speeds:
             return str(error)
         finally:
             free_memory()
+        if lacking := unmeasured(model):
+            return f"no {lacking} were measured within {seconds:.0f} s; raise plan.seconds"
         self.models.insert(0, model)
         self._composed.clear()
         try:

@@ -21,6 +21,9 @@ from typing import Annotated, ClassVar
 from quire.errors import ConfigError
 from quire.options import AtLeast, Bytes, Count, Group, collect, make
 
+MOST_MACHINES, MOST_SLOTS = 10_000, 4096
+"""Machines, and GPUs or cores of one: searches of more would take hours."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes(Group):
@@ -43,6 +46,9 @@ class Nodes(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, most in (("count", MOST_MACHINES), ("gpus", MOST_SLOTS), ("cores", MOST_SLOTS)):
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"nodes.{name} is {getattr(self, name)}; it must be at most {most:,}")
         if self.gpus:
             given = {"cores": self.cores, "memory": self.memory}
             for name in (name for name, value in given.items() if value is not None):

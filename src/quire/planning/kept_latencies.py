@@ -66,6 +66,19 @@ def is_poor(model: LatencyModel) -> bool:
     return num_steps(model) < FEW_STEPS or model.residuals.get("within", 0.0) > POOR
 
 
+def unmeasured(model: LatencyModel, role: str = "mixed") -> str:
+    """What was not measured of the steps of an instance with this role, for people; empty: nothing. Seconds of such
+    steps would follow from those of other steps alone. A model without counts was not fitted, and lacks nothing.
+    """
+    counts = model.counts
+    lacking = []
+    if role != "decode" and not counts.get("prompt", 0) + counts.get("mixed", 0):
+        lacking.append("steps with prompts")
+    if role != "prefill" and not counts.get("decode", 0) + counts.get("mixed", 0):
+        lacking.append("steps that decode")
+    return " and ".join(lacking) if num_steps(model) else ""
+
+
 def num_steps(model: LatencyModel) -> int:
     """Steps that a model is fitted to."""
     return sum(model.counts.get(kind, 0) for kind in KINDS)

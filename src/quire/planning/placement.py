@@ -15,7 +15,8 @@ A cluster of several machines without GPUs is one of Ray's, where all instances 
 see `quire.cluster.placements`. There each number of cores is searched by itself.
 
 Source: DistServe, arXiv 2401.09670, section 4. Ours differs: the second form is new; options are tried in the order of
-an upper bound, and those that cannot win are skipped; every option that is not taken has a reason.
+an upper bound, and those that cannot win are skipped; an option whose goodput is searched for has served the rate with
+which it would win; every option that is not taken has a reason.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from quire.planning.packing import ROUNDING, fit, mix, most, replicas
 from quire.planning.placement_file import Instances, Placement, Predicted, Rejected, Why
 
 NO_ROOM = "the cluster has no room for an instance of each role; plan for mixed instances"
+
+JUST_BELOW = 1 - 1e-6
+"""Of the rate with which an option would win: an option with this goodput is tried."""
 
 ORDER = "of equals the one with fewer slots, and then with fewer stages, is taken"
 
@@ -63,6 +67,8 @@ class Search:
                 decodes, with regard to its own latency target
     rate        wanted requests/s; None: as many as the cluster can serve
     bound_of    requests/s per unit that an option never exceeds; None: no option is skipped
+    serves      whether an option's goodput is at least so many requests/s: one rate, where `goodput_of` tries many.
+                None: all goodputs are searched for
     budget      None: no limit. One option of each role is tried in any case
     progress    called with the number of options that are done, the number of all, and the option that was done last
     options_of  settings of an instance's engine, by key
@@ -73,6 +79,7 @@ class Search:
     goodput_of: Callable[[Option], Goodput]
     rate: float | None = None
     bound_of: Callable[[Option], float] | None = None
+    serves: Callable[[Option, float], bool] | None = None
     budget: Budget | None = None
     progress: Callable[[int, int, Option], None] | None = None
     options_of: Callable[[Candidate], Mapping[str, Any]] | None = None
@@ -172,6 +179,8 @@ class _Phase:
     """The options of which a placement takes one.
 
     left       not tried, by decreasing upper bound
+    bounds     the upper bounds; of those that `falls_short` has tested, the rate that they did not serve
+    short      the rate in requests/s that an option did not serve
     tried      the goodput of the others
     best       the one with the best goodput per unit; None if no goodput is above 0
     best_rate  its requests/s per unit; 0 if there is none
@@ -180,7 +189,9 @@ class _Phase:
     def __init__(self, search: Search, options: Sequence[Option]) -> None:
         self.search = search
         self.bounds = {option: search.bound(option) for option in options}
-        self.left = sorted(options, key=lambda option: (-self.bounds[option], option.order))
+        self.left = list(options)
+        self._sort()
+        self.short: dict[Option, float] = {}
         self.tried: dict[Option, Goodput] = {}
         self.best: Option | None = None
         self.best_rate = 0.0
@@ -195,6 +206,19 @@ class _Phase:
             self.best, self.best_rate = option, rate
         return option
 
+    def falls_short(self, needed: float) -> bool:
+        """Whether the option with the highest bound does not serve a rate per unit. Then this is its bound."""
+        option, rate = self.left[0], needed * JUST_BELOW
+        of_one = rate * self.search.cost(option)
+        if self.search.serves is None or not 0 < rate < self.bounds[option] or self.search.serves(option, of_one):
+            return False
+        self.short[option], self.bounds[option] = of_one, rate
+        self._sort()
+        return True
+
+    def _sort(self) -> None:
+        self.left.sort(key=lambda option: (-self.bounds[option], option.order))
+
     def rate(self, option: Option) -> float:
         """Requests/s per unit of an option that was tried."""
         return self.tried[option].rate / self.search.cost(option)
@@ -208,7 +232,8 @@ class _Phase:
 class _Walk(ABC):
     """Tries options until none that is left can win, or the time is over.
 
-    Each phase tries its options by decreasing bound. Phases take turns, so that a budget is spent on all of them.
+    Each phase tries its options by decreasing bound. Phases take turns, so that a budget is spent on all of them. One
+    whose next option has fallen short comes last: it is left out as soon as the others' options have, too.
     """
 
     def __init__(self, search: Search, roles: Sequence[Sequence[Option]]) -> None:
@@ -222,6 +247,12 @@ class _Walk(ABC):
     @abstractmethod
     def excluded(self, phase: _Phase, option: Option) -> str | None:
         """Why an option that was not tried cannot be part of the best placement; None if it may be."""
+
+    @abstractmethod
+    def needed(self, phase: _Phase) -> float:
+        """Requests/s per unit with which another option would be part of the best placement, with the best partner
+        that was tried; 0 if that is not known.
+        """
 
     @abstractmethod
     def learn(self, phase: _Phase, option: Option) -> None:
@@ -303,9 +334,13 @@ class _Walk(ABC):
         end = math.inf if budget is None else budget.clock() + budget.seconds
         while all(phase.left or phase.best for phase in self.phases):
             waiting = [phase for phase in self.phases if phase.left and not self.excluded(phase, phase.left[0])]
-            phase = min(waiting, key=lambda each: len(each.tried), default=None)
+            phase = min(
+                waiting, key=lambda each: (each.left[0] in each.short, len(each.tried) + len(each.short)), default=None
+            )
             if phase is None or (phase.tried and budget is not None and budget.clock() >= end):
                 return
+            if phase.falls_short(self.needed(phase)):
+                continue
             option = phase.try_next()
             if phase.rate(option) > phase.bounds[option] * (1 + ROUNDING):
                 self.warnings.append(
@@ -327,7 +362,9 @@ class _Walk(ABC):
         for option in phase.left:
             excluded = self.excluded(phase, option)
             if excluded is not None:
-                self.rejected.append(Rejected(option, Why.BOUND, excluded))
+                rate = phase.short.get(option)
+                tested = "" if rate is None else f"it misses the latency targets at {rate:.4g} requests/s: "
+                self.rejected.append(Rejected(option, Why.BOUND, tested + excluded))
             else:
                 assert self.search.budget is not None, f"{option} was left out"
                 over = f"the search's {self.search.budget.seconds:.4g} s were over before it was tried"
@@ -355,6 +392,10 @@ class _PerUnit(_Walk):
         if phase.bounds[option] >= phase.best_rate * (1 - ROUNDING):
             return None
         return f"at most {self._per_unit(phase.bounds[option])}, but {phase.best} has {phase.best_rate:.4g}"
+
+    def needed(self, phase: _Phase) -> float:
+        """See _Walk."""
+        return phase.best_rate
 
     def learn(self, phase: _Phase, option: Option) -> None:
         """See _Walk: phases know their best."""
@@ -414,6 +455,14 @@ class _Whole(_Walk):
         if self.best is None or ceiling >= self.best.rate * (1 - ROUNDING):
             return None
         return f"the cluster serves at most {ceiling:.4g} requests/s with it, but {self.best.rate:.4g} with {self.best}"
+
+    def needed(self, phase: _Phase) -> float:
+        """See _Walk: from the equation of `excluded`."""
+        if self.best is None:
+            return 0.0
+        others = sum(_seconds(other.best_rate) for other in self.phases if other is not phase)
+        seconds = self.search.cluster.num_units / self.best.rate - others
+        return 1 / seconds if seconds > 0 else 0.0
 
     def learn(self, phase: _Phase, option: Option) -> None:
         """See _Walk: combines the option with all partners that were tried."""

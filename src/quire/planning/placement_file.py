@@ -77,7 +77,7 @@ class Why(StrEnum):
     UNFIT    it cannot run: the machine lacks memory, or the model cannot be divided this way
     MISSES   no rate meets the latency targets
     SLOWER   it was tried, and another one is better
-    BOUND    it was not tried, because its upper bound shows that it is not the best
+    BOUND    its goodput was not searched for, because its upper bound, or one simulation, shows that it is not the best
     UNTRIED  it was not tried, because the time was over
     """
 

@@ -3,8 +3,8 @@
 A Mooncake trace has one JSON object per line: `timestamp` in milliseconds, `input_length` and `output_length` in
 tokens, and `hash_ids`, one per 512 tokens of the prompt; the last may stand for fewer. Prompts that begin with the same
 ids begin with the same text. An Azure trace is CSV with the columns TIMESTAMP (date and time), ContextTokens and
-GeneratedTokens, and says nothing of what prompts share. `Workload.write` writes JSON lines: first {"workload": name},
-then one object per request with the fields of `Arrival`, such as
+GeneratedTokens, and says nothing of what prompts share. A workload of our own is JSON lines: first {"workload": name},
+which may be missing, then one object per request with the fields of `Arrival`, such as
 
     {"at": 0.5, "prompt": [[0, 512], [7, 30]], "num_out": 129}
     {"at": 0.0, "prompt": [[8, 25]], "num_out": 64, "after": 0, "pause": 4.0}
@@ -46,7 +46,13 @@ MOST_TOKENS = 10**9
 MOST_ID = 1 << 62
 """Ids of spans are below this, so that copies of a workload can have others."""
 
-FORMS = "CSV with TIMESTAMP, ContextTokens and GeneratedTokens, a Mooncake trace, or what Workload.write wrote"
+MOST_SECONDS = 1e9
+"""Times of a workload are at most this, 31 years: beyond it gaps are lost in the rounding of sums."""
+
+FORMS = (
+    'CSV with TIMESTAMP, ContextTokens and GeneratedTokens, a Mooncake trace, or JSON lines like {"at": 0.5, "prompt":'
+    ' [[1, 300]], "num_out": 40}'
+)
 _Row = TypeVar("_Row")
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -116,12 +122,13 @@ def read_workload(path: Path, limit: int | None = None) -> Workload:
         raise ConfigError(f"cannot read the workload {path}: {error}") from error
     if head.startswith("{"):
         try:
-            is_own = "workload" in json.loads(head)
+            is_own = not {"workload", "prompt", "num_out"}.isdisjoint(json.loads(head))
         except (ValueError, RecursionError):
             is_own = False
         return _read_own(path, limit) if is_own else _workload(path, read_trace(path, limit))
     if AZURE_COLUMNS[0] not in head:
-        raise ConfigError(f"{path} starts with {head!r:.60}; a workload is {FORMS}")
+        said = f"starts with {head!r:.60}" if head else "is empty"
+        raise ConfigError(f"{path} {said}; a workload is {FORMS}")
     return _workload(path, read_azure(path, limit))
 
 
@@ -252,8 +259,9 @@ def _read_own(path: Path, limit: int | None) -> Workload:
         nonlocal name
         fields = json.loads(text)
         if name is None:
-            name = str(fields["workload"])
-            return None
+            name = str(fields.get("workload", path.stem))
+            if "workload" in fields:
+                return None
         return line, _arrival(fields)
 
     lines, arrivals = zip(*_read(path, limit, parse), strict=True)
@@ -272,6 +280,8 @@ def _arrival(fields: Any) -> Arrival:
     for name, value in zip(("at", "pause"), seconds, strict=True):
         if not _is_number(value):
             raise ValueError(f"{name} is {value!r:.60}; it must be seconds")
+        if value > MOST_SECONDS:
+            raise ValueError(f"{name} is {value!r:.60}; it must be at most {MOST_SECONDS:.0e} seconds")
     prompt = fields.get("prompt")
     if not isinstance(prompt, list) or any(not isinstance(span, list) or len(span) != 2 for span in prompt):
         raise ValueError(f"prompt is {prompt!r:.60}; it must be a list of spans [id, number of tokens]")

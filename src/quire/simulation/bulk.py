@@ -156,8 +156,10 @@ class _Bulk:
     @property
     def _is_full(self) -> bool:
         """Whether a request that comes now fails: a router counts what has no token, an engine what is queued."""
-        instances = [*self._instances.values()]
-        return self._max_queue <= (instances[0].num_waiting if len(instances) == 1 else self._num_unanswered)
+        if len(self._instances) > 1:
+            return self._max_queue <= self._num_unanswered
+        (only,) = self._instances.values()
+        return self._max_queue <= only.num_waiting
 
     def _told(self, member: Member, sequence: Running, is_last: bool) -> None:
         index, now, attempt = sequence.seed, self._events.now, Attempt(sequence.seed, 0)
@@ -168,8 +170,7 @@ class _Bulk:
             member.has_computed(attempt)
         instance = self._instances[member.name]
         if is_last or member.load is None or now >= member.seen + LOAD_SECONDS:
-            member.seen = now
-            member.load = Load(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS)
+            member.says(Load(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS), now)
         if is_last:
             sequence.request.sequences.clear()  # a circle: nothing is collected while this runs
             self._last[index] = now

@@ -76,8 +76,7 @@ class Target:
     name             in MODELS, a config.json, or any model
     options, file    as for `LLM`
     usable           share of a GPU's memory for weights and cache
-    tp_link          between the GPUs of a layer; None: the device's own
-    slow_link        between machines, for stages that do not fit on one; None: as tp_link
+    slow_link        between machines, for stages that do not fit on one; None: as within them
     gpus             of a machine
     """
 
@@ -86,7 +85,6 @@ class Target:
     options: Mapping[str, Any]
     file: Path | None = None
     usable: float = 0.9
-    tp_link: Link | None = None
     slow_link: Link | None = None
     gpus: int = 8
 
@@ -94,7 +92,10 @@ class Target:
     def on(cls, gpus: Gpus, name: str, options: Mapping[str, Any], file: Path | None = None) -> Target:
         """A model on the GPUs of a plan. Raises ConfigError if their device is unknown."""
         device = dataclasses.replace(device_named(gpus.device), memory=float(gpus.memory))
-        return cls(name, device, options, file, 1.0, _link(gpus.inside), _link(gpus.between), gpus.count)
+        if gpus.inside is not None:
+            device = dataclasses.replace(device, nvlink=float(gpus.inside))
+        slow = None if gpus.between is None else Link(HOP_SECONDS, float(gpus.between))
+        return cls(name, device, options, file, 1.0, slow, gpus.count)
 
     @cached_property
     def config(self) -> EngineConfig:
@@ -171,8 +172,8 @@ class Target:
         is_large = pp > self.gpus // (stage_gpus or tp)
         return AnalyticModel(
             self.numbers, self.device, tp, pp, float(ITEM_BYTES[self.dtype]), self.weight_bytes,
-            self.token_bytes(config or self.config), usable=self.usable, tp_link=self.tp_link,
-            pp_link=(self.slow_link if is_large else None) or self.tp_link,
+            self.token_bytes(config or self.config), usable=self.usable,
+            pp_link=self.slow_link if is_large else None,
         )  # fmt: skip
 
     def setup(
@@ -211,7 +212,7 @@ class Target:
 
     def between(self, *, within: bool) -> Link:
         """The way of caches from one instance to another. within: on the same machine."""
-        link = self.tp_link if within or self.slow_link is None else self.slow_link
+        link = None if within else self.slow_link
         return link or Link(HOP_SECONDS, self.device.between)
 
     def _plan(self, latency: AnalyticModel, config: EngineConfig, memory: int, grain: int) -> Plan:
@@ -238,10 +239,6 @@ class Target:
         )  # fmt: skip
         resolved, sizes = resolve(flat, shape)
         return Plan(shape, resolved, dataclasses.replace(sizes, weight_bytes=int(self.weight_bytes)), latency)
-
-
-def _link(bytes_per_second: int | None) -> Link | None:
-    return None if bytes_per_second is None else Link(HOP_SECONDS, float(bytes_per_second))
 
 
 def shape_of(name: str) -> ModelShape:

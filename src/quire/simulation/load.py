@@ -33,6 +33,9 @@ CONFIRMATIONS = 4
 SHORT = 0.05
 """A doubt is told if a queue that still grows may account for more than this share of a goodput."""
 
+LONGEST = 20
+"""A run has at most so many times the requests that are asked for."""
+
 LOWEST = 1000
 """The lowest rate of a search for the goodput is this part of the highest one."""
 
@@ -64,6 +67,16 @@ class Load:
             return self.fitted.steady(self.count, seed, rate)
         found = self.workload.first(self.count)
         return found if rate is None else found.at_rate(rate)
+
+    def lasting(self, rate: float, slo: Slo) -> Load:
+        """At least so many requests that at this rate a queue that grows shows: that it accounts for at most SHORT of
+        the rate if they meet their targets. Requests may wait for their first token, and for room where they are
+        decoded, which counts among the seconds of their tokens. See `noted`.
+        """
+        answer = slo.tpot * float(self.workload.columns.num_out.mean())
+        wait = max((each for each in (slo.ttft, answer) if math.isfinite(each)), default=0.0)
+        count = math.ceil(rate * wait / (slo.attainment * SHORT)) if math.isfinite(rate) else 0
+        return replace(self, count=min(max(self.count, count), LONGEST * self.count))
 
 
 class Simulation(Protocol):

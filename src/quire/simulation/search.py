@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from quire.errors import ConfigError
 from quire.planning.bounds import Asked
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
-from quire.planning.goodput import Goodput, Verdict
+from quire.planning.goodput import ROUNDING, Goodput, Verdict
 from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
 from quire.planning.placement_file import Instances, Placement, Rejected, Why
@@ -258,10 +259,17 @@ class Planner:
         return asked_of(self.load.workload, self.maker.config.retain, self.maker.window)
 
     def goodput_of(self, option: Option) -> Goodput:
-        """The goodput of one instance or pair, in requests/s."""
+        """The goodput of one instance or pair, in requests/s, of so many requests that a queue that grows shows."""
         if option not in self.found:
             self.found[option] = self._goodput(option)
         return self.found[option]
+
+    def serves(self, option: Option, rate: float) -> bool:
+        """Whether an option's goodput is at least so many requests/s, by the seeds of the search."""
+        slo, ceiling = self._slo(option), self._bound(option, ANYTHING)
+        attains, seeds = self._attains(option), range(self.seed, self.seed + SEEDS)
+        attains.groups = (seeds,)
+        return rate <= ceiling and fmean(attains(rate, seed) for seed in seeds) >= slo.attainment - ROUNDING
 
     def bound_of(self, option: Option) -> float:
         """Requests/s per GPU or machine that an option never exceeds; 0 if its latencies are not known."""
@@ -286,21 +294,25 @@ class Planner:
 
     def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
-        times = max(placement.count(role) for role in Role)
-        load = dataclasses.replace(self.load, count=self.load.count * times)
-        return Joint(self.maker.setup(placement), load, rate, seed)
+        return Joint(self.maker.setup(placement), self._whole(placement), rate, seed)
 
     def replayed(self, placement: Placement, rate: float, seed: int) -> list[Joint]:
         """The same with the requests and the gaps that were recorded, scaled to the rate, and with as many that are
         drawn. None where that tells nothing: for requests that all arrive at once, and for conversations, of which
         none is under way when a recording begins.
         """
-        found = self.joint(placement, rate, seed)
-        recorded = found.load.workload.first(found.count)
+        load = self._whole(placement)
+        recorded = load.workload.first(load.count)
         if recorded.has_conversations or math.isinf(recorded.rate):
             return []
-        drawn = dataclasses.replace(found.load, count=len(recorded.arrivals))
-        return [dataclasses.replace(found, load=load) for load in (dataclasses.replace(drawn, fitted=None), drawn)]
+        drawn = dataclasses.replace(load, count=len(recorded.arrivals))
+        setup = self.maker.setup(placement)
+        return [Joint(setup, each, rate, seed) for each in (dataclasses.replace(drawn, fitted=None), drawn)]
+
+    def _whole(self, placement: Placement) -> Load:
+        """As many requests as the instances of the most numerous role get by themselves."""
+        times = max(placement.count(role) for role in Role)
+        return dataclasses.replace(self.load, count=self.load.count * times)
 
     def queue_check(self, placement: Placement, seed: int) -> QueueCheck | None:
         """Of an instance for prompts, at half of its part of the predicted rate; None if none has only prompts."""
@@ -321,9 +333,16 @@ class Planner:
         has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
         if has_decoding and not self.asked.tokens.any():
             raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
-        attains = Attains(self._simulation(option), self._slo(option), workers=self.workers, on_run=self.on_run)
         ceiling = self._bound(option, ANYTHING)
-        return find_goodput(attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=())
+        return find_goodput(
+            self._attains(option), ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=()
+        )
+
+    def _attains(self, option: Option) -> Attains:
+        """The share of requests of an option that meet the targets that count for it."""
+        slo = self._slo(option)
+        made = self._simulation(option, self.load.lasting(self._bound(option, ANYTHING), slo))
+        return Attains(made, slo, workers=self.workers, on_run=self.on_run)
 
     def _slo(self, option: Option) -> Slo:
         """The targets that count for an option."""
@@ -352,9 +371,9 @@ class Planner:
         seconds = num_tokens * seconds_per_token(self.maker.replicas(instance), self.maker.ways(option))
         return 1 / seconds if seconds else math.inf
 
-    def _simulation(self, option: Option) -> Callable[[float, int], Simulation]:
+    def _simulation(self, option: Option, load: Load) -> Callable[[float, int], Simulation]:
         """Makes the simulation of a rate and a seed."""
-        ways, load, replicas, tpot = self.maker.ways(option), self.load, self.maker.replicas, self._tpot
+        ways, replicas, tpot = self.maker.ways(option), self.maker.replicas, self._tpot
         if isinstance(option, Pair):
             first, second = replicas(option.prefill), replicas(option.decode)
             return lambda rate, seed: PairRun(

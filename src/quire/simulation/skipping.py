@@ -34,6 +34,8 @@ class SpanKeys(ChunkKeys):
     spans  of the prompt, and then of the answer
     """
 
+    reads_tokens = False
+
     def __init__(self, spans: Sequence[Span], num_tokens: int, prefixes: dict[tuple[int, int, int], int]) -> None:
         """spans: with ids below 2^48 - 1. num_tokens: of prompt and answer. prefixes: numbers of rows of whole spans,
         shared by all requests.
@@ -190,8 +192,8 @@ class SkippingInstance:
     @property
     def _num_shared(self) -> int:
         """Tokens of the batch's contexts that are read with those of others: the rest is distinct."""
-        reads = sum(each.path.num_shared for each in self.scheduler.running)
-        return (reads - self.scheduler.manager.tree.num_read) * PAGE_TOKENS
+        tree = self.scheduler.manager.tree
+        return (tree.num_reads - tree.num_read) * PAGE_TOKENS
 
     def _wake(self, version: int) -> None:
         if version == self._version and self._quiet is not None:

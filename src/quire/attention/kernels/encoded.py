@@ -95,7 +95,8 @@ def attend_sinks(
     cos, sin, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Extends the sums by the first tokens of a sequence, from their sidecar."""
-    SP: tl.constexpr = triton.next_power_of_2(max(16, SINKS))
+    # Triton 3.6 compiles products of 64 rows and 16 columns by eight warps into code that reads beyond its operands.
+    SP: tl.constexpr = triton.next_power_of_2(max(16 if query.shape[0] < 64 else 64, SINKS))
     sink = tl.arange(0, SP)
     exact = (sink < num_exact) & is_seen(mask, sink)
     place = (sink * D).to(tl.int64)
@@ -113,7 +114,7 @@ def attend_encoded(
     new_k, new_v,   # [R, H, D], rows k_stride and v_stride apart; APPEND only, else None
     out,            # [R, H * G, D], dense
     arena,          # the arena as elements of dense pages; a page starts at id * UNIT
-    words, halves, octets,  # the same as i32, f16, u8
+    words,          # the same as i32
     table,          # i32 [C, L, H] page ids
     masks,          # i64 [C, L, H], visible slots of each page, 0 where there is no page; or None: all are visible
     slot_positions, # i32 [C, L, H] ids of pages i32 [P] with the positions of slots; -1: consecutive; None if masks are
@@ -235,7 +236,7 @@ def attend_encoded(
                     at_key_slots, HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
                 )  # fmt: skip
             else:
-                first, second = decoded_keys(KIND, halves, octets, current, head_bias, D, HALF, HP, P)
+                first, second = decoded_keys(KIND, words, current, head_bias, D, HALF, HP, P)
             first_q, second_q = first_query, second_query
             if ROTATE:
                 base = page_start
@@ -255,12 +256,13 @@ def attend_encoded(
                 query_cos = tl.load(cos + angle, mask=is_pair[None, :], other=0.0)
                 query_sin = tl.load(sin + angle, mask=is_pair[None, :], other=0.0)
                 first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
-            first, second, token = first.to(TYPE), second.to(TYPE), slots
+            token = slots
             if KIND == NUQ:
+                # Rounded after this, not before: what a product reads must not itself be a reshape in Triton 3.6.
                 first, second = interleaved(first, HP, 2), interleaved(second, HP, 2)
                 token = slots % 2 * (P // 2) + slots // 2
-            score = tl.dot(first_q.to(TYPE), first, input_precision="ieee")
-            score = tl.dot(second_q.to(TYPE), second, score, input_precision="ieee")
+            score = tl.dot(first_q.to(TYPE), first.to(TYPE), input_precision="ieee")
+            score = tl.dot(second_q.to(TYPE), second.to(TYPE), score, input_precision="ieee")
             if SINKS:
                 score = tl.where((i > 0) | (token >= num_exact)[None, :], score, float("-inf"))
             if masks is not None:
@@ -275,10 +277,11 @@ def attend_encoded(
                     D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS,
                 )  # fmt: skip
                 even_weight, odd_weight = in_value_order(weight, ROWS, P)
-                acc = tl.dot(even_weight, interleaved(even.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
-                acc = tl.dot(odd_weight, interleaved(odd.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
+                even, odd = interleaved(even, P // 2, NUM_RUNS), interleaved(odd, P // 2, NUM_RUNS)
+                acc = tl.dot(even_weight, even.to(TYPE), acc, input_precision="ieee")
+                acc = tl.dot(odd_weight, odd.to(TYPE), acc, input_precision="ieee")
             else:
-                values = decoded_values(KIND, halves, octets, current, D, HALF, DP, P)
+                values = decoded_values(KIND, words, current, D, HALF, DP, P)
                 acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
     if KIND == NUQ:
         acc = deinterleaved(acc, ROWS, NUM_RUNS)

@@ -17,34 +17,46 @@ class Launch:
     stages: int
 
 
-def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
-    """The launches of (short, tall) blocks: tiles of query rows x G.
+def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch, Launch]:
+    """The launches of (short, tall) blocks and of the tallest shared runs: tiles of query rows x G.
 
-    Chosen by registers and shared memory (tests/kernels/test_triton_compile.py prints them); `scripts/gpu.sh attention`
-    measures them against others.
+    Chosen by measurement on an H200 (docs/performance.md); `scripts/gpu.sh attention --sweep` measures them against
+    others.
     """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
         # Float32 products run outside the tensor cores with operands in registers. A larger tile spills.
-        return Launch(max(16, least), 8, 2), Launch(max(16, least), 8, 2)
-    return Launch(max(16, least), 4, 3), Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
+        only = Launch(max(16, least), 8, 2)
+        return only, only, only
+    common = Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
+    return Launch(max(16, least), 4, 4), Launch(max(64, least), 4, 3), common
 
 
-def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
-    """The launches for encoded pages. These are decoded in registers: eight warps hold tiles that four would spill.
+def encoded_launches(
+    dtype: torch.dtype, group_size: int, head_dim: int, looks_up: bool
+) -> tuple[Launch, Launch, Launch]:
+    """As `launches`, for encoded pages. These are decoded in registers.
 
     A tile with rows of one sequence must not be taller than a page, because rows of two chunks see different sources.
+
+    looks_up  whether the codec looks its numbers up in tables
     """
     least = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
-        return Launch(least, 8, 1), Launch(least, 8, 1)
-    return Launch(least, 4 if head_dim <= 64 else 8, 2), Launch(max(least, 64), 8, 2)
+        only = Launch(least, 8, 1)
+        return only, only, only
+    tall = Launch(max(least, 64), 8, 2)
+    if looks_up:
+        # Eight warps hold tiles that four would spill.
+        return Launch(least, 4 if head_dim <= 64 else 8, 3 if head_dim <= 128 else 2), tall, tall
+    # Two programs on a multiprocessor hide each other's waits; stages hide fewer, and take registers.
+    return Launch(least, 4, 1), tall, tall
 
 
-def common_launch(tall: Launch, group_size: int, num_rows: int, warps: int = 4) -> Launch:
+def common_launch(tallest: Launch, group_size: int, num_rows: int, warps: int = 4) -> Launch:
     """The launch of a decode step's shared runs. Its tile is no taller than the step has rows x G."""
     rows = max(16, triton.next_power_of_2(num_rows * group_size))
-    return tall if rows >= tall.rows else Launch(rows, warps, tall.stages)
+    return tallest if rows >= tallest.rows else Launch(rows, warps, tallest.stages)
 
 
 def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch:

@@ -120,7 +120,7 @@ def dense_keys(
 
 @triton.jit
 def encoded_keys(
-    arena, words, halves, octets,  # the arena as page elements, i32, f16 and u8
+    arena, words,  # the arena as page elements and as i32
     table, chunk, layer_head,
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`
     start,  # first position of the chunk by its index in the path
@@ -147,7 +147,7 @@ def encoded_keys(
         head_bias = None
         if key_books is not None:
             head_bias = key_books + layer_head * (2 * HP)
-        first, second = decoded_keys(KIND, halves, octets, page, head_bias, D, HALF, HP, P)
+        first, second = decoded_keys(KIND, words, page, head_bias, D, HALF, HP, P)
     slots = tl.arange(0, P)
     is_pair = (pair < HALF)[:, None]
     if SINKS:
@@ -230,7 +230,7 @@ def mask_of(
 def sum_columns(
     queries,    # [H, R, G, D]
     lse,        # f32 [R, H, G], base 2
-    arena, words, halves, octets,  # the arena as page elements, i32, f16 and u8
+    arena, words,  # the arena as page elements and as i32
     sums,       # the arena as f32; a page starts at id * 32
     table,      # i32 [C, L, H] page ids
     masks,      # i64 [C, L, H]
@@ -285,7 +285,7 @@ def sum_columns(
     if KIND != NO_CODES:  # noqa: SIM102 - known when compiled
         if stored_seen != 0:
             keys, channel, is_channel = encoded_keys(
-                arena, words, halves, octets, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
+                arena, words, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
                 heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
             )  # fmt: skip
             total = add_rows(
@@ -298,7 +298,7 @@ def sum_columns(
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
 def sum_single_columns(
-    queries, lse, arena, words, halves, octets, sums, table, masks,  # as of `sum_columns`
+    queries, lse, arena, words, sums, table, masks,  # as of `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     positions,
     num_columns,  # i32 [1]: number of columns in use
@@ -350,7 +350,7 @@ def sum_single_columns(
                 )
             elif is_wanted:
                 keys, channel, is_channel = encoded_keys(
-                    arena, words, halves, octets, table, chunk, layer_head, slot_positions, bases, sidecars, cos, sin,
+                    arena, words, table, chunk, layer_head, slot_positions, bases, sidecars, cos, sin,
                     heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS,
                     ROTATE,
                 )  # fmt: skip
@@ -418,7 +418,7 @@ def add_kept(
 def recover(
     kept_queries,  # [L, H, kept rows, G, D]
     kept_lse,      # f32 [L, H, kept rows, G], base 2
-    arena, words, halves, octets, table, masks,  # as of `sum_columns`
+    arena, words, table, masks,  # as of `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     chunks,        # i32 [n, KEPT_INTS], of a path, in order of position
     kept,          # i64 [L, H, words]: columns kept for every row, by position
@@ -474,7 +474,7 @@ def recover(
     if KIND != NO_CODES:  # noqa: SIM102 - known when compiled
         if stored_seen != 0:
             keys, channel, is_channel = encoded_keys(
-                arena, words, halves, octets, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
+                arena, words, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
                 heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
             )  # fmt: skip
             total = add_kept(

@@ -167,58 +167,103 @@ def slots_of(words, at, slot, used, P: tl.constexpr):
 
 @triton.jit
 def decoded_keys(
-    KIND: tl.constexpr, halves, octets, page,
+    KIND: tl.constexpr, words, page,
     bias,  # as of `group_keys`
     D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """As `nuq_keys`, of a page of any codec without lookups: one case of each here and in `decoded_values`."""
     tl.static_assert(KIND == GROUP, "a codec without a case")
-    return group_keys(halves, octets, page, bias, D, HALF, HP, P)
+    return group_keys(words, page, bias, D, HALF, HP, P)
 
 
 @triton.jit
 def decoded_values(
-    KIND: tl.constexpr, halves, octets, page, D: tl.constexpr, HALF: tl.constexpr, DP: tl.constexpr, P: tl.constexpr
+    KIND: tl.constexpr, words, page, D: tl.constexpr, HALF: tl.constexpr, DP: tl.constexpr, P: tl.constexpr
 ):
-    """The values of such a page, f32 [P, DP]."""
+    """The values of such a page, f32 [P, DP]. Columns from D on are undefined."""
     tl.static_assert(KIND == GROUP, "a codec without a case")
-    return group_values(halves, octets, page, D, HALF, DP, P)
+    return group_values(words, page, D, HALF, DP, P)
 
 
 @triton.jit
 def group_keys(
-    halves, octets, page,
+    words, page,
     bias,  # f32 [2, HP], what was subtracted from one head's keys; or None
     D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """`nuq_keys` for a page of group codes."""
-    pair = tl.arange(0, HP)[:, None]
-    slot = tl.arange(0, P)[None, :]
-    inside = pair < HALF
-    both = tl.load(octets + page * 128 + slot * HALF + pair, mask=inside, other=0).to(tl.int32)
-    ranges = halves + page * 64 + P * D // 2 + slot
-    low = tl.load(ranges + pair // 64 * (2 * P), mask=inside, other=0.0).to(tl.float32)
-    step = tl.load(ranges + pair // 64 * (2 * P) + P, mask=inside, other=0.0).to(tl.float32)
-    first = low + (both & 15).to(tl.float32) * step
-    group = (pair + HALF) // 64
-    low = tl.load(ranges + group * (2 * P), mask=inside, other=0.0).to(tl.float32)
-    step = tl.load(ranges + group * (2 * P) + P, mask=inside, other=0.0).to(tl.float32)
-    second = low + (both >> 4).to(tl.float32) * step
+    """`nuq_keys` for a page of group codes. Computed with the slots as rows, as the page has them."""
+    pair = tl.arange(0, HP)
+    first, second = group_halves(words, page, 0, 0, D, HALF, HP, P)
     if bias is not None:
-        first += tl.load(bias + pair)
-        second += tl.load(bias + HP + pair)
+        first += tl.load(bias + pair)[None, :]
+        second += tl.load(bias + HP + pair)[None, :]
+    return tl.trans(first), tl.trans(second)
+
+
+@triton.jit
+def group_values(words, page, D: tl.constexpr, HALF: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
+    """The values of a page of group codes, f32 [P, DP]. Columns from D on are undefined."""
+    GROUPS: tl.constexpr = (D + 63) // 64
+    if 2 * HALF == DP:
+        low, high = group_halves(words, page, P * HALF // 4, GROUPS * P, D, HALF, HALF, P)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (P, DP))
+    d = tl.arange(0, DP)[None, :]
+    slot = tl.arange(0, P)[:, None]
+    byte = slot * HALF + d % HALF
+    four = tl.load(words + page * 32 + P * HALF // 4 + byte // 4, mask=d < D, other=0)
+    code = four >> byte % 4 * 8 + d // HALF * 4 & 15
+    return in_groups(code, words + page * 32 + P * D // 4 + GROUPS * P, tl.arange(0, DP), 0, (D - 1) // 64, P)
+
+
+@triton.jit
+def group_halves(
+    words, page,
+    at, at_ranges,  # the words before the codes, and before the ranges after all codes
+    D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """The lower and the upper half of every slot's channels, f32 [P, HP] each; zero in columns from HALF on."""
+    slot = tl.arange(0, P)[:, None]
+    channel = tl.arange(0, HP)
+    base = words + page * 32
+    if HALF % 4:
+        byte = slot * HALF + channel[None, :]
+        both = tl.load(base + at + byte // 4, mask=(channel < HALF)[None, :], other=0) >> byte % 4 * 8
+    else:
+        word = tl.arange(0, HP // 4)[None, :]
+        four = tl.load(base + at + slot * (HALF // 4) + word, mask=word < HALF // 4, other=0)
+        both = tl.reshape(four[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :], (P, HP))
+    ranges = base + P * D // 4 + at_ranges
+    first = in_groups(both & 15, ranges, channel, 0, (HALF - 1) // 64, P)
+    second = in_groups(both >> 4 & 15, ranges, channel + HALF, HALF // 64, (D - 1) // 64, P)
+    if HALF < HP:
+        inside = (channel < HALF)[None, :]
+        first, second = tl.where(inside, first, 0.0), tl.where(inside, second, 0.0)
     return first, second
 
 
 @triton.jit
-def group_values(halves, octets, page, D: tl.constexpr, HALF: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
-    """The values of a page of group codes, f32 [P, DP]."""
-    d = tl.arange(0, DP)[None, :]
-    slot = tl.arange(0, P)[:, None]
-    inside = d < D
-    both = tl.load(octets + page * 128 + P * HALF + slot * HALF + d % HALF, mask=inside, other=0).to(tl.int32)
-    GROUPS: tl.constexpr = (D + 63) // 64
-    ranges = halves + page * 64 + P * D // 2 + GROUPS * (2 * P) + d // 64 * (2 * P) + slot
-    low = tl.load(ranges, mask=inside, other=0.0).to(tl.float32)
-    step = tl.load(ranges + P, mask=inside, other=0.0).to(tl.float32)
-    return low + (both >> d // HALF * 4 & 15).to(tl.float32) * step
+def in_groups(
+    code,     # i32 [P, C], below 16
+    ranges,   # of the first group
+    channel,  # i32 [C]
+    FIRST: tl.constexpr, LAST: tl.constexpr,  # the groups that the channels are in
+    P: tl.constexpr,
+):  # fmt: skip
+    """What codes mean in the ranges of their channels' groups, f32 [P, C]."""
+    low, step = range_of(ranges + FIRST * P, P)
+    low, step = low[:, None], step[:, None]
+    for group in tl.static_range(FIRST + 1, LAST + 1):
+        other_low, other_step = range_of(ranges + group * P, P)
+        inside = (channel // 64 == group)[None, :]
+        low, step = tl.where(inside, other_low[:, None], low), tl.where(inside, other_step[:, None], step)
+    # With these bits above it a code is a float32, 2^23 more than it should be. A conversion takes four times as long.
+    return low + ((code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0) * step
+
+
+@triton.jit
+def range_of(ranges, P: tl.constexpr):
+    """Minimum and step of every slot's group, f32 [P] each. A word has those of two slots."""
+    pair = tl.arange(0, P // 2)
+    side = tl.arange(0, 2)[None, :]
+    low, step = tl.load(ranges + pair), tl.load(ranges + P // 2 + pair)
+    return tl.reshape(half_in(low[:, None], side), (P,)), tl.reshape(half_in(step[:, None], side), (P,))
