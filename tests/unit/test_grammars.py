@@ -9,6 +9,7 @@ import os
 import random
 import re
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,27 @@ def test_long_forced_texts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert tokenizer.decode(tokens) == "word " * 400 + "end"
 
 
+ODD = [
+    "a b", "a/b", "x\ny", "\t", "é", "\x7f", "\\", "a|b", "(c)", "#", "&~-", '"q"', "'", "\x01", "\r\n", "a", "ab",
+    "^$", "{1}", "\u2028", "\U0001f600", "[a-z]", "a.b*?",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", [ODD, [f"choice number {number}" for number in range(4096)]], ids=["odd", "many"])
+def test_an_answer_is_one_of_the_choices(choices: list[str]) -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    compiled, draw = grammars.compile(StructuredOutputsParams(choice=choices)), random.Random(0)
+    for choice in [*choices[:30], *choices[-3:]]:
+        assert compiled.validate_tokens(ids := tokenizer.encode(choice)) == len(ids), choice
+    for _ in range(40):
+        guide, tokens = grammars.guide(StructuredOutputsParams(choice=choices), 0), list[int]()
+        while not tokens or tokens[-1] not in tokenizer.eos_ids:
+            _, masks = guide.propose(tokens, 0)
+            tokens.append(draw.choice(members(masks[0]())))  # type: ignore[misc]
+        assert tokenizer.decode(tokens[:-1]) in choices
+
+
 def conjunction(count: int) -> dict[str, Any]:
     """A text with many letters in any order: the automaton has 2 ^ count states."""
     return {"allOf": [{"type": "string", "pattern": f".*{chr(97 + number)}.*"} for number in range(count)]}
@@ -380,6 +402,26 @@ def test_a_bomb_is_refused_within_a_second_and_remembered() -> None:
     pid = grammars_module._PROBE._process.pid
     assert grammars.prepare(StructuredOutputsParams(**WAYS["lark"])).result() is not None
     assert grammars_module._PROBE._process.pid == pid
+
+
+def test_bombs_make_way_for_what_has_not_been_tried() -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    assert grammars.prepare(StructuredOutputsParams(**WAYS["json"])).result() is not None
+    ended: list[str] = []
+
+    def asked(name: str, wanted: StructuredOutputsParams) -> Future[Any]:
+        found = grammars.prepare(wanted)
+        found.add_done_callback(lambda _: ended.append(name))
+        return found
+
+    waiting = [asked(f"bomb {count}", StructuredOutputsParams(json=conjunction(count))) for count in (18, 19, 20, 21)]
+    assert waiting[2].cancel(), "nobody waits for it any more"
+    waiting.append(asked("usual", StructuredOutputsParams(**WAYS["regex"])))
+    errors = [each.exception() for each in waiting if not each.cancelled()]
+    assert [type(each) for each in errors] == [RequestError] * 3 + [type(None)]
+    assert ended == ["bomb 20", "usual", "bomb 18", "bomb 19", "bomb 21"]
+    assert grammars._num_waiting == 0 and not grammars._todo
 
 
 def children_seconds() -> float:

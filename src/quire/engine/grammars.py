@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
+import itertools
 import json
 import re
 import threading
@@ -45,6 +47,10 @@ are 200 KB, take 50 MB."""
 
 MAX_SECONDS = 0.5
 """Processor time of compiling one grammar. The largest that may be asked for take as long."""
+
+FIRST_SECONDS = 0.05
+"""Processor time after which a grammar makes way for those that have not been tried. A usual one takes a few
+milliseconds."""
 
 MAX_BYTES = 512 << 20
 """Memory that compiling one grammar may take."""
@@ -85,6 +91,8 @@ class Grammars:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | RequestError | None = None
+        self._todo: list[tuple[float, int, StructuredOutputsParams, Future[LLMatcher]]] = []  # a heap
+        self._numbers = itertools.count()
         self._compiler: ThreadPoolExecutor | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._num_waiting = 0
@@ -109,9 +117,9 @@ class Grammars:
         return made
 
     def prepare(self, wanted: StructuredOutputsParams) -> Future[LLMatcher]:
-        """Compiles on a thread, one grammar after the other, so that large ones hold up nothing else. First it tries in
-        another process whether that takes too much time or memory, and refuses what does. Raises QueueFullError if too
-        many wait.
+        """Compiles on a thread, one grammar after the other. First it tries in another process whether that takes too
+        much time or memory, and refuses what does. Those that take long come after those that have not been tried, so
+        that they hold up nothing else. Raises QueueFullError if too many wait.
         """
         found: Future[LLMatcher] = Future()
         key = _key(wanted)
@@ -127,32 +135,58 @@ class Grammars:
             self._num_waiting += 1
             if self._compiler is None:
                 self._compiler = ThreadPoolExecutor(1, "quire-grammars")
-        found = self._compiler.submit(self._tried, wanted)
         found.add_done_callback(self._has_compiled)
+        self._add(FIRST_SECONDS, wanted, found)
         return found
 
-    def _tried(self, wanted: StructuredOutputsParams) -> LLMatcher:
-        """Compiles what takes neither too much time nor too much memory. Remembers what it refuses."""
-        try:
-            self._try(wanted)
-            return self.compile(wanted)
-        except RequestError as error:
-            with self._lock:
-                self._refused[_key(wanted)] = str(error)
-                if len(self._refused) > NUM_KEPT:
-                    self._refused.popitem(last=False)
-            raise
+    def _add(self, seconds: float, wanted: StructuredOutputsParams, found: Future[LLMatcher]) -> None:
+        assert self._compiler is not None
+        with self._lock:
+            heapq.heappush(self._todo, (seconds, next(self._numbers), wanted, found))
+        self._compiler.submit(self._try_next)
 
-    def _try(self, wanted: StructuredOutputsParams) -> None:
-        """Raises RequestError for what takes too much time or memory, and QueueFullError if that cannot be tried."""
+    def _try_next(self) -> None:
+        """Compiles the next grammar, if it takes neither too much time nor too much memory."""
+        with self._lock:
+            seconds, _, wanted, found = heapq.heappop(self._todo)
+        if found.cancelled():
+            return
+        made, error = None, None
+        try:
+            if not self._try(wanted, seconds):
+                self._add(MAX_SECONDS, wanted, found)
+                return
+            made = self.compile(wanted)
+        except RequestError as refusal:
+            self._remember(wanted, refusal)
+            error = refusal
+        except BaseException as failure:
+            error = failure
+        if not found.set_running_or_notify_cancel():
+            return
+        if made is None:
+            found.set_exception(error)
+        else:
+            found.set_result(made)
+
+    def _remember(self, wanted: StructuredOutputsParams, refusal: RequestError) -> None:
+        with self._lock:
+            self._refused[_key(wanted)] = str(refusal)
+            if len(self._refused) > NUM_KEPT:
+                self._refused.popitem(last=False)
+
+    def _try(self, wanted: StructuredOutputsParams, seconds: float) -> bool:
+        """Whether a grammar can be compiled within so much time. Raises RequestError for what takes more than
+        MAX_SECONDS, or too much memory, and QueueFullError if that cannot be tried.
+        """
         self._loaded()
         try:
             source = source_of(wanted, self._tokenizer.special_id)
         except Exception:
-            return  # `compile` says why
+            return True  # `compile` says why not
 
         def request(made_of: tuple[Any, ...] | None) -> tuple[Any, ...]:
-            return self._name, made_of, source, LIMITS, MAX_SECONDS
+            return self._name, made_of, source, LIMITS, seconds
 
         def whole() -> tuple[Any, ...]:
             return request((self._tokenizer.to_json(), self._vocab_size, self._eos_token_ids))
@@ -160,10 +194,13 @@ class Grammars:
         kind, _ = _PROBE.ask(request(None), whole)
         if kind == probe.LARGE:
             raise _refused(wanted, f"compiling it takes more than {MAX_BYTES >> 20} MiB of memory")
+        if kind == probe.SLOW and seconds < MAX_SECONDS:
+            return False
         if kind == probe.SLOW:
             raise _refused(wanted, f"compiling it takes more than {MAX_SECONDS:g} s of processor time")
         if kind in (LATE, DIED):
             raise QueueFullError("the process that tries grammars has not answered; try again later")
+        return True
 
     def _has_compiled(self, _: Future[LLMatcher]) -> None:
         with self._lock:
@@ -211,7 +248,7 @@ class Grammars:
             self._load()
             if tries:
                 with contextlib.suppress(RequestError, QueueFullError):
-                    self._try(StructuredOutputsParams(regex="a"))
+                    self._try(StructuredOutputsParams(regex="a"), MAX_SECONDS)
 
         threading.Thread(target=run, name="quire-vocabulary", daemon=True).start()
 
@@ -370,14 +407,15 @@ def _form(wanted: StructuredOutputsParams) -> dict[str, Any]:
             return {"lark_grammar": f"start: /{regex_to_lark(wanted.text)}/"}
         case "choice":
             assert wanted.choice is not None
-            return {"lark_grammar": "start: " + " | ".join(map(_quoted, wanted.choice))}
+            # One expression, of which a parser has one item: of thousands of alternatives it had too many.
+            return {"lark_grammar": f"start: /{regex_to_lark('|'.join(map(_escaped, wanted.choice)))}/"}
         case _:
             return {"lark_grammar": _as_lark(wanted.text)}
 
 
-def _quoted(text: str) -> str:
-    # A lexer of Lark takes no DEL.
-    return json.dumps(text).replace("\x7f", "\\u007f")
+def _escaped(text: str) -> str:
+    """An expression that only this text matches."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~/-]", r"\\\g<0>", text)
 
 
 def _as_lark(text: str) -> str:
