@@ -36,7 +36,12 @@ def test_tokens_are_those_of_one_engine(model: Path, lonely: LLM, transport: str
         SamplingParams(max_tokens=40, temperature=1.0, seed=seed, structured_outputs={"choice": ["left", "right"]}),
     ]
     expected = [tokens(each) for each in lonely.generate(prompts, params, use_tqdm=False)]
+    # Its last row is a slice of its own, with forced tokens behind it, and another instance goes on.
+    last_alone = [[1 + seed % 50, *range(2, 130)]]
+    forced = SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"choice": ["on the left"]})
+    (of_forced,) = lonely.generate(last_alone, forced, use_tqdm=False)
     with Running(model, SMALL, Threads(), transport) as cluster:
+        assert [tokens(each) for each in cluster.generate(last_alone, forced)] == [tokens(of_forced)]
         answers = cluster.generate(prompts, params)
         assert [tokens(each) for each in answers] == expected
         for output in answers[0].outputs:
