@@ -7,7 +7,8 @@
 
 suite  compiles every schema of a draft, and asks the model for --answers answers to the accepted ones at temperature 1.
        Each answer that ends is checked with jsonschema, an independent implementation. Prints the accepted share, the
-       refusals by their reasons, the share of answers that end within --max-tokens, and those that are invalid.
+       refusals by their reasons, the share of answers that end within --max-tokens, and those that are invalid. With
+       --urls the same through servers, such as vLLM's, 32 requests at a time.
 cost   tokens/s of a full batch with a schema for each sequence, and without, in turns: the same prompts, and answers as
        long as the ones that the schemas gave. The first line is the time to the first token of a request with a new
        schema, less that of one without. All schemas differ.
@@ -26,9 +27,12 @@ import sys
 import tarfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import format_table, hardware, hardware_line
 
@@ -51,8 +55,101 @@ def schemas_of(source: Path, draft: str) -> list[tuple[str, Any]]:
     return found
 
 
+class Library:
+    """The suite through `LLM`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.name, self._llm, self._args = "quire", LLM(args.model, options_of(args)), args
+
+    def refusal(self, schema: Any) -> str | None:
+        """Why a schema is refused; None if it is accepted."""
+        try:
+            self._llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
+        except RequestError as error:
+            return str(error).partition("cannot be honoured: ")[2]
+        return None
+
+    def answers(self, schemas: list[Any]) -> list[Answer]:
+        """An answer to each."""
+        prompts = [self._llm.tokenizer.chat([message(schema)]) for schema in schemas]
+        params = [
+            SamplingParams(max_tokens=self._args.max_tokens, temperature=1.0, seed=number, structured_outputs=wanted)
+            for number, wanted in enumerate({"json": schema} for schema in schemas)
+        ]
+        found = [answer.outputs[0] for answer in self._llm.generate(prompts, params)]
+        return [Answer(output.finish_reason == "stop", output.text) for output in found]
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._llm.close()
+
+
+class Served:
+    """The suite through an OpenAI server."""
+
+    def __init__(self, url: str, args: argparse.Namespace) -> None:
+        self.name, self._url, self._args = url, url.rstrip("/") + "/v1/chat/completions", args
+
+    def refusal(self, schema: Any) -> str | None:
+        """Why a schema is refused; None if it is accepted."""
+        status, found = self._ask(schema, 0, 1)
+        return None if status == 200 else f"{status}: {found}"
+
+    def answers(self, schemas: list[Any]) -> list[Answer]:
+        """An answer to each, as many at a time as a batch has."""
+
+        def one(number: int) -> Answer:
+            status, found = self._ask(schemas[number], number, self._args.max_tokens)
+            if status != 200:
+                return Answer(False, f"{status}: {found}")
+            (choice,) = found["choices"]
+            return Answer(choice["finish_reason"] == "stop", choice["message"]["content"] or "")
+
+        with ThreadPoolExecutor(BATCH) as pool:
+            return list(pool.map(one, range(len(schemas))))
+
+    def _ask(self, schema: Any, seed: int, max_tokens: int) -> tuple[int, Any]:
+        body = {
+            "messages": [message(schema)], "max_tokens": max_tokens, "temperature": 1.0, "seed": seed,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}},
+        }  # fmt: skip
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), {"Content-Type": "application/json", "Authorization": "Bearer none"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=600) as response:
+                return 200, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode(errors="replace")[:300]
+
+    def close(self) -> None:
+        """The server goes on."""
+
+
+class Answer(NamedTuple):
+    """An answer, and whether it has ended by itself."""
+
+    has_ended: bool
+    text: str
+
+
+def message(schema: Any) -> dict[str, str]:
+    """What a model is asked for a schema."""
+    return {"role": "user", "content": PROMPT.format(json.dumps(schema))}
+
+
 def run_suite(args: argparse.Namespace) -> int:
     """See the module."""
+    given = schemas_of(args.source, args.draft)
+    failed = 0
+    for engine in (Served(url, args) for url in args.urls) if args.urls else [Library(args)]:
+        failed |= suite_of(engine, given, args)
+        engine.close()
+    return failed
+
+
+def suite_of(engine: Library | Served, given: list[tuple[str, Any]], args: argparse.Namespace) -> int:
+    """The suite through an engine."""
     import jsonschema
 
     validator = {
@@ -60,42 +157,30 @@ def run_suite(args: argparse.Namespace) -> int:
         "draft7": jsonschema.Draft7Validator, "draft2019-09": jsonschema.Draft201909Validator,
         "draft2020-12": jsonschema.Draft202012Validator,
     }[args.draft]  # fmt: skip
-    given, accepted, reasons = schemas_of(args.source, args.draft), [], Counter[str]()
-    with LLM(args.model, options_of(args)) as llm:
-        for name, schema in given:
-            try:
-                wanted = StructuredOutputsParams(json=schema)
-                llm.engine.grammars.compile(wanted)
-                accepted.append((name, schema, wanted))
-            except RequestError as error:
-                reasons[re.sub(r"[0-9]+", "N", str(error)).partition("cannot be honoured: ")[2][:90]] += 1
-        print(f"{args.draft}: {len(given)} schemas, {len(accepted)} accepted ({len(accepted) / len(given):.1%})")
-        print(format_table(["refused", "reason"], [[str(count), reason] for reason, count in reasons.most_common()]))
-        asked = [accepted[number % len(accepted)] for number in range(args.answers)]
-        prompts = [
-            llm.tokenizer.chat([{"role": "user", "content": PROMPT.format(json.dumps(schema))}])
-            for _, schema, _ in asked
-        ]
-        params = [
-            SamplingParams(max_tokens=args.max_tokens, temperature=1.0, seed=number, structured_outputs=wanted)
-            for number, (_, _, wanted) in enumerate(asked)
-        ]
-        begun = time.perf_counter()
-        answers = llm.generate(prompts, params)
-        took = time.perf_counter() - begun
+    accepted, reasons = [], Counter[str]()
+    for name, schema in given:
+        if (reason := engine.refusal(schema)) is None:
+            accepted.append((name, schema))
+        else:
+            reasons[re.sub(r"[0-9]+", "N", reason)[:90]] += 1
+    print(f"{engine.name}: {args.draft}: {len(given)} schemas, {len(accepted)} accepted"
+          f" ({len(accepted) / len(given):.1%})")  # fmt: skip
+    print(format_table(["refused", "reason"], [[str(count), reason] for reason, count in reasons.most_common()]))
+    asked = [accepted[number % len(accepted)] for number in range(args.answers)]
+    begun = time.perf_counter()
+    answers = engine.answers([schema for _, schema in asked])
+    took = time.perf_counter() - begun
     ended, invalid = 0, []
-    for (name, schema, _), answer in zip(asked, answers, strict=True):
-        (output,) = answer.outputs
-        if output.finish_reason != "stop":
+    for (name, schema), answer in zip(asked, answers, strict=True):
+        if not answer.has_ended:
             continue
         ended += 1
         try:
-            validator(schema).validate(json.loads(output.text))
+            validator(schema).validate(json.loads(answer.text))
         except (ValueError, jsonschema.ValidationError) as error:
-            invalid.append((name, schema, output.text, str(error).partition("\n")[0]))
+            invalid.append((name, schema, answer.text, str(error).partition("\n")[0]))
     print(f"{len(asked)} answers in {took:.0f} s, {ended} ended ({ended / len(asked):.1%}), {len(invalid)} are invalid")
-    unfinished = Counter(name for (name, *_), each in zip(asked, answers, strict=True)
-                         if each.outputs[0].finish_reason != "stop")  # fmt: skip
+    unfinished = Counter(name for (name, _), each in zip(asked, answers, strict=True) if not each.has_ended)
     for name, count in unfinished.most_common(12):
         print(f"  did not end: {count} x {name}")
     for name, schema, text, reason in invalid[:20]:
@@ -307,6 +392,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--source", type=Path, metavar="FILE", help="suite: the source distribution of jsonschema")
     parser.add_argument("--draft", default="draft7", help="suite: (default: draft7)")
+    parser.add_argument("--urls", nargs="+", default=[], metavar="URL", help="suite: of servers, in place of LLM")
     parser.add_argument("--answers", type=int, default=2000, help="suite: (default: 2000)")
     parser.add_argument("--max-tokens", type=int, default=512, help="suite: of an answer (default: 512)")
     parser.add_argument("--rounds", type=int, default=5, help="cost: (default: 5)")
