@@ -272,7 +272,7 @@ class Planner:
         if rate > self._bound(option, ANYTHING):
             return False
         seeds = range(self.seed, self.seed + SEEDS)
-        attains, _ = self._tested.pop(option, (self._attains(option), rate))
+        attains = self._attains(option, rate)
         attains.groups = (seeds,)
         self._tested[option] = attains, rate
         return fmean(attains(rate, seed) for seed in seeds) >= attains.slo.attainment - ROUNDING
@@ -340,15 +340,15 @@ class Planner:
         if has_decoding and not self.asked.tokens.any():
             raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
         ceiling = self._bound(option, ANYTHING)
-        attains, guess = self._tested.pop(option, (self._attains(option), ceiling / 2))
+        attains, guess = self._tested.pop(option, (self._attains(option, ceiling / 2), ceiling / 2))
         return find_goodput(
             attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
         )
 
-    def _attains(self, option: Option) -> Attains:
-        """The share of requests of an option that meet the targets that count for it."""
+    def _attains(self, option: Option, rate: float) -> Attains:
+        """The share of requests of an option that meet the targets that count for it, at rates up to twice this one."""
         slo = self._slo(option)
-        load = self.load.lasting(self._bound(option, ANYTHING), slo)
+        load = self.load.lasting(min(2 * rate, self._bound(option, ANYTHING)), slo)
         first = self._simulation(option, self.load) if load.count > 2 * self.load.count else None
         return Attains(self._simulation(option, load), slo, workers=self.workers, on_run=self.on_run, first=first)
 
