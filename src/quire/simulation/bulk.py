@@ -48,6 +48,7 @@ def simulate_bulk(
     num_instances: int,
     *,
     routing: str = "expected",
+    prompt_rows: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """What comes of a workload on equal instances that compute prompts and decode.
@@ -55,10 +56,11 @@ def simulate_bulk(
     A request fails if prompt and answer are longer than the context. It also fails if it comes when
     `scheduler.max_queue` sequences wait: in the queue of the only instance, or, of several, for their first tokens.
 
-    routing   see ClusterConfig. Instances do not fetch prefixes from each other
-    progress  is told the number of requests that have ended, and of all
+    routing      see ClusterConfig. Instances do not fetch prefixes from each other
+    prompt_rows  see Scheduler: of instances that only compute prompts
+    progress     is told the number of requests that have ended, and of all
     """
-    return _Bulk(workload, plan, num_instances, routing, progress).run()
+    return _Bulk(workload, plan, num_instances, routing, prompt_rows, progress).run()
 
 
 class _Bulk:
@@ -68,6 +70,7 @@ class _Bulk:
         plan: Plan,
         count: int,
         routing: str,
+        prompt_rows: int | None,
         progress: Callable[[int, int], None],
     ) -> None:
         self._events, self._routing, self._progress = Events(), routing, progress
@@ -87,6 +90,8 @@ class _Bulk:
             name: SkippingInstance(self._events, counting_scheduler(plan), plan.latency, partial(self._told, member))
             for name, member in self._members.items()
         }
+        for each in self._instances.values():
+            each.scheduler.prompt_rows = prompt_rows
         self._most, self._max_queue = plan.sizes.max_context, plan.config.scheduler.max_queue
         self._shares = plan.config.cache.share
         self._prefixes: dict[tuple[int, int, int], int] = {}
