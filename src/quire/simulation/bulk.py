@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster.bodies import Load, Ready
-from quire.cluster.members import Health, Index, Member, choose
+from quire.cluster.members import Health, Index, Member, Serving, choose
 from quire.cluster.messages import Attempt
 from quire.collecting import uncollected
 from quire.engine.capacity import Capacity
@@ -86,6 +86,7 @@ class _Bulk:
         )  # fmt: skip
         names = [f"mixed-{number}" for number in range(count)]
         self._members = {name: Member(name, name, "mixed", Health.SERVING, ready) for name in names}
+        self._serving = Serving.of(self._members.values())
         self._instances = {
             name: SkippingInstance(self._events, counting_scheduler(plan), plan.latency, partial(self._told, member))
             for name, member in self._members.items()
@@ -150,7 +151,7 @@ class _Bulk:
         self._num_unanswered += 1
         keys = SpanKeys(whole, num_in + num_out, self._prefixes)
         known = keys.first(num_in // PAGE_TOKENS) if self._shares else []
-        choice = choose(self._members.values(), self._index, known, num_in, self._routing, fetches=False)
+        choice = choose(self._serving, self._index, known, num_in, self._routing, fetches=False)
         assert choice is not None, "nobody serves"
         member, attempt = choice.receiver, Attempt(index, 0)
         member.take(attempt, choice.num_rows)
