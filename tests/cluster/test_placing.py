@@ -11,7 +11,7 @@ import pytest
 
 from quire.cluster.cluster import Cluster
 from quire.cluster.instance import Order
-from quire.cluster.members import Health, Index, Member, choose
+from quire.cluster.members import Health, Index, Member, Serving, choose
 from quire.cluster.messages import Attempt
 from quire.cluster.on_ray import OnRay, _cache_bytes, _plain
 from quire.cluster.placing import Needs, groups_of, most_cores
@@ -130,12 +130,12 @@ def test_a_receiver_of_the_same_group_is_preferred() -> None:
         for member in members:
             member.forget(Attempt(1, 1))
         members[busy].take(Attempt(1, 1), 500)
-        choice = choose(members, Index(), [], 100)
+        choice = choose(Serving.of(members), Index(), [], 100)
         assert choice is not None and choice.source is not None
         assert (choice.source.group, choice.receiver.group) == (chosen, chosen)
     members[1].health = Health.DOWN
     members[2].take(Attempt(1, 1), 500)
-    choice = choose(members, Index(), [], 100)
+    choice = choose(Serving.of(members), Index(), [], 100)
     assert choice is not None and choice.receiver.name == "decode-0", "another machine is better than none"
 
 

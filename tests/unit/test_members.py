@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cluster import members as members_module
 from quire.cluster.bodies import Elsewhere, Load, Ready
-from quire.cluster.members import Choice, Health, Index, Member, choose, index_keys
+from quire.cluster.members import Choice, Health, Index, Member, Serving, index_keys
 from quire.cluster.messages import Attempt
 from tests.effort import examples
 
@@ -27,6 +28,10 @@ def member(place: str, role: str, *, rows: int = 0, sequences: int = 0, free: fl
         found.take(Attempt(1000, 1), rows)
     found.sequences = {Attempt(number, 1) for number in range(sequences)}
     return found
+
+
+def choose(members: list[Member], *about: Any, **more: Any) -> Choice | None:
+    return members_module.choose(Serving.of(members), *about, **more)
 
 
 def chosen(choice: Choice | None) -> tuple[str | None, str]:

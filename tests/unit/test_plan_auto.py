@@ -655,6 +655,18 @@ def test_a_goodput_that_no_other_requests_confirm_says_so(words: list[str], know
     assert found is not None and found.rate > 0 and not found.confirmed
 
 
+def test_a_cache_that_shortens_the_longest_request_is_a_doubt(
+    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = planner_from(words)
+    assert isinstance(planner, LocalPlanner)
+    point = planner._made(planner.space.first, 1.0)
+    assert planner.doubts(point) == []
+    monkeypatch.setattr(LocalPlanner, "context", 100 * planner.context)
+    (told,) = planner.doubts(point)
+    assert told.startswith("its cache has room for requests of ") and told.endswith(": longer ones are refused")
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 TEXT = "It was the best of mills, it was the worst of mills. " * 40

@@ -27,10 +27,10 @@ from quire.planning.placement_file import Gpus, Hosts, Instances, Placement, Pre
 from quire.planning.queueing import poisson_arrivals
 from quire.planning.slo import Slo
 from quire.planning.workload import Arrival, Span, Workload
-from quire.simulation import search
+from quire.simulation import phases, search
 from quire.simulation.hardware import Target
 from quire.simulation.load import Load, Run
-from quire.simulation.phases import DecodeRun, MixedRun
+from quire.simulation.phases import DecodeRun, MixedRun, PromptRun
 from quire.simulation.queue_check import prompt_seconds, queue_check
 from quire.simulation.search import Joint, OnCores, OnGpus, Planner
 from quire.simulation.setup import LINKS, Setup
@@ -208,6 +208,22 @@ def test_cores_without_a_latency_model_are_rejected_with_the_reason(
     assert (rejected["option"], rejected["why"]) == ("mixed on 1 core", Why.UNFIT)
     assert "made with runtime.threads 2, not 1" in rejected["reason"]
     assert found.instances[0].options["runtime.threads"] == 2
+
+
+@pytest.mark.parametrize("option", [Candidate(Role.PREFILL), Candidate(Role.PREFILL, 2), Candidate(Role.PREFILL, 1, 2)])
+def test_prompts_whose_steps_are_skipped_take_as_long_as_an_engine_s(
+    option: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = planner(Slo(0.4, 0.04, 0.9), 120)
+    replicas, ways = made.maker.replicas(option), made.maker.ways(option)
+    for rate in (2.0, 8.0, 20.0):
+        run, drawn = PromptRun(replicas, ways, made.load, 0.01, rate, 0), made.load.drawn(rate, 0)
+        skipped = run.of(drawn)
+        with monkeypatch.context() as patch:
+            patch.setattr(phases, "may_skip", lambda replicas: False)
+            whole = run.of(drawn)
+        assert skipped.first == pytest.approx(whole.first, abs=1e-9), rate
+        assert skipped.num_cached.tolist() == whole.num_cached.tolist()
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.MIXED])

@@ -55,7 +55,7 @@ class Demand(tuple[int, ...]):
         return tuple.__new__(Demand, map(operator.sub, self, other))
 
     def __mul__(self, count: int) -> Demand:  # type: ignore[override]
-        return tuple.__new__(Demand, map(count.__mul__, self))
+        return self if count == 1 else tuple.__new__(Demand, map(count.__mul__, self))
 
 
 @dataclass(slots=True)

@@ -100,8 +100,10 @@ class Paths:
         # A full open chunk is encoded into a sealed one, and the next open chunk begins.
         wants_open = num_tokens > (path.num_stored + num_sealed) * PAGE_TOKENS and (num_sealed > 0 or not has_open)
         has_sidecar = num_sealed > 0 and path.num_stored == 0
-        demand = self.retention.growth(path, num_tokens, num_sealed)
-        demand += table.demand(num_sealed, wants_open, has_sidecar)
+        demand = table.demand(num_sealed, wants_open, has_sidecar)
+        beside = self.retention.growth(path, num_tokens, num_sealed)
+        if beside is not table.nothing:
+            demand += beside
         if not any(demand):
             return True
         if not self.room.make(demand, holder):

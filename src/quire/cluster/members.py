@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -214,8 +214,26 @@ class Choice:
     elsewhere: Elsewhere | None = None
 
 
+class Serving(NamedTuple):
+    """The instances that get attempts: those that compute prompts, those that decode, and all. Empty lists: the roles
+    of one half may be down.
+    """
+
+    computing: list[Member]
+    decoding: list[Member]
+    all: list[Member]
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> Serving:
+        """Those among some instances."""
+        found = [each for each in members if each.health is Health.SERVING]
+        mixed = [each for each in found if each.role == "mixed"]
+        first, second = ([each for each in found if each.role == role] for role in ("prefill", "decode"))
+        return cls(first or mixed, second or mixed, found)
+
+
 def choose(
-    members: Collection[Member],
+    serving: Serving,
     index: Index,
     keys: list[bytes],
     num_tokens: int,
@@ -234,19 +252,12 @@ def choose(
     alone       whether one instance must do all of it, with the help of no other one
     fetches     whether instances fetch prefixes from each other
     """
-    by_role: dict[str, list[Member]] = {role: [] for role in ROLES}
-    serves = Health.SERVING
-    for each in members:
-        if each.health is serves:
-            by_role[each.role].append(each)
-    computing = by_role["prefill"] or by_role["mixed"]
-    decoding = by_role["decode"] or by_role["mixed"]
-    if not computing and not decoding:
+    computing, decoding, everybody = serving
+    if not everybody:
         return None
-
     cached = index.matched(keys)
     others = (
-        [each for each in members if each.name in cached and each.health is serves and each.name not in avoided]
+        [each for each in everybody if each.name in cached and each.name not in avoided]
         if cached and fetches and not alone
         else []
     )
@@ -269,8 +280,7 @@ def choose(
             return min(_soonest(candidates, cached, num_tokens), key=Member.fullness)
         return min(candidates, key=first_token)
 
-    is_half = not computing or not decoding  # the roles of one half may be down
-    computes = first_of([each for each in members if each.health is serves] if alone or is_half else computing)
+    computes = first_of(everybody if alone or not computing or not decoding else computing)
     work = work_of(computes)
     if alone or not computing or computes in decoding or not decoding:
         return Choice(None, computes, work.num_rows, work.elsewhere)

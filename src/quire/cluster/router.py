@@ -19,7 +19,7 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import protocol
 from quire.cluster.bodies import ComputeJob, Job, Load, ReceiveJob, TokenOf, Told
-from quire.cluster.members import Choice, Health, Index, Member, choose, index_keys
+from quire.cluster.members import Choice, Health, Index, Member, Serving, choose, index_keys
 from quire.cluster.messages import (
     CLIENT,
     Abort,
@@ -236,8 +236,8 @@ class Router:
         keys = self._keys(ticket)
         # The last attempt after others needs nothing but one instance.
         choice = choose(
-            self.members.values(), self.index, keys, len(ticket.known), self._routing, avoided=ticket.avoided,
-            alone=ticket.state.number > 0 and ticket.state.tries == 1, fetches=self._fetches,
+            Serving.of(self.members.values()), self.index, keys, len(ticket.known), self._routing,
+            avoided=ticket.avoided, alone=ticket.state.number > 0 and ticket.state.tries == 1, fetches=self._fetches,
         )  # fmt: skip
         if choice is None:
             return

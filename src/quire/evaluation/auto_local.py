@@ -146,6 +146,12 @@ class LocalPlanner(Planner):
             told.append(f"the seconds of its steps are little known ({found.how}); raise plan.seconds")
         if found is not None and self.cluster_of(point.settings).is_on and "shm" not in found.model.links:
             told.append("how fast caches move between instances was not measured: a default stands for it")
+        longest = self.fit(point.settings, point.share).config.model.max_context
+        if longest is not None and longest < self.context:
+            told.append(
+                f"its cache has room for requests of {longest:,} tokens, and the model's context is {self.context:,}:"
+                " longer ones are refused"
+            )
         return told
 
     def maker(self, point: Point) -> LocalInstances:

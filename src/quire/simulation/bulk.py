@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster.bodies import Load, Ready
-from quire.cluster.members import Health, Index, Member, choose
+from quire.cluster.members import Health, Index, Member, Serving, choose
 from quire.cluster.messages import Attempt
 from quire.collecting import uncollected
 from quire.engine.capacity import Capacity
@@ -48,6 +48,7 @@ def simulate_bulk(
     num_instances: int,
     *,
     routing: str = "expected",
+    prompt_rows: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """What comes of a workload on equal instances that compute prompts and decode.
@@ -55,10 +56,11 @@ def simulate_bulk(
     A request fails if prompt and answer are longer than the context. It also fails if it comes when
     `scheduler.max_queue` sequences wait: in the queue of the only instance, or, of several, for their first tokens.
 
-    routing   see ClusterConfig. Instances do not fetch prefixes from each other
-    progress  is told the number of requests that have ended, and of all
+    routing      see ClusterConfig. Instances do not fetch prefixes from each other
+    prompt_rows  see Scheduler: of instances that only compute prompts
+    progress     is told the number of requests that have ended, and of all
     """
-    return _Bulk(workload, plan, num_instances, routing, progress).run()
+    return _Bulk(workload, plan, num_instances, routing, prompt_rows, progress).run()
 
 
 class _Bulk:
@@ -68,6 +70,7 @@ class _Bulk:
         plan: Plan,
         count: int,
         routing: str,
+        prompt_rows: int | None,
         progress: Callable[[int, int], None],
     ) -> None:
         self._events, self._routing, self._progress = Events(), routing, progress
@@ -83,10 +86,13 @@ class _Bulk:
         )  # fmt: skip
         names = [f"mixed-{number}" for number in range(count)]
         self._members = {name: Member(name, name, "mixed", Health.SERVING, ready) for name in names}
+        self._serving = Serving.of(self._members.values())
         self._instances = {
             name: SkippingInstance(self._events, counting_scheduler(plan), plan.latency, partial(self._told, member))
             for name, member in self._members.items()
         }
+        for each in self._instances.values():
+            each.scheduler.prompt_rows = prompt_rows
         self._most, self._max_queue = plan.sizes.max_context, plan.config.scheduler.max_queue
         self._shares = plan.config.cache.share
         self._prefixes: dict[tuple[int, int, int], int] = {}
@@ -145,7 +151,7 @@ class _Bulk:
         self._num_unanswered += 1
         keys = SpanKeys(whole, num_in + num_out, self._prefixes)
         known = keys.first(num_in // PAGE_TOKENS) if self._shares else []
-        choice = choose(self._members.values(), self._index, known, num_in, self._routing, fetches=False)
+        choice = choose(self._serving, self._index, known, num_in, self._routing, fetches=False)
         assert choice is not None, "nobody serves"
         member, attempt = choice.receiver, Attempt(index, 0)
         member.take(attempt, choice.num_rows)

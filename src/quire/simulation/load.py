@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any, Protocol
 
 from quire.config import RetainConfig
@@ -35,6 +36,9 @@ SHORT = 0.05
 
 LONGEST = 20
 """A run has at most so many times the requests that are asked for."""
+
+CLEARLY = 0.8
+"""A share of requests that is below this part of the target, of few requests, will not reach it with more."""
 
 LOWEST = 1000
 """The lowest rate of a search for the goodput is this part of the highest one."""
@@ -205,6 +209,8 @@ class Attains:
     groups      seeds that are simulated at the same time: those of a search, and those of its confirmation
     workers     None: one simulation after the other, in this process
     on_run      is told of each simulation
+    first       shorter simulations, which come first: where they clearly miss the target, they are the outcomes. Few
+                requests may meet targets that many miss, because a queue takes time to grow, but hardly the reverse
     outcomes    by rate and seed, of all that was simulated
     """
 
@@ -213,18 +219,29 @@ class Attains:
     groups: Sequence[Sequence[int]] = ()
     workers: Workers | None = None
     on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
+    first: Callable[[float, int], Simulation] | None = None
     outcomes: dict[tuple[float, int], Outcome] = field(default_factory=dict)
 
     def __call__(self, rate: float, seed: int) -> float:
         """The share, from 0 to 1."""
         if (rate, seed) not in self.outcomes:
             together = next((group for group in self.groups if seed in group), (seed,))
-            runs = [self.simulation(rate, each) for each in together]
-            found = [run.outcome() for run in runs] if self.workers is None else self.workers.run(runs)
+            found = [] if self.first is None else self._run(self.first, rate, together)
+            if not found or self._share(found) >= CLEARLY * self.slo.attainment:
+                found = self._run(self.simulation, rate, together)
             for each, outcome in zip(together, found, strict=True):
                 self.outcomes[rate, each] = outcome
                 self.on_run(rate, each, outcome)
         return self.outcomes[rate, seed].attainment(self.slo)
+
+    def _run(
+        self, simulation: Callable[[float, int], Simulation], rate: float, seeds: Sequence[int]
+    ) -> Sequence[Outcome]:
+        runs = [simulation(rate, each) for each in seeds]
+        return [run.outcome() for run in runs] if self.workers is None else self.workers.run(runs)
+
+    def _share(self, outcomes: Sequence[Outcome]) -> float:
+        return fmean(each.attainment(self.slo) for each in outcomes)
 
 
 def ceiling_of(setup: Setup, workload: Workload) -> float:
@@ -269,8 +286,8 @@ def find_goodput(
     own, fresh = range(seed, seed + num_seeds), range(seed + num_seeds, seed + num_seeds + confirmations)
     attains.groups = (own, fresh)
     found = goodput(
-        attains, attains.slo.attainment, low=ceiling / LOWEST, high=ceiling, guess=ceiling / 2, seeds=own,
-        confirm_seeds=fresh, **settings,
+        attains, attains.slo.attainment, low=ceiling / LOWEST, high=ceiling, seeds=own, confirm_seeds=fresh,
+        **{"guess": ceiling / 2, **settings},
     )  # fmt: skip
     return noted(found, attains.simulation(found.rate, seed).load, attains.slo) if found.rate else found
 

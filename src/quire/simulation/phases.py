@@ -149,7 +149,7 @@ class PromptRun:
 
     def of(self, workload: Workload, progress: Progress = lambda done, total: None) -> Outcome:
         """What comes of a workload."""
-        return _alone(self.replicas, self.ways, prompts_of(workload, self.tpot), self.seed, progress)
+        return _skipping_or_alone(self.replicas, self.ways, prompts_of(workload, self.tpot), self.seed, progress)
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,7 @@ class MixedRun:
     def outcome(self, progress: Progress = lambda done, total: None) -> Outcome:
         """See Simulation."""
         workload = self.load.drawn(self.rate, self.seed)
-        if may_skip(self.replicas):
-            found = skipping(self.replicas, workload, self.ways.server + self.ways.hop, progress)
-        else:
-            found = _alone(self.replicas, self.ways, workload, self.seed, progress)
+        found = _skipping_or_alone(self.replicas, self.ways, workload, self.seed, progress)
         return found.counting(workload.counted)
 
 
@@ -292,13 +289,23 @@ def may_skip(replicas: Replicas) -> bool:
 def skipping(
     replicas: Replicas, workload: Workload, messages: float, progress: Progress, routing: str = "expected"
 ) -> Outcome:
-    """What comes of a workload on instances that do both and skip steps.
+    """What comes of a workload on equal instances, of which steps are skipped.
 
     messages  seconds of a message from the client to an instance, one way
     routing   see ClusterConfig
     """
-    found = simulate_bulk(workload, replicas.plan, replicas.count, routing=routing, progress=progress)
+    prompt_rows = replicas.capacity.prompt_rows if replicas.role == "prefill" else None
+    found = simulate_bulk(
+        workload, replicas.plan, replicas.count, routing=routing, prompt_rows=prompt_rows, progress=progress
+    )
     return dataclasses.replace(found, first=found.first + 2 * messages, last=found.last + 2 * messages)
+
+
+def _skipping_or_alone(replicas: Replicas, ways: Ways, workload: Workload, seed: int, progress: Progress) -> Outcome:
+    """What comes of a workload on an instance; steps are skipped where they can be."""
+    if may_skip(replicas):
+        return skipping(replicas, workload, ways.server + ways.hop, progress)
+    return _alone(replicas, ways, workload, seed, progress)
 
 
 def _alone(replicas: Replicas, ways: Ways, workload: Workload, seed: int, progress: Progress) -> Outcome:

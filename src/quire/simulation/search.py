@@ -253,6 +253,9 @@ class Planner:
     on_run: Callable[[float, int, Outcome], None] = lambda rate, seed, outcome: None
     found: dict[Option, Goodput] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._tested: dict[Option, tuple[Attains, float]] = {}  # with the last rate
+
     @cached_property
     def asked(self) -> Asked:
         """What the requests ask for at least."""
@@ -266,10 +269,13 @@ class Planner:
 
     def serves(self, option: Option, rate: float) -> bool:
         """Whether an option's goodput is at least so many requests/s, by the seeds of the search."""
-        slo, ceiling = self._slo(option), self._bound(option, ANYTHING)
-        attains, seeds = self._attains(option), range(self.seed, self.seed + SEEDS)
+        if rate > self._bound(option, ANYTHING):
+            return False
+        seeds = range(self.seed, self.seed + SEEDS)
+        attains = self._attains(option, rate)
         attains.groups = (seeds,)
-        return rate <= ceiling and fmean(attains(rate, seed) for seed in seeds) >= slo.attainment - ROUNDING
+        self._tested[option] = attains, rate
+        return fmean(attains(rate, seed) for seed in seeds) >= attains.slo.attainment - ROUNDING
 
     def bound_of(self, option: Option) -> float:
         """Requests/s per GPU or machine that an option never exceeds; 0 if its latencies are not known."""
@@ -334,15 +340,17 @@ class Planner:
         if has_decoding and not self.asked.tokens.any():
             raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
         ceiling = self._bound(option, ANYTHING)
+        attains, guess = self._tested.pop(option, (self._attains(option, ceiling / 2), ceiling / 2))
         return find_goodput(
-            self._attains(option), ceiling, self.seed, SEEDS, CONFIRMATIONS, tolerance=TOLERANCE, probes=()
+            attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
         )
 
-    def _attains(self, option: Option) -> Attains:
-        """The share of requests of an option that meet the targets that count for it."""
+    def _attains(self, option: Option, rate: float) -> Attains:
+        """The share of requests of an option that meet the targets that count for it, at rates up to twice this one."""
         slo = self._slo(option)
-        made = self._simulation(option, self.load.lasting(self._bound(option, ANYTHING), slo))
-        return Attains(made, slo, workers=self.workers, on_run=self.on_run)
+        load = self.load.lasting(min(2 * rate, self._bound(option, ANYTHING)), slo)
+        first = self._simulation(option, self.load) if load.count > 2 * self.load.count else None
+        return Attains(self._simulation(option, load), slo, workers=self.workers, on_run=self.on_run, first=first)
 
     def _slo(self, option: Option) -> Slo:
         """The targets that count for an option."""
