@@ -40,6 +40,13 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.errors import RequestError
 
 PROMPT = "Give an example of a JSON value that fits this JSON Schema. Answer with JSON alone, as short as you can.\n{}"
+SHOWN = (
+    ({"type": "integer", "minimum": 3}, 5),
+    ({"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}, "required": ["a"]}, {"a": "x"}),
+    ({"type": "array", "items": {"enum": ["p", "q"]}}, ["q"]),
+    ({"not": {"type": "null"}}, "word"),
+)
+"""Schemas with short answers, which a conversation begins with: small models then write short ones."""
 BATCH = 32
 
 
@@ -71,7 +78,7 @@ class Library:
 
     def answers(self, schemas: list[Any]) -> list[Answer]:
         """An answer to each."""
-        prompts = [self._llm.tokenizer.chat([message(schema)]) for schema in schemas]
+        prompts = [self._llm.tokenizer.chat(messages(schema)) for schema in schemas]
         params = [
             SamplingParams(max_tokens=self._args.max_tokens, temperature=1.0, seed=number, structured_outputs=wanted)
             for number, wanted in enumerate({"json": schema} for schema in schemas)
@@ -110,7 +117,7 @@ class Served:
 
     def _ask(self, schema: Any, seed: int, max_tokens: int) -> tuple[int, Any]:
         body = {
-            "messages": [message(schema)], "max_tokens": max_tokens, "temperature": 1.0, "seed": seed,
+            "messages": messages(schema), "max_tokens": max_tokens, "temperature": 1.0, "seed": seed,
             "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}},
         }  # fmt: skip
         request = urllib.request.Request(
@@ -133,9 +140,13 @@ class Answer(NamedTuple):
     text: str
 
 
-def message(schema: Any) -> dict[str, str]:
+def messages(schema: Any) -> list[dict[str, str]]:
     """What a model is asked for a schema."""
-    return {"role": "user", "content": PROMPT.format(json.dumps(schema))}
+    found = []
+    for shown, answer in SHOWN:
+        found.append({"role": "user", "content": PROMPT.format(json.dumps(shown))})
+        found.append({"role": "assistant", "content": json.dumps(answer)})
+    return [*found, {"role": "user", "content": PROMPT.format(json.dumps(schema))}]
 
 
 def run_suite(args: argparse.Namespace) -> int:
