@@ -20,6 +20,7 @@ from quire.planning.packing import fit, mix, replicas, room_beside
 from quire.planning.placement import (
     Budget,
     PlacementError,
+    Rough,
     Search,
     place_apart,
     place_mixed,
@@ -46,6 +47,15 @@ def cpus(nodes: int, cores: int, memory: int = 64 * GIB) -> ClusterSpec:
 def untried(placement: Placement) -> tuple[Option, ...]:
     """Options that were not tried because the time was over."""
     return tuple(each.option for each in placement.rejected if each.why is Why.UNTRIED)
+
+
+def roughly(rate_of: Callable[[Option], float], error: float) -> Rough:
+    """Goodputs that are too high or too low by up to a share of them."""
+
+    def rate(option: Option) -> float:
+        return rate_of(option) * float(np.random.default_rng(option.num_slots).uniform(1 - error, 1 + error))
+
+    return Rough(lambda option: Goodput(rate(option), 0.95), lambda option, wanted: rate(option) >= wanted)
 
 
 def rates(known: dict[str, float]) -> Callable[[Option], Goodput]:
@@ -243,9 +253,10 @@ class World:
 
         bound_of = (lambda option: self.bounds[name(option)]) if pruned else None
         serves = (lambda option, rate: self.rates[name(option)] >= rate) if tests else None
+        rough = roughly(lambda option: self.rates[name(option)], 0.2) if tests else None
         return Search(
             gpus(self.nodes, self.each, self.memory), Needs(self.layers, self.weights, self.request), goodput_of,
-            rate=rate, bound_of=bound_of, serves=serves,
+            rate=rate, bound_of=bound_of, serves=serves, rough=rough,
         )  # fmt: skip
 
     def shapes(self, role: str) -> Iterator[tuple[tuple[Any, ...], Shape, float]]:
@@ -394,6 +405,10 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     names.clear()
     assert counts(place_apart(dataclasses.replace(search, serves=None))) == counts(placement)
     assert num_searched < 0.25 * count("search") and num_tested < 1.5 * count("search")
+    names.clear()
+    rough = roughly(lambda option: per_gpu[option] * option.num_slots, 0.03)  # type: ignore[index]
+    assert counts(place_apart(dataclasses.replace(search, rough=rough))) == counts(placement)
+    assert count("search") <= num_searched / 2, "what is likely is not tried first"
     told = reasons(placement, Why.BOUND).values()
     assert sum("it misses the latency targets at " in each for each in told) > num_tested / 2
 

@@ -181,7 +181,7 @@ def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Make
 
 def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, workers: Workers | None) -> list[Found]:
     """What each algorithm that is asked for finds."""
-    from quire.planning.placement import Budget, Search
+    from quire.planning.placement import Budget, Rough, Search
     from quire.simulation.search import Planner
 
     planner = Planner(maker, load, slo, args.seed, workers)
@@ -200,6 +200,7 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
                 args.rate,
                 planner.bound_of,
                 planner.serves,
+                Rough(planner.rough_goodput_of, planner.serves_roughly),
                 Budget(max(0.0, left) / (len(chosen) - index), time.monotonic),
                 partial(_tell, progress),
                 maker.options_of,

@@ -21,13 +21,14 @@ which it would win; every option that is not taken has a reason.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import QuireError
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, degrees, pairs
@@ -59,6 +60,13 @@ class Budget:
     clock: Callable[[], float]
 
 
+class Rough(NamedTuple):
+    """Rough goodputs: see Search."""
+
+    goodput_of: Callable[[Option], Goodput]
+    serves: Callable[[Option, float], bool]
+
+
 @dataclass(frozen=True)
 class Search:
     """What is searched for, and with what.
@@ -69,6 +77,8 @@ class Search:
     bound_of    requests/s per unit that an option never exceeds; None: no option is skipped
     serves      whether an option's goodput is at least so many requests/s: one rate, where `goodput_of` tries many.
                 None: all goodputs are searched for
+    rough       the same two, quickly and roughly: what a search with these takes is tried first, so that one simulation
+                rules out most others. None: options are tried by their bounds alone
     budget      None: no limit. One option of each role is tried in any case
     progress    called with the number of options that are done, the number of all, and the option that was done last
     options_of  settings of an instance's engine, by key
@@ -80,6 +90,7 @@ class Search:
     rate: float | None = None
     bound_of: Callable[[Option], float] | None = None
     serves: Callable[[Option, float], bool] | None = None
+    rough: Rough | None = None
     budget: Budget | None = None
     progress: Callable[[int, int, Option], None] | None = None
     options_of: Callable[[Candidate], Mapping[str, Any]] | None = None
@@ -196,9 +207,10 @@ class _Phase:
         self.best: Option | None = None
         self.best_rate = 0.0
 
-    def try_next(self) -> Option:
-        """Tries the option with the highest bound, and returns it."""
-        option = self.left.pop(0)
+    def try_next(self, option: Option | None = None) -> Option:
+        """Tries an option; None: the one with the highest bound. Returns it."""
+        option = self.left[0] if option is None else option
+        self.left.remove(option)
         self.tried[option] = self.search.goodput_of(option)
         rate = self.rate(option)
         is_first_equal = rate == self.best_rate and self.best is not None and option.order < self.best.order
@@ -238,6 +250,7 @@ class _Walk(ABC):
 
     def __init__(self, search: Search, roles: Sequence[Sequence[Option]]) -> None:
         self.search = search
+        self.roles = roles
         self.rejected: list[Rejected] = []
         self.warnings: list[str] = []
         self.phases = [_Phase(search, self._admit(options)) for options in roles]
@@ -268,7 +281,7 @@ class _Walk(ABC):
 
     def placement(self, algorithm: str) -> Placement:
         """Walks, and returns the best placement. Raises PlacementError."""
-        self._try_all()
+        self._try_all(self._try_likely())
         stuck = [phase for phase in self.phases if phase.best is None]
         if stuck:
             raise self._failed(min(stuck, key=lambda phase: len(phase.left)))
@@ -329,9 +342,28 @@ class _Walk(ABC):
                 self.rejected.append(Rejected(option, Why.UNFIT, lack))
         return found
 
-    def _try_all(self) -> None:
-        budget = self.search.budget
+    def _try_likely(self) -> float:
+        """Tries what a rough search takes, which has half the time. Returns when the time is over."""
+        search, budget = self.search, self.search.budget
         end = math.inf if budget is None else budget.clock() + budget.seconds
+        if search.rough is None:
+            return end
+        half = None if budget is None else Budget(budget.seconds / 2, budget.clock)
+        goodput_of, serves = search.rough
+        quick = dataclasses.replace(
+            search, goodput_of=goodput_of, serves=serves, rough=None, budget=half, progress=None
+        )  # fmt: skip
+        walk = type(self)(quick, self.roles)
+        walk._try_all(math.inf if half is None else half.clock() + half.seconds)
+        likely: Iterable[Option] = ()
+        with contextlib.suppress(PlacementError):
+            likely = walk.chosen()
+        for option in likely:
+            self._try(next(each for each in self.phases if option in each.left), option)
+        return end
+
+    def _try_all(self, end: float) -> None:
+        budget = self.search.budget
         while all(phase.left or phase.best for phase in self.phases):
             waiting = [phase for phase in self.phases if phase.left and not self.excluded(phase, phase.left[0])]
             phase = min(
@@ -341,15 +373,18 @@ class _Walk(ABC):
                 return
             if phase.falls_short(self.needed(phase)):
                 continue
-            option = phase.try_next()
-            if phase.rate(option) > phase.bounds[option] * (1 + ROUNDING):
-                self.warnings.append(
-                    f"{option}: its goodput of {self._per_unit(phase.rate(option))} is above its upper bound of"
-                    f" {phase.bounds[option]:.4g}, so options may have been skipped that are better"
-                )
-            if phase.rate(option) > 0:
-                self.learn(phase, option)
-            self._done(option)
+            self._try(phase)
+
+    def _try(self, phase: _Phase, option: Option | None = None) -> None:
+        option = phase.try_next(option)
+        if phase.rate(option) > phase.bounds[option] * (1 + ROUNDING):
+            self.warnings.append(
+                f"{option}: its goodput of {self._per_unit(phase.rate(option))} is above its upper bound of"
+                f" {phase.bounds[option]:.4g}, so options may have been skipped that are better"
+            )
+        if phase.rate(option) > 0:
+            self.learn(phase, option)
+        self._done(option)
 
     def _explain(self, phase: _Phase, counts: Mapping[Option, int]) -> None:
         for option, goodput in phase.tried.items():

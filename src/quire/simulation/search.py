@@ -30,6 +30,7 @@ from quire.planning.placement_file import Instances, Placement, Rejected, Why
 from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.hardware import Division, Target
 from quire.simulation.load import (
+    CLEARLY,
     Attains,
     Load,
     Progress,
@@ -47,6 +48,12 @@ from quire.simulation.setup import PROCESS_BYTES, LocalModel, Replicas, Setup, W
 
 TOLERANCE = 0.03
 """Relative error of the goodput of an option."""
+
+ROUGH = 0.1
+"""The same of a rough goodput, which has one seed, few requests and no confirmation."""
+
+UNKNOWN = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
+"""Of an option whose latencies are not known."""
 
 SEEDS, CONFIRMATIONS = 2, 2
 """Seeds that the goodput of an option is searched with, and fresh ones that confirm it."""
@@ -255,6 +262,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self._tested: dict[Option, tuple[Attains, float]] = {}  # with the last rate
+        self._rough: dict[Option, Goodput] = {}
 
     @cached_property
     def asked(self) -> Asked:
@@ -276,6 +284,23 @@ class Planner:
         attains.groups = (seeds,)
         self._tested[option] = attains, rate
         return fmean(attains(rate, seed) for seed in seeds) >= attains.slo.attainment - ROUNDING
+
+    def rough_goodput_of(self, option: Option) -> Goodput:
+        """About the goodput of an option: of few requests, whose queues may not have grown yet."""
+        if self._is_unknown(option):
+            return UNKNOWN
+        if option not in self._rough:
+            attains, ceiling = self._attains_roughly(option), self._bound(option, ANYTHING)
+            self._rough[option] = find_goodput(attains, ceiling, self.seed, 1, 0, tolerance=ROUGH, probes=())
+        return self._rough[option]
+
+    def serves_roughly(self, option: Option, rate: float) -> bool:
+        """The same for `serves`."""
+        attains = self._attains_roughly(option)
+        return rate <= self._bound(option, ANYTHING) and attains(rate, self.seed) >= attains.slo.attainment - ROUNDING
+
+    def _attains_roughly(self, option: Option) -> Attains:
+        return Attains(self._simulation(option, self.load), self._slo(option), workers=self.workers)
 
     def bound_of(self, option: Option) -> float:
         """Requests/s per GPU or machine that an option never exceeds; 0 if its latencies are not known."""
@@ -334,16 +359,24 @@ class Planner:
         return self.slo.tpot if math.isfinite(self.slo.tpot) else 0.0
 
     def _goodput(self, option: Option) -> Goodput:
-        if self.maker.why_unknown(option):
-            return Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
-        has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
-        if has_decoding and not self.asked.tokens.any():
-            raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
+        if self._is_unknown(option):
+            return UNKNOWN
         ceiling = self._bound(option, ANYTHING)
-        attains, guess = self._tested.pop(option, (self._attains(option, ceiling / 2), ceiling / 2))
+        rough = self._rough.get(option)
+        guess = ceiling / 2 if rough is None or not rough.rate else CLEARLY * rough.rate
+        attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
         return find_goodput(
             attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
         )
+
+    def _is_unknown(self, option: Option) -> bool:
+        """Whether the latencies of an option are not known. Raises PlacementError if it has nothing to do."""
+        if self.maker.why_unknown(option):
+            return True
+        has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
+        if has_decoding and not self.asked.tokens.any():
+            raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
+        return False
 
     def _attains(self, option: Option, rate: float) -> Attains:
         """The share of requests of an option that meet the targets that count for it, at rates up to twice this one."""
