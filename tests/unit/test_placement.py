@@ -385,16 +385,16 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     random, names = np.random.default_rng(seed), list[tuple[str, str]]()
     needs = dataclasses.replace(SMALL, num_layers=40)
     options = [each for role in (Role.PREFILL, Role.DECODE) for each in candidates(gpus(4, 8), 40, role)]
-    per_gpu = {each: (1 + 0.3 * random.random()) * each.num_slots**-0.1 for each in options}
-    bounds = {each: per_gpu[each] * (1 + 0.8 * random.random()) for each in options}
+    per_gpu: dict[Option, float] = {each: (1 + 0.3 * random.random()) * each.num_slots**-0.1 for each in options}
+    bounds: dict[Option, float] = {each: per_gpu[each] * (1 + 0.8 * random.random()) for each in options}
 
     def goodput_of(option: Option) -> Goodput:
         names.append(("search", str(option)))
-        return Goodput(per_gpu[option] * option.num_slots, 0.95)  # type: ignore[index]
+        return Goodput(per_gpu[option] * option.num_slots, 0.95)
 
     def serves(option: Option, rate: float) -> bool:
         names.append(("test", str(option)))
-        return per_gpu[option] * option.num_slots >= rate  # type: ignore[index]
+        return per_gpu[option] * option.num_slots >= rate
 
     def count(kind: str) -> int:
         return sum(each == kind for each, _ in names)
@@ -406,7 +406,7 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     assert counts(place_apart(dataclasses.replace(search, serves=None))) == counts(placement)
     assert num_searched < 0.25 * count("search") and num_tested < 1.5 * count("search")
     names.clear()
-    rough = roughly(lambda option: per_gpu[option] * option.num_slots, 0.03)  # type: ignore[index]
+    rough = roughly(lambda option: per_gpu[option] * option.num_slots, 0.03)
     assert counts(place_apart(dataclasses.replace(search, rough=rough))) == counts(placement)
     assert count("search") <= num_searched / 2, "what is likely is not tried first"
     told = reasons(placement, Why.BOUND).values()
@@ -750,7 +750,7 @@ def test_the_format_of_a_placement_file(tmp_path: Path) -> None:
     assert placement.instances[1] == Instances("decode", 1) and placement.predicted.fits
     written = json.loads(placement.to_json())
     assert list(written) == ["version", "instances", "predicted", "workload", "slo", "made"]
-    assert written["instances"][0] == fields["instances"][0]  # type: ignore[index]
+    assert written["instances"][0] == fields["instances"][0]
 
 
 def edited(path: str, value: Any) -> str:

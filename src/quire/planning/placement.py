@@ -207,16 +207,14 @@ class _Phase:
         self.best: Option | None = None
         self.best_rate = 0.0
 
-    def try_next(self, option: Option | None = None) -> Option:
-        """Tries an option; None: the one with the highest bound. Returns it."""
-        option = self.left[0] if option is None else option
+    def try_one(self, option: Option) -> None:
+        """Tries an option that is left."""
         self.left.remove(option)
         self.tried[option] = self.search.goodput_of(option)
         rate = self.rate(option)
         is_first_equal = rate == self.best_rate and self.best is not None and option.order < self.best.order
         if rate > self.best_rate or is_first_equal:
             self.best, self.best_rate = option, rate
-        return option
 
     def falls_short(self, needed: float) -> bool:
         """Whether the option with the highest bound does not serve a rate per unit. Then this is its bound."""
@@ -373,10 +371,10 @@ class _Walk(ABC):
                 return
             if phase.falls_short(self.needed(phase)):
                 continue
-            self._try(phase)
+            self._try(phase, phase.left[0])
 
-    def _try(self, phase: _Phase, option: Option | None = None) -> None:
-        option = phase.try_next(option)
+    def _try(self, phase: _Phase, option: Option) -> None:
+        phase.try_one(option)
         if phase.rate(option) > phase.bounds[option] * (1 + ROUNDING):
             self.warnings.append(
                 f"{option}: its goodput of {self._per_unit(phase.rate(option))} is above its upper bound of"

@@ -30,7 +30,6 @@ from quire.planning.placement_file import Instances, Placement, Rejected, Why
 from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.hardware import Division, Target
 from quire.simulation.load import (
-    CLEARLY,
     Attains,
     Load,
     Progress,
@@ -51,6 +50,9 @@ TOLERANCE = 0.03
 
 ROUGH = 0.1
 """The same of a rough goodput, which has one seed, few requests and no confirmation."""
+
+LIKELY = 0.8
+"""The part of a rough goodput at which the search for the goodput begins: few requests promise too much."""
 
 UNKNOWN = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
 """Of an option whose latencies are not known."""
@@ -363,7 +365,7 @@ class Planner:
             return UNKNOWN
         ceiling = self._bound(option, ANYTHING)
         rough = self._rough.get(option)
-        guess = ceiling / 2 if rough is None or not rough.rate else CLEARLY * rough.rate
+        guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
         attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
         return find_goodput(
             attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
