@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -543,6 +544,18 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
     said = [warning for warning in placement.warnings if "not tried" in warning]
     assert said == ([f"{16 - num_tried} of 16 options were not tried: the time was over"] if num_tried < 16 else [])
     assert len(set(reasons(placement, Why.UNTRIED).values())) == (num_tried < 16)
+
+
+def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
+    from quire.cli.plan_placement import _tell
+
+    shown, rough = list[tuple[int, int]](), roughly(lambda option: 2.0 * option.num_slots, 0.1)
+    tell = partial(_tell, lambda *at: shown.append(at))
+    search = Search(gpus(1, 4), SMALL, Clock().goodput_of, rough=rough._replace(progress=partial(tell, 0)))
+    place_apart(dataclasses.replace(search, progress=partial(tell, 1)))
+    first = [at for at in shown if at[0] <= 16]
+    assert first == [(number, 32) for number in range(1, len(first) + 1)] and first
+    assert shown[len(first) :] == [(number, 32) for number in range(17, 33)]
 
 
 def test_doubts_about_the_chosen_goodput_become_warnings() -> None:

@@ -60,11 +60,16 @@ class Budget:
     clock: Callable[[], float]
 
 
+Progress = Callable[[int, int, Option], None]
+"""Called with the number of options that are done, the number of all, and the option that was done last."""
+
+
 class Rough(NamedTuple):
-    """Rough goodputs: see Search."""
+    """Rough goodputs, and what is told while options are tried with these: see Search."""
 
     goodput_of: Callable[[Option], Goodput]
     serves: Callable[[Option, float], bool]
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,6 @@ class Search:
     rough       the same two, quickly and roughly: what a search with these takes is tried first, so that one simulation
                 rules out most others. None: options are tried by their bounds alone
     budget      None: no limit. One option of each role is tried in any case
-    progress    called with the number of options that are done, the number of all, and the option that was done last
     options_of  settings of an instance's engine, by key
     """
 
@@ -92,7 +96,7 @@ class Search:
     serves: Callable[[Option, float], bool] | None = None
     rough: Rough | None = None
     budget: Budget | None = None
-    progress: Callable[[int, int, Option], None] | None = None
+    progress: Progress | None = None
     options_of: Callable[[Candidate], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -347,10 +351,7 @@ class _Walk(ABC):
         if search.rough is None:
             return end
         half = None if budget is None else Budget(budget.seconds / 2, budget.clock)
-        goodput_of, serves = search.rough
-        quick = dataclasses.replace(
-            search, goodput_of=goodput_of, serves=serves, rough=None, budget=half, progress=None
-        )  # fmt: skip
+        quick = dataclasses.replace(search, **search.rough._asdict(), rough=None, budget=half)
         walk = type(self)(quick, self.roles)
         walk._try_all(math.inf if half is None else half.clock() + half.seconds)
         likely: Iterable[Option] = ()
