@@ -654,6 +654,23 @@ def test_the_best_size_of_equal_instances_is_taken_and_the_others_say_why_not() 
     assert {str(each.option) for each in (*most.rejected, *few.rejected)} >= set(known)
 
 
+def test_options_without_latencies_say_so_and_do_not_hide_what_others_miss() -> None:
+    def why_unknown(option: Option) -> str:
+        return "no latencies" if f"on {unknown} core" in str(option) else ""
+
+    cluster, needs = cpus(2, 2), Needs(num_layers=30, weight_bytes=GIB, request_bytes=GIB)
+    known = {"prefill on 1 core with decode on 1 core": 2.0, "mixed on 2 cores": 3.0}
+    unknown = 2
+    search = Search(cluster, needs, rates(known), why_unknown=why_unknown)
+    placement = place_mixed(dataclasses.replace(search, goodput_of=rates({"mixed on 1 core": 1.0})))
+    assert reasons(placement, Why.UNFIT) == {"mixed on 2 cores": "no latencies"}
+    with pytest.raises(PlacementError, match="the best is mixed on 1 core"):
+        place_mixed(search)
+    unknown = 1
+    with pytest.raises(PlacementError, match=r"no option fits; prefill .*: no latencies$"):
+        place_pairs(search)
+
+
 def test_the_caller_s_settings_are_part_of_the_instances() -> None:
     placement = place_mixed(
         Search(

@@ -201,6 +201,7 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
                 planner.bound_of,
                 planner.serves,
                 Rough(planner.rough_goodput_of, planner.serves_roughly, partial(_tell, progress, 0)),
+                maker.why_unknown,
                 Budget(max(0.0, left) / (len(chosen) - index), time.monotonic),
                 partial(_tell, progress, 1),
                 maker.options_of,

@@ -84,6 +84,7 @@ class Search:
                 None: all goodputs are searched for
     rough       the same two, quickly and roughly: what a search with these takes is tried first, so that one simulation
                 rules out most others. None: options are tried by their bounds alone
+    why_unknown  why the latencies of an option are not known, so that it does not fit; empty if they are
     budget      None: no limit. One option of each role is tried in any case
     options_of  settings of an instance's engine, by key
     """
@@ -95,6 +96,7 @@ class Search:
     bound_of: Callable[[Option], float] | None = None
     serves: Callable[[Option, float], bool] | None = None
     rough: Rough | None = None
+    why_unknown: Callable[[Option], str] = lambda option: ""
     budget: Budget | None = None
     progress: Progress | None = None
     options_of: Callable[[Candidate], Mapping[str, Any]] | None = None
@@ -151,13 +153,13 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
         budget = dataclasses.replace(search.budget, seconds=search.budget.seconds / max(1, len(alike)))
         search = dataclasses.replace(search, budget=budget)
     rejected = [Rejected(option, Why.UNFIT, "instances on several machines have equal cores") for option in unequal]
-    found, error = list[tuple[_Walk, Placement]](), PlacementError(NO_ROOM)
+    found, errors = list[tuple[_Walk, Placement]](), list[tuple[bool, PlacementError]]()
     for lists in alike:
         walk = _walk(search, lists)
         try:
             placement = walk.placement(algorithm)
         except PlacementError as failed:
-            error = failed
+            errors.append((any(phase.tried for phase in walk.phases), failed))
             known = [each.option for each in walk.rejected]
             others = [option for options in lists for option in options if option not in known]
             rejected += [*walk.rejected, *(Rejected(option, Why.MISSES, str(failed)) for option in others)]
@@ -165,7 +167,8 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
             found.append((walk, placement))
             rejected += placement.rejected
     if not found:
-        raise error
+        # What options miss tells more than what they lack.
+        raise max(errors, key=lambda each: each[0], default=(False, PlacementError(NO_ROOM)))[1]
 
     def worth(each: tuple[_Walk, Placement]) -> tuple[bool, float, float]:
         said = each[1].predicted
@@ -329,19 +332,21 @@ class _Walk(ABC):
         if not self.rejected:
             return PlacementError(NO_ROOM)
         largest = max(self.rejected, key=lambda each: (self.search.needs.divides(each.option), each.option.num_slots))
-        return PlacementError(
-            f"no option fits; {largest.option}: {largest.reason}; plan for machines with more memory, or make the"
-            " cache smaller with cache.codec, retain.budget or model.max_context"
+        is_known = self.search.needs.lack(largest.option, self.search.cluster) is not None
+        help_ = (
+            "; plan for machines with more memory, or make the cache smaller with cache.codec, retain.budget or"
+            " model.max_context"
         )
+        return PlacementError(f"no option fits; {largest.option}: {largest.reason}{help_ * is_known}")
 
     def _admit(self, options: Sequence[Option]) -> list[Option]:
         found = []
         for option in options:
-            lack = self.search.needs.lack(option, self.search.cluster)
-            if lack is None:
-                found.append(option)
-            else:
+            lack = self.search.needs.lack(option, self.search.cluster) or self.search.why_unknown(option)
+            if lack:
                 self.rejected.append(Rejected(option, Why.UNFIT, lack))
+            else:
+                found.append(option)
         return found
 
     def _try_likely(self) -> float:

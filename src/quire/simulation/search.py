@@ -23,10 +23,10 @@ from quire.errors import ConfigError
 from quire.planning.bounds import Asked
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
-from quire.planning.goodput import ROUNDING, Goodput, Verdict
+from quire.planning.goodput import ROUNDING, Goodput
 from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
-from quire.planning.placement_file import Instances, Placement, Rejected, Why
+from quire.planning.placement_file import Instances, Placement
 from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.hardware import Division, Target
 from quire.simulation.load import (
@@ -53,9 +53,6 @@ ROUGH = 0.1
 
 LIKELY = 0.8
 """The part of a rough goodput at which the search for the goodput begins: few requests promise too much."""
-
-UNKNOWN = Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
-"""Of an option whose latencies are not known."""
 
 SEEDS, CONFIRMATIONS = 2, 2
 """Seeds that the goodput of an option is searched with, and fresh ones that confirm it."""
@@ -289,8 +286,7 @@ class Planner:
 
     def rough_goodput_of(self, option: Option) -> Goodput:
         """About the goodput of an option: of few requests, whose queues may not have grown yet."""
-        if self._is_unknown(option):
-            return UNKNOWN
+        self._check_work(option)
         if option not in self._rough:
             attains, ceiling = self._attains_roughly(option), self._bound(option, ANYTHING)
             self._rough[option] = find_goodput(attains, ceiling, self.seed, 1, 0, tolerance=ROUGH, probes=())
@@ -305,25 +301,19 @@ class Planner:
         return Attains(self._simulation(option, self.load), self._slo(option), workers=self.workers)
 
     def bound_of(self, option: Option) -> float:
-        """Requests/s per GPU or machine that an option never exceeds; 0 if its latencies are not known."""
-        if self.maker.why_unknown(option):
-            return 0.0
+        """Requests/s per GPU or machine that an option never exceeds."""
         cluster = self.maker.cluster
         return self._bound(option, self._slo(option)) * cluster.slots_of_unit / option.num_slots
 
     def explained(self, placement: Placement) -> Placement:
-        """The placement, where options without latencies say so. It warns of what is left out."""
-        rejected = []
-        for each in placement.rejected:
-            reason = "" if each.why is Why.UNFIT else self.maker.why_unknown(each.option)
-            rejected.append(Rejected(each.option, Why.UNFIT, reason) if reason else each)
-        warnings = list(placement.warnings)
-        if self.maker.config.tiers.is_on and placement.count(Role.DECODE):
-            warnings.append(
-                "instances that decode have no tiers in the search, only in the simulation of the whole; what they"
-                " preempt takes no time"
-            )
-        return dataclasses.replace(placement, rejected=tuple(rejected), warnings=tuple(warnings))
+        """The placement with a warning of what is left out."""
+        if not self.maker.config.tiers.is_on or not placement.count(Role.DECODE):
+            return placement
+        told = (
+            "instances that decode have no tiers in the search, only in the simulation of the whole; what they preempt"
+            " takes no time"
+        )
+        return dataclasses.replace(placement, warnings=(*placement.warnings, told))
 
     def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
@@ -361,8 +351,7 @@ class Planner:
         return self.slo.tpot if math.isfinite(self.slo.tpot) else 0.0
 
     def _goodput(self, option: Option) -> Goodput:
-        if self._is_unknown(option):
-            return UNKNOWN
+        self._check_work(option)
         ceiling = self._bound(option, ANYTHING)
         rough = self._rough.get(option)
         guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
@@ -371,14 +360,11 @@ class Planner:
             attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
         )
 
-    def _is_unknown(self, option: Option) -> bool:
-        """Whether the latencies of an option are not known. Raises PlacementError if it has nothing to do."""
-        if self.maker.why_unknown(option):
-            return True
+    def _check_work(self, option: Option) -> None:
+        """Raises PlacementError if an option has nothing to do."""
         has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
         if has_decoding and not self.asked.tokens.any():
             raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
-        return False
 
     def _attains(self, option: Option, rate: float) -> Attains:
         """The share of requests of an option that meet the targets that count for it, at rates up to twice this one."""
