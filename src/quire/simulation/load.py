@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -159,6 +160,13 @@ class Workers:
         # A fork of this process would have its threads' locks, but not its threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
+        # This process handles Ctrl-C. In the others it is blocked from the beginning. The tracker's start unblocks it.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._executor = ProcessPoolExecutor(processes, context, _start)
         self._others = set(multiprocessing.active_children())
 
@@ -190,7 +198,7 @@ class Workers:
 
 def _start() -> None:
     """Of a process that simulates: the one that began it handles Ctrl-C, and it ends with that one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a fork server that ran before has nothing blocked
     parent = multiprocessing.parent_process()
     assert parent is not None
 
