@@ -5,7 +5,7 @@
 Decode: GB/s of keys and values, and the share of the copy bandwidth of this device in the same run. Our time includes
 rotating and storing the new key and value; `scaled_dot_product_attention` gets contiguous, rotated keys and values.
 Prefill: TFLOP/s. Shared prefixes: gpu_shared.py. All sides run as CUDA graphs over enough layers to exceed the caches.
---sweep tries other launches of the decode kernel and of shared runs.
+--sweep also tries other launches, of the decode kernel and of shared runs.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ def main() -> None:
         prefill()
     if "shared" in wanted:
         shared(copy, given.json)
-    if given.sweep:
+    if given.sweep and "decode" in wanted:
         sweep(copy)
+    if given.sweep and "shared" in wanted:
         sweep_shared()
 
 

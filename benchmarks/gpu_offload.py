@@ -1,6 +1,6 @@
 """A model that is larger than a GPU's memory: the OPT-30B shape with random weights in 16 GiB.
 
-    python benchmarks/gpu_offload.py [--near 0.15] [--batch 64] [--micro-batch 16] [--sides quire,accelerate,planned]
+    python benchmarks/gpu_offload.py [--near 0.05] [--batch 64] [--micro-batch 16] [--sides quire,accelerate,planned]
 
 quire       weights on the GPU and in the host's memory; the cache in the host's memory, where decoded tokens attend to
             it. 512 tokens in, 32 out, two blocks, of which the second counts
@@ -184,7 +184,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", default="quire,accelerate")
-    parser.add_argument("--near", type=float, default=0.15, help="share of the weights on the GPU (default: 0.15)")
+    parser.add_argument("--near", type=float, default=0.05, help="share of the weights on the GPU (default: 0.05)")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a block (default: 64)")
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--layers", type=int, default=OPT_30B.num_layers, help="fewer for a trial")

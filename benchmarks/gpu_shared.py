@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import append_record, format_table
+from common import append_record, format_table, median
 from gpu import graph_seconds
 
 from quire.attention.plan import AttentionSpec
@@ -98,18 +98,27 @@ def make_case(case: Case) -> tuple[AttentionSpec, list[RowSlice]]:
 
 
 def quire_seconds(
-    spec: AttentionSpec, rows: list[RowSlice], launch: tuple[int, int, int, int] | None = None
+    spec: AttentionSpec,
+    rows: list[RowSlice],
+    launch: tuple[int, int, int, int] | None = None,
+    own: tuple[int, bool] | None = None,
 ) -> tuple[float, torch.Tensor]:
-    """Seconds of one layer, and the output of the first layer. launch: one of LAUNCHES instead of its own."""
+    """Seconds of one layer, and the output of the first layer. launch: one of LAUNCHES instead of its own. own: most
+    stages of the launch for rows by themselves, and whether it overlaps the one for shared runs.
+    """
     from quire.attention.kernels.launch import Launch
     from quire.attention.triton import TritonAttention
 
     backend = TritonAttention(spec)
     if launch is not None:
         height, warps, stages, resident = launch
-        backend.launches = *backend.launches[:2], Launch(height, warps, stages)
+        backend.launches = backend.launches[0], Launch(height, warps, stages)
         workers = backend.tiles.tall_workers * resident
         backend.tiles = replace(backend.tiles, tall_workers=workers)
+    if own is not None:
+        most, backend.overlaps = own
+        short, tall = backend.launches
+        backend.launches = replace(short, stages=min(short.stages, most)), tall
     plan = backend.plan(rows)
     queries = spec.num_kv_heads * spec.group_size
     generator = torch.Generator("cuda").manual_seed(0)
@@ -205,14 +214,49 @@ def shared(copy: float, record: Path | None) -> None:
 SIDES = ("together", "apart", "cascade", "paged")
 
 
+def phase_seconds(spec: AttentionSpec, rows: list[RowSlice]) -> list[float]:
+    """Median device seconds of the launches for shared runs and for rows by themselves, one after the other."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from quire.attention.triton import TritonAttention
+
+    backend = TritonAttention(spec)
+    backend.overlaps = False
+    plan = backend.plan(rows)
+    heads = spec.num_kv_heads
+    q = torch.randn(len(rows), heads * spec.group_size, spec.head_dim, device="cuda", dtype=DTYPE)
+    k, v = (torch.randn(len(rows), heads, spec.head_dim, device="cuda", dtype=DTYPE) for _ in range(2))
+
+    def run() -> None:
+        for layer in range(spec.num_layers):
+            plan.write(layer, k, v)
+            plan.attend(layer, q)
+        torch.cuda.synchronize()
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+    launches = sorted((e for e in found.events() if e.name.startswith("attend")), key=lambda e: e.time_range.start)
+    return [median([e.time_range.elapsed_us() for e in launches[phase::2]]) / 1e6 for phase in (0, 1)]
+
+
 def sweep() -> None:
-    """Shared runs under other launches; microseconds."""
-    table = []
+    """Each phase, rows by themselves with other stages and overlapping or not, and shared runs under other launches;
+    microseconds.
+    """
+    tables: list[list[list[object]]] = [[], []]
+    variants = list(itertools.product((1, 2), (False, True)))
     for case in CASES:
         spec, rows = make_case(case)
+        phases = phase_seconds(spec, rows)
+        found = [quire_seconds(spec, rows, own=variant)[0] for variant in variants]
+        tables[0].append([case.name, *(f"{seconds * 1e6:.1f}" for seconds in (*phases, *found))])
+        print(tables[0][-1], flush=True)
         times = [quire_seconds(spec, rows, launch)[0] for launch in LAUNCHES]
-        table.append([case.name, *(f"{seconds * 1e6:.1f}" for seconds in times)])
+        tables[1].append([case.name, *(f"{seconds * 1e6:.1f}" for seconds in times)])
         del spec
         torch.cuda.empty_cache()
+    names = [f"{stages} stages{', overlaps' * overlaps}" for stages, overlaps in variants]
+    print(format_table(["shared prefixes, us", "shared runs", "own chunks", *names], tables[0]), "\n")
     head = ["shared prefixes, us by rows/warps/stages/resident", *("/".join(map(str, launch)) for launch in LAUNCHES)]
-    print(format_table(head, table), "\n")
+    print(format_table(head, tables[1]), "\n")

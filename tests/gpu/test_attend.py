@@ -41,7 +41,7 @@ def test_other_dtypes_attend_like_the_reference(
     check(Shape(dim=dim, group=group, dtype=dtype), lengths)
 
 
-@pytest.mark.parametrize("lengths", [[(15000, 1)], [(15000, 1), (3, 1)], [(9000, 5), (0, 9)], [(4000, 700)]], ids=str)
+@pytest.mark.parametrize("lengths", [[(15000, 1)], [(15000, 1), (3, 1)], [(9000, 5), (0, 9)], [(4000, 100)]], ids=str)
 @pytest.mark.parametrize("heads", [1, 8])
 def test_a_long_sequence_is_split_and_merged(lengths: list[tuple[int, int]], heads: int) -> None:
     shape = Shape(dim=128, heads=heads, group=4, layers=1, dtype=torch.bfloat16)
@@ -133,7 +133,7 @@ def test_any_tree_attends_like_the_reference(
 @pytest.mark.parametrize("num_rows", [2, 16, 32, 64])
 def test_a_shared_page_is_read_once_for_a_tile_of_rows(num_rows: int) -> None:
     shape = Shape(dim=64, group=4, dtype=torch.bfloat16)
-    sharing.check_reads(sharing_backend, shape, num_rows, tile=32, device="cuda")
+    sharing.check_reads(sharing_backend, shape, num_rows, tile=16, device="cuda")
 
 
 def test_a_step_of_32_reads_the_slots_of_its_distinct_chunks() -> None:

@@ -28,6 +28,7 @@ from quire.attention.kernels.launch import (
     encoded_launches,
     launches,
     profile_launch,
+    seeded_launch,
     single_profile_launch,
 )
 from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
@@ -45,8 +46,8 @@ HOPPER = 90
 REGISTERS, SHARED_BYTES = 65536, 227 << 10  # of a multiprocessor
 GROUP, NUQ = GroupCodec.kernel_id, NuqCodec.kernel_id
 KINDS = ("append", "append-seeded", "short", "short-seeded", "tall")
-COMMON = ("common-2", "common-8", "common-16", "common-64")
-"""Shared runs of decode steps of so many rows, in tiles of 16, 32, 64 and, as tall, 128 queries for groups of 4."""
+COMMON = ("common-2", "common-8", "common-16")
+"""Shared runs of decode steps of so many rows, in tiles of 16, 32 and, as tall, 64 queries for groups of 4."""
 
 
 IS_OLDER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
@@ -60,11 +61,12 @@ def attention(
     """The attention kernel and its warps. kind: one of KINDS, or "common-" and the rows of a step that shares. masked:
     with masks of pages, and the lse of rows.
     """
-    short, tall, tallest = launches(dtype, group, dim)
-    launch = tall if kind == "tall" else short
+    short, tall = launches(dtype, group, dim)
+    launch = tall if kind == "tall" else seeded_launch(short) if kind.endswith("-seeded") else short
     if kind.startswith("common-"):
-        launch = common_launch(tallest, group, int(kind.removeprefix("common-")))
+        launch = common_launch(tall, group, int(kind.removeprefix("common-")))
     arguments = attention_arguments(kind, dtype, group, dim, window, rotate) | {"ROWS": launch.rows}
+    arguments["OVERLAPS"] = kind.startswith(("append", "common"))
     if masked:
         arguments |= {"masks": "*i64", "lse": "*fp32"}
     compiled = compile_for(HOPPER, attend, arguments, warps=launch.warps, stages=launch.stages)
@@ -125,8 +127,17 @@ def test_attention_spills_nothing_and_copies_pages_16_bytes_at_a_time(kind: str,
 def test_attention_runs_on_the_tensor_cores(kind: str) -> None:
     compiled, _ = attention(kind, torch.bfloat16, 4, 128)
     # Warp groups multiply 64 rows at a time.
-    groups = kind in ("tall", "common-16", "common-64")
+    groups = kind in ("tall", "common-16")
     assert compiled.count(r"\bHGMMA\." if groups else r"\bHMMA\.") > 0
+
+
+def test_the_second_launch_of_a_decode_step_begins_early_and_waits_before_it_reads_partials() -> None:
+    first, _ = attention("common-16", torch.bfloat16, 4, 128)
+    assert first.ptx.count("griddepcontrol.launch_dependents") == 1 and "griddepcontrol.wait" not in first.ptx
+    second, _ = attention("append-seeded", torch.bfloat16, 4, 128)
+    before, after = second.ptx.split("griddepcontrol.wait")
+    assert before.count("mma.sync") > 0, "its own chunks are attended to after the wait"
+    assert "ld.global.cg" not in before and "ld.global.cg" in after, "partials are read before the wait"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,10 +258,10 @@ def encoded_attention(
     """The kernel for encoded pages and its warps. parts: of the widths of keys and values, the powers of two. masked:
     as of `attention`, with positions of slots.
     """
-    short, tall, tallest = encoded_launches(dtype, group, dim, codec == NUQ)
+    short, tall = encoded_launches(dtype, group, dim, codec == NUQ)
     launch = tall if kind == "tall" else short
     if kind.startswith("common-"):
-        launch = common_launch(tallest, group, int(kind.removeprefix("common-")), tallest.warps)
+        launch = common_launch(tall, group, int(kind.removeprefix("common-")))
     table = codec == NUQ
     arguments = attention_arguments(kind, dtype, group, dim, 0, rotate) | PAGE_POINTERS
     arguments |= {"turns": "*fp32" if rotate else None, "staged": "i64"}

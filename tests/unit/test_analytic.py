@@ -335,10 +335,7 @@ def test_quiet_is_the_sum_of_its_steps(model: Latency, seed: int) -> None:
         rows, count = rng.choice([1, 2, 7, 100, 200]), rng.randrange(200)
         context = rng.uniform(0, 500) * rows
         work = StepWork(decode_rows=rows, context=context, unique=context * rng.choice([1.0, 0.3, 0.02]))
-        each = [
-            dataclasses.replace(work, context=context + step * rows, unique=work.unique + step * rows)
-            for step in range(count)
-        ]
+        each = [work._replace(context=context + step * rows, unique=work.unique + step * rows) for step in range(count)]
         assert model.quiet(work, count) == pytest.approx(sum(map(model.seconds, each)), rel=1e-9)
     with pytest.raises(AssertionError, match="quiet step with 5 rows"):
         model.quiet(prompts(5), 1)
@@ -351,8 +348,8 @@ def test_a_quiet_stretch_may_turn_from_operations_to_reads() -> None:
     work = decoding(32, 400, unique=500)
     costs = [
         (
-            model.seconds(dataclasses.replace(work, context=12_800.0 + 32 * step, unique=500.0 + 32 * step)),
-            model.seconds(dataclasses.replace(work, context=0.0, unique=500.0 + 32 * step)),
+            model.seconds(work._replace(context=12_800.0 + 32 * step, unique=500.0 + 32 * step)),
+            model.seconds(work._replace(context=0.0, unique=500.0 + 32 * step)),
         )
         for step in range(600)
     ]

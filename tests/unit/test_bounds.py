@@ -98,7 +98,7 @@ def test_a_step_with_a_prompt_is_no_faster_with_more_work(latency: Latency, seed
         rows, batch = int(rng.integers(1, 512)), int(rng.integers(0, 40))
         context = float(batch * rng.integers(1, 2000))
         work = StepWork(rows, rows * rows / 2.0, batch, context, context, 1)
-        more = dataclasses.replace(work, prompt_rows=rows + 16, prompt_pairs=work.prompt_pairs + 16 * rows)
+        more = work._replace(prompt_rows=rows + 16, prompt_pairs=work.prompt_pairs + 16 * rows)
         alone = StepWork(rows, rows * rows / 2.0, num_prompts=1)
         assert latency.seconds(more) >= latency.seconds(work) >= latency.seconds(alone) * (1 - 1e-12)
 

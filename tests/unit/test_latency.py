@@ -82,8 +82,7 @@ def test_more_rows_never_take_less_time() -> None:
 def test_quiet_seconds_are_the_sum_over_the_steps(count: int) -> None:
     first = StepWork(decode_rows=12, context=6000.0, unique=900.0)
     steps = (
-        dataclasses.replace(first, context=first.context + 12 * step, unique=first.unique + 12 * step)
-        for step in range(count)
+        first._replace(context=first.context + 12 * step, unique=first.unique + 12 * step) for step in range(count)
     )
     assert TRUE.quiet(first, count) == pytest.approx(sum(map(TRUE.seconds, steps)), rel=1e-12)
 
@@ -147,7 +146,7 @@ def test_steps_that_are_always_slow_are_no_outliers() -> None:
 
 
 def test_terms_that_steps_do_not_tell_apart_are_dropped() -> None:
-    alone = [(dataclasses.replace(work, unique=work.context), seconds) for work, seconds in random_records(200)]
+    alone = [(work._replace(unique=work.context), seconds) for work, seconds in random_records(200)]
     found = fit(alone, {})
     assert found.dropped == ("unique",) and "unique" not in found.coefficients
     assert ("distinct token of context", "not told apart", "") in describe(found)
@@ -217,7 +216,7 @@ def test_a_model_covers_what_was_measured() -> None:
         {"prompt_rows": 5000}, {"prompt_pairs": 1e9}, {"decode_rows": 70}, {"context": 1e6, "unique": 1e6},
         {"num_prompts": 9}, {"unique": 100.0},
     ):  # fmt: skip
-        assert not found.covers(dataclasses.replace(inside, **change)), change
+        assert not found.covers(inside._replace(**change)), change
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from quire.planning.packing import fit, mix, replicas, room_beside
 from quire.planning.placement import (
     Budget,
     PlacementError,
+    Rough,
     Search,
     place_apart,
     place_mixed,
@@ -46,6 +48,15 @@ def cpus(nodes: int, cores: int, memory: int = 64 * GIB) -> ClusterSpec:
 def untried(placement: Placement) -> tuple[Option, ...]:
     """Options that were not tried because the time was over."""
     return tuple(each.option for each in placement.rejected if each.why is Why.UNTRIED)
+
+
+def roughly(rate_of: Callable[[Option], float], error: float) -> Rough:
+    """Goodputs that are too high or too low by up to a share of them."""
+
+    def rate(option: Option) -> float:
+        return rate_of(option) * float(np.random.default_rng(option.num_slots).uniform(1 - error, 1 + error))
+
+    return Rough(lambda option: Goodput(rate(option), 0.95), lambda option, wanted: rate(option) >= wanted)
 
 
 def rates(known: dict[str, float]) -> Callable[[Option], Goodput]:
@@ -243,9 +254,10 @@ class World:
 
         bound_of = (lambda option: self.bounds[name(option)]) if pruned else None
         serves = (lambda option, rate: self.rates[name(option)] >= rate) if tests else None
+        rough = roughly(lambda option: self.rates[name(option)], 0.2) if tests else None
         return Search(
             gpus(self.nodes, self.each, self.memory), Needs(self.layers, self.weights, self.request), goodput_of,
-            rate=rate, bound_of=bound_of, serves=serves,
+            rate=rate, bound_of=bound_of, serves=serves, rough=rough,
         )  # fmt: skip
 
     def shapes(self, role: str) -> Iterator[tuple[tuple[Any, ...], Shape, float]]:
@@ -374,16 +386,16 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     random, names = np.random.default_rng(seed), list[tuple[str, str]]()
     needs = dataclasses.replace(SMALL, num_layers=40)
     options = [each for role in (Role.PREFILL, Role.DECODE) for each in candidates(gpus(4, 8), 40, role)]
-    per_gpu = {each: (1 + 0.3 * random.random()) * each.num_slots**-0.1 for each in options}
-    bounds = {each: per_gpu[each] * (1 + 0.8 * random.random()) for each in options}
+    per_gpu: dict[Option, float] = {each: (1 + 0.3 * random.random()) * each.num_slots**-0.1 for each in options}
+    bounds: dict[Option, float] = {each: per_gpu[each] * (1 + 0.8 * random.random()) for each in options}
 
     def goodput_of(option: Option) -> Goodput:
         names.append(("search", str(option)))
-        return Goodput(per_gpu[option] * option.num_slots, 0.95)  # type: ignore[index]
+        return Goodput(per_gpu[option] * option.num_slots, 0.95)
 
     def serves(option: Option, rate: float) -> bool:
         names.append(("test", str(option)))
-        return per_gpu[option] * option.num_slots >= rate  # type: ignore[index]
+        return per_gpu[option] * option.num_slots >= rate
 
     def count(kind: str) -> int:
         return sum(each == kind for each, _ in names)
@@ -394,6 +406,10 @@ def test_one_rate_rules_out_most_options_of_a_large_cluster(seed: int) -> None:
     names.clear()
     assert counts(place_apart(dataclasses.replace(search, serves=None))) == counts(placement)
     assert num_searched < 0.25 * count("search") and num_tested < 1.5 * count("search")
+    names.clear()
+    rough = roughly(lambda option: per_gpu[option] * option.num_slots, 0.03)
+    assert counts(place_apart(dataclasses.replace(search, rough=rough))) == counts(placement)
+    assert count("search") <= num_searched / 2, "what is likely is not tried first"
     told = reasons(placement, Why.BOUND).values()
     assert sum("it misses the latency targets at " in each for each in told) > num_tested / 2
 
@@ -530,6 +546,18 @@ def test_a_budget_is_shared_by_the_roles_and_the_rest_is_said_to_be_untried(
     assert len(set(reasons(placement, Why.UNTRIED).values())) == (num_tried < 16)
 
 
+def test_rough_trials_are_told_too_and_count_as_half_of_the_work() -> None:
+    from quire.cli.plan_placement import _tell
+
+    shown, rough = list[tuple[int, int]](), roughly(lambda option: 2.0 * option.num_slots, 0.1)
+    tell = partial(_tell, lambda *at: shown.append(at))
+    search = Search(gpus(1, 4), SMALL, Clock().goodput_of, rough=rough._replace(progress=partial(tell, 0)))
+    place_apart(dataclasses.replace(search, progress=partial(tell, 1)))
+    first = [at for at in shown if at[0] <= 16]
+    assert first == [(number, 32) for number in range(1, len(first) + 1)] and first
+    assert shown[len(first) :] == [(number, 32) for number in range(17, 33)]
+
+
 def test_doubts_about_the_chosen_goodput_become_warnings() -> None:
     placement = place_mixed(Search(gpus(1, 1), SMALL, lambda option: Goodput(16.0, 0.95, Verdict.UNBOUNDED), rate=16.0))
     assert placement.warnings == (
@@ -624,6 +652,23 @@ def test_the_best_size_of_equal_instances_is_taken_and_the_others_say_why_not() 
     told = {str(each.option): each.reason for each in most.rejected if each.why is Why.SLOWER}
     assert told["decode on 1 core"] == "4 requests/s on 2 machines, but 5 on 2 with instances of another size"
     assert {str(each.option) for each in (*most.rejected, *few.rejected)} >= set(known)
+
+
+def test_options_without_latencies_say_so_and_do_not_hide_what_others_miss() -> None:
+    def why_unknown(option: Option) -> str:
+        return "no latencies" if f"on {unknown} core" in str(option) else ""
+
+    cluster, needs = cpus(2, 2), Needs(num_layers=30, weight_bytes=GIB, request_bytes=GIB)
+    known = {"prefill on 1 core with decode on 1 core": 2.0, "mixed on 2 cores": 3.0}
+    unknown = 2
+    search = Search(cluster, needs, rates(known), why_unknown=why_unknown)
+    placement = place_mixed(dataclasses.replace(search, goodput_of=rates({"mixed on 1 core": 1.0})))
+    assert reasons(placement, Why.UNFIT) == {"mixed on 2 cores": "no latencies"}
+    with pytest.raises(PlacementError, match="the best is mixed on 1 core"):
+        place_mixed(search)
+    unknown = 1
+    with pytest.raises(PlacementError, match=r"no option fits; prefill .*: no latencies$"):
+        place_pairs(search)
 
 
 def test_the_caller_s_settings_are_part_of_the_instances() -> None:
@@ -735,7 +780,7 @@ def test_the_format_of_a_placement_file(tmp_path: Path) -> None:
     assert placement.instances[1] == Instances("decode", 1) and placement.predicted.fits
     written = json.loads(placement.to_json())
     assert list(written) == ["version", "instances", "predicted", "workload", "slo", "made"]
-    assert written["instances"][0] == fields["instances"][0]  # type: ignore[index]
+    assert written["instances"][0] == fields["instances"][0]
 
 
 def edited(path: str, value: Any) -> str:

@@ -233,6 +233,9 @@ def test_an_option_serves_what_its_goodput_says(role: Role) -> None:
     assert goodput.verdict is Verdict.FOUND
     assert found.serves(option, 0.9 * goodput.rate) and not found.serves(option, 1.3 * goodput.rate)
     assert not found.serves(option, 100 * goodput.rate), "more than any load of it lets through"
+    rough = found.rough_goodput_of(option)
+    assert 0.7 * goodput.rate < rough.rate < 1.5 * goodput.rate and not rough.confirmed
+    assert found.serves_roughly(option, 0.8 * rough.rate) and not found.serves_roughly(option, 1.5 * rough.rate)
 
 
 def test_all_algorithms_are_shown_beside_each_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,29 @@ def test_the_number_of_processes_changes_nothing(local: Callable[..., LocalModel
         for field in ("arrived", "first", "last", "num_cached"):
             assert np.array_equal(getattr(one, field), getattr(other, field)), field
         assert one.used == other.used
+
+
+def test_processes_that_simulate_never_see_an_interrupt() -> None:
+    script = """
+from pathlib import Path
+from types import SimpleNamespace
+from quire.simulation.load import Workers
+
+def is_blocked(status):
+    fields = dict(line.split(":") for line in status.splitlines())
+    return int(fields["SigBlk"], 16) >> 1 & 1, fields["PPid"].strip()
+
+def own():
+    return is_blocked(Path("/proc/self/status").read_text())
+
+before = own()[0]
+with Workers(1) as workers:
+    status, = workers.run([SimpleNamespace(count=1, outcome=Path("/proc/self/status").read_text)])
+    worker, server = is_blocked(status)
+    print(before, worker, is_blocked(Path(f"/proc/{server}/status").read_text())[0], own()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1", "1", "0"], done
 
 
 def test_progress_counts_the_requests_of_all_runs(local: Callable[..., LocalModel]) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.encoded import encoded_tables
-from quire.attention.kernels.launch import common_launch, encoded_launches, launches
+from quire.attention.kernels.launch import common_launch, encoded_launches, launches, seeded_launch
 from quire.attention.kernels.layout import MAX_PARTIALS, Tiles, lay_out
 from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
@@ -43,6 +43,9 @@ PIECES_PER_PROCESSOR = 2
 """Pieces for every multiprocessor, which has room for one at a time. With one each, the longest decide: on an H200 long
 contexts take 1.3 to 1.4 times as long, and only a single short one (8,192 tokens) gains an eighth."""
 
+FIRST_THAT_OVERLAPS = (9, 0)
+"""The first compute capability on which a launch can begin during the one before it (programmatic dependent launch)."""
+
 MIN_SAVED_BYTES = 8 << 20
 """Bytes of reads that sharing must save in a decode step. If it saves fewer, nothing is shared. A guess, not measured:
 two microseconds of an H200's memory bandwidth, for a second launch in a graph."""
@@ -55,6 +58,7 @@ class TritonAttention:
     plans_built  number of plans laid out; other steps advanced the last plan
     copies       number of copies from host to device so far: of plans, and of rows of the mirror
     reads        int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
+    overlaps     whether the launch for rows by themselves begins during the launch for what they share
     keeps_lse    whether plans keep the log-sum-exp of their rows, so that the output is a partial
     encodes_by_layer  whether a decode step encodes what it fills in each layer and not at its end
     """
@@ -79,7 +83,10 @@ class TritonAttention:
         # The interpreter runs without a GPU. Eight processors are enough there to split and merge.
         on_gpu = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        short, tall, _ = self.launches
+        self.overlaps = (
+            on_gpu and torch.version.hip is None and torch.cuda.get_device_capability(device) >= FIRST_THAT_OVERLAPS
+        )
+        short, tall = self.launches
         # Tiles decoded in registers leave room for eight warps on a multiprocessor.
         at_once = 8 // short.warps if table.encodes else PIECES_PER_PROCESSOR
         self.tiles = Tiles(
@@ -147,13 +154,12 @@ class TritonAttention:
         if moved is not None and not moved and self._last is not None and self.spec.window is None:
             self._last.advance()
             return self._last
-        short, common, tallest = self.launches
+        short, common = self.launches
         batch_size = None
         if all(piece.num_rows == 1 for piece in slices):
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
         if batch_size is not None:
-            warps = tallest.warps if self.tables else 4
-            common = common_launch(tallest, self.spec.group_size, batch_size, warps)
+            common = common_launch(common, self.spec.group_size, batch_size)
         spec = self.spec
         layout = lay_out(
             slices,
@@ -163,6 +169,8 @@ class TritonAttention:
             encodes=spec.table.encodes,
             strict=spec.strict,
         )
+        if layout.num_common and self.tables is None:
+            short = seeded_launch(short)
         self.mirror.refresh(layout.indices[layout.indices >= 0])
         if len(layout.indices) > MAX_DECODE_INDICES:
             batch_size = None

@@ -252,6 +252,9 @@ class TritonPlan:
             grid = (spec.num_kv_heads, len(pieces))
             if backend.tables is None:
                 del options["PAGE"]
+                options["OVERLAPS"] = backend.overlaps and self.shares and self.is_decode
+                if options["OVERLAPS"] and is_short:
+                    options["launch_pdl"] = True
                 attend[grid](
                     *inputs, backend.arena, backend.mirror.pages, self._masks, spec.cos, spec.sin, *lists, *left,
                     lse, backend.reads, *strides, **options,

@@ -157,6 +157,8 @@ class Fetching:
 
     def tick(self) -> None:
         """Puts chunks that have arrived for waiting sequences into the tree."""
+        if not self.guests:
+            return
         for holder, guest in [each for each in self.guests.items() if self._is_over(each[1].path)]:
             if self._close(guest.path):
                 self.counts.prefetched += len(guest.path.private)

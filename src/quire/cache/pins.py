@@ -78,6 +78,8 @@ class Pins:
 
     def expire(self) -> None:
         """Ends the pins whose time is over."""
+        if not self._is_protected:
+            return
         for segment in [each for each in self._is_protected if each.pinned_until <= self.tree.now]:
             self._end(segment)
 

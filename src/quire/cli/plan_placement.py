@@ -181,7 +181,7 @@ def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Make
 
 def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, workers: Workers | None) -> list[Found]:
     """What each algorithm that is asked for finds."""
-    from quire.planning.placement import Budget, Search
+    from quire.planning.placement import Budget, Rough, Search
     from quire.simulation.search import Planner
 
     planner = Planner(maker, load, slo, args.seed, workers)
@@ -200,8 +200,10 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
                 args.rate,
                 planner.bound_of,
                 planner.serves,
+                Rough(planner.rough_goodput_of, planner.serves_roughly, partial(_tell, progress, 0)),
+                maker.why_unknown,
                 Budget(max(0.0, left) / (len(chosen) - index), time.monotonic),
-                partial(_tell, progress),
+                partial(_tell, progress, 1),
                 maker.options_of,
             )
             found.append(_place(args, algorithm, search, planner, workers))
@@ -209,8 +211,9 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
     return found
 
 
-def _tell(progress: Callable[[int, int], None], done: int, total: int, option: Option) -> None:
-    progress(done, total)
+def _tell(progress: Callable[[int, int], None], times: int, done: int, total: int, option: Option) -> None:
+    """Options count twice: when they are tried roughly, and when they are done."""
+    progress(times * total + done, 2 * total)
 
 
 def _check_known(planner: Planner) -> None:

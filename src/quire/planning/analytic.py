@@ -19,7 +19,6 @@ It knows neither kernels nor the scheduler. What kernels reach of a device's pea
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -220,7 +219,7 @@ class AnalyticModel:
         """See Latency. Exact: only reads of the cache, or the operations of attention, grow, by the same each step."""
         assert not work.prompt_rows, f"a quiet step with {work.prompt_rows} rows of prompts"
         batches, costs = self._batches(work), self._costs
-        fixed = dataclasses.replace(work, context=0.0, unique=0.0)
+        fixed = work._replace(context=0.0, unique=0.0)
         attended, read = costs.context / batches, costs.unique / batches
         growing = _sum_of_larger(
             (attended * work.context, attended * work.decode_rows), (read * work.unique, read * work.decode_rows), count

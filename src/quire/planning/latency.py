@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.errors import ConfigError
 from quire.offload.records import above, made
@@ -44,8 +44,7 @@ class Origin(StrEnum):
     MODELLED = "modelled"
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step computes: the features of a latency model.
 
     prompt_rows   rows of prompts: slices of several rows, and the single last row of a prompt
@@ -264,7 +263,7 @@ class LatencyModel:
         return [
             (name, low * (1 - SLACK), high * (1 + SLACK))
             for name, (low, high) in self.ranges.items()
-            if name in (*StepWork.__slots__, "rows")
+            if name in (*StepWork._fields, "rows")
         ]
 
     def to_json(self) -> str:

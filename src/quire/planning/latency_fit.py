@@ -63,9 +63,7 @@ def fit(
     if not steps:
         raise ConfigError("a latency model needs measured steps, but there are none; raise --seconds")
     works, measured = [work for work, _ in steps], np.array([seconds for _, seconds in steps])
-    features = {
-        name: np.array([getattr(work, name) for work in works], float) for name in (*StepWork.__slots__, "rows")
-    }
+    features = {name: np.array([getattr(work, name) for work in works], float) for name in (*StepWork._fields, "rows")}
     kinds = np.array([KINDS.index(work.kind) for work in works])
     knots = _knots(features["rows"])
     columns = {BASE: np.ones(len(works))}

@@ -21,13 +21,14 @@ which it would win; every option that is not taken has a reason.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import QuireError
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role, candidates, degrees, pairs
@@ -59,6 +60,18 @@ class Budget:
     clock: Callable[[], float]
 
 
+Progress = Callable[[int, int, Option], None]
+"""Called with the number of options that are done, the number of all, and the option that was done last."""
+
+
+class Rough(NamedTuple):
+    """Rough goodputs, and what is told while options are tried with these: see Search."""
+
+    goodput_of: Callable[[Option], Goodput]
+    serves: Callable[[Option, float], bool]
+    progress: Progress | None = None
+
+
 @dataclass(frozen=True)
 class Search:
     """What is searched for, and with what.
@@ -69,8 +82,10 @@ class Search:
     bound_of    requests/s per unit that an option never exceeds; None: no option is skipped
     serves      whether an option's goodput is at least so many requests/s: one rate, where `goodput_of` tries many.
                 None: all goodputs are searched for
+    rough       the same two, quickly and roughly: what a search with these takes is tried first, so that one simulation
+                rules out most others. None: options are tried by their bounds alone
+    why_unknown  why the latencies of an option are not known, so that it does not fit; empty if they are
     budget      None: no limit. One option of each role is tried in any case
-    progress    called with the number of options that are done, the number of all, and the option that was done last
     options_of  settings of an instance's engine, by key
     """
 
@@ -80,8 +95,10 @@ class Search:
     rate: float | None = None
     bound_of: Callable[[Option], float] | None = None
     serves: Callable[[Option, float], bool] | None = None
+    rough: Rough | None = None
+    why_unknown: Callable[[Option], str] = lambda option: ""
     budget: Budget | None = None
-    progress: Callable[[int, int, Option], None] | None = None
+    progress: Progress | None = None
     options_of: Callable[[Candidate], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -136,13 +153,13 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
         budget = dataclasses.replace(search.budget, seconds=search.budget.seconds / max(1, len(alike)))
         search = dataclasses.replace(search, budget=budget)
     rejected = [Rejected(option, Why.UNFIT, "instances on several machines have equal cores") for option in unequal]
-    found, error = list[tuple[_Walk, Placement]](), PlacementError(NO_ROOM)
+    found, errors = list[tuple[_Walk, Placement]](), list[tuple[bool, PlacementError]]()
     for lists in alike:
         walk = _walk(search, lists)
         try:
             placement = walk.placement(algorithm)
         except PlacementError as failed:
-            error = failed
+            errors.append((any(phase.tried for phase in walk.phases), failed))
             known = [each.option for each in walk.rejected]
             others = [option for options in lists for option in options if option not in known]
             rejected += [*walk.rejected, *(Rejected(option, Why.MISSES, str(failed)) for option in others)]
@@ -150,7 +167,8 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
             found.append((walk, placement))
             rejected += placement.rejected
     if not found:
-        raise error
+        # What options miss tells more than what they lack.
+        raise max(errors, key=lambda each: each[0], default=(False, PlacementError(NO_ROOM)))[1]
 
     def worth(each: tuple[_Walk, Placement]) -> tuple[bool, float, float]:
         said = each[1].predicted
@@ -196,15 +214,14 @@ class _Phase:
         self.best: Option | None = None
         self.best_rate = 0.0
 
-    def try_next(self) -> Option:
-        """Tries the option with the highest bound, and returns it."""
-        option = self.left.pop(0)
+    def try_one(self, option: Option) -> None:
+        """Tries an option that is left."""
+        self.left.remove(option)
         self.tried[option] = self.search.goodput_of(option)
         rate = self.rate(option)
         is_first_equal = rate == self.best_rate and self.best is not None and option.order < self.best.order
         if rate > self.best_rate or is_first_equal:
             self.best, self.best_rate = option, rate
-        return option
 
     def falls_short(self, needed: float) -> bool:
         """Whether the option with the highest bound does not serve a rate per unit. Then this is its bound."""
@@ -238,6 +255,7 @@ class _Walk(ABC):
 
     def __init__(self, search: Search, roles: Sequence[Sequence[Option]]) -> None:
         self.search = search
+        self.roles = roles
         self.rejected: list[Rejected] = []
         self.warnings: list[str] = []
         self.phases = [_Phase(search, self._admit(options)) for options in roles]
@@ -268,7 +286,7 @@ class _Walk(ABC):
 
     def placement(self, algorithm: str) -> Placement:
         """Walks, and returns the best placement. Raises PlacementError."""
-        self._try_all()
+        self._try_all(self._try_likely())
         stuck = [phase for phase in self.phases if phase.best is None]
         if stuck:
             raise self._failed(min(stuck, key=lambda phase: len(phase.left)))
@@ -314,24 +332,42 @@ class _Walk(ABC):
         if not self.rejected:
             return PlacementError(NO_ROOM)
         largest = max(self.rejected, key=lambda each: (self.search.needs.divides(each.option), each.option.num_slots))
-        return PlacementError(
-            f"no option fits; {largest.option}: {largest.reason}; plan for machines with more memory, or make the"
-            " cache smaller with cache.codec, retain.budget or model.max_context"
+        is_known = self.search.needs.lack(largest.option, self.search.cluster) is not None
+        help_ = (
+            "; plan for machines with more memory, or make the cache smaller with cache.codec, retain.budget or"
+            " model.max_context"
         )
+        return PlacementError(f"no option fits; {largest.option}: {largest.reason}{help_ * is_known}")
 
     def _admit(self, options: Sequence[Option]) -> list[Option]:
         found = []
         for option in options:
-            lack = self.search.needs.lack(option, self.search.cluster)
-            if lack is None:
-                found.append(option)
-            else:
+            lack = self.search.needs.lack(option, self.search.cluster) or self.search.why_unknown(option)
+            if lack:
                 self.rejected.append(Rejected(option, Why.UNFIT, lack))
+            else:
+                found.append(option)
         return found
 
-    def _try_all(self) -> None:
-        budget = self.search.budget
+    def _try_likely(self) -> float:
+        """Tries what a rough search takes, which has half the time. Returns when the time is over."""
+        search, budget = self.search, self.search.budget
         end = math.inf if budget is None else budget.clock() + budget.seconds
+        if search.rough is None:
+            return end
+        half = None if budget is None else Budget(budget.seconds / 2, budget.clock)
+        quick = dataclasses.replace(search, **search.rough._asdict(), rough=None, budget=half)
+        walk = type(self)(quick, self.roles)
+        walk._try_all(math.inf if half is None else half.clock() + half.seconds)
+        likely: Iterable[Option] = ()
+        with contextlib.suppress(PlacementError):
+            likely = walk.chosen()
+        for option in likely:
+            self._try(next(each for each in self.phases if option in each.left), option)
+        return end
+
+    def _try_all(self, end: float) -> None:
+        budget = self.search.budget
         while all(phase.left or phase.best for phase in self.phases):
             waiting = [phase for phase in self.phases if phase.left and not self.excluded(phase, phase.left[0])]
             phase = min(
@@ -341,15 +377,18 @@ class _Walk(ABC):
                 return
             if phase.falls_short(self.needed(phase)):
                 continue
-            option = phase.try_next()
-            if phase.rate(option) > phase.bounds[option] * (1 + ROUNDING):
-                self.warnings.append(
-                    f"{option}: its goodput of {self._per_unit(phase.rate(option))} is above its upper bound of"
-                    f" {phase.bounds[option]:.4g}, so options may have been skipped that are better"
-                )
-            if phase.rate(option) > 0:
-                self.learn(phase, option)
-            self._done(option)
+            self._try(phase, phase.left[0])
+
+    def _try(self, phase: _Phase, option: Option) -> None:
+        phase.try_one(option)
+        if phase.rate(option) > phase.bounds[option] * (1 + ROUNDING):
+            self.warnings.append(
+                f"{option}: its goodput of {self._per_unit(phase.rate(option))} is above its upper bound of"
+                f" {phase.bounds[option]:.4g}, so options may have been skipped that are better"
+            )
+        if phase.rate(option) > 0:
+            self.learn(phase, option)
+        self._done(option)
 
     def _explain(self, phase: _Phase, counts: Mapping[Option, int]) -> None:
         for option, goodput in phase.tried.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class StepLog:
         now, work = self._clock(), self._work
         if work is not None:
             seconds = now - (self._ended if self._goes_on else self._begun)
-            self._file.write(json.dumps([*astuple(work), seconds, self._costs.speed]) + "\n")
+            self._file.write(json.dumps([*work, seconds, self._costs.speed]) + "\n")
         self._ended, self._goes_on = now, goes_on
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ def _number(value: Any) -> Any:
 
 def _step(work: list[Any], seconds: Any) -> tuple[StepWork, float]:
     """A step and its seconds. Raises ValueError if they are none."""
-    if len(work) != len(fields(StepWork)):
+    if len(work) != len(StepWork._fields):
         raise ValueError(f"a step of {len(work)} numbers")
     return StepWork(*map(_number, work)), float(_number(seconds))
 

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ LONGEST = 20
 """A run has at most so many times the requests that are asked for."""
 
 CLEARLY = 0.8
-"""A share of requests that is below this part of the target, of few requests, will not reach it with more."""
+"""Few requests whose share is below this part of the target are taken to miss it with more of them, too."""
 
 LOWEST = 1000
 """The lowest rate of a search for the goodput is this part of the highest one."""
@@ -159,6 +160,13 @@ class Workers:
         # A fork of this process would have its threads' locks, but not its threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
+        # This process handles Ctrl-C. In the others it is blocked from the beginning. The tracker's start unblocks it.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._executor = ProcessPoolExecutor(processes, context, _start)
         self._others = set(multiprocessing.active_children())
 
@@ -190,7 +198,7 @@ class Workers:
 
 def _start() -> None:
     """Of a process that simulates: the one that began it handles Ctrl-C, and it ends with that one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a fork server that ran before has nothing blocked
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -273,7 +281,13 @@ def bound_of(replicas: Replicas) -> Bound:
 
 
 def find_goodput(
-    attains: Attains, ceiling: float, seed: int, num_seeds: int = 1, confirmations: int = CONFIRMATIONS, **settings: Any
+    attains: Attains,
+    ceiling: float,
+    seed: int,
+    num_seeds: int = 1,
+    confirmations: int = CONFIRMATIONS,
+    guess: float | None = None,
+    **settings: Any,
 ) -> Goodput:
     """The goodput of what `attains` simulates: the highest rate that reaches the target.
 
@@ -281,13 +295,14 @@ def find_goodput(
     seed           the first one
     num_seeds      number of seeds of the search
     confirmations  number of fresh seeds after them, which confirm its result
+    guess          the first rate; None: half the ceiling
     settings       of `quire.planning.goodput.goodput`, in place of its own
     """
     own, fresh = range(seed, seed + num_seeds), range(seed + num_seeds, seed + num_seeds + confirmations)
     attains.groups = (own, fresh)
     found = goodput(
-        attains, attains.slo.attainment, low=ceiling / LOWEST, high=ceiling, seeds=own, confirm_seeds=fresh,
-        **{"guess": ceiling / 2, **settings},
+        attains, attains.slo.attainment, low=ceiling / LOWEST, high=ceiling,
+        guess=ceiling / 2 if guess is None else guess, seeds=own, confirm_seeds=fresh, **settings,
     )  # fmt: skip
     return noted(found, attains.simulation(found.rate, seed).load, attains.slo) if found.rate else found
 

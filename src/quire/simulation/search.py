@@ -23,10 +23,10 @@ from quire.errors import ConfigError
 from quire.planning.bounds import Asked
 from quire.planning.candidates import Candidate, Needs, Option, Pair, Role
 from quire.planning.cluster_file import ClusterSpec
-from quire.planning.goodput import ROUNDING, Goodput, Verdict
+from quire.planning.goodput import ROUNDING, Goodput
 from quire.planning.latency import Origin
 from quire.planning.placement import PlacementError
-from quire.planning.placement_file import Instances, Placement, Rejected, Why
+from quire.planning.placement_file import Instances, Placement
 from quire.planning.slo import ANYTHING, Slo
 from quire.simulation.hardware import Division, Target
 from quire.simulation.load import (
@@ -47,6 +47,12 @@ from quire.simulation.setup import PROCESS_BYTES, LocalModel, Replicas, Setup, W
 
 TOLERANCE = 0.03
 """Relative error of the goodput of an option."""
+
+ROUGH = 0.1
+"""The same of a rough goodput, which has one seed, few requests and no confirmation."""
+
+LIKELY = 0.8
+"""The part of a rough goodput at which the search for the goodput begins: few requests promise too much."""
 
 SEEDS, CONFIRMATIONS = 2, 2
 """Seeds that the goodput of an option is searched with, and fresh ones that confirm it."""
@@ -255,6 +261,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self._tested: dict[Option, tuple[Attains, float]] = {}  # with the last rate
+        self._rough: dict[Option, Goodput] = {}
 
     @cached_property
     def asked(self) -> Asked:
@@ -277,26 +284,36 @@ class Planner:
         self._tested[option] = attains, rate
         return fmean(attains(rate, seed) for seed in seeds) >= attains.slo.attainment - ROUNDING
 
+    def rough_goodput_of(self, option: Option) -> Goodput:
+        """About the goodput of an option: of few requests, whose queues may not have grown yet."""
+        self._check_work(option)
+        if option not in self._rough:
+            attains, ceiling = self._attains_roughly(option), self._bound(option, ANYTHING)
+            self._rough[option] = find_goodput(attains, ceiling, self.seed, 1, 0, tolerance=ROUGH, probes=())
+        return self._rough[option]
+
+    def serves_roughly(self, option: Option, rate: float) -> bool:
+        """The same for `serves`."""
+        attains = self._attains_roughly(option)
+        return rate <= self._bound(option, ANYTHING) and attains(rate, self.seed) >= attains.slo.attainment - ROUNDING
+
+    def _attains_roughly(self, option: Option) -> Attains:
+        return Attains(self._simulation(option, self.load), self._slo(option), workers=self.workers)
+
     def bound_of(self, option: Option) -> float:
-        """Requests/s per GPU or machine that an option never exceeds; 0 if its latencies are not known."""
-        if self.maker.why_unknown(option):
-            return 0.0
+        """Requests/s per GPU or machine that an option never exceeds."""
         cluster = self.maker.cluster
         return self._bound(option, self._slo(option)) * cluster.slots_of_unit / option.num_slots
 
     def explained(self, placement: Placement) -> Placement:
-        """The placement, where options without latencies say so. It warns of what is left out."""
-        rejected = []
-        for each in placement.rejected:
-            reason = "" if each.why is Why.UNFIT else self.maker.why_unknown(each.option)
-            rejected.append(Rejected(each.option, Why.UNFIT, reason) if reason else each)
-        warnings = list(placement.warnings)
-        if self.maker.config.tiers.is_on and placement.count(Role.DECODE):
-            warnings.append(
-                "instances that decode have no tiers in the search, only in the simulation of the whole; what they"
-                " preempt takes no time"
-            )
-        return dataclasses.replace(placement, rejected=tuple(rejected), warnings=tuple(warnings))
+        """The placement with a warning of what is left out."""
+        if not self.maker.config.tiers.is_on or not placement.count(Role.DECODE):
+            return placement
+        told = (
+            "instances that decode have no tiers in the search, only in the simulation of the whole; what they preempt"
+            " takes no time"
+        )
+        return dataclasses.replace(placement, warnings=(*placement.warnings, told))
 
     def joint(self, placement: Placement, rate: float, seed: int) -> Joint:
         """All instances of a placement at once, with the router. Each gets about as many requests as by itself."""
@@ -334,16 +351,20 @@ class Planner:
         return self.slo.tpot if math.isfinite(self.slo.tpot) else 0.0
 
     def _goodput(self, option: Option) -> Goodput:
-        if self.maker.why_unknown(option):
-            return Goodput(0.0, 0.0, Verdict.INFEASIBLE, confirmed=False)
-        has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
-        if has_decoding and not self.asked.tokens.any():
-            raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
+        self._check_work(option)
         ceiling = self._bound(option, ANYTHING)
-        attains, guess = self._tested.pop(option, (self._attains(option, ceiling / 2), ceiling / 2))
+        rough = self._rough.get(option)
+        guess = ceiling / 2 if rough is None or not rough.rate else LIKELY * rough.rate
+        attains, guess = self._tested.pop(option, (self._attains(option, guess), guess))
         return find_goodput(
             attains, ceiling, self.seed, SEEDS, CONFIRMATIONS, guess=guess, tolerance=TOLERANCE, probes=()
         )
+
+    def _check_work(self, option: Option) -> None:
+        """Raises PlacementError if an option has nothing to do."""
+        has_decoding = isinstance(option, Pair) or option.role is Role.DECODE
+        if has_decoding and not self.asked.tokens.any():
+            raise PlacementError("every answer has one token: nothing decodes; plan with --algorithm mixed")
 
     def _attains(self, option: Option, rate: float) -> Attains:
         """The share of requests of an option that meet the targets that count for it, at rates up to twice this one."""

@@ -64,7 +64,7 @@ def test_a_long_tail_is_split_and_merges_what_is_shared() -> None:
 @pytest.mark.parametrize("num_rows, layers", [(2, 2), (16, 1), (33, 1)])
 def test_a_shared_page_is_read_once_for_a_tile_of_rows(num_rows: int, layers: int) -> None:
     shape = Shape(dim=64, group=4, heads=2 if num_rows == 2 else 1, layers=layers, dtype=torch.bfloat16)
-    sharing.check_reads(TritonAttention, shape, num_rows, tile=32)
+    sharing.check_reads(TritonAttention, shape, num_rows, tile=16)
 
 
 def test_a_tile_of_float32_has_fewer_rows() -> None:

@@ -25,6 +25,7 @@ Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu h
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -105,9 +106,12 @@ def attend(
     SCALE: tl.constexpr,   # log2(e) / sqrt(D)
     WINDOW: tl.constexpr,  # positions a row sees; 0 sees all
     ROTATE: tl.constexpr, APPEND: tl.constexpr,
-    SEEDED: tl.constexpr,  # pieces may start from partials
+    SEEDED: tl.constexpr,  # pieces may have partials of the launch before
+    OVERLAPS: tl.constexpr,  # the second launch of a decode step begins during the first one
 ):  # fmt: skip
     """Grid [H, n]: heads vary fastest, so that the no-op pieces of a padded plan come last."""
+    if OVERLAPS and not APPEND:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     first_row, num_rows, chunk_ids, num_chunks, start, slot, seeds, num_seeds, parts, num_parts, _, _ = piece_of(
         pieces, indices, entries
@@ -160,15 +164,6 @@ def attend(
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, DP), tl.float32)
 
-    if SEEDED:
-        seed_top, seed_total, seed_acc = sum_partials(
-            seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
-        )
-        if APPEND:
-            top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
-        else:
-            top, total, acc = seed_top, seed_total, seed_acc
-
     # Page ids are loaded one chunk ahead and chunk ids two, so that no load of keys waits for these two lookups.
     page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
     if masks is not None:
@@ -207,6 +202,14 @@ def attend(
         values = tl.load(base + P * D, mask=written, other=0.0)
         acc = tl.dot(weight.to(values.dtype), values, acc * factor[:, None], input_precision="ieee")
         top = peak
+
+    if SEEDED:
+        if OVERLAPS and APPEND:
+            gdc_wait()
+        seed_top, seed_total, seed_acc = sum_partials(
+            seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+        )
+        top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
 
     leave(
         out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
