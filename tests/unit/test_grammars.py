@@ -163,6 +163,16 @@ def test_formats_that_are_not_known_mean_nothing(llm: LLM) -> None:
     assert schemas.written(False) is False and schemas.written(True) == {"x-guidance": schemas.JSON_STYLE}
 
 
+def test_an_id_beside_a_reference_is_refused_by_name_where_drafts_disagree_about_it(llm: LLM) -> None:
+    both = {"$id": "http://localhost/sibling/", "$ref": "#/$defs/word"}
+    schema = {"type": "object", "properties": {"a": both}, "$defs": {"word": {"type": "string"}}}
+    with pytest.raises(RequestError, match=r"\$id beside \$ref"):
+        llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
+    word = {"type": "string"}
+    for other in ({**both, "$defs": schema["$defs"]}, {"type": "object", "properties": {"$id": word, "$ref": word}}):
+        llm.engine.grammars.compile(StructuredOutputsParams(json=other))
+
+
 def test_known_formats_are_kept_and_the_library_knows_no_others(llm: LLM) -> None:
     tokenizer = llm.tokenizer
     for name, good in FORMATS.items():

@@ -16,6 +16,8 @@ KNOWN_FORMATS = frozenset(
 )
 """Formats that texts are held to. llguidance refuses any other."""
 
+DISPUTED = "$id beside $ref, about which drafts disagree"
+
 _SCHEMA = (
     "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
     "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
@@ -27,7 +29,9 @@ _NAMED_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "dependencies", "p
 
 def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     """A schema whose JSON is written on one line, with a space after each comma and colon. Formats that are not known
-    are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations.
+    are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. A subschema that has both $id
+    and $ref becomes one that llguidance refuses, with their names in its error: in draft 7 the $id means nothing there,
+    and later it changes what the $ref points to.
     """
     if schema is False:
         return False
@@ -37,6 +41,9 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         own = open_schemas.pop()
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
+        if own is not found and "$id" in own and "$ref" in own:
+            own.clear()
+            own["$ref"] = f"#/{DISPUTED}"
         for holder, place in _places(own):
             holder[place] = dict(holder[place])
             open_schemas.append(holder[place])
