@@ -16,7 +16,7 @@ KNOWN_FORMATS = frozenset(
 )
 """Formats that texts are held to. llguidance refuses any other."""
 
-DISPUTED = "$id beside $ref, about which drafts disagree"
+DISPUTED = "$id-beside-$ref"
 
 _SCHEMA = (
     "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
