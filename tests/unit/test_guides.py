@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire.engine.engine import Engine
+from quire.engine.handover import Continued
 from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
 from quire.engine.step import Proposal
@@ -216,3 +217,27 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
             assert {*output.outputs[0].token_ids} <= few
             assert_near(expected[name].outputs[0], output.outputs[0], 1e-4)
         assert any(any(guide.right) for guide in guides)
+
+
+def test_a_sequence_that_leaves_after_its_next_token_has_no_drafts() -> None:
+    answer = generate(make_engine(SHAPE), [[5]])[0]
+    for cache, given in (("dense", 0), ("retained", 3)):
+        engine, guide = make_engine(SHAPE, **CACHES[cache]), AllRight([5, *answer], random.Random(0))
+        engine.add(
+            "r", None, [5], GREEDY, continued=Continued(0, tuple(answer[:given]), leaves=True), guide=lambda: guide
+        )  # fmt: skip
+        told: list[int] = []
+        while not engine.exports:
+            told += [token for delta in engine.step() for output in delta.outputs for token in output.token_ids]
+        assert told == answer[given : given + 1] and guide.proposed == [0]
+        assert engine.exports["r"].swapped.path.num_tokens == given + 1
+
+
+class AllRight(ToyGuide):
+    """Proposes as many drafts as it may, all of which are right."""
+
+    def propose(self, token_ids: list[int], most: int) -> Proposal:
+        """See Guide."""
+        drafts = self.answer[len(token_ids) :][:most]
+        self.proposed.append(len(drafts))
+        return Proposal(drafts, [])
