@@ -222,6 +222,38 @@ async def test_with_a_form_an_answer_is_calls_or_that_form(folder, tmp_path, nam
     assert found <= {"stop", "tool_calls", "length"}
 
 
+async def test_a_call_that_a_stop_string_or_the_limit_cuts_is_not_said_to_be_whole(folder, tmp_path):
+    tool = {"type": "function", "function": {"name": "say", "parameters": {
+        "type": "object", "properties": {"text": {"const": "one two"}}, "required": ["text"],
+        "additionalProperties": False}}}  # fmt: skip
+    body = {"messages": [USER], "tools": [tool], "tool_choice": "required", "max_tokens": 100}
+    async with real_server(folder, options_of("generic", tmp_path)) as (_, _, http):
+        for more, reason in (
+            ({"stop": [" two"]}, "stop"),
+            ({"max_tokens": 60}, "length"),
+            ({"max_tokens": 9}, "length"),
+        ):
+            (choice,) = (await http.post(PATH, json=body | {"parallel_tool_calls": False} | more)).json()["choices"]
+            assert choice["finish_reason"] == reason and not choice["message"]["content"]
+            calls = choice["message"].get("tool_calls", [])
+            assert bool(calls) == (more != {"max_tokens": 9})
+            assert all('{"text": "one two"}'.startswith(call["function"]["arguments"]) for call in calls)
+
+
+async def test_an_error_of_a_form_that_nothing_has_names_the_field(folder, tmp_path):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+    async with real_server(folder, options_of("generic", tmp_path)) as (_, _, http):
+        answer = await http.post(PATH, json={"messages": [USER], "response_format": form})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "grammar_failed"), error
+        assert error["param"] == "response_format.json_schema.schema" and "no text that ends" in error["message"]
+        tool = {"type": "function", "function": {"name": "a", "strict": True, "parameters": {
+            "type": "object", "properties": {"id": {"const": 2**60}}, "required": ["id"]}}}  # fmt: skip
+        answer = await http.post(PATH, json={"messages": [USER], "tools": [tool]})
+        error = answer.json()["error"]
+        assert error["param"] == "tools[0].function.parameters" and "const: integers beyond 2^53" in error["message"]
+
+
 MESSAGE = {"role": "assistant", "content": None, "tool_calls": []}
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 

@@ -166,11 +166,88 @@ def test_formats_that_are_not_known_mean_nothing(llm: LLM) -> None:
 def test_an_id_beside_a_reference_is_refused_by_name_where_drafts_disagree_about_it(llm: LLM) -> None:
     both = {"$id": "http://localhost/sibling/", "$ref": "#/$defs/word"}
     schema = {"type": "object", "properties": {"a": both}, "$defs": {"word": {"type": "string"}}}
-    with pytest.raises(RequestError, match=r"\$id-beside-\$ref"):
+    with pytest.raises(RequestError, match=r"\$id beside \$ref"):
         llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
     word = {"type": "string"}
     for other in ({**both, "$defs": schema["$defs"]}, {"type": "object", "properties": {"$id": word, "$ref": word}}):
         llm.engine.grammars.compile(StructuredOutputsParams(json=other))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"choice": ["a<|im_end|>b"]},
+        {"regex": r"a<\|im_end\|>b"},
+        {"grammar": 'start: "a<|im_end|>b"'},
+        {"json": {"const": "a<|im_start|>b"}},
+        {"choice": ["<|endoftext|>"]},
+    ],
+    ids=str,
+)
+def test_text_with_the_name_of_a_special_token_is_written_as_text(llm: LLM, kwargs: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, structured_outputs=StructuredOutputsParams(**kwargs))
+    (output,) = llm.generate(["x"], params)[0].outputs
+    wanted = next(mark for mark in ("a<|im_end|>b", "a<|im_start|>b", "<|endoftext|>") if mark in output.text)
+    assert output.text in (wanted, f'"{wanted}"') and output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "characters"),
+    [
+        (r"^[^/\\]{3}$", "/\\"),
+        (r"^[\x00-\x1fb]$", "\\"),
+        ("^[^!-~]$", "\\!"),
+        (r"^[[:cntrl:]ab]$", "\\"),
+        (r"^(\p{Cc}|b)$", "\\"),
+    ],
+    ids=str,
+)
+def test_a_backslash_is_no_control_character(llm: LLM, pattern: str, characters: str) -> None:
+    likely = {llm.tokenizer.encode(text)[0]: 50.0 for text in ("\\", "\\\\", "\\/")}
+    wanted = StructuredOutputsParams(json={"type": "string", "pattern": pattern})
+    params = SamplingParams(n=8, max_tokens=12, temperature=1.5, seed=1, logit_bias=likely, structured_outputs=wanted)
+    found = [json.loads(each.text) for each in llm.generate(["x"], params)[0].outputs if each.finish_reason == "stop"]
+    assert found and not any(char in text for text in found for char in characters), found
+
+
+def test_classes_of_a_pattern_lose_one_character_and_the_rest_stays() -> None:
+    for given, expected in {
+        r"a\[b[c]d": r"a\[b[[c]&&[^\x00]]d",
+        "[]a]x[^]b]": r"[[]a]&&[^\x00]]x[[^]b]&&[^\x00]]",
+        r"[a\]b]": r"[[a\]b]&&[^\x00]]",
+        "[a[:alpha:]&&[^b]]c": r"[[a[:alpha:]&&[^b]]&&[^\x00]]c",
+        r"\pL\P{Greek}\d": r"[\pL&&[^\x00]][\P{Greek}&&[^\x00]]\d",
+        "^a$": "^a$",
+    }.items():
+        assert schemas.without_nul(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"const": 2**53 + 1}, "const"),
+        ({"enum": ["a", {"b": [-(2**60)]}]}, "enum"),
+        ({"type": "integer", "minimum": 2**60}, "minimum"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "object", "patternProperties": {"^(a|b)$": {}}, "additionalProperties": False, "minProperties": 2},
+         "minProperties"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_library_would_not_hold_to_is_refused_by_name(llm: LLM, schema: dict[str, Any], word: str) -> None:
+    inner = {"type": "array", "items": schema}
+    for each in (schema, inner):
+        with pytest.raises(RequestError, match=f"cannot be honoured: {word}: "):
+            llm.engine.grammars.compile(StructuredOutputsParams(json=each))
+
+
+def test_properties_that_cannot_repeat_are_counted(llm: LLM) -> None:
+    word = {"type": "string"}
+    for schema in (
+        {"type": "object", "minProperties": 1},
+        {"type": "object", "properties": {"a": word, "b": word}, "required": ["a", "b"], "minProperties": 2},
+    ):
+        llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
 
 
 def test_known_formats_are_kept_and_the_library_knows_no_others(llm: LLM) -> None:

@@ -223,9 +223,8 @@ def test_a_sequence_that_leaves_after_its_next_token_has_no_drafts() -> None:
     answer = generate(make_engine(SHAPE), [[5]])[0]
     for cache, given in (("dense", 0), ("retained", 3)):
         engine, guide = make_engine(SHAPE, **CACHES[cache]), AllRight([5, *answer], random.Random(0))
-        engine.add(
-            "r", None, [5], GREEDY, continued=Continued(0, tuple(answer[:given]), leaves=True), guide=lambda: guide
-        )  # fmt: skip
+        continued = Continued(0, tuple(answer[:given]), leaves=True)
+        engine.add("r", None, [5], GREEDY, continued=continued, guide=lambda guide=guide: guide)  # type: ignore[misc]
         told: list[int] = []
         while not engine.exports:
             told += [token for delta in engine.step() for output in delta.outputs for token in output.token_ids]

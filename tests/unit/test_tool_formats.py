@@ -176,6 +176,20 @@ def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: Grammars, name: s
             assert gathered(parser.push(text) + parser.flush())[1] == [], text
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_of_forced_calls_that_are_cut_off_no_syntax_is_text(name: str) -> None:
+    format_ = EVERY[name]
+    calls = [Call("id", each, json.dumps(ARGUMENTS[1])) for each in NAMES[: 2 if format_.between is not None else 1]]
+    whole = format_.write(calls)
+    for end in range(len(whole) + 1):
+        parser = CallParser(format_, NAMES, is_exact=True)
+        said, found = gathered(parser.push(whole[:end]) + parser.flush())
+        # A special token is not cut.
+        assert said == "" or any(mark.startswith(said) and mark != said for mark in format_.marks), (whole[:end], said)
+        is_whole = [arguments == call.arguments for (_, arguments), call in zip(found, calls, strict=False)]
+        assert parser.is_cut == (not all(is_whole)), whole[:end]
+
+
 def test_a_format_is_known_by_the_template() -> None:
     assert format_of("<tool_call>{name}\n<arg_key>").name == "generic"
     assert format_of("[TOOL_CALLS]{{ name }}[ARGS]").name == "generic"

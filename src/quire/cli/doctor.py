@@ -118,7 +118,7 @@ def _processor() -> Iterator[Finding]:
     cores, all_cores = usable_cores(), os.cpu_count() or 1
     limited = f" of {all_cores}: affinity or the container's share" if cores < all_cores else ""
     load = os.getloadavg()[0]
-    busy = f"; other programs keep {load:.1f} cores busy" if load > 0.5 * all_cores else ""
+    busy = f"; other programs are at work: the load average is {load:.1f}" if load > 0.5 * all_cores else ""
     yield Finding("note" if busy else "ok", "cores", f"{cores}{limited}; runtime.threads is as many{busy}")
 
 

@@ -64,6 +64,9 @@ MAX_WAITING = 32
 TOO_COMPLEX = "the grammar became too complex here"
 """How the explanation begins of an answer that ended because of that."""
 
+NO_TEXT = "no text that ends has the form"
+"""The same for a form that nothing fulfils, such as a schema that refers to itself alone."""
+
 LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
 """A fifth of the library's own states. No schema of the JSON Schema Test Suite needs 2,000 within 60 tokens."""
 
@@ -189,7 +192,7 @@ class Grammars:
             return self._name, made_of, source, LIMITS, seconds
 
         def whole() -> tuple[Any, ...]:
-            return request((self._tokenizer.to_json(), self._vocab_size, self._eos_token_ids))
+            return request((self._written(), self._vocab_size, self._eos_token_ids))
 
         kind, _ = _PROBE.ask(request(None), whole)
         if kind == probe.LARGE:
@@ -236,7 +239,8 @@ class Grammars:
         words = np.empty(-(-self._vocab_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            raise QuireError(f"{TOO_COMPLEX}: {_first_line(matcher.get_error())}")
+            error = _first_line(matcher.get_error())
+            raise QuireError(NO_TEXT if "NoExtensionBias" in error else f"{TOO_COMPLEX}: {error}")
         return words
 
     def warm(self, *, tries: bool = False) -> None:
@@ -251,6 +255,9 @@ class Grammars:
                     self._try(StructuredOutputsParams(regex="a"), MAX_SECONDS)
 
         threading.Thread(target=run, name="quire-vocabulary", daemon=True).start()
+
+    def _written(self) -> str:
+        return unspoken(self._tokenizer.to_json())
 
     def _loaded(self) -> LLTokenizer:
         """Raises RequestError for a tokenizer that grammars cannot be for."""
@@ -268,7 +275,7 @@ class Grammars:
                     if not self._eos_token_ids:
                         raise ValueError("no token ends an answer")
                     self._vocabulary = LLTokenizer(
-                        self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                        self._written(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                     )
                 except Exception as error:  # the library's own kinds
                     self._vocabulary = RequestError(
@@ -339,6 +346,24 @@ class GrammarGuide:
         if not self._is_complete and matcher.is_stopped() and not matcher.is_error():
             self._is_complete = True
         return self._is_complete
+
+
+def unspoken(tokenizer: str) -> str:
+    """A tokenizer.json in which no text is that of a special token. llguidance would take forced text that contains
+    one, such as `<|im_end|>`, for the token, and then refuse that.
+    """
+    found = json.loads(tokenizer)
+    names = {each["content"]: f"\ufdd0{each['id']}" for each in found["added_tokens"] if each["special"]}
+    for each in found["added_tokens"]:
+        each["content"] = names.get(each["content"], each["content"])
+    model = found["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(token, token): token_id for token, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    return json.dumps(found)
 
 
 def _key(wanted: StructuredOutputsParams) -> bytes:

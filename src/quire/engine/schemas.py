@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,10 @@ KNOWN_FORMATS = frozenset(
 )
 """Formats that texts are held to. llguidance refuses any other."""
 
-DISPUTED = "$id-beside-$ref"
+_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+_EXACT = 1 << 53
+"""llguidance rounds larger integers of a schema."""
 
 _SCHEMA = (
     "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
@@ -27,11 +31,13 @@ _NAMED_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "dependencies", "p
 """Keywords with a schema, with a list of schemas, and with schemas by name."""
 
 
+class Unhonoured(ValueError):
+    """A schema asks for what llguidance does not hold texts to. The message begins with the keyword."""
+
+
 def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     """A schema whose JSON is written on one line, with a space after each comma and colon. Formats that are not known
-    are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. A subschema that has both $id
-    and $ref becomes one that llguidance refuses, with their names in its error: in draft 7 the $id means nothing there,
-    and later it changes what the $ref points to.
+    are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. Raises Unhonoured.
     """
     if schema is False:
         return False
@@ -42,12 +48,76 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
         if own is not found and "$id" in own and "$ref" in own:
-            own.clear()
-            own["$ref"] = f"#/{DISPUTED}"
+            # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
+            raise Unhonoured("$id beside $ref: drafts disagree about what it means")
+        _check_numbers(own)
+        _check_names(own)
+        if isinstance(own.get("pattern"), str):
+            own["pattern"] = without_nul(own["pattern"])
+        if isinstance(own.get("patternProperties"), Mapping):
+            own["patternProperties"] = {without_nul(key): each for key, each in own["patternProperties"].items()}
         for holder, place in _places(own):
             holder[place] = dict(holder[place])
             open_schemas.append(holder[place])
     return {**found, "x-guidance": JSON_STYLE}
+
+
+def without_nul(pattern: str) -> str:
+    """A regular expression whose classes of characters lack NUL. If a class has all characters below the blank,
+    llguidance 1.9.1 takes a backslash for one of it, because JSON writes these with a backslash.
+    """
+    found, place = [], 0
+    while place < len(pattern):
+        end, is_class = place + 1, True
+        if pattern[place] == "[":
+            end = _class_end(pattern, place)
+        elif (named := _NAMED_CLASS.match(pattern, place)) is not None:
+            end = named.end()
+        else:
+            end, is_class = place + 1 + (pattern[place] == "\\"), False
+        piece = pattern[place:end]
+        found.append(rf"[{piece}&&[^\x00]]" if is_class else piece)
+        place = end
+    return "".join(found)
+
+
+_NAMED_CLASS = re.compile(r"\\[pP](\{[^}]*\}|.)", re.DOTALL)
+
+
+def _class_end(pattern: str, place: int) -> int:
+    """The end of a class that begins with a bracket: classes nest, and a bracket that comes first is a character."""
+    depth = 0
+    while place < len(pattern):
+        char = pattern[place]
+        place += 2 if char == "\\" else 1
+        if char == "[":
+            depth += 1
+            place += pattern.startswith("^", place)
+            place += pattern.startswith("]", place)
+        elif char == "]":
+            depth -= 1
+            if not depth:
+                return place
+    return len(pattern)
+
+
+def _check_numbers(schema: Mapping[str, Any]) -> None:
+    values = [(word, schema.get(word)) for word in (*_LIMITS, "const", "enum")]
+    while values:
+        word, value = values.pop()
+        if isinstance(value, int) and abs(value) > _EXACT:
+            raise Unhonoured(f"{word}: integers beyond 2^53 are rounded")
+        if word in ("const", "enum") and isinstance(value, list | Mapping):
+            values += ((word, each) for each in (value.values() if isinstance(value, Mapping) else value))
+
+
+def _check_names(schema: Mapping[str, Any]) -> None:
+    """Names that are not listed may come twice."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+    if isinstance(least, int | float) and least > max(1, num_required) and is_open:
+        raise Unhonoured("minProperties: names that are not listed may come twice, so only required ones are counted")
 
 
 def _places(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:

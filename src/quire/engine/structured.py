@@ -64,7 +64,7 @@ class StructuredOutputsParams:
             if given.get(name) is False:
                 del given[name]
         if unknown := sorted(given.keys() - known):
-            raise _wrong(f"{unknown[0]!r} is not known; it takes {', '.join(sorted(known))}")
+            raise _wrong(f"{unknown[0]!r} is not known; it takes {', '.join(sorted(known - {'reasoning'}))}")
         return cls(**given)
 
     @property
@@ -95,9 +95,10 @@ class StructuredOutputsParams:
         if not isinstance(schema, Mapping | bool):
             raise _wrong("json must be a schema: an object, true or false")
         try:
-            return _bounded("the schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _wrong(f"the schema is not JSON: {error}") from None
+        return _bounded("the schema", text)
 
     def _json_object(self) -> bool:
         if self.json_object is not True:

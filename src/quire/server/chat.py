@@ -78,7 +78,8 @@ class Choice:
         reason = output.finish_reason
         found = self.reader.read(output.text, is_last=reason is not None)
         if reason is not None:
-            self.finish_reason = "tool_calls" if reason == "stop" and self.reader.num_calls else reason
+            calls = self.reader.num_calls and not self.reader.is_cut
+            self.finish_reason = "tool_calls" if reason == "stop" and calls else reason
             self.stop_reason = output.stop_reason
         return found
 

@@ -80,7 +80,7 @@ async def create_scores(service: Service, request: Request) -> Response:
     async with service.bodies.read(request, ScoreRequest) as body:
         service.check_model(body.model)
         _check_trained(service)
-        ones, others = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
+        ones, others = body.text_1, body.text_2
         if len(ones) not in (1, len(others)):
             raise bad_request(f"'text_1' has {len(ones)} texts; it must have 1 or {len(others)}", "text_1")
         found = Embeddings(service, request, service.trained.pooling)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from quire.server.fields import Prompts
 from quire.server.schema import Model
@@ -13,6 +13,13 @@ MAX_TEXTS = 2048
 """Texts of a request, as in OpenAI's API."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
+
+
+def _several(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+OneOrMore = Annotated[Texts, BeforeValidator(_several, json_schema_input_type=str | Texts)]
 
 
 class EmbeddingsRequest(Model):
@@ -35,8 +42,8 @@ class EmbeddingsRequest(Model):
 class ScoreRequest(Model):
     """The body of POST /score: one text and several, or as many of both."""
 
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: OneOrMore
+    text_2: OneOrMore
     model: str | None = None
 
 

@@ -182,7 +182,7 @@ class Answer:
             if own or not isinstance(part, Text):
                 self.scores = []
         if output.finish_reason is not None:
-            self.status = "incomplete" if output.finish_reason == "length" else "completed"
+            self.status = "incomplete" if output.finish_reason == "length" or self.reader.is_cut else "completed"
             yield from self.output.finish(self.status)
 
     def _scores(self, output: CompletionOutput) -> list[ScoredToken]:

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from quire.engine.grammars import TOO_COMPLEX
+from quire.engine.grammars import NO_TEXT, TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
@@ -57,7 +57,7 @@ class Wishes(Protocol):
     cache_lifetime: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Job:
     """One prompt of a request, in the engine's form."""
 
@@ -68,6 +68,8 @@ class Job:
     tenant: str = ""
     text: str | None = None
     """The text of the prompt, if it was given as text."""
+    form: str = "structured_outputs"
+    """Where the form of the answer is in the request."""
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -272,6 +274,7 @@ class Service:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
         for job in jobs:
+            job.form = structure_param
             self.engine.prepare(job.prompt, job.params)
         for wanted in dict.fromkeys(job.params.structured_outputs for job in jobs):
             if wanted is not None:
@@ -310,7 +313,7 @@ class Service:
                     items = await ends.enter_async_context(aclosing(generated))
                     item = await anext(items)
                     timer.saw(item)
-                    self._check_outputs(item)
+                    self._check_outputs(item, job.form)
                     self._count_found(job, item)
                     if access is not None:
                         access.saw(item)
@@ -319,7 +322,7 @@ class Service:
                 yield item
                 async for item in items:
                     timer.saw(item)
-                    self._check_outputs(item)
+                    self._check_outputs(item, job.form)
                     yield item
             self.num_answered += 1
         except (RequestError, QueueFullError):
@@ -349,16 +352,16 @@ class Service:
         for tier, num_tokens in item.cached_by_tier.items():
             self.metrics.cached_tokens.labels(tier).inc(num_tokens)
 
-    def _check_outputs(self, item: RequestOutput) -> None:
-        """Raises ApiError for an answer that was aborted or failed."""
+    def _check_outputs(self, item: RequestOutput, form: str) -> None:
+        """Raises ApiError for an answer that was aborted or failed. form: see Job."""
         for output in item.outputs:
             if output.finish_reason == "abort":
                 self.num_cut_off += self.draining
                 raise shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")
             if output.finish_reason == "error":
                 reason = str(output.stop_reason)
-                if reason.startswith(TOO_COMPLEX):
-                    raise bad_request(reason, "structured_outputs", "grammar_too_complex")
+                if reason.startswith((TOO_COMPLEX, NO_TEXT)):
+                    raise bad_request(f"'{form}': {reason}", form, "grammar_failed")
                 raise ApiError(500, reason, code="not_finite")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.grammars import term_of
+from quire.engine.schemas import Unhonoured, written
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.chat_schema import ChatRequest
@@ -60,7 +61,10 @@ class Tooling:
         params = tuple(f"tools[{index}].{inner}" for index in range(len(tools)))
         special = tokenizer.special_id
         wanted = body.structure()
-        grammar = format_.grammar(tools, choice, special, None if wanted is None else term_of(wanted))
+        try:
+            grammar = format_.grammar(tools, choice, special, None if wanted is None else term_of(wanted))
+        except Unhonoured as error:
+            raise _refused(error, dict(zip(params, tools, strict=True)), body.structure_param) from None
         structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         shows = any(special(mark) is not None for mark in format_.marks)
         shows = shows or (reasoning is not None and special(reasoning.ends) is not None)
@@ -98,3 +102,14 @@ class Tooling:
         assert self.reasoning is not None
         end = self.tokenizer.decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip()
         return end.endswith(self.reasoning.begins)
+
+
+def _refused(error: Unhonoured, tools: Mapping[str, Tool], param: str) -> RequestError:
+    """The error of the first tool whose parameters are not honoured; else of the form of the text, named by `param`."""
+    for name, tool in tools.items():
+        try:
+            written(tool.arguments)
+        except Unhonoured as own:
+            error, param = own, name
+            break
+    return RequestError(f"'{param}': the schema cannot be honoured: {error}", param)

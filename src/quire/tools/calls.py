@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from quire.errors import RequestError
 
-EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
+EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """Parameters of a tool without any."""
 
 

@@ -86,6 +86,7 @@ class CallParser:
         self._raw = ""  # of a call that has just begun, from its opener on
         self._blank = ""  # at the end of the text so far
         self._is_behind = False  # whether a call was last
+        self._has_text = False  # whether there was text
         self._is_start = format_.at_start
         self._depth = _Depth()
         self._state = "head" if format_.at_start else "text"
@@ -106,15 +107,26 @@ class CallParser:
             pass
         return _joined(found)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call's arguments have begun and not ended."""
+        return self._state == "arguments"
+
     def flush(self) -> list[Part]:
         """What is left when the answer has ended."""
         found: list[Part] = []
-        if self._state in ("head", "text"):
-            self._say(self._raw + self._held, found)
+        left = self._raw + self._held
+        if self._state in ("head", "text") and not (self._is_exact and self._is_syntax(left.strip())):
+            self._say(left, found)
             if self._blank:
                 found.append(Text(self._blank))
         self._held = self._raw = self._blank = ""
         return _joined(found)
+
+    def _is_syntax(self, left: str) -> bool:
+        """Whether what is left belongs to a call that was cut off: a grammar writes nothing else there."""
+        begins = not self._has_text and any(opener.startswith(left) for opener in self._openers)
+        return bool(left) and (self._state == "head" or begins or any(mark in left for mark in self._format.marks))
 
     # ---- states: each takes what it can of the held text, and says whether there may be more to take ----------------
 
@@ -236,7 +248,7 @@ class CallParser:
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         if kept:
-            self._is_behind = False
+            self._is_behind, self._has_text = False, True
             found.append(Text(kept))
 
 

@@ -23,6 +23,11 @@ class AnswerReader:
         """Calls so far."""
         return 0 if self._calls is None else self._calls.num_calls
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call is not whole yet."""
+        return self._calls is not None and self._calls.is_cut
+
     def read(self, text: str, *, is_last: bool) -> list[Part]:
         """What a piece of the answer adds."""
         parts: list[Part] = [Text(text)] if text else []
