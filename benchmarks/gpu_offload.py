@@ -62,6 +62,8 @@ MEMORY = 16 << 30
 PROMPT, OUTPUT = 512, 32
 PEER_BATCH = 16
 PLANNED_MEMORY = 1536 << 20
+TELL_SECONDS = 15
+"""Interval between lines about a block that goes on: the time on a GPU may be over before it ends."""
 
 
 def floors(shape: ModelShape) -> tuple[float, float]:
@@ -109,9 +111,13 @@ def quire(shape: ModelShape, given: argparse.Namespace, device: str) -> dict[str
             params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
             engine.add(f"{number}-{index}", None, ids, params)
         begun, tokens, steps = time.perf_counter(), 0, 0
+        told = begun
         while engine.has_work:
             tokens += sum(len(output.token_ids) for delta in engine.step() for output in delta.outputs)
             steps += 1
+            if time.perf_counter() - told >= TELL_SECONDS:
+                told = time.perf_counter()
+                print(f"block {number}: {steps} steps, {tokens} tokens in {told - begun:.0f} s: {engine.offloaded()}")
         seconds = time.perf_counter() - begun
         after = engine.offloaded() if engine.offloaded is not None else {}
         found = {"seconds": seconds, "tokens": tokens, "steps": steps}
