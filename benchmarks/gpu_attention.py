@@ -5,7 +5,7 @@
 Decode: GB/s of keys and values, and the share of the copy bandwidth of this device in the same run. Our time includes
 rotating and storing the new key and value; `scaled_dot_product_attention` gets contiguous, rotated keys and values.
 Prefill: TFLOP/s. Shared prefixes: gpu_shared.py. All sides run as CUDA graphs over enough layers to exceed the caches.
---sweep also tries other launches, of the decode kernel and of shared runs.
+--sweep also tries other launches, for the tables decode and shared that are printed.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def quire_seconds(
 
     backend = TritonAttention(spec)
     if launch is not None:
-        short, *others = backend.launches
-        backend.launches = Launch(short.rows, *launch), *others
+        backend.launches = backend.launches._replace(short=Launch(backend.launches.short.rows, *launch))
     taken = [spec.table.take(-(-(start + rows) // PAGE_TOKENS), spec.table.open_codec) for _ in range(batch)]
     plan = backend.plan([RowSlice(start, rows, chunks) for chunks in taken])
     fused = torch.randn(batch * rows, (GROUP + 2) * HEADS, DIM, device="cuda", dtype=DTYPE)
@@ -165,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = "decode,prefill,shared"
     parser.add_argument("--tables", default=names, help=f"which of {names} to print (default: all)")
-    parser.add_argument("--sweep", action="store_true", help="try other launches of the decode kernels")
+    parser.add_argument("--sweep", action="store_true", help="try other launches, for the tables decode and shared")
     parser.add_argument("--json", type=Path, help="append the measurements as JSON lines")
     given = parser.parse_args()
     wanted = given.tables.split(",")

@@ -62,6 +62,8 @@ MEMORY = 16 << 30
 PROMPT, OUTPUT = 512, 32
 PEER_BATCH = 16
 PLANNED_MEMORY = 1536 << 20
+TELL_SECONDS = 15
+"""Interval between lines about a block that goes on: the time on a GPU may be over before it ends."""
 
 
 def floors(shape: ModelShape) -> tuple[float, float]:
@@ -100,20 +102,25 @@ def quire(shape: ModelShape, given: argparse.Namespace, device: str) -> dict[str
         config, fits = resolve(EngineConfig.from_options(options), shape)
         model = load_model(RandomWeights(shape, device), config)
         engine = assemble(model, NoText(), config, fits)  # type: ignore[arg-type]
+    assert engine.offloaded is not None
     found: dict[str, float] = {}
     for number in range(2):
         generator = torch.Generator().manual_seed(number)
-        before = dict(engine.offloaded()) if engine.offloaded is not None else {}
+        before = dict(engine.offloaded())
         for index in range(given.batch):
             ids = torch.randint(0, shape.vocab_size, (PROMPT,), generator=generator).tolist()
             params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
             engine.add(f"{number}-{index}", None, ids, params)
         begun, tokens, steps = time.perf_counter(), 0, 0
+        told = begun
         while engine.has_work:
             tokens += sum(len(output.token_ids) for delta in engine.step() for output in delta.outputs)
             steps += 1
+            if time.perf_counter() - told >= TELL_SECONDS:
+                told = time.perf_counter()
+                print(f"block {number}: {steps} steps, {tokens} tokens in {told - begun:.0f} s: {engine.offloaded()}")
         seconds = time.perf_counter() - begun
-        after = engine.offloaded() if engine.offloaded is not None else {}
+        after = engine.offloaded()
         found = {"seconds": seconds, "tokens": tokens, "steps": steps}
         found |= {name: after[name] - before[name] for name in ("weights_bytes_read", "cache_bytes_written")}
         print(f"block {number}: {tokens / seconds:.2f} tokens/s in {steps} steps, {seconds:.1f} s")

@@ -103,8 +103,8 @@ def quire_seconds(
     launch: tuple[int, int, int, int] | None = None,
     own: tuple[int, bool] | None = None,
 ) -> tuple[float, torch.Tensor]:
-    """Seconds of one layer, and the output of the first layer. launch: one of LAUNCHES instead of its own. own: most
-    stages of the launch for rows by themselves, and whether it overlaps the one for shared runs.
+    """Seconds of one layer, and the output of the first layer. launch: one of LAUNCHES instead of its own. own: stages
+    of the launch for rows by themselves, and whether it overlaps the one for shared runs.
     """
     from quire.attention.kernels.launch import Launch
     from quire.attention.triton import TritonAttention
@@ -112,13 +112,12 @@ def quire_seconds(
     backend = TritonAttention(spec)
     if launch is not None:
         height, warps, stages, resident = launch
-        backend.launches = backend.launches[0], Launch(height, warps, stages)
+        backend.launches = backend.launches._replace(tallest=Launch(height, warps, stages))
         workers = backend.tiles.tall_workers * resident
         backend.tiles = replace(backend.tiles, tall_workers=workers)
     if own is not None:
-        most, backend.overlaps = own
-        short, tall = backend.launches
-        backend.launches = replace(short, stages=min(short.stages, most)), tall
+        stages, backend.overlaps = own
+        backend.launches = backend.launches._replace(seeded=replace(backend.launches.short, stages=stages))
     plan = backend.plan(rows)
     queries = spec.num_kv_heads * spec.group_size
     generator = torch.Generator("cuda").manual_seed(0)
@@ -245,7 +244,7 @@ def sweep() -> None:
     microseconds.
     """
     tables: list[list[list[object]]] = [[], []]
-    variants = list(itertools.product((1, 2), (False, True)))
+    variants = list(itertools.product((1, 2, 3, 4), (False, True)))
     for case in CASES:
         spec, rows = make_case(case)
         phases = phase_seconds(spec, rows)

@@ -28,7 +28,6 @@ from quire.attention.kernels.launch import (
     encoded_launches,
     launches,
     profile_launch,
-    seeded_launch,
     single_profile_launch,
 )
 from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
@@ -61,10 +60,10 @@ def attention(
     """The attention kernel and its warps. kind: one of KINDS, or "common-" and the rows of a step that shares. masked:
     with masks of pages, and the lse of rows.
     """
-    short, tall = launches(dtype, group, dim)
-    launch = tall if kind == "tall" else seeded_launch(short) if kind.endswith("-seeded") else short
+    short, seeded, tall, tallest = launches(dtype, group, dim)
+    launch = tall if kind == "tall" else seeded if kind.endswith("-seeded") else short
     if kind.startswith("common-"):
-        launch = common_launch(tall, group, int(kind.removeprefix("common-")))
+        launch = common_launch(tallest, group, int(kind.removeprefix("common-")))
     arguments = attention_arguments(kind, dtype, group, dim, window, rotate) | {"ROWS": launch.rows}
     arguments["OVERLAPS"] = kind.startswith(("append", "common"))
     if masked:
@@ -258,10 +257,10 @@ def encoded_attention(
     """The kernel for encoded pages and its warps. parts: of the widths of keys and values, the powers of two. masked:
     as of `attention`, with positions of slots.
     """
-    short, tall = encoded_launches(dtype, group, dim, codec == NUQ)
+    short, _, tall, tallest = encoded_launches(dtype, group, dim, codec == NUQ)
     launch = tall if kind == "tall" else short
     if kind.startswith("common-"):
-        launch = common_launch(tall, group, int(kind.removeprefix("common-")))
+        launch = common_launch(tallest, group, int(kind.removeprefix("common-")), tallest.warps)
     table = codec == NUQ
     arguments = attention_arguments(kind, dtype, group, dim, 0, rotate) | PAGE_POINTERS
     arguments |= {"turns": "*fp32" if rotate else None, "staged": "i64"}

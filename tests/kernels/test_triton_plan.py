@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +26,7 @@ from .sharing import counting, forest, sharers, taking
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
+from quire.attention.kernels.launch import common_launch, launches
 from quire.attention.triton import BATCH_SIZES, TritonAttention
 from quire.attention.triton_plan import GraphKey
 from quire.attention.triton_profile import COLUMN_INTS
@@ -197,7 +200,7 @@ def test_one_long_sequence_fills_the_machine_and_many_equal_ones_are_not_split()
     assert ragged[:, 3].max() <= 1.5 * ragged[:, 3].sum() / 33
 
 
-LLAMA = Tiles(group_size=4, num_heads=8, short=16, tall=128, workers=264, tall_workers=132)
+LLAMA = Tiles(group_size=4, num_heads=8, short=16, tall=64, workers=264, tall_workers=132)
 """Of a Llama-3-8B on an H200."""
 
 
@@ -242,6 +245,30 @@ def test_few_heads_are_split_no_further_than_the_partials_reach(slices: list[Row
     check_partials(layout)
 
 
+@pytest.mark.parametrize("group", [4, 8, 16, 32])
+@pytest.mark.parametrize("num_rows", [16, 83, 255])
+def test_groups_of_every_size_share(group: int, num_rows: int) -> None:
+    short, _, tall, tallest = launches(torch.bfloat16, group, 128)
+    tiles = replace(LLAMA, group_size=group, short=short.rows, tall=tall.rows)
+    padded = next(size for size in BATCH_SIZES if size >= num_rows)
+    rows = common_launch(tallest, group, padded).rows // group
+    common, ids = np.arange(50, dtype=np.int32), itertools.count(50)
+    slices = [RowSlice(3300, 1, np.append(common, [next(ids), next(ids)]), ((1, 50),)) for _ in range(num_rows)]
+    layout = lay_out(slices, tiles, None, rows)
+    assert layout.num_common > 0 and len(layout.tall) >= -(-num_rows // rows)
+    assert rows >= (8 if group <= 16 else 4)
+
+
+def test_rows_that_share_have_few_stages_unless_their_own_contexts_are_long() -> None:
+    spec = make_spec(Shape(layers=1, heads=1, dim=16, dtype=torch.bfloat16), 200, positions=8192)
+    take = taking(spec)
+    stages = [
+        TritonAttention(spec).plan(slices).graph_key.stages  # type: ignore[union-attr]
+        for slices in (sharers(take, 4, 10, 8 * 64), sharers(take, 4, 10, 9 * 64), slices_at([(600, 1)]))
+    ]
+    assert stages == [2, 4, 4]
+
+
 def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() -> None:
     """Sequences of four prefixes, of no prefix and of two levels join, grow over boundaries and leave."""
     spec = make_spec(Shape(layers=2, heads=2, dim=16), 900, positions=8192)
@@ -278,7 +305,7 @@ def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() ->
         plan = backend.plan(slices)
         size = plan.batch_size
         assert size == next(size for size in BATCH_SIZES if size >= len(running))
-        assert plan.graph_key == (size, plan.shares, False) and (not plan.shares or size > 1)
+        assert plan.graph_key[:3] == (size, plan.shares, False) and (not plan.shares or size > 1)
         shared_steps += plan.shares
         partials = backend.partials
         arrays = [plan.positions, plan.write_chunk, plan.short, plan.tall, plan.entries]
@@ -478,6 +505,6 @@ def test_a_graph_of_a_profiled_step_holds_any_columns() -> None:
                 assert plan.profile._num_columns.item() == 0
             assert plan.profile._num_columns.item() == num_chunks * count
             table.give(np.concatenate((chunks, sums)))
-    assert keys == {(4, False, True)} and len(places) == 1
+    assert {key[:3] for key in keys} == {(4, False, True)} and len(keys) == 1 and len(places) == 1
     kept = RowSlice(5, 1, chunks, profiled=Profiled(sums, 1))
     assert backend.plan([kept]).graph_key is None and backend.plan([replace(kept, profiled=None)]).graph_key[2] is False

@@ -666,6 +666,8 @@ def test_options_without_latencies_say_so_and_do_not_hide_what_others_miss() -> 
     assert reasons(placement, Why.UNFIT) == {"mixed on 2 cores": "no latencies"}
     with pytest.raises(PlacementError, match="the best is mixed on 1 core"):
         place_mixed(search)
+    with pytest.raises(PlacementError, match="the best is mixed on 2 cores"):  # the largest
+        place_mixed(dataclasses.replace(search, goodput_of=rates({}), why_unknown=lambda option: ""))
     unknown = 1
     with pytest.raises(PlacementError, match=r"no option fits; prefill .*: no latencies$"):
         place_pairs(search)

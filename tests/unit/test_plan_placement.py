@@ -359,9 +359,9 @@ def test_every_instance_of_a_placement_gets_as_many_requests_as_alone() -> None:
 def test_tiers_of_instances_that_decode_are_a_doubt(tmp_path: Path) -> None:
     apart = (Instances("prefill", 1), Instances("decode", 1))
     placement = Placement(apart, Predicted(1.0, 2.0, "GPU", 0.5, 0.9), warnings=("one",))
-    with_tiers = planner(Slo(), **{"tiers.memory": "1GiB"}).explained(placement).warnings
+    with_tiers = planner(Slo(), **{"tiers.memory": "1GiB"}).warned(placement).warnings
     assert with_tiers[0] == "one" and "instances that decode have no tiers in the search" in with_tiers[1]
-    assert planner(Slo()).explained(placement).warnings == ("one",)
+    assert planner(Slo()).warned(placement).warnings == ("one",)
 
 
 # A whole setup.

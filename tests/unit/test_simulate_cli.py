@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ from quire.planning.workload import Arrival, Span, Workload
 from quire.simulation.cluster import SimulatedCluster
 from quire.simulation.events import Events
 from quire.simulation.hardware import Division, Target, shape_of
-from quire.simulation.load import Load, Run, bound_of, noted, run_many
+from quire.simulation.load import CLEARLY, Load, Run, bound_of, ceiling_of, noted, run_many
 from quire.simulation.phases import DecodeRun, MixedRun, PairRun, PromptRun, arriving, prompts_of
 from quire.simulation.search import Joint
 from quire.simulation.setup import LINKS, LocalModel, Setup, Ways, tiers_of
+from tests.effort import tries
 from tests.tiny_models import save_tiny
 
 COEFFICIENTS = {"base": 0.004, "rows_from_1": 4e-4, "prompt_pairs": 1e-7, "context": 1e-6}
@@ -149,7 +151,7 @@ from types import SimpleNamespace
 from quire.simulation.load import Workers
 
 def is_blocked(status):
-    fields = dict(line.split(":") for line in status.splitlines())
+    fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields["SigBlk"], 16) >> 1 & 1, fields["PPid"].strip()
 
 def own():
@@ -170,6 +172,27 @@ def test_progress_counts_the_requests_of_all_runs(local: Callable[..., LocalMode
     load = Load(made_workload(5), 5)
     run_many([Run(local().setup(ClusterConfig()), load)] * 2, progress=lambda *counts: told.append(counts))
     assert told == [(done, 10) for done in range(1, 11)]
+
+
+def test_what_few_requests_clearly_miss_many_miss_too(local: Callable[..., LocalModel], seed: int) -> None:
+    missed = 0
+    for number in range(tries(1)):
+        random = np.random.default_rng(seed + number)
+        options = {"cache.memory": str(random.choice(["1MiB", "4MiB"])), "scheduler.max_running": 16}
+        setup = local(**options).setup(ClusterConfig(mixed=int(random.integers(1, 3))))
+        slo = Slo(float(random.choice([0.05, 0.2])), float(random.choice([0.01, 0.02])))
+        fitted = fit(made_workload())
+        for part in (0.6, 0.9):
+            rate = part * ceiling_of(setup, made_workload())
+            few, many = (
+                fmean(Run(setup, Load(made_workload(), count, fitted), rate, each).outcome().attainment(slo)
+                      for each in (seed, seed + 1))
+                for count in (60, 300)
+            )  # fmt: skip
+            if few < CLEARLY * slo.attainment:
+                missed += 1
+                assert many < slo.attainment, (number, part)
+    assert missed
 
 
 def test_the_rates_of_a_search_straddle_the_target(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.encoded import encoded_tables
-from quire.attention.kernels.launch import common_launch, encoded_launches, launches, seeded_launch
+from quire.attention.kernels.launch import common_launch, encoded_launches, launches
 from quire.attention.kernels.layout import MAX_PARTIALS, Tiles, lay_out
 from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
@@ -40,8 +40,13 @@ MAX_DECODE_INDICES = 1 << 19
 """Most chunk ids of a decode plan (2 MiB): 256 sequences of 131,072 tokens. A step with more runs without a graph."""
 
 PIECES_PER_PROCESSOR = 2
-"""Pieces for every multiprocessor, which has room for one at a time. With one each, the longest decide: on an H200 long
-contexts take 1.3 to 1.4 times as long, and only a single short one (8,192 tokens) gains an eighth."""
+"""Pieces for every multiprocessor, which has room for one at a time (`seeded`: for more). With one each, the longest
+decide: on an H200 long contexts take 1.3 to 1.4 times as long, and only a single short one (8,192 tokens) gains an
+eighth."""
+
+FEW_CHUNKS = 8
+"""The most chunks of their own, on average, with which rows of a step that shares have the launch `seeded`: the most
+that was measured. Long contexts need more stages."""
 
 FIRST_THAT_OVERLAPS = (9, 0)
 """The first compute capability on which a launch can begin during the one before it (programmatic dependent launch)."""
@@ -58,7 +63,7 @@ class TritonAttention:
     plans_built  number of plans laid out; other steps advanced the last plan
     copies       number of copies from host to device so far: of plans, and of rows of the mirror
     reads        int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
-    overlaps     whether the launch for rows by themselves begins during the launch for what they share
+    overlaps     whether, on dense pages, the launch for rows by themselves begins during the one for what they share
     keeps_lse    whether plans keep the log-sum-exp of their rows, so that the output is a partial
     encodes_by_layer  whether a decode step encodes what it fills in each layer and not at its end
     """
@@ -86,7 +91,7 @@ class TritonAttention:
         self.overlaps = (
             on_gpu and torch.version.hip is None and torch.cuda.get_device_capability(device) >= FIRST_THAT_OVERLAPS
         )
-        short, tall = self.launches
+        short, tall = self.launches.short, self.launches.tall
         # Tiles decoded in registers leave room for eight warps on a multiprocessor.
         at_once = 8 // short.warps if table.encodes else PIECES_PER_PROCESSOR
         self.tiles = Tiles(
@@ -119,8 +124,8 @@ class TritonAttention:
         self._decode = self._new_decode_buffer()
 
     def another(self) -> TritonAttention:
-        """A backend of the same table with plans of its own: both plans may be alive. They share the memory that one
-        launch uses at a time.
+        """A backend of the same table with plans of its own: both plans may be alive. They share the memory that the
+        launches of one layer use.
         """
         found = copy.copy(self)
         found._last, found._decode = None, self._new_decode_buffer()
@@ -154,12 +159,13 @@ class TritonAttention:
         if moved is not None and not moved and self._last is not None and self.spec.window is None:
             self._last.advance()
             return self._last
-        short, common = self.launches
+        short, seeded, common, tallest = self.launches
         batch_size = None
         if all(piece.num_rows == 1 for piece in slices):
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
         if batch_size is not None:
-            common = common_launch(common, self.spec.group_size, batch_size)
+            warps = tallest.warps if self.tables else 4
+            common = common_launch(tallest, self.spec.group_size, batch_size, warps)
         spec = self.spec
         layout = lay_out(
             slices,
@@ -169,8 +175,9 @@ class TritonAttention:
             encodes=spec.table.encodes,
             strict=spec.strict,
         )
-        if layout.num_common and self.tables is None:
-            short = seeded_launch(short)
+        num_own = int(layout.short[:, 3].sum())
+        if layout.num_common and num_own <= FEW_CHUNKS * len(slices):
+            short = seeded
         self.mirror.refresh(layout.indices[layout.indices >= 0])
         if len(layout.indices) > MAX_DECODE_INDICES:
             batch_size = None

@@ -45,11 +45,13 @@ class GraphKey(NamedTuple):
     batch_size   padded rows
     shares       see TritonPlan
     is_profiled  whether any row adds to column sums
+    stages       of the launch for rows by themselves
     """
 
     batch_size: int
     shares: bool
     is_profiled: bool
+    stages: int
 
 
 class TritonPlan:
@@ -140,7 +142,7 @@ class TritonPlan:
         """None if the step cannot be a graph: it is no decode step, is too large, or keeps rows for `recovered`."""
         if self.batch_size is None or (self.profile is not None and self.profile.num_kept):
             return None
-        return GraphKey(self.batch_size, self.shares, self.profile is not None)
+        return GraphKey(self.batch_size, self.shares, self.profile is not None, self._launches[0].stages)
 
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[None]:

@@ -246,7 +246,7 @@ def _place(
     }
     begun = time.monotonic()
     try:
-        found = planner.explained(places[algorithm](search))
+        found = planner.warned(places[algorithm](search))
     except placement.PlacementError as error:
         return Found(algorithm, error=str(error), searched=time.monotonic() - begun)
     searched, fresh = time.monotonic() - begun, args.seed + SEEDS + CONFIRMATIONS

@@ -65,7 +65,7 @@ Progress = Callable[[int, int, Option], None]
 
 
 class Rough(NamedTuple):
-    """Rough goodputs, and what is told while options are tried with these: see Search."""
+    """Rough goodputs, and the progress of the search with them: see Search."""
 
     goodput_of: Callable[[Option], Goodput]
     serves: Callable[[Option, float], bool]
@@ -86,6 +86,7 @@ class Search:
                 rules out most others. None: options are tried by their bounds alone
     why_unknown  why the latencies of an option are not known, so that it does not fit; empty if they are
     budget      None: no limit. One option of each role is tried in any case
+    progress    see Progress
     options_of  settings of an instance's engine, by key
     """
 
@@ -167,8 +168,8 @@ def _placed(search: Search, roles: Sequence[Sequence[Option]], algorithm: str) -
             found.append((walk, placement))
             rejected += placement.rejected
     if not found:
-        # What options miss tells more than what they lack.
-        raise max(errors, key=lambda each: each[0], default=(False, PlacementError(NO_ROOM)))[1]
+        # Targets that were missed tell more than options that do not fit, and large instances more than small ones.
+        raise max(reversed(errors), key=lambda each: each[0], default=(False, PlacementError(NO_ROOM)))[1]
 
     def worth(each: tuple[_Walk, Placement]) -> tuple[bool, float, float]:
         said = each[1].predicted
@@ -332,12 +333,12 @@ class _Walk(ABC):
         if not self.rejected:
             return PlacementError(NO_ROOM)
         largest = max(self.rejected, key=lambda each: (self.search.needs.divides(each.option), each.option.num_slots))
-        is_known = self.search.needs.lack(largest.option, self.search.cluster) is not None
+        lacks_room = self.search.needs.lack(largest.option, self.search.cluster) is not None
         help_ = (
             "; plan for machines with more memory, or make the cache smaller with cache.codec, retain.budget or"
             " model.max_context"
         )
-        return PlacementError(f"no option fits; {largest.option}: {largest.reason}{help_ * is_known}")
+        return PlacementError(f"no option fits; {largest.option}: {largest.reason}{help_ * lacks_room}")
 
     def _admit(self, options: Sequence[Option]) -> list[Option]:
         found = []

@@ -74,7 +74,8 @@ class Predicted:
 class Why(StrEnum):
     """Why an option is not part of a placement.
 
-    UNFIT    it cannot run: the machine lacks memory, or the model cannot be divided this way
+    UNFIT    it cannot run: the machine lacks memory, the model cannot be divided this way, or its latencies are not
+             known
     MISSES   no rate meets the latency targets
     SLOWER   it was tried, and another one is better
     BOUND    its goodput was not searched for, because its upper bound, or one simulation, shows that it is not the best

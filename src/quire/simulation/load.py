@@ -160,7 +160,7 @@ class Workers:
         # A fork of this process would have its threads' locks, but not its threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        # This process handles Ctrl-C. In the others it is blocked from the beginning. The tracker's start unblocks it.
+        # This process handles Ctrl-C; in the others it is blocked from the beginning. To start the tracker unblocks it.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -305,7 +305,7 @@ class Planner:
         cluster = self.maker.cluster
         return self._bound(option, self._slo(option)) * cluster.slots_of_unit / option.num_slots
 
-    def explained(self, placement: Placement) -> Placement:
+    def warned(self, placement: Placement) -> Placement:
         """The placement with a warning of what is left out."""
         if not self.maker.config.tiers.is_on or not placement.count(Role.DECODE):
             return placement

@@ -7,9 +7,12 @@ each page of its run of chunks is read once for the whole tile. A step launches 
 
 chunk-first     the rows of several sequences over a run of chunks that they share. The piece leaves partials, (o, lse)
                 of each row, and merges nothing.
-sequence-first  the rows of one sequence over its own chunks. The piece starts from the partials that the first phase
-                left for its row, if any, and writes the output. If a block of rows is split over several pieces, each
-                leaves partials, and the last one to arrive merges them: no program waits, and there is no third launch.
+sequence-first  the rows of one sequence over its own chunks. The piece adds the partials that the first phase left
+                for its row, if any, and writes the output. If a block of rows is split over several pieces, each leaves
+                partials, and the last one to arrive merges them, so there is no third launch.
+
+In a decode step on Hopper the second launch begins during the first one. Its programs wait for the end of the first
+before they read partials.
 
 In a decode step (APPEND) the program that reads a row's open chunk also rotates and stores the row's new key and value
 and attends to them from registers. So there is no separate launch for the write, and the new token is not read back.
@@ -90,8 +93,8 @@ def attend(
     positions,      # i32 [R]
     indices,        # i32, chunk ids
     pieces,         # i32 [n, 12]: first row, rows, first index, chunks, position of the first slot; first partial slot
-                    # (row i takes slot + i), or -1: writes the output; first entry and number of partials to start
-                    # from; first entry and number of the block's parts (0: not merged in this launch); two unused
+                    # (row i takes slot + i), or -1: writes the output; first entry and number of partials to add;
+                    # first entry and number of the block's parts (0: not merged in this launch); two unused
     entries,        # i32, slots of partials: row i takes entry + i
     partial_o,      # f32 [slots, H, G, D]
     partial_lse,    # f32 [slots, H, G], base 2

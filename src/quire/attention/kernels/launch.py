@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,28 +18,40 @@ class Launch:
     stages: int
 
 
-def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
-    """The launches of (short, tall) blocks: tiles of query rows x G.
+class Launches(NamedTuple):
+    """The launches of a backend's kernels.
+
+    short    blocks of few query rows
+    seeded   the same in a step that shares, where rows have few chunks of their own
+    tall     blocks of many query rows
+    tallest  shared runs of decode steps, at most; see `common_launch`
+    """
+
+    short: Launch
+    seeded: Launch
+    tall: Launch
+    tallest: Launch
+
+
+def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> Launches:
+    """The launches on dense pages: tiles of query rows x G.
 
     Chosen by measurement on an H200 (docs/performance.md); `scripts/gpu.sh attention --sweep` measures them against
-    others.
+    others. Not measured were groups of more than eight. Their tiles of shared runs are higher, up to 128, so that a
+    page is read for eight rows where that is possible.
     """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
         # Float32 products run outside the tensor cores with operands in registers. A larger tile spills.
         only = Launch(max(16, least), 8, 2)
-        return only, only
-    return Launch(max(16, least), 4, 4), Launch(max(64, least), 4, 3)
+        return Launches(only, only, only, only)
+    tall = Launch(max(64, least), 4, 3)
+    tallest = Launch(max(128, least), 8, 3) if least > 8 and head_dim > 32 else tall
+    # Where few chunks are read, more programs on a multiprocessor are worth more than loads further ahead.
+    return Launches(Launch(max(16, least), 4, 4), Launch(max(16, least), 4, 2), tall, tallest)
 
 
-def seeded_launch(short: Launch) -> Launch:
-    """The launch of a step's short blocks that start from partials. Such a row has few chunks of its own, so that more
-    programs on a multiprocessor are worth more than loads further ahead: 0.81 to 0.98 of the time on an H200.
-    """
-    return replace(short, stages=min(short.stages, 2))
-
-
-def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int, looks_up: bool) -> tuple[Launch, Launch]:
+def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int, looks_up: bool) -> Launches:
     """As `launches`, for encoded pages. These are decoded in registers.
 
     A tile with rows of one sequence must not be taller than a page, because rows of two chunks see different sources.
@@ -48,18 +61,20 @@ def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int, looks_u
     least = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
         only = Launch(least, 8, 1)
-        return only, only
+        return Launches(only, only, only, only)
     tall = Launch(max(least, 64), 8, 2)
+    # Two programs on a multiprocessor hide each other's waits; stages hide fewer, and take registers.
+    short = Launch(least, 4, 1)
     if looks_up:
         # Eight warps hold tiles that four would spill.
-        return Launch(least, 4 if head_dim <= 64 else 8, 3 if head_dim <= 128 else 2), tall
-    # Two programs on a multiprocessor hide each other's waits; stages hide fewer, and take registers.
-    return Launch(least, 4, 1), tall
+        short = Launch(least, 4 if head_dim <= 64 else 8, 3 if head_dim <= 128 else 2)
+    return Launches(short, short, tall, tall)
 
 
-def common_launch(tall: Launch, group_size: int, num_rows: int) -> Launch:
+def common_launch(tallest: Launch, group_size: int, num_rows: int, warps: int = 4) -> Launch:
     """The launch of a decode step's shared runs. Its tile is no taller than the step has rows x G."""
-    return replace(tall, rows=min(tall.rows, max(16, triton.next_power_of_2(num_rows * group_size))))
+    rows = max(16, triton.next_power_of_2(num_rows * group_size))
+    return tallest if rows >= tallest.rows else Launch(rows, warps, tallest.stages)
 
 
 def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch:

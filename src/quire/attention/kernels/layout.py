@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PIECE_INTS = 12
 """Columns of a piece: first row, rows, first index, chunks, position of the first slot, first partial slot or -1, first
-entry and number of the partials it starts from, first entry and number of its block's parts, first index and number of
+entry and number of the partials it adds, first entry and number of its block's parts, first index and number of
 the chunks that its rows write; see `kernels.attend`. The last two are used only if sealed chunks are encoded."""
 
 MAX_PARTIALS = 2048
@@ -38,8 +38,8 @@ MIN_SHARE = 2
 """Least chunks of an even share. Two chunks are in flight at once, so a piece of one chunk would take as long."""
 
 MIN_COMMON_SHARE = 4
-"""Least chunks of an even share in shared runs. Each part leaves a partial for every row: for 32 rows of 4 query heads,
-the bytes of 4 chunks."""
+"""Least chunks of an even share in shared runs. Each part leaves a partial for every row: for 16 rows of 4 query heads,
+the bytes of 2 chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Tiles:
 
     short, tall   most query rows x G of a block
     workers       pieces that the machine computes at once, over all kv heads
-    tall_workers  the same for shared runs, which have the largest tiles
+    tall_workers  the same for shared runs, which are not split as far
     min_saved     chunk reads that sharing must save in a step to be worth its launch
     """
 
@@ -85,8 +85,10 @@ class Tiles:
         return num_blocks + self.budget
 
     def max_runs(self, num_rows: int) -> int:
-        """Most shared runs of a decode step. Limited, because in a padded plan idle programs cost time too."""
-        return max(self.common_budget, num_rows // 4) if num_rows > 1 else 0
+        """Most shared runs of a decode step: one segment of all rows fits if a tile has four of them. Limited, because
+        in a padded plan idle programs cost time too.
+        """
+        return max(self.common_budget, -(-num_rows // 4)) if num_rows > 1 else 0
 
     def max_common(self, num_rows: int) -> int:
         """An upper bound on the pieces of shared runs in a decode step of `num_rows` rows."""
