@@ -154,7 +154,8 @@ class Grammars:
             seconds, _, wanted, found = heapq.heappop(self._todo)
         if found.cancelled():
             return
-        made, error = None, None
+        made: LLMatcher | None = None
+        error: BaseException | None = None
         try:
             if not self._try(wanted, seconds):
                 self._add(MAX_SECONDS, wanted, found)
