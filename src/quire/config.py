@@ -391,8 +391,8 @@ class ServeConfig(Group):
     """Web pages whose scripts may ask this server: their origins with commas between, such as https://example.org, or *
     for all pages. none: no page may."""
     access_log: bool = True
-    """Write a line for each request to stderr: status, seconds, tokens of the prompt, cached and kept ones, and its
-    id."""
+    """Write a line for each request to stderr, but for /health and /metrics: status, seconds, tokens of the prompt,
+    cached and kept ones, and its id."""
     drain_seconds: Annotated[float, AtLeast(0)] = 30.0
     """Time in which running requests may finish after SIGTERM; then they are cut off."""
 
