@@ -241,6 +241,21 @@ def test_what_the_library_would_not_hold_to_is_refused_by_name(llm: LLM, schema:
             llm.engine.grammars.compile(StructuredOutputsParams(json=each))
 
 
+def test_a_bound_that_is_not_reached_is_not_reached_by_doubles_either(llm: LLM) -> None:
+    for schema, bad, good in (
+        ({"type": "number", "exclusiveMinimum": 1.1}, "1.1000000000000001", "1.1000000000000003"),
+        ({"type": "number", "exclusiveMaximum": 3}, "2.9999999999999999", "2.9999999999999996"),
+        ({"type": "integer", "exclusiveMinimum": 3, "minimum": 5}, "4", "5"),
+    ):
+        assert allows(llm, schema, good) and not allows(llm, schema, bad) and float(bad) != float(good)
+
+
+def allows(llm: LLM, schema: dict[str, Any], text: str) -> bool:
+    matcher = llm.engine.grammars.compile(StructuredOutputsParams(json=schema)).deep_copy()
+    ids = llm.tokenizer.encode(text)
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
 def test_properties_that_cannot_repeat_are_counted(llm: LLM) -> None:
     word = {"type": "string"}
     for schema in (

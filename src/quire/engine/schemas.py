@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,6 +52,7 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
             # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
             raise Unhonoured("$id beside $ref: drafts disagree about what it means")
         _check_numbers(own)
+        _close_bounds(own)
         _check_names(own)
         if isinstance(own.get("pattern"), str):
             own["pattern"] = without_nul(own["pattern"])
@@ -109,6 +111,18 @@ def _check_numbers(schema: Mapping[str, Any]) -> None:
             raise Unhonoured(f"{word}: integers beyond 2^53 are rounded")
         if word in ("const", "enum") and isinstance(value, list | Mapping):
             values += ((word, each) for each in (value.values() if isinstance(value, Mapping) else value))
+
+
+def _close_bounds(schema: dict[str, Any]) -> None:
+    """Puts the next double in place of a bound that is not reached. A decimal between both is read as the bound."""
+    for given, word, side, closer in (
+        ("exclusiveMinimum", "minimum", math.inf, max),
+        ("exclusiveMaximum", "maximum", -math.inf, min),
+    ):
+        bound, other = schema.get(given), schema.get(word, -side)
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and isinstance(other, int | float):
+            schema[word] = closer(math.nextafter(bound, side), other)
+            del schema[given]
 
 
 def _check_names(schema: Mapping[str, Any]) -> None:
