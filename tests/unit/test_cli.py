@@ -73,7 +73,9 @@ def test_every_command_explains_itself(command, capsys):
         build_parser().parse_args([command, "--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert "--debug" in text and ("--cache.memory" in text or command in ("calibrate", "pull", "cache", "cluster", "doctor"))
+    assert "--debug" in text and (
+        "--cache.memory" in text or command in ("calibrate", "pull", "cache", "cluster", "doctor")
+    )
 
 
 def private_names(code):
