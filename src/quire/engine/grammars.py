@@ -45,7 +45,7 @@ KEPT_CHARS = 1 << 20
 """Characters of the sources of those. A grammar takes up to 250 times its source: 5,000 objects to choose from, which
 are 200 KB, take 50 MB."""
 
-MAX_SECONDS = 0.5
+MAX_SECONDS = 0.4
 """Processor time of compiling one grammar. The largest that may be asked for take as long."""
 
 FIRST_SECONDS = 0.05
