@@ -241,6 +241,7 @@ def unused(role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # its search has a low priority, and a time
 @pytest.mark.timeout(300)
 def test_the_command_simulates_what_it_finds_and_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own, which find a kept latency model. There is one core, and a placement that wastes it."""
