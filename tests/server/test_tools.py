@@ -238,6 +238,11 @@ async def test_a_call_that_a_stop_string_or_the_limit_cuts_is_not_said_to_be_who
             calls = choice["message"].get("tool_calls", [])
             assert bool(calls) == (more != {"max_tokens": 9})
             assert all('{"text": "one two"}'.startswith(call["function"]["arguments"]) for call in calls)
+        asked = {"input": "x", "tools": [{"type": "function", **tool["function"]}], "tool_choice": "required"}
+        for more, reason in (({"stop": [" two"]}, None), ({"max_output_tokens": 60}, "max_output_tokens")):
+            found = (await http.post("/v1/responses", json=asked | {"parallel_tool_calls": False} | more)).json()
+            assert found["status"] == found["output"][-1]["status"] == "incomplete"
+            assert found["incomplete_details"] == (None if reason is None else {"reason": reason})
 
 
 async def test_an_error_of_a_form_that_nothing_has_names_the_field(folder, tmp_path):

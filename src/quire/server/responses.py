@@ -110,6 +110,7 @@ class Answer:
         self.output = Output()
         self.head = service.head("resp_", "response")
         self.status, self.is_reasoning, self.num_reasoning = "in_progress", False, 0
+        self.is_too_long = False
         self.scores: list[ScoredToken] = []
         self.num_sent = self.num_scores = 0
 
@@ -182,7 +183,8 @@ class Answer:
             if own or not isinstance(part, Text):
                 self.scores = []
         if output.finish_reason is not None:
-            self.status = "incomplete" if output.finish_reason == "length" or self.reader.is_cut else "completed"
+            self.is_too_long = output.finish_reason == "length"
+            self.status = "incomplete" if self.is_too_long or self.reader.is_cut else "completed"
             yield from self.output.finish(self.status)
 
     def _scores(self, output: CompletionOutput) -> list[ScoredToken]:
@@ -211,7 +213,7 @@ class Answer:
             "model": self.head["model"],
             "status": self.status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.is_too_long else None,
             "instructions": body.instructions,
             "metadata": body.metadata or {},
             "output": self.output.items,
