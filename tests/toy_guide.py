@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.step import Proposal
+
+if TYPE_CHECKING:
+    from quire.engine.step import Allowed
 
 
 @dataclass
@@ -54,3 +58,11 @@ def bits(tokens: set[int], vocabulary: int) -> NDArray[np.uint32]:
     for token in tokens:
         found[token // 32] |= np.uint32(1 << token % 32)
     return found
+
+
+def members(allowed: Allowed | None) -> list[int]:
+    """The tokens of what a guide allows."""
+    assert allowed is not None
+    if isinstance(allowed, int):
+        return [allowed]
+    return np.unpackbits(allowed().view(np.uint8), bitorder="little").nonzero()[0].tolist()

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
@@ -32,6 +31,7 @@ from quire.models.tokenizer import load_tokenizer
 from ..engines import generate, make_engine
 from ..stores import put_store
 from ..tiny_models import BYTE_VOCAB, save_tiny
+from ..toy_guide import members
 from ..toy_store import ToyStore
 from .test_guides import CACHES, SHAPE
 
@@ -322,16 +322,12 @@ def test_a_guide_follows_any_tokens_that_there_are(seed: int) -> None:
             drafts, masks = guide.propose(list(tokens), most)
             assert len(drafts) <= most and len(masks) == len(drafts) + 1
             for draft, mask in zip(drafts, masks, strict=False):
-                assert members(mask()) == [draft]
+                assert members(mask) == [draft]
             taken = draw.randrange(len(drafts) + 1) if not draw.randrange(5) else len(drafts)
             tokens += drafts[:taken]
-            tokens.append(drafts[taken] if taken < len(drafts) else draw.choice(members(masks[-1]())))
+            tokens.append(drafts[taken] if taken < len(drafts) else draw.choice(members(masks[-1])))
             assert len(tokens) < 400
         assert fits(way, tokenizer.decode(tokens[len(prompt) :])), way
-
-
-def members(words: Any) -> list[int]:
-    return np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
 
 
 ASCII = dict.fromkeys((*range(10), *range(127, BYTE_VOCAB)), -100.0)
@@ -454,7 +450,7 @@ def test_long_forced_texts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> No
     guide, tokens = grammars.guide(StructuredOutputsParams(choice=["word " * 400 + "end"]), 0), list[int]()
     for _ in range(200):
         drafts, masks = guide.propose(list(tokens), 8)
-        tokens += [*drafts, members(masks[-1]())[0]]
+        tokens += [*drafts, members(masks[-1])[0]]
         if tokens[-1] in tokenizer.eos_ids:
             break
     assert tokenizer.decode(tokens) == "word " * 400 + "end"
@@ -477,7 +473,7 @@ def test_an_answer_is_one_of_the_choices(choices: list[str]) -> None:
         guide, tokens = grammars.guide(StructuredOutputsParams(choice=choices), 0), list[int]()
         while not tokens or tokens[-1] not in tokenizer.eos_ids:
             _, masks = guide.propose(tokens, 0)
-            tokens.append(draw.choice(members(masks[0]())))  # type: ignore[misc]
+            tokens.append(draw.choice(members(masks[0])))
         assert tokenizer.decode(tokens[:-1]) in choices
 
 

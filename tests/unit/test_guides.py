@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from quire.engine.engine import Engine
 from quire.engine.handover import Continued
@@ -217,6 +218,73 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
             assert {*output.outputs[0].token_ids} <= few
             assert_near(expected[name].outputs[0], output.outputs[0], 1e-4)
         assert any(any(guide.right) for guide in guides)
+
+
+def test_the_only_token_allowed_is_given_without_logits(seed: int) -> None:
+    """It is the one that a set of one allows, with the log-probabilities that it has there."""
+    rng = random.Random(seed)
+    prompts = prompts_of(rng)
+    forced = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 9))] for _ in prompts]
+
+    class Forces:
+        def __init__(self, index: int, is_given: bool) -> None:
+            self.tokens, self.num_prompt, self.is_given = forced[index], len(prompts[index]), is_given
+
+        def propose(self, token_ids: list[int], most: int) -> Proposal:
+            left = self.tokens[len(token_ids) - self.num_prompt :]
+            drafts = left[:most]
+            allowed: list[Any] = [*left[: most + 1], *([None] if len(left) <= most else [])]
+            if not self.is_given:
+                allowed = [None if each is None else lambda each=each: bits({each}, VOCABULARY + 3) for each in allowed]
+            return Proposal(drafts, allowed)
+
+    for params in SAMPLING.values():
+        for asked in ({}, {"logprobs": 5}, {"min_tokens": 12}, {"logit_bias": {7: 3.0}}):
+            wanted = replace(params, max_tokens=30, **asked)
+            found = []
+            for is_given in (True, False):
+                engine = make_engine()
+                rows = counted_logits(engine)
+                for index, prompt in enumerate(prompts):
+                    engine.add(str(index), None, prompt, wanted, guide=lambda n=index, x=is_given: Forces(n, x))
+                outputs = drain(engine)
+                answers = [outputs[str(index)].outputs[0] for index in range(len(prompts))]
+                assert [a.token_ids[: len(f)] for a, f in zip(answers, forced, strict=True)] == forced
+                found.append((answers, sum(rows)))
+            (given, few), (alike, many) = found
+            for mine, other in zip(given, alike, strict=True):
+                if "logprobs" in asked:
+                    assert_near(mine, other, 1e-4)
+                assert mine.token_ids == other.token_ids
+            needs_none = not ({*asked} & {"logprobs", "min_tokens"})
+            assert many - few == (sum(map(len, forced)) if needs_none else 0)
+
+
+def test_an_end_that_may_not_come_yet_is_no_token() -> None:
+    """Also if it is the only one that a guide allows."""
+
+    class Ends:
+        def propose(self, token_ids: list[int], most: int) -> Proposal:
+            return Proposal([], [engine.eos_token_ids[0]])
+
+    engine = make_engine()
+    for least, reason in ((0, "stop"), (3, "error")):
+        engine.add(str(least), None, [5], replace(GREEDY, min_tokens=least, ignore_eos=False), guide=Ends)
+        assert drain(engine)[str(least)].outputs[0].finish_reason == reason
+
+
+def counted_logits(engine: Engine) -> list[int]:
+    """Counts the rows of logits of each step from now on, without padding."""
+    found: list[int] = []
+    runner: Any = engine.runner
+    before = runner.sampler.sample
+
+    def sample(logits: torch.Tensor, rows: list[Any]) -> Any:
+        found.append(len(logits))
+        return before(logits, rows)
+
+    runner.sampler.sample = sample
+    return found
 
 
 def test_a_sequence_that_leaves_after_its_next_token_has_no_drafts() -> None:

@@ -16,6 +16,7 @@ from quire.engine.candidates import best_ids, falling, lane_maxima, num_above
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed, uniform
 from tests.effort import EFFORT, examples
+from tests.toy_guide import bits
 
 EOS = 1
 QUICK = examples(80)
@@ -421,6 +422,34 @@ def test_the_variants_for_other_devices_agree_with_the_cpu_ones(seed, vocab_size
     for (ids_there, values_there), (ids_here, values_here) in zip(there, here, strict=True):
         assert ids_there.tolist() == ids_here.tolist()
         assert values_there.tolist() == values_here.tolist()
+
+
+@QUICK
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.sampled_from([1, 31, 32, 33, 64, 999]),
+    rows=st.integers(1, 5),
+    share=st.sampled_from([0.0, 0.02, 0.9, 1.0]),
+    spare=st.sampled_from([0, 40]),
+)
+def test_only_what_a_mask_allows_keeps_its_score(seed, vocab_size, rows, share, spare):
+    generator = np.random.default_rng(seed)
+    wide = torch.from_numpy(generator.normal(size=(rows, vocab_size + 3)).astype(np.float32))
+    given = wide.clone()
+    allowed = generator.random((rows, vocab_size)) < share
+    masks = [bits({*np.flatnonzero(row).tolist()}, vocab_size + spare) for row in allowed]
+    some = [None if not generator.integers(3) else words for words in masks]
+    masks = some if any(words is not None for words in some) else masks
+    scores = wide[:, :vocab_size]  # as the sampler has it of a padded head
+    there = scores.clone()
+    candidates.keep_allowed(scores, masks)
+    candidates._keep_allowed_on_device(there, masks)
+    for row, words in enumerate(masks):
+        for token in range(vocab_size):
+            is_allowed = words is None or words[token // 32] >> np.uint32(token % 32) & 1
+            expected = given[row, token] if is_allowed else -math.inf
+            assert scores[row, token] == there[row, token] == expected
+    assert torch.equal(wide[:, vocab_size:], given[:, vocab_size:])
 
 
 def test_sampling_an_empty_batch_is_nothing():

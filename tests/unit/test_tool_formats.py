@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 
 from quire.engine.grammars import Grammars
@@ -20,6 +19,8 @@ from quire.tools.format import ToolFormat
 from quire.tools.formats import FORMATS, format_of
 from quire.tools.formats.generic import GENERIC
 from quire.tools.parser import CallParser
+
+from ..toy_guide import members
 
 EVERY = {each.name: each for each in (*FORMATS, GENERIC)}
 NAMES = ("weather", "add", "no_arguments")
@@ -284,8 +285,7 @@ def drawn(grammars: Grammars, format_: ToolFormat, choice: ToolChoice, draw: ran
     guide, tokens = grammars.guide(StructuredOutputsParams(grammar=grammar), 1), [0]
     while True:
         drafts, masks = guide.propose(list(tokens), 20)
-        words = masks[-1]()
-        allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        allowed = members(masks[-1])
         ends = [token for token in allowed if token in grammars._tokenizer.eos_ids]
         tokens += drafts
         token = ends[0] if ends and len(tokens) > 60 else draw.choice(allowed)

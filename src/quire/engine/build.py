@@ -337,8 +337,14 @@ def assemble(
         tiers=tiers,
         offloaded=offload_counters(model, far) if config.offload.is_on else None,
         context_limit=_context_limit(fits, shape),
-        grammars=Grammars(tokenizer, shape.vocab_size, eos),
+        grammars=_grammars(tokenizer, shape, eos, device),
     )
+
+
+def _grammars(tokenizer: Tokenizer, shape: ModelShape, eos: tuple[int, ...], device: torch.device) -> Grammars:
+    is_cpu = device.type == "cpu"
+    threads = runtime.num_threads() if is_cpu else usable_cores()
+    return Grammars(tokenizer, shape.vocab_size, eos, num_threads=threads, begins_early=not is_cpu)
 
 
 def end_tokens(shape: ModelShape, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -6,8 +6,10 @@ host, so that a row's answer is the same in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels import runtime
+
+if TYPE_CHECKING:
+    from quire.engine.masks import Words
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -39,6 +44,38 @@ def best_ids(logits: Tensor) -> Tensor:
     rows, width = logits.shape
     runtime.kernels().quire_argmax(logits.data_ptr(), logits.stride(0), rows, width, chosen.data_ptr())
     return chosen
+
+
+def keep_allowed(scores: Tensor, allowed: Sequence[Words | None]) -> None:
+    """Sets what is not allowed to -infinity, in place.
+
+    scores   f32 [n, V], rows contiguous
+    allowed  for each row a bit per entry, uint32 [ceil(V / 32)], lowest first; None: all are allowed
+    """
+    if scores.device.type != "cpu":
+        _keep_allowed_on_device(scores, allowed)
+        return
+    # For 32 rows of 49,152 this takes 0.3 ms; numpy.unpackbits and masked_fill_ take 4.
+    assert scores.stride(1) == 1 and scores.dtype == torch.float32, f"{scores.dtype}, strides {scores.stride()}"
+    rows, width = scores.shape
+    least = -(-width // 32)
+    for words in allowed:
+        assert words is None or (words.dtype == np.uint32 and len(words) >= least and words.flags.c_contiguous)
+    where = np.array([0 if words is None else words.ctypes.data for words in allowed], np.uint64)
+    runtime.kernels().quire_keep_allowed(scores.data_ptr(), scores.stride(0), where.ctypes.data, rows, width)
+
+
+def _keep_allowed_on_device(scores: Tensor, allowed: Sequence[Words | None]) -> None:
+    some = [index for index, words in enumerate(allowed) if words is not None]
+    stacked = np.stack([words for words in allowed if words is not None]).view(np.int32)
+    words = torch.from_numpy(stacked).to(scores.device)
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=scores.device)) & 1
+    ruled_out = bits.view(len(some), -1)[:, : scores.shape[1]] == 0
+    if len(some) == len(scores):
+        scores.masked_fill_(ruled_out, -math.inf)
+    else:
+        where = torch.tensor(some, device=scores.device)
+        scores[where] = scores[where].masked_fill_(ruled_out, -math.inf)
 
 
 def _best_ids_on_device(logits: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Grammars of answers: which tokens may come next, and which must. The grammars themselves are llguidance's.
 
-A mask is computed on a thread of its own while the model computes the logits that it is for. Tokens that a grammar
-forces are proposed as drafts, which cost rows of a step and no steps. They are those of the tokenizer, so that the text
-is the one that the model would have had to write.
+Tokens that a grammar forces are proposed as drafts, which cost rows of a step and no steps, and no logits. They are
+those of the tokenizer, so that the text is the one that the model would have had to write.
 
 Source: llguidance (guidance-ai), an Earley parser over a lexer of derivatives; "Efficient Guided Generation for Large
 Language Models" (Willard and Louf, 2023) is about masks.
@@ -24,18 +23,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.engine import probe, schemas
+from quire.engine.masks import Masks, PendingMask
 from quire.engine.step import Proposal
 from quire.engine.structured import StructuredOutputsParams
-from quire.errors import QueueFullError, QuireError, RequestError
+from quire.errors import QueueFullError, RequestError
 from quire.models.child import DIED, LATE, Child
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from quire.engine.step import Mask
+    from quire.engine.step import Allowed
     from quire.models.tokenizer import Tokenizer
 
 NUM_KEPT = 128
@@ -61,19 +60,11 @@ MAX_GBNF_CHARS = 8192
 MAX_WAITING = 32
 """Grammars that wait to be compiled."""
 
-TOO_COMPLEX = "the grammar became too complex here"
-"""How the explanation begins of an answer that ended because of that."""
-
-NO_TEXT = "no text that ends has the form"
-"""The same for a form that nothing fulfils, such as a schema that refers to itself alone."""
-
 LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
 """A fifth of the library's own states. No schema of the JSON Schema Test Suite needs 2,000 within 60 tokens."""
 
 _PROBE = Child(probe.__name__, (MAX_BYTES,))
 """One for all models of this process."""
-
-Words = NDArray[np.uint32]
 
 
 class Grammars:
@@ -82,9 +73,19 @@ class Grammars:
     tokenizer      of the model
     vocab_size     number of logits
     eos_token_ids  tokens that end an answer, which may come once the text is complete
+    num_threads    threads that compute masks
+    begins_early   whether they do while the logits are computed; see Masks
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        num_threads: int = 1,
+        begins_early: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
@@ -97,9 +98,9 @@ class Grammars:
         self._todo: list[tuple[float, int, StructuredOutputsParams, Future[LLMatcher]]] = []  # a heap
         self._numbers = itertools.count()
         self._compiler: ThreadPoolExecutor | None = None
-        self._worker: ThreadPoolExecutor | None = None
         self._num_waiting = 0
-        self._ends = self._only(self._eos_token_ids)
+        self._masks = Masks(-(-vocab_size // 32), num_threads, begins_early=begins_early)
+        self._ends = self._end()
 
     def compile(self, wanted: StructuredOutputsParams) -> LLMatcher:
         """The grammar at its beginning: to be copied, not changed. Takes a millisecond for a usual schema, and at most
@@ -214,35 +215,22 @@ class Grammars:
         """A guide for one sequence with so many prompt tokens. Compiles what is not compiled yet; see `compile`."""
         return GrammarGuide(self, self.compile(wanted), num_prompt)
 
-    def mask(self, matcher: LLMatcher) -> Future[Words]:
-        """Computes the tokens that may come next. Until then nobody else may use the matcher."""
-        with self._lock:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "quire-masks")
-        return self._worker.submit(self._masked, matcher)
-
-    def only(self, token_id: int) -> Words:
-        """A mask with one token."""
-        return self._only([token_id])
+    def mask(self, matcher: LLMatcher) -> PendingMask:
+        """The tokens that may come next; see Masks."""
+        return self._masks.ask(matcher)
 
     @property
-    def ends(self) -> Words:
-        """The mask of a complete text that nothing may follow."""
+    def ends(self) -> Allowed:
+        """What may follow a complete text that nothing may follow."""
         return self._ends
 
-    def _only(self, token_ids: Sequence[int]) -> Words:
+    def _end(self) -> Allowed:
+        if len(self._eos_token_ids) == 1:
+            return self._eos_token_ids[0]
         words = np.zeros(-(-self._vocab_size // 32), np.uint32)
-        for token_id in token_ids:
+        for token_id in self._eos_token_ids:
             words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-        return words
-
-    def _masked(self, matcher: LLMatcher) -> Words:
-        words = np.empty(-(-self._vocab_size // 32), np.uint32)
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if matcher.is_error():
-            error = _first_line(matcher.get_error())
-            raise QuireError(NO_TEXT if "NoExtensionBias" in error else f"{TOO_COMPLEX}: {error}")
-        return words
+        return lambda: words
 
     def warm(self, *, tries: bool = False) -> None:
         """Loads the vocabulary on a thread, so that the first request need not wait for it: a quarter of a second for
@@ -301,29 +289,29 @@ class GrammarGuide:
         self._ahead: list[int] = []  # tokens that it has taken before the sequence has them
         self._forced: list[int] = []  # tokens that must follow those of the sequence, as far as is known
         self._is_complete = False
-        self._pending: Future[Words] | None = None
+        self._pending: PendingMask | None = None
 
     def propose(self, token_ids: list[int], most: int) -> Proposal:
         """See Guide."""
         if self._pending is not None:
-            self._pending.exception()  # until then the matcher is in use
+            self._pending.withdraw()
             self._pending = None
         matcher, grammars = self._follow(token_ids), self._grammars
         if not self._forced and not self._ends(matcher):
             self._forced = matcher.compute_ff_tokens()
         forced = self._forced
         drafts = forced[:most]
-        masks: list[Mask | None] = [_given(grammars.only(token_id)) for token_id in forced[: most + 1]]
+        allowed: list[Allowed | None] = [*forced[: most + 1]]
         if len(forced) <= most:
             if drafts:
                 matcher.consume_tokens(drafts)
                 self._ahead = drafts
             if self._ends(matcher):
-                masks.append(_given(grammars.ends))
+                allowed.append(grammars.ends)
             else:
                 self._pending = grammars.mask(matcher)
-                masks.append(self._pending.result)
-        return Proposal(drafts, masks)
+                allowed.append(self._pending)
+        return Proposal(drafts, allowed)
 
     def _follow(self, token_ids: list[int]) -> LLMatcher:
         """The matcher at the sequence's tokens."""
@@ -370,10 +358,6 @@ def unspoken(tokenizer: str) -> str:
 def _key(wanted: StructuredOutputsParams) -> bytes:
     text = repr((wanted.way, wanted.text, wanted.reasoning))
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-
-
-def _given(words: Words) -> Mask:
-    return lambda: words
 
 
 def _compiled(

@@ -16,7 +16,7 @@ import torch
 from quire.attention.plan import AttentionBackend, AttentionPlan
 from quire.engine.outputs import Logprob
 from quire.engine.sampler import Sampler, SampleRow
-from quire.engine.step import NO_TOKEN, Failure, Result, Step
+from quire.engine.step import NO_TOKEN, Failure, Result, Slice, Step
 from quire.errors import QuireError
 from quire.models.plan import Model
 
@@ -86,7 +86,7 @@ class LocalRunner:
         self.observer: Observer | None = None
         self._rows: dict[int, SampleRow] = {}
         # Of the last step: the last row of each slice. Of the slices that sample: their sequences' parameters and
-        # tokens, and the sampler's rows, which differ from these where there are drafts.
+        # tokens. Of those of them whose tokens are chosen: the sampler's rows, which differ where there are drafts.
         self._last_rows: list[int] = []
         self._histories: list[SampleRow] = []
         self._sampling: list[SampleRow] = []
@@ -110,13 +110,18 @@ class LocalRunner:
         tokens, positions = self._inputs(step)
         plan = self.attention.plan(slices, step.moved, step.ready)
         sampling = [i for i, piece in enumerate(slices) if piece.samples] if is_new else range(len(slices))
+        # The only token that is allowed needs no logits.
+        chosen = [i for i in sampling if not self._is_given(slices[i])] if is_new else sampling
         result = Result()
         decides = is_new and any(piece.decides for piece in slices)
         scores = is_new and any(piece.scores for piece in slices)
         pools = is_new and any(piece.pools for piece in slices)
         is_decode = len(sampling) == len(slices) == len(step.tokens) and not (decides or scores or pools)
+        logits: torch.Tensor | None = None
         if self.decode is not None and is_decode and step.ready is None:
             logits = self.decode(tokens, positions, plan)
+            if len(chosen) < len(sampling):
+                logits = logits.index_select(0, torch.tensor(chosen, device=self.device)) if chosen else None
         else:
             hidden = self.model.hidden(tokens, positions, plan)
             if scores:
@@ -127,8 +132,9 @@ class LocalRunner:
                 self._decide(step, plan, result)
             if not sampling:
                 return result
-            logits = self._logits(hidden, [self._last_rows[index] for index in sampling])
-        self._sample(step, sampling, logits, result)
+            if chosen:
+                logits = self._logits(hidden, [self._last_rows[index] for index in chosen])
+        self._sample(step, sampling, chosen, logits, result)
         return result
 
     def check(self, live: set[int]) -> None:
@@ -152,48 +158,70 @@ class LocalRunner:
             hidden = hidden.index_select(0, torch.tensor(padded, device=self.device))
         return self.model.head(hidden)[: len(rows)]
 
-    def _sample(self, step: Step, sampling: Sequence[int], logits: torch.Tensor, result: Result) -> None:
-        """Chooses the tokens. Accepts drafts up to the first that differs from the token of the row before it."""
-        reasons = dict[int, str]()
+    def _is_given(self, piece: Slice) -> bool:
+        """Whether a slice's token is known without logits, and nothing else is wanted of them. What min_tokens rules
+        out, the sampler knows.
+        """
+        params = self._rows[piece.sequence_id].params
+        return isinstance(piece.allowed, int) and params.logprobs is None and not params.min_tokens
+
+    def _sample(
+        self,
+        step: Step,
+        sampling: Sequence[int],
+        chosen: Sequence[int],
+        logits: torch.Tensor | None,
+        result: Result,
+    ) -> None:
+        """Chooses the tokens of the slices `chosen`; those of the others in `sampling` are given. Accepts drafts up to
+        the first that differs from the token of the row before it.
+        """
+        slices, reasons = step.slices, dict[int, str]()
         if step.moved is None:
-            self._histories = [self._rows[step.slices[index].sequence_id] for index in sampling]
+            self._histories = [self._rows[slices[index].sequence_id] for index in sampling]
             self._sampling, reasons = self._sample_rows(step, sampling)
         if step.ready is not None and (step.ready < 0).any():
             result.token_ids = [NO_TOKEN] * len(sampling)  # the step read keys and values that did not arrive
             return
-        sampled = self.sampler.sample(logits, self._sampling)
-        result.token_ids = token_ids = sampled.token_ids.tolist()
-        if any(sampled.logprobs):
-            result.logprobs = sampled.logprobs
-        refused = _refuse(step, sampling, token_ids) if self._sampling is not self._histories else set()
-        for row, reason in sampled.errors.items():
-            if row not in refused:
-                result.errors.setdefault(sampling[row], Failure(reasons.get(row, reason)))
-        for history, token_id in zip(self._histories, token_ids, strict=True):
+        errors = dict[int, str]()
+        if logits is None:
+            result.token_ids = [_only(slices[index]) for index in sampling]
+        else:
+            sampled = self.sampler.sample(logits, self._sampling)
+            errors = {chosen[row]: reason for row, reason in sampled.errors.items()}
+            result.token_ids = sampled.token_ids.tolist()
+            if len(chosen) < len(sampling):
+                tokens = dict(zip(chosen, result.token_ids, strict=True))
+                result.token_ids = [tokens[index] if index in tokens else _only(slices[index]) for index in sampling]
+            if any(sampled.logprobs):
+                beside = dict(zip(chosen, sampled.logprobs, strict=True))
+                result.logprobs = [beside.get(index) for index in sampling]
+        refused = _refuse(step, sampling, result.token_ids) if step.moved is None else set()
+        for index, reason in errors.items():
+            if index not in refused:
+                result.errors.setdefault(index, Failure(reasons.get(index, reason)))
+        for history, token_id in zip(self._histories, result.token_ids, strict=True):
             if token_id != NO_TOKEN:
                 history.output_ids.append(token_id)
 
     def _sample_rows(self, step: Step, sampling: Sequence[int]) -> tuple[list[SampleRow], dict[int, str]]:
-        """The sampler's row of each slice that samples, and why no token is allowed in some. The row of a draft
-        includes the drafts before it.
+        """The sampler's row of each slice whose token is chosen, and why no token is allowed in some slices. The row of
+        a draft includes the drafts before it.
         """
-        found, reasons = self._histories, dict[int, str]()
+        found, reasons = list[SampleRow](), dict[int, str]()
         drafts: list[int] = []
         for place, index in enumerate(sampling):
             piece, history = step.slices[index], self._histories[place]
-            allowed = None
-            if piece.allowed is not None:
-                try:
-                    allowed = piece.allowed()
-                except QuireError as error:
-                    allowed, reasons[place] = np.zeros(-(-self.vocab_size // 32), np.uint32), str(error)
-            if piece.draft == NO_TOKEN:
-                drafts, history.allowed = [], allowed
+            drafts = [] if piece.draft == NO_TOKEN else [*drafts, piece.draft]
+            if self._is_given(piece):
                 continue
-            if found is self._histories:
-                found = list(found)
-            drafts = [*drafts, piece.draft]
-            found[place] = history.after(drafts, allowed)
+            if drafts:
+                history = history.after(drafts)
+            try:
+                history.allowed = piece.allowed() if callable(piece.allowed) else piece.allowed
+            except QuireError as error:
+                history.allowed, reasons[index] = np.zeros(-(-self.vocab_size // 32), np.uint32), str(error)
+            found.append(history)
         return found, reasons
 
     def _score(self, step: Step, hidden: torch.Tensor, result: Result) -> None:
@@ -243,14 +271,19 @@ class LocalRunner:
                 result.decided[index] = self.decide(prompt_ids, piece.profiled.sums, recover)
 
 
+def _only(piece: Slice) -> int:
+    assert isinstance(piece.allowed, int)
+    return piece.allowed
+
+
 def _refuse(step: Step, sampling: Sequence[int], token_ids: list[int]) -> set[int]:
-    """Removes the tokens of refused drafts: those that the row before did not yield, and all after them. Returns their
-    indices in `sampling`.
+    """Removes the tokens of refused drafts: those that the row before did not yield, and all after them. Returns the
+    indices of their slices.
     """
     refused: set[int] = set()
     for place, index in enumerate(sampling):
         draft = step.slices[index].draft
         if draft != NO_TOKEN and token_ids[place - 1] != draft:
             token_ids[place] = NO_TOKEN
-            refused.add(place)
+            refused.add(index)
     return refused

@@ -14,10 +14,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.engine.candidates import BLOCK_ROWS, Floats, Ints, at_least, best_ids, falling, lane_maxima, num_above
+from quire.engine.candidates import (
+    BLOCK_ROWS,
+    Floats,
+    Ints,
+    at_least,
+    best_ids,
+    falling,
+    keep_allowed,
+    lane_maxima,
+    num_above,
+)
+from quire.engine.masks import Words
 from quire.engine.outputs import Logprob
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
@@ -43,10 +53,8 @@ class SampleRow:
     output_ids: list[int]
     seed: int
     """Any integer. Sequence i of a request has `sequence_seed(seed, i)`."""
-    allowed: NDArray[np.uint32] | None = None
-    """The tokens that may be chosen, one bit each (`Slice.allowed`); None: all."""
-    is_forced: bool = False
-    """Whether only one may be, so that penalties change nothing."""
+    allowed: int | Words | None = None
+    """The only token that may be chosen, or those that may be, one bit each (`Slice.allowed`); None: all."""
     tally: _Tally | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -59,10 +67,9 @@ class SampleRow:
         """Whether the row's token is the argmax of the raw logits."""
         return self.params.greedy and not self.params.needs_logits_processing and self.allowed is None
 
-    def after(self, drafts: Sequence[int], allowed: NDArray[np.uint32] | None) -> SampleRow:
+    def after(self, drafts: Sequence[int]) -> SampleRow:
         """The row that follows `drafts`."""
-        is_forced = allowed is not None and int(np.unpackbits(allowed.view(np.uint8)).sum()) == 1
-        return SampleRow(self.params, self.prompt_ids, [*self.output_ids, *drafts], self.seed, allowed, is_forced)
+        return SampleRow(self.params, self.prompt_ids, [*self.output_ids, *drafts], self.seed)
 
 
 @dataclass(slots=True)
@@ -184,7 +191,9 @@ class Sampler:
             where = self._flat_indices([(i, ids) for i, ids, _ in biased])
             flat[where] += torch.from_numpy(np.concatenate([bias for _, _, bias in biased])).to(scores.device)
         penalised = [
-            (i, *_penalties(row)) for i, row in enumerate(rows) if row.params.needs_penalties and not row.is_forced
+            (i, *_penalties(row))
+            for i, row in enumerate(rows)
+            if row.params.needs_penalties and not isinstance(row.allowed, int)
         ]
         if penalised:
             where = self._flat_indices([(i, ids) for i, ids, _, _ in penalised])
@@ -195,10 +204,13 @@ class Sampler:
         forbidden = [(i, self._ending_ids(row)) for i, row in enumerate(rows) if row.step < row.params.min_tokens]
         if forbidden:
             flat[self._flat_indices(forbidden)] = -math.inf
+        masks = [None if isinstance(row.allowed, int) else row.allowed for row in rows]
+        if any(words is not None for words in masks):
+            keep_allowed(scores, masks)
         for scored, row in zip(scores, rows, strict=True):
-            if row.allowed is not None:
-                bits = np.unpackbits(row.allowed.astype("<u4").view(np.uint8), count=self.vocab_size, bitorder="little")
-                scored.masked_fill_(torch.from_numpy(bits == 0).to(scored.device), -math.inf)
+            if isinstance(row.allowed, int):
+                only = scored[row.allowed].clone()
+                scored.fill_(-math.inf)[row.allowed] = only
 
     def _flat_indices(self, ids_of_rows: Sequence[tuple[int, Ints]]) -> Tensor:
         for _, ids in ids_of_rows:

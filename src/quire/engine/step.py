@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from quire.cache.retention.decisions import Decided
     from quire.cache.store import Transfer
+    from quire.engine.masks import Words
     from quire.engine.outputs import Logprob
     from quire.engine.params import SamplingParams
 
@@ -25,9 +26,12 @@ NO_TOKEN = -1
 """In place of a token: the row failed, or follows a refused draft."""
 
 if TYPE_CHECKING:
-    Mask = Callable[[], NDArray[np.uint32]]
-    """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Waits for it if
-    it is computed meanwhile. Raises QuireError if it cannot be computed."""
+    Mask = Callable[[], Words]
+    """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Computes it, or
+    waits for it. Raises QuireError if it cannot be computed."""
+    Allowed = int | Mask
+    """The only token that may come next, or the set of those that may. Of the only one no logits are computed unless
+    something else needs them."""
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class Slice(RowSlice):
     decides      whether retention decides on the prompt, which ends with the last row
     scores       whether the log-probabilities of the prompt's tokens are requested
     pools        what an embedding needs of the rows: "mean", "last" or nothing
-    allowed      gives the tokens that may come next, once the logits are there; None allows every token
+    allowed      the tokens that may come next; None: every token. Masks are asked for once the logits are there.
     """
 
     sequence_id: int = 0
@@ -52,7 +56,7 @@ class Slice(RowSlice):
     scores: bool = False
     pools: str = ""
     draft: int = NO_TOKEN
-    allowed: Mask | None = None
+    allowed: Allowed | None = None
 
     def goes_on_as(self, row: Slice) -> bool:
         """Whether `row`, of the same sequence in the next step, differs only by its position: one slot later in the
@@ -163,7 +167,7 @@ class Proposal(NamedTuple):
     """
 
     drafts: list[int]
-    allowed: list[Mask | None]
+    allowed: list[Allowed | None]
 
 
 class Guide(Protocol):

@@ -111,6 +111,21 @@ void argmax(const float* x, int64_t x_stride, int64_t rows, int64_t width, int64
     });
 }
 
+// Element i of row r becomes -infinity if bit i % 32 of words[r][i / 32] is clear. A row without words stays as it is.
+void keep_allowed(float* x, int64_t x_stride, const uint32_t* const* words, int64_t rows, int64_t width) {
+    parallel_for(rows, 1, [&](int64_t r) {
+        if (!words[r]) return;
+        float* row = x + r * x_stride;
+        int64_t i = 0;
+        for (; i + 32 <= width; i += 32) {
+            const uint32_t allowed = words[r][i / 32];
+            for (int j = 0; j < 32; j++) row[i + j] = allowed >> j & 1 ? row[i + j] : -INFINITY;
+        }
+        for (; i < width; i++)
+            if (!(words[r][i / 32] >> i % 32 & 1)) row[i] = -INFINITY;
+    });
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -135,4 +150,9 @@ QUIRE_API void quire_gated(int kind, const void* gate_up, int64_t rows, int64_t 
 // x [rows, width] with a row stride -> int64 out [rows]
 QUIRE_API void quire_argmax(const float* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* out) {
     argmax(x, x_stride, rows, width, out);
+}
+
+// x [rows, width] with a row stride; words: an address for each row, or null
+QUIRE_API void quire_keep_allowed(float* x, int64_t x_stride, const uint32_t* const* words, int64_t rows, int64_t width) {
+    keep_allowed(x, x_stride, words, rows, width);
 }

@@ -36,6 +36,7 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_panel_rows": [_I32, _PTR, _I64, _PTR, _I64, _I32, _PTR],
     "quire_multiply": [_PTR, _PTR, _I32, _PTR],
     "quire_argmax": [_PTR, _I64, _I64, _I64, _PTR],
+    "quire_keep_allowed": [_PTR, _I64, _PTR, _I64, _I64],
     "quire_nuq_encode": [_PTR, _I32, _I32, _PTR, _PTR, _I64, _PTR],
     "quire_nuq_decode": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
     "quire_group_encode": [_I32, _I32, _PTR, _PTR, _PTR, _I64, _PTR],

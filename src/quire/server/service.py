@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from quire.engine.grammars import NO_TEXT, TOO_COMPLEX
+from quire.engine.masks import NO_TEXT, TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
