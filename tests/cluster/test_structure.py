@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
+from quire.engine.masks import NO_TEXT
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import RequestError
@@ -21,6 +22,16 @@ SCHEMA = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+
+
+DEAD_END = {
+    "type": "object",
+    "properties": {"abc": {"$ref": "#/$defs/a"}},
+    "$defs": {"a": {"$ref": "#/$defs/a"}},
+    "required": ["abc"],
+    "additionalProperties": False,
+}
+"""After `{"abc": ` nothing may follow."""
 
 
 def tokens(answer: RequestOutput) -> list[list[int]]:
@@ -52,4 +63,13 @@ def test_tokens_are_those_of_one_engine(model: Path, lonely: LLM, transport: str
         vectors = [answer.embedding for answer in lonely.generate(prompts, wanted, use_tqdm=False)]
         for answer, vector in zip(cluster.generate(prompts, wanted), vectors, strict=True):
             assert answer.embedding == pytest.approx(vector, abs=1e-5)
+        # A row that fails behind drafts that are accepted: these stay.
+        params = [SamplingParams(n=2, max_tokens=40, temperature=0.0, structured_outputs={"json": DEAD_END})]
+        for prompt in ([1, 2], last_alone[0]):
+            (mine,) = lonely.generate([prompt], params, use_tqdm=False)
+            (its,) = cluster.generate([prompt], params)
+            assert its.outputs == mine.outputs
+            for output in its.outputs:
+                assert output.text == '{"abc": ' and len(output.token_ids) > 2
+                assert (output.finish_reason, output.stop_reason) == ("error", NO_TEXT)
         cluster.settle()
