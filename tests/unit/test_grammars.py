@@ -12,8 +12,9 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import pytest
 
 from quire import LLM, SamplingParams
@@ -263,6 +264,64 @@ def test_properties_that_cannot_repeat_are_counted(llm: LLM) -> None:
         {"type": "object", "properties": {"a": word, "b": word}, "required": ["a", "b"], "minProperties": 2},
     ):
         llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog", "puppy"] = "dog"
+    friend: Pet | None = None
+
+
+Pet = Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+
+
+class Home(pydantic.BaseModel):
+    pets: list[Pet]
+
+
+def test_the_property_that_tells_alternatives_apart_is_required(llm: LLM) -> None:
+    """Though pydantic does not require it where it has a default."""
+    schema = Home.model_json_schema()
+    before = json.dumps(schema)
+    assert '"oneOf"' in before and '["lives"]' in before
+    for text, is_right in (
+        ('{"pets": [{"kind": "cat", "lives": 9}, {"kind": "puppy", "friend": {"kind": "cat", "lives": 1}}]}', True),
+        ('{"pets": [{"lives": 9}]}', False),
+        ('{"pets": [{"kind": "dog", "friend": {"lives": 9}}]}', False),
+    ):
+        Home.model_validate_json(text) if is_right else None
+        assert allows(llm, schema, text) == is_right
+    assert json.dumps(schema) == before
+    inline = {"oneOf": [{"properties": {"a/b": {"const": f"n{number}"}}, "type": "object"} for number in range(3)]}
+    with pytest.raises(RequestError, match="oneOf"):
+        llm.engine.grammars.compile(StructuredOutputsParams(json=inline))
+    inline["discriminator"] = {"propertyName": "a/b"}  # type: ignore[assignment]
+    assert allows(llm, inline, '{"a/b": "n2"}') and not allows(llm, inline, "{}")
+    named = {
+        "$defs": {f"a/{number}~": each for number, each in enumerate(inline["oneOf"])},
+        "discriminator": {"propertyName": "a/b"},
+        "oneOf": [{"$ref": f"#/$defs/a~1{number}~0"} for number in range(3)],
+    }
+    assert allows(llm, named, '{"a/b": "n2"}') and not allows(llm, named, "{}")
+
+
+@pytest.mark.parametrize(
+    "discriminator", [{}, {"propertyName": ["a"]}, {"propertyName": "b"}, {"propertyName": "a"}], ids=str
+)
+def test_a_discriminator_that_tells_nothing_apart_helps_nothing(llm: LLM, discriminator: Any) -> None:
+    each = {"type": "object", "properties": {"a": {"const": "x"}}}
+    for alternative in (
+        each, {"$ref": "#/$defs/none"}, {"$ref": "#"}, {"$ref": 3}, True, {**each, "required": 3},
+        {"properties": {"a": {"const": "y"}}}, {"type": "object", "properties": {"a": {"const": 1}}},
+        {"type": "object", "properties": {"a": {"enum": ["y", "x"]}}}, {"type": "object", "properties": {"a": True}},
+    ):  # fmt: skip
+        schema = {"oneOf": [alternative, each], "discriminator": discriminator}
+        with pytest.raises(RequestError, match="cannot be honoured"):
+            llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
 
 
 def test_known_formats_are_kept_and_the_library_knows_no_others(llm: LLM) -> None:

@@ -38,12 +38,13 @@ class Unhonoured(ValueError):
 
 def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     """A schema whose JSON is written on one line, with a space after each comma and colon. Formats that are not known
-    are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. Raises Unhonoured.
+    are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. A `oneOf` whose alternatives
+    a `discriminator` tells apart (OpenAPI 3.1; pydantic writes it) becomes an `anyOf`. Raises Unhonoured.
     """
     if schema is False:
         return False
     found = {} if schema is True else dict(schema)
-    open_schemas = [found]
+    open_schemas, told_apart = [found], list[dict[str, Any]]()
     while open_schemas:
         own = open_schemas.pop()
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
@@ -58,10 +59,45 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
             own["pattern"] = without_nul(own["pattern"])
         if isinstance(own.get("patternProperties"), Mapping):
             own["patternProperties"] = {without_nul(key): each for key, each in own["patternProperties"].items()}
+        if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), Mapping):
+            told_apart.append(own)
         for holder, place in _places(own):
             holder[place] = dict(holder[place])
             open_schemas.append(holder[place])
+    for own in told_apart:
+        _tell_apart(own, found)
     return {**found, "x-guidance": JSON_STYLE}
+
+
+def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Makes `anyOf` of a `oneOf` of objects, each with values of its own for the property that the discriminator names.
+    The property is required then, even if it has a default, so that no text has two of the forms.
+    """
+    name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
+    objects, values = [_definition(each, root) for each in alternatives], list[Any]()
+    for each in objects:
+        if not isinstance(each, dict) or each.get("type") != "object" or "anyOf" in schema:
+            return
+        properties, required = each.get("properties"), each.get("required", [])
+        own = properties.get(name) if isinstance(name, str) and isinstance(properties, dict) else None
+        if not isinstance(own, dict) or not isinstance(required, list):
+            return
+        values += own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]
+    if not all(isinstance(value, str) for value in values) or len(set(values)) < len(values):
+        return
+    for each in objects:
+        each["required"] = [*(word for word in each.get("required", []) if word != name), name]
+    schema["anyOf"] = schema.pop("oneOf")
+    del schema["discriminator"]  # which llguidance would not have beside references that go in circles
+
+
+def _definition(schema: Any, root: dict[str, Any]) -> Any:
+    """What a schema refers to, if it only refers to a definition; else the schema."""
+    reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
+    if not isinstance(reference, str) or len(path := reference.split("/")) != 3 or path[0] != "#":
+        return schema
+    named = root.get(path[1]) if path[1] in ("$defs", "definitions") else None
+    return named.get(path[2].replace("~1", "/").replace("~0", "~")) if isinstance(named, dict) else None
 
 
 def without_nul(pattern: str) -> str:
