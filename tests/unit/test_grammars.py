@@ -251,6 +251,18 @@ def test_a_bound_that_is_not_reached_is_not_reached_by_doubles_either(llm: LLM) 
         assert allows(llm, schema, good) and not allows(llm, schema, bad) and float(bad) != float(good)
 
 
+def test_a_count_may_be_written_with_a_point(llm: LLM) -> None:
+    """To JSON Schema 2.0 is an integer."""
+    for word, good, bad in (("minItems", [1, 1], [1]), ("maxItems", [1, 1], [1, 1, 1]), ("minLength", "ab", "a"),
+                            ("maxLength", "ab", "abc")):  # fmt: skip
+        schema = {"type": "array" if "Items" in word else "string", word: 2.0}
+        assert allows(llm, schema, json.dumps(good)) and not allows(llm, schema, json.dumps(bad))
+    for word in ("minProperties", "maxProperties"):
+        llm.engine.grammars.compile(StructuredOutputsParams(json={"type": "object", word: 1.0}))
+    with pytest.raises(RequestError, match="maxItems"):
+        llm.engine.grammars.compile(StructuredOutputsParams(json={"type": "array", "maxItems": 2.5}))
+
+
 def allows(llm: LLM, schema: dict[str, Any], text: str) -> bool:
     matcher = llm.engine.grammars.compile(StructuredOutputsParams(json=schema)).deep_copy()
     ids = llm.tokenizer.encode(text)

@@ -20,6 +20,8 @@ KNOWN_FORMATS = frozenset(
 
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
+_COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
+
 _EXACT = 1 << 53
 """llguidance rounds larger integers of a schema."""
 
@@ -53,6 +55,9 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
             # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
             raise Unhonoured("$id beside $ref: drafts disagree about what it means")
         _check_numbers(own)
+        own.update(
+            {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
+        )
         _close_bounds(own)
         _check_names(own)
         if isinstance(own.get("pattern"), str):
