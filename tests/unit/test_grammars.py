@@ -11,6 +11,7 @@ import re
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ from quire.models.child import Child
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 
+from ..effort import tries
 from ..engines import generate, make_engine
 from ..stores import put_store
 from ..tiny_models import BYTE_VOCAB, save_tiny
@@ -242,13 +244,75 @@ def test_what_the_library_would_not_hold_to_is_refused_by_name(llm: LLM, schema:
             llm.engine.grammars.compile(StructuredOutputsParams(json=each))
 
 
-def test_a_bound_that_is_not_reached_is_not_reached_by_doubles_either(llm: LLM) -> None:
-    for schema, bad, good in (
-        ({"type": "number", "exclusiveMinimum": 1.1}, "1.1000000000000001", "1.1000000000000003"),
-        ({"type": "number", "exclusiveMaximum": 3}, "2.9999999999999999", "2.9999999999999996"),
-        ({"type": "integer", "exclusiveMinimum": 3, "minimum": 5}, "4", "5"),
+def test_bounds_are_those_of_decimals(llm: LLM) -> None:
+    """Also those that are not reached, of which the next double is no bound: 0.99999999999999999 is below 1."""
+    for schema, good, bad in (
+        ({"type": "number", "exclusiveMinimum": 0}, ["0.5", "5"], ["0", "-1", "0.0"]),
+        ({"type": "number", "minimum": 0, "exclusiveMaximum": 1}, ["0", "0.0", "0.99999999999999999"], ["1", "1.0"]),
+        ({"type": "number", "exclusiveMaximum": 0.1}, ["0.09", "-7"], ["0.1", "0.10", "1"]),
+        ({"type": "integer", "minimum": 99, "exclusiveMaximum": 101}, ["99", "100"], ["98", "101"]),
+        ({"type": "integer", "exclusiveMinimum": 3, "minimum": 5}, ["5"], ["3", "4"]),
+        ({"type": "integer", "exclusiveMinimum": -1}, ["0", "7"], ["-1"]),
     ):
-        assert allows(llm, schema, good) and not allows(llm, schema, bad) and float(bad) != float(good)
+        assert all(allows(llm, schema, text) for text in good), schema
+        assert not any(allows(llm, schema, text) for text in bad), schema
+    with pytest.raises(RequestError, match="exclusiveMaximum"):
+        llm.engine.grammars.compile(
+            StructuredOutputsParams(json={"minimum": 7, "exclusiveMaximum": 7, "type": "integer"})
+        )
+
+
+def test_bounds_that_are_not_reached_hold_for_all_numbers(llm: LLM, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(tries(60)):
+        bound = draw.choice([draw.randrange(-200, 1001), draw.randrange(-300, 301) / 100])
+        word, side = draw.choice([("exclusiveMinimum", 1), ("exclusiveMaximum", -1)])
+        kind = draw.choice(["number", "integer"]) if isinstance(bound, int) else "number"
+        schema = {"type": kind, word: bound}
+        step = 1 if kind == "integer" else draw.choice([1, 0.25, 0.01])
+        inside, outside = (
+            Decimal(str(bound)) + side * Decimal(str(step)),
+            Decimal(str(bound)) - side * Decimal(str(step)),
+        )
+        assert allows(llm, schema, str(inside)), (schema, inside)
+        assert not allows(llm, schema, str(bound)) and not allows(llm, schema, str(outside)), (schema, outside)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "uniqueItems: not supported (at properties.a.items)"),
+        ({"items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "oneOf: a text could have two of its"),
+        ({"items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "of its own (at items)"),
+        ({"type": "string", "pattern": r"(?=\d)[a.]"}, r"not supported, in (?=\d)[a.]"),
+        ({"items": {"type": "string", "pattern": "(a"}, "prefixItems": [{"type": "string", "pattern": "b"}]},
+         "pattern: unclosed group, in (a (at items)"),
+        ({"type": "object", "patternProperties": {"[b-a]": True}}, "patternProperties: invalid character class range"),
+        ({"$ref": "#/$defs/a"}, "$ref: Pointer '/$defs/a' does not exist"),
+        ({"$ref": "http://x/y"}, "$ref: http://x/y is not known, and nothing is fetched"),
+        ({"$schema": "http://x/z", "type": "string"}, "$schema: http://x/z is not known, and nothing is fetched"),
+        ({"items": {"const": 2**60}}, "const: integers beyond 2^53 are rounded (at items)"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)  # fmt: skip
+def test_a_refusal_says_what_is_wrong_and_where(llm: LLM, schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
+        llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
+
+
+def test_refusals_have_nothing_of_how_forms_are_written_for_the_library(llm: LLM) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(90):
+        nested = {"type": "object", "properties": {"a": nested}}
+    for wanted, reason in (
+        ({"json": nested}, "it is nested too deep for llguidance, which takes some 60 objects in one another"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "a\n(?=b)"}, "look-around, including look-ahead and look-behind, is not supported"),
+        ({"grammar": "root ::= " + "(" * 500 + '"a"' + ")" * 500}, "it is nested too deep"),
+        ({"grammar": "start: <|im_end|>"}, 'at 1(8): unknown special token: "<|im_end|>"'),
+    ):
+        with pytest.raises(RequestError, match=f"cannot be honoured: {re.escape(reason)}$"):
+            llm.engine.grammars.compile(StructuredOutputsParams(**wanted))
 
 
 def test_a_count_may_be_written_with_a_point(llm: LLM) -> None:
@@ -591,6 +655,26 @@ def test_bombs_make_way_for_what_has_not_been_tried() -> None:
     assert [type(each) for each in errors] == [RequestError] * 3 + [type(None)]
     assert ended == ["bomb 20", "usual", "bomb 18", "bomb 19", "bomb 21"]
     assert grammars._num_waiting == 0 and not grammars._todo
+
+
+def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    tried: list[str] = []
+    before = grammars._try
+
+    def counted(wanted: StructuredOutputsParams, seconds: float) -> bool:
+        tried.append(wanted.text)
+        return before(wanted, seconds)
+
+    monkeypatch.setattr(grammars, "_try", counted)
+    wanted = [StructuredOutputsParams(json={"const": f"number {number % 50}"}) for number in range(100)]
+    wanted += [StructuredOutputsParams(json={"contains": True})] * 3
+    found = [grammars.prepare(each) for each in wanted]
+    assert all(each.result() is not None for each in found[:100])
+    assert all("contains" in str(each.exception()) for each in found[100:])
+    assert len(tried) == len({*tried}) == 51
+    assert grammars._num_waiting == 0
 
 
 def children_seconds() -> float:

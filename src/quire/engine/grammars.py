@@ -57,8 +57,8 @@ MAX_BYTES = 512 << 20
 MAX_GBNF_CHARS = 8192
 """Most characters of a grammar in GBNF: the converter's time grows with the square of its rules."""
 
-MAX_WAITING = 32
-"""Grammars that wait to be compiled."""
+MAX_WAITING = 128
+"""Requests whose grammars wait to be compiled."""
 
 LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
 """A fifth of the library's own states. No schema of the JSON Schema Test Suite needs 2,000 within 60 tokens."""
@@ -126,13 +126,9 @@ class Grammars:
         that they hold up nothing else. Raises QueueFullError if too many wait.
         """
         found: Future[LLMatcher] = Future()
-        key = _key(wanted)
         with self._lock:
-            if (kept := self._kept.get(key)) is not None:
-                found.set_result(kept)
-                return found
-            if (refusal := self._refused.get(key)) is not None:
-                found.set_exception(RequestError(refusal, "structured_outputs"))
+            if (known := self._known(wanted)) is not None:
+                _settle(found, known)
                 return found
             if self._num_waiting >= MAX_WAITING:
                 raise QueueFullError(f"{self._num_waiting} grammars wait to be compiled; try again later")
@@ -142,6 +138,13 @@ class Grammars:
         found.add_done_callback(self._has_compiled)
         self._add(FIRST_SECONDS, wanted, found)
         return found
+
+    def _known(self, wanted: StructuredOutputsParams) -> LLMatcher | RequestError | None:
+        """What is kept of a form, or why it was refused. Needs the lock."""
+        key = _key(wanted)
+        if (refusal := self._refused.get(key)) is not None:
+            return RequestError(refusal, "structured_outputs")
+        return self._kept.get(key)
 
     def _add(self, seconds: float, wanted: StructuredOutputsParams, found: Future[LLMatcher]) -> None:
         assert self._compiler is not None
@@ -153,26 +156,22 @@ class Grammars:
         """Compiles the next grammar, if it takes neither too much time nor too much memory."""
         with self._lock:
             seconds, _, wanted, found = heapq.heappop(self._todo)
+            result: LLMatcher | BaseException | None = self._known(wanted)  # another request may have wanted the same
         if found.cancelled():
             return
-        made: LLMatcher | None = None
-        error: BaseException | None = None
-        try:
-            if not self._try(wanted, seconds):
-                self._add(MAX_SECONDS, wanted, found)
-                return
-            made = self.compile(wanted)
-        except RequestError as refusal:
-            self._remember(wanted, refusal)
-            error = refusal
-        except BaseException as failure:
-            error = failure
-        if not found.set_running_or_notify_cancel():
-            return
-        if made is None:
-            found.set_exception(error)
-        else:
-            found.set_result(made)
+        if result is None:
+            try:
+                if not self._try(wanted, seconds):
+                    self._add(MAX_SECONDS, wanted, found)
+                    return
+                result = self.compile(wanted)
+            except RequestError as refusal:
+                self._remember(wanted, refusal)
+                result = refusal
+            except BaseException as failure:
+                result = failure
+        if found.set_running_or_notify_cancel():
+            _settle(found, result)
 
     def _remember(self, wanted: StructuredOutputsParams, refusal: RequestError) -> None:
         with self._lock:
@@ -442,11 +441,28 @@ def _as_lark(text: str) -> str:
 _LARK = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*(\[[^\]]*\][ \t]*)?:(?!:))")
 
 
+def _settle(found: Future[LLMatcher], result: LLMatcher | BaseException) -> None:
+    if isinstance(result, BaseException):
+        found.set_exception(result)
+    else:
+        found.set_result(result)
+
+
 def _refused(wanted: StructuredOutputsParams, reason: str) -> RequestError:
+    if wanted.way == "json":
+        reason = schemas.explained(json.loads(wanted.text), reason)
+    elif (wrong := _BAD_EXPRESSION.search(reason)) is not None:
+        reason = wrong[1]
+    elif reason.startswith("maximum recursion depth"):
+        reason = "it is nested too deep"
+    reason = reason.partition("; following special tokens are available")[0]
     what = {"json": "the schema", "json_object": "a JSON object"}.get(wanted.way, wanted.way)
     return RequestError(
         f"structured_outputs: {what} cannot be honoured: {' '.join(reason.split())[:400]}", "structured_outputs"
     )
+
+
+_BAD_EXPRESSION = re.compile(r"regex parse error:\n(?:.*\n)+?error: (.*)")
 
 
 def _first_line(text: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 JSON_STYLE: Any = {
@@ -46,29 +46,28 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     if schema is False:
         return False
     found = {} if schema is True else dict(schema)
-    open_schemas, told_apart = [found], list[dict[str, Any]]()
+    open_schemas, told_apart = [("", found)], list[dict[str, Any]]()
     while open_schemas:
-        own = open_schemas.pop()
+        path, own = open_schemas.pop()
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
         if own is not found and "$id" in own and "$ref" in own:
             # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
-            raise Unhonoured("$id beside $ref: drafts disagree about what it means")
-        _check_numbers(own)
+            raise Unhonoured("$id beside $ref: drafts disagree about what it means" + _at(path))
+        if (reason := _rounded(own) or _repeated(own)) is not None:
+            raise Unhonoured(reason + _at(path))
         own.update(
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
-        _close_bounds(own)
-        _check_names(own)
         if isinstance(own.get("pattern"), str):
             own["pattern"] = without_nul(own["pattern"])
         if isinstance(own.get("patternProperties"), Mapping):
             own["patternProperties"] = {without_nul(key): each for key, each in own["patternProperties"].items()}
         if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), Mapping):
             told_apart.append(own)
-        for holder, place in _places(own):
+        for name, holder, place in _places(own):
             holder[place] = dict(holder[place])
-            open_schemas.append(holder[place])
+            open_schemas.append((f"{path}.{name}" if path else name, holder[place]))
     for own in told_apart:
         _tell_apart(own, found)
     return {**found, "x-guidance": JSON_STYLE}
@@ -144,49 +143,101 @@ def _class_end(pattern: str, place: int) -> int:
     return len(pattern)
 
 
-def _check_numbers(schema: Mapping[str, Any]) -> None:
+def _rounded(schema: Mapping[str, Any]) -> str | None:
+    """Why the numbers of a schema cannot be honoured, if so."""
     values = [(word, schema.get(word)) for word in (*_LIMITS, "const", "enum")]
     while values:
         word, value = values.pop()
         if isinstance(value, int) and abs(value) > _EXACT:
-            raise Unhonoured(f"{word}: integers beyond 2^53 are rounded")
+            return f"{word}: integers beyond 2^53 are rounded"
         if word in ("const", "enum") and isinstance(value, list | Mapping):
             values += ((word, each) for each in (value.values() if isinstance(value, Mapping) else value))
+    return None
 
 
-def _close_bounds(schema: dict[str, Any]) -> None:
-    """Puts the next double in place of a bound that is not reached. A decimal between both is read as the bound."""
-    for given, word, side, closer in (
-        ("exclusiveMinimum", "minimum", math.inf, max),
-        ("exclusiveMaximum", "maximum", -math.inf, min),
-    ):
-        bound, other = schema.get(given), schema.get(word, -side)
-        if isinstance(bound, int | float) and not isinstance(bound, bool) and isinstance(other, int | float):
-            schema[word] = closer(math.nextafter(bound, side), other)
-            del schema[given]
-
-
-def _check_names(schema: Mapping[str, Any]) -> None:
-    """Names that are not listed may come twice."""
+def _repeated(schema: Mapping[str, Any]) -> str | None:
+    """Why the number of properties cannot be honoured, if so. Names that are not listed may come twice."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
     if isinstance(least, int | float) and least > max(1, num_required) and is_open:
-        raise Unhonoured("minProperties: names that are not listed may come twice, so only required ones are counted")
+        return "minProperties: names that are not listed may come twice, so only required ones are counted"
+    return None
 
 
-def _places(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields where the subschemas of a schema stand that are objects: (list or object, index or name). Puts a copy of
-    each such list or object into the schema first, so that writing to it does not change the original.
+def explained(schema: Any, error: str) -> str:
+    """What llguidance says against a schema, by the name of the keyword and with its place, where that can be found."""
+    error = error.strip()
+    if (found := _UNKNOWN_KEYS.match(error)) is not None:
+        words = json.loads(found[1])
+        return f"{', '.join(words)}: not supported{_at(_place(schema, lambda own: words[0] in own))}"
+    if error.startswith("oneOf constraints"):
+        reason = (
+            "a text could have two of its forms; use anyOf, or give each a required property with a const of its own"
+        )
+        return f"oneOf: {reason}{_at(_place(schema, lambda own: 'oneOf' in own))}"
+    if error.startswith("recursion limit exceeded"):
+        return "it is nested too deep for llguidance, which takes some 60 objects in one another"
+    if (found := _ELSEWHERE.match(error)) is not None:
+        is_draft = str(schema.get("$schema", "")).startswith(found[1])
+        return f"{'$schema' if is_draft else '$ref'}: {found[1]} is not known, and nothing is fetched"
+    if error.startswith(("Pointer ", "Anchor ")):
+        return f"$ref: {error}"
+    if (wrong := _EXPRESSION.search(error)) is not None:
+        given = list(_expressions(schema))
+        exact = [each for each in given if wrong[1] in (each[1], without_nul(each[1]))]
+        for word, expression, path in exact or given[: len(given) == 1]:
+            return f"{word}: {wrong[2]}, in {expression}{_at(path)}"
+        return f"pattern: {wrong[2]}"
+    return error
+
+
+def _expressions(schema: Any) -> Iterator[tuple[str, str, str]]:
+    """The regular expressions of a schema: keyword, expression and place."""
+    for path, own in _subschemas(schema):
+        if isinstance(own.get("pattern"), str):
+            yield "pattern", own["pattern"], path
+        if isinstance(own.get("patternProperties"), Mapping):
+            yield from (("patternProperties", each, path) for each in own["patternProperties"])
+
+
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*?\])")
+_ELSEWHERE = re.compile(r"Resource '(.*?)' is not present in a registry")
+_EXPRESSION = re.compile(r"regex parse error:\n +(.*)\n[ ^]+\nerror: (.*)")
+
+
+def _at(path: str | None) -> str:
+    return f" (at {path})" if path else ""
+
+
+def _place(schema: Any, is_meant: Callable[[Mapping[str, Any]], bool]) -> str | None:
+    """Where the first subschema stands that is meant."""
+    return next((path for path, own in _subschemas(schema) if is_meant(own)), None)
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All schemas in a schema that are objects, with their places."""
+    todo = [("", dict(schema))] if isinstance(schema, Mapping) else []
+    while todo:
+        path, own = todo.pop(0)
+        yield path, own
+        todo += [(f"{path}.{name}" if path else name, dict(holder[at])) for name, holder, at in _places(own)]
+
+
+def _places(schema: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields where the subschemas of a schema stand that are objects: a name, the list or object, and the index or key.
+    Puts a copy of each such list or object into the schema first, so that writing to it does not change the original.
     """
     for word in _SCHEMA:
         if isinstance(schema.get(word), Mapping):
-            yield schema, word
+            yield word, schema, word
     for word in _SCHEMAS:
         if isinstance(schema.get(word), list):
             schema[word] = several = list(schema[word])
-            yield from ((several, place) for place, each in enumerate(several) if isinstance(each, Mapping))
+            for place, each in enumerate(several):
+                if isinstance(each, Mapping):
+                    yield f"{word}[{place}]", several, place
     for word in _NAMED_SCHEMAS:
         if isinstance(schema.get(word), Mapping):
             schema[word] = named = dict(schema[word])
-            yield from ((named, name) for name, each in named.items() if isinstance(each, Mapping))
+            yield from ((f"{word}.{name}", named, name) for name, each in named.items() if isinstance(each, Mapping))
