@@ -10,6 +10,7 @@ import pytest
 
 from quire.config import ServeConfig
 from quire.server import bodies, structure
+from quire.server.chat_schema import ChatRequest
 from quire.server.errors import ApiError
 from quire.server.structure import check_structure
 from tests.effort import tries
@@ -77,6 +78,13 @@ def test_levels_are_counted_over_slices():
     check_structure(b"[[], " * 199 + b" " * 200_000 + b"[]" + b"]" * 199)
     with pytest.raises(ApiError, match="200 levels"):
         check_structure(b"[" * 150 + b" " * 200_000 + b"[" * 51)
+
+
+def test_a_small_body_with_too_many_levels_is_no_invalid_one():
+    """Small ones are not counted; the parser stops."""
+    with pytest.raises(ApiError, match="the body has more than 200 levels") as refusal:
+        bodies._parse(bytearray(b'{"a": ' * 300 + b"1" + b"}" * 300), ChatRequest)
+    assert refusal.value.code == "body_too_complex"
 
 
 def test_what_stands_in_strings_is_not_counted():

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from quire.server.errors import ApiError, ClientDisconnected, api_error, bad_request
-from quire.server.structure import check_structure
+from quire.server.structure import MAX_DEPTH, check_structure, too_complex
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -270,6 +270,8 @@ def _parse(body: bytearray, model: type[Body]) -> Body:
     try:
         parsed = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
+        if "recursion limit" in str(error):
+            raise too_complex("levels", MAX_DEPTH) from error
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
     try:
         return model.model_validate(parsed)

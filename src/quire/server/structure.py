@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from quire.server.errors import bad_request
+from quire.server.errors import ApiError, bad_request
 
 MAX_VALUES = 2**20
 """Values, counted by commas. The largest honest request, a prompt of a million token ids, takes 40 MB once parsed."""
@@ -59,7 +59,12 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 def _check(what: str, count: int, most: int) -> None:
     if count > most:
-        raise bad_request(f"the body has more than {most} {what}; send less in one request", code="body_too_complex")
+        raise too_complex(what, most)
+
+
+def too_complex(what: str, most: int) -> ApiError:
+    """The error of a body with too many of something."""
+    return bad_request(f"the body has more than {most} {what}; send less in one request", code="body_too_complex")
 
 
 def _outside_strings(text: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
