@@ -245,6 +245,22 @@ async def test_a_call_that_a_stop_string_or_the_limit_cuts_is_not_said_to_be_who
             assert found["incomplete_details"] == (None if reason is None else {"reason": reason})
 
 
+async def test_what_is_beside_tools_is_refused_by_its_name_and_their_size_is_limited(folder, tmp_path):
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+    async with real_server(folder, options_of("generic", tmp_path)) as (_, _, http):
+        for grammar in ("hello", "root ::= x " * 2000, 'start: "a"'):
+            body = {"messages": [USER], "tools": [tool], "structured_outputs": {"grammar": grammar}}
+            error = (await http.post(PATH, json=body)).json()["error"]
+            assert "a grammar cannot be combined with tools" in error["message"], error
+        many = {"type": "string", "pattern": "\\p{" * 90_000}
+        tool["function"] |= {"parameters": {"type": "object", "properties": {"a": many}}}
+        answer = await http.post(PATH, json={"messages": [USER], "tools": [tool], "tool_choice": "required"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tools") and "at most 262,144 are allowed" in error[
+            "message"
+        ]
+
+
 async def test_an_error_of_a_form_that_nothing_has_names_the_field(folder, tmp_path):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
     async with real_server(folder, options_of("generic", tmp_path)) as (_, _, http):

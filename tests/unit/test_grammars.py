@@ -9,6 +9,7 @@ import os
 import random
 import re
 import time
+import tracemalloc
 from concurrent.futures import Future
 from dataclasses import replace
 from decimal import Decimal
@@ -313,6 +314,59 @@ def test_refusals_have_nothing_of_how_forms_are_written_for_the_library(llm: LLM
     ):
         with pytest.raises(RequestError, match=f"cannot be honoured: {re.escape(reason)}$"):
             llm.engine.grammars.compile(StructuredOutputsParams(**wanted))
+
+
+def test_a_listed_name_cannot_come_as_another_one(llm: LLM) -> None:
+    """By an escape: who reads the JSON has the name twice then."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "é\n": {"const": 1}},
+        "patternProperties": {"^x": {}},
+    }
+    for text, is_right in (
+        ('{"a": "x", "b": 3}', True), ('{"a": "x", "\\u0061": 3}', False), ('{"\\u00e9\\n": 2}', False),
+        ('{"b\\n": 2}', True), ('{"\\u0078": 2}', False), ('{"é\\u000a": 2}', False), ('{"a\\/": 2}', False),
+    ):  # fmt: skip
+        assert allows(llm, schema, text) == is_right, text
+
+
+@pytest.mark.parametrize("text", ["a\x01b", "\x7f", "\x1f\n"])
+def test_control_characters_can_be_asked_for(llm: LLM, text: str) -> None:
+    escaped = "".join(f"\\x{ord(each):02x}" for each in text)
+    for schema in (
+        {"const": text}, {"enum": [[text]]}, {"type": "string", "pattern": f"^{text}$"},
+        {"type": "string", "pattern": f"^{escaped}$"},
+    ):  # fmt: skip
+        assert allows(llm, schema, json.dumps([text] if "enum" in schema else text)), schema
+    assert allows(llm, {"properties": {text: {"const": 1}}, "type": "object"}, json.dumps({text: 1}))
+
+
+def test_what_a_reference_points_to_is_a_schema_wherever_it_stands(llm: LLM) -> None:
+    for schema, word in (({"const": 2**53 + 1}, "const"), ({"type": "object", "minProperties": 2}, "minProperties")):
+        for reference, places in (("#/x", {"x": schema}), ("#/a~1b/0/c%20d", {"a/b": [{"c d": schema}]})):
+            with pytest.raises(RequestError, match=f"{word}: "):
+                llm.engine.grammars.compile(StructuredOutputsParams(json={"$ref": reference, **places}))
+    unknown = {"$ref": "#/components/x", "components": {"x": {"type": "string", "format": "color"}}}
+    assert allows(llm, unknown, '"red"')
+
+
+@pytest.mark.parametrize("piece", ["\\p{", "[", "\\", "(", "{", "[^", "\\p{a}", "[[:"])
+def test_any_long_expression_is_rewritten_in_linear_time(piece: str) -> None:
+    begun = time.process_time()
+    schemas.without_nul(piece * (200_000 // len(piece)))
+    assert time.process_time() - begun < 2
+
+
+def test_long_names_are_not_kept_for_each_schema() -> None:
+    long = {"properties": {"k" * 100_000: {"properties": {f"a{number}": {} for number in range(9000)}}}}
+    tracemalloc.start()
+    schemas.written(long)
+    assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    tracemalloc.stop()
+    long["properties"]["k" * 100_000]["properties"]["z"] = {"$id": "a", "$ref": "#"}
+    with pytest.raises(schemas.Unhonoured) as refusal:
+        schemas.written(long)
+    assert str(refusal.value).endswith("k....properties.z)") and len(str(refusal.value)) < 400
 
 
 def test_a_count_may_be_written_with_a_point(llm: LLM) -> None:

@@ -33,8 +33,8 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
-def read(format_: ToolFormat, text: str, cuts: list[int]) -> list[Part]:
-    parser, found = CallParser(format_, NAMES), list[Part]()
+def read(format_: ToolFormat, text: str, cuts: list[int], **how: bool) -> list[Part]:
+    parser, found = CallParser(format_, NAMES, **how), list[Part]()  # type: ignore[arg-type]
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += parser.push(text[begin:end])
     return found + parser.flush()
@@ -189,6 +189,24 @@ def test_of_forced_calls_that_are_cut_off_no_syntax_is_text(name: str) -> None:
         assert said == "" or any(mark.startswith(said) and mark != said for mark in format_.marks), (whole[:end], said)
         is_whole = [arguments == call.arguments for (_, arguments), call in zip(found, calls, strict=False)]
         assert parser.is_cut == (not all(is_whole)), whole[:end]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_beside_a_form_an_answer_is_either_calls_or_text(name: str, seed: int) -> None:
+    """Text that holds what looks like a call, or begins like one, stays as it is."""
+    draw, format_ = random.Random(seed), EVERY[name]
+    calls = format_.write([Call("", "add", '{"a": 1}')])
+    for text in (
+        *(f'"see {opener} [{{' for opener in (*format_.also, format_.opens, *format_.marks)), f"word {calls}",
+        f" {calls}",
+        format_.opens[:5], f"x{format_.opens[:5]}", '{"na', '{"name": "b", "c": 1}', f"x {calls} y", "", " ", "a \n",
+    ):  # fmt: skip
+        for _ in range(10):
+            found = gathered(read(format_, text, cuts_of(draw, text), is_exact=True, is_either=True))
+            assert found == (text, []), text
+    for _ in range(10):
+        found = gathered(read(format_, calls, cuts_of(draw, calls), is_exact=True, is_either=True))
+        assert found == ("", [("add", '{"a": 1}')])
 
 
 def test_a_format_is_known_by_the_template() -> None:

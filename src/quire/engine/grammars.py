@@ -396,11 +396,11 @@ def _mark(text: str, token_id: int | None) -> tuple[str, bool]:
 
 def term_of(wanted: StructuredOutputsParams) -> str:
     """The form as a term of Lark. Raises RequestError for a grammar, which has rules of its own."""
+    if wanted.way == "grammar":
+        raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
     found = _form(wanted)
     if "json_schema" in found:
         return f"%json {json.dumps(found['json_schema'])}"
-    if wanted.way == "grammar":
-        raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
     return str(found["lark_grammar"]).removeprefix("start: ")
 
 

@@ -1,4 +1,4 @@
-"""Computes which tokens grammars allow next, on as many threads as the processor has cores for it."""
+"""Computes which tokens grammars allow next, on several threads."""
 
 from __future__ import annotations
 
@@ -100,5 +100,7 @@ class PendingMask:
                 raise QuireError(NO_TEXT if "NoExtensionBias" in error else f"{TOO_COMPLEX}: {error}")
         except BaseException as error:
             self._words.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
         else:
             self._words.set_result(words)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-JSON_STYLE: Any = {
+JSON_STYLE: dict[str, Any] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
-    "lenient": False,
+    "lenient": False, "json_allowed_escapes": 'bfnrt\\"',
 }  # fmt: skip
-"""How JSON is written, and that schemas are honoured whole or refused."""
+"""How JSON is written, and that schemas are honoured whole or refused. By an escape such as `\\u0061` a name that is
+listed could come as one that is not."""
+
+_NEEDS_UNICODE_ESCAPES = re.compile(r"\\u00(?:[01]|7f)|\\\\[xu]")
+"""In the JSON of schemas with control characters that no other escape writes."""
 
 KNOWN_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
@@ -45,32 +51,29 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     """
     if schema is False:
         return False
-    found = {} if schema is True else dict(schema)
-    open_schemas, told_apart = [("", found)], list[dict[str, Any]]()
-    while open_schemas:
-        path, own = open_schemas.pop()
+    text = "{}" if schema is True else json.dumps(schema)
+    found: dict[str, Any] = json.loads(text)
+    for link, own in list(_subschemas(found)):
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
         if own is not found and "$id" in own and "$ref" in own:
             # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
-            raise Unhonoured("$id beside $ref: drafts disagree about what it means" + _at(path))
+            raise Unhonoured("$id beside $ref: drafts disagree about what it means" + _at(link))
         if (reason := _rounded(own) or _repeated(own)) is not None:
-            raise Unhonoured(reason + _at(path))
+            raise Unhonoured(reason + _at(link))
         own.update(
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
         if isinstance(own.get("pattern"), str):
             own["pattern"] = without_nul(own["pattern"])
-        if isinstance(own.get("patternProperties"), Mapping):
+        if isinstance(own.get("patternProperties"), dict):
             own["patternProperties"] = {without_nul(key): each for key, each in own["patternProperties"].items()}
-        if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), Mapping):
-            told_apart.append(own)
-        for name, holder, place in _places(own):
-            holder[place] = dict(holder[place])
-            open_schemas.append((f"{path}.{name}" if path else name, holder[place]))
-    for own in told_apart:
-        _tell_apart(own, found)
-    return {**found, "x-guidance": JSON_STYLE}
+        if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
+            _tell_apart(own, found)
+    style = dict(JSON_STYLE)
+    if _NEEDS_UNICODE_ESCAPES.search(text):
+        del style["json_allowed_escapes"]
+    return {**found, "x-guidance": style}
 
 
 def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> None:
@@ -96,12 +99,25 @@ def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> None:
 
 
 def _definition(schema: Any, root: dict[str, Any]) -> Any:
-    """What a schema refers to, if it only refers to a definition; else the schema."""
-    reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
-    if not isinstance(reference, str) or len(path := reference.split("/")) != 3 or path[0] != "#":
-        return schema
-    named = root.get(path[1]) if path[1] in ("$defs", "definitions") else None
-    return named.get(path[2].replace("~1", "/").replace("~0", "~")) if isinstance(named, dict) else None
+    """What a schema refers to, if it only refers to something; else the schema."""
+    is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
+    return _pointed(schema["$ref"], root) if is_reference else schema
+
+
+def _pointed(reference: Any, root: dict[str, Any]) -> Any:
+    """What a JSON pointer points to (RFC 6901, section 6); None if it is another reference, or points nowhere."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for word in reference[2:].split("/"):
+        name = unquote(word).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
 
 
 def without_nul(pattern: str) -> str:
@@ -123,7 +139,7 @@ def without_nul(pattern: str) -> str:
     return "".join(found)
 
 
-_NAMED_CLASS = re.compile(r"\\[pP](\{[^}]*\}|.)", re.DOTALL)
+_NAMED_CLASS = re.compile(r"\\[pP](\{[^{}]{0,64}\}|.)", re.DOTALL)
 
 
 def _class_end(pattern: str, place: int) -> int:
@@ -186,19 +202,19 @@ def explained(schema: Any, error: str) -> str:
     if (wrong := _EXPRESSION.search(error)) is not None:
         given = list(_expressions(schema))
         exact = [each for each in given if wrong[1] in (each[1], without_nul(each[1]))]
-        for word, expression, path in exact or given[: len(given) == 1]:
-            return f"{word}: {wrong[2]}, in {expression}{_at(path)}"
+        for word, expression, link in exact or given[: len(given) == 1]:
+            return f"{word}: {wrong[2]}, in {expression}{_at(link)}"
         return f"pattern: {wrong[2]}"
     return error
 
 
-def _expressions(schema: Any) -> Iterator[tuple[str, str, str]]:
+def _expressions(schema: Any) -> Iterator[tuple[str, str, Link | None]]:
     """The regular expressions of a schema: keyword, expression and place."""
-    for path, own in _subschemas(schema):
+    for link, own in _subschemas(schema):
         if isinstance(own.get("pattern"), str):
-            yield "pattern", own["pattern"], path
+            yield "pattern", own["pattern"], link
         if isinstance(own.get("patternProperties"), Mapping):
-            yield from (("patternProperties", each, path) for each in own["patternProperties"])
+            yield from (("patternProperties", each, link) for each in own["patternProperties"])
 
 
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*?\])")
@@ -206,38 +222,46 @@ _ELSEWHERE = re.compile(r"Resource '(.*?)' is not present in a registry")
 _EXPRESSION = re.compile(r"regex parse error:\n +(.*)\n[ ^]+\nerror: (.*)")
 
 
-def _at(path: str | None) -> str:
-    return f" (at {path})" if path else ""
+class Link(NamedTuple):
+    """Where a subschema stands: in which other one, None for the outermost, and where there."""
+
+    parent: Link | None
+    name: str
 
 
-def _place(schema: Any, is_meant: Callable[[Mapping[str, Any]], bool]) -> str | None:
+def _at(link: Link | None) -> str:
+    names: list[str] = []
+    while link is not None:
+        names.append(link.name if len(link.name) <= 60 else link.name[:60] + "...")
+        link = link.parent
+    path = ".".join(names[::-1])
+    return f" (at {path if len(path) <= 200 else '...' + path[-200:]})" if names else ""
+
+
+def _place(schema: Any, is_meant: Callable[[Mapping[str, Any]], bool]) -> Link | None:
     """Where the first subschema stands that is meant."""
-    return next((path for path, own in _subschemas(schema) if is_meant(own)), None)
+    return next((link for link, own in _subschemas(schema) if is_meant(own)), None)
 
 
-def _subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All schemas in a schema that are objects, with their places."""
-    todo = [("", dict(schema))] if isinstance(schema, Mapping) else []
-    while todo:
-        path, own = todo.pop(0)
-        yield path, own
-        todo += [(f"{path}.{name}" if path else name, dict(holder[at])) for name, holder, at in _places(own)]
-
-
-def _places(schema: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields where the subschemas of a schema stand that are objects: a name, the list or object, and the index or key.
-    Puts a copy of each such list or object into the schema first, so that writing to it does not change the original.
+def _subschemas(root: Any) -> Iterator[tuple[Link | None, dict[str, Any]]]:
+    """All schemas in a schema that are objects, with their places, outer ones first: where keywords have schemas, and
+    where references point to.
     """
-    for word in _SCHEMA:
-        if isinstance(schema.get(word), Mapping):
-            yield word, schema, word
-    for word in _SCHEMAS:
-        if isinstance(schema.get(word), list):
-            schema[word] = several = list(schema[word])
-            for place, each in enumerate(several):
-                if isinstance(each, Mapping):
-                    yield f"{word}[{place}]", several, place
-    for word in _NAMED_SCHEMAS:
-        if isinstance(schema.get(word), Mapping):
-            schema[word] = named = dict(schema[word])
-            yield from ((f"{word}.{name}", named, name) for name, each in named.items() if isinstance(each, Mapping))
+    todo: deque[tuple[Link | None, Any]] = deque([(None, root)])
+    seen = set[int]()
+    while todo:
+        link, own = todo.popleft()
+        if not isinstance(own, dict) or id(own) in seen:
+            continue
+        seen.add(id(own))
+        yield link, own
+        if isinstance(reference := own.get("$ref"), str):
+            todo.append((Link(None, reference), _pointed(reference, root)))
+        for word in _SCHEMA:
+            todo.append((Link(link, word), own.get(word)))
+        for word in _SCHEMAS:
+            if isinstance(several := own.get(word), list):
+                todo += ((Link(link, f"{word}[{place}]"), each) for place, each in enumerate(several))
+        for word in _NAMED_SCHEMAS:
+            if isinstance(named := own.get(word), dict):
+                todo += ((Link(link, f"{word}.{name}"), each) for name, each in named.items())

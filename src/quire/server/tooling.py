@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.grammars import term_of
 from quire.engine.schemas import Unhonoured, written
-from quire.engine.structured import StructuredOutputsParams
+from quire.engine.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.chat_schema import ChatRequest
 from quire.server.protocol import Engine, Tokenizer
@@ -35,6 +36,7 @@ class Tooling:
     structure      what the text behind the reasoning must be
     shows_special  whether calls are written with special tokens
     is_parallel    whether an answer may have several calls
+    has_form       whether an answer is either calls or a text with a form
     """
 
     tokenizer: Tokenizer
@@ -45,6 +47,7 @@ class Tooling:
     structure: StructuredOutputsParams | None = None
     shows_special: bool = False
     is_parallel: bool = True
+    has_form: bool = False
 
     @classmethod
     def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
@@ -61,6 +64,11 @@ class Tooling:
         params = tuple(f"tools[{index}].{inner}" for index in range(len(tools)))
         special = tokenizer.special_id
         wanted = body.structure()
+        held = [tool for tool in tools if tool.strict or choice.mode == "required"]
+        num_chars = sum(len(json.dumps(tool.parameters)) for tool in held)
+        if num_chars > MAX_GRAMMAR_CHARS:
+            reason = f"parameters of tools have {num_chars:,} characters; at most {MAX_GRAMMAR_CHARS:,} are allowed"
+            raise RequestError(f"'tools': {reason}", "tools")
         try:
             grammar = format_.grammar(tools, choice, special, None if wanted is None else term_of(wanted))
         except Unhonoured as error:
@@ -68,7 +76,8 @@ class Tooling:
         structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         shows = any(special(mark) is not None for mark in format_.marks)
         shows = shows or (reasoning is not None and special(reasoning.ends) is not None)
-        return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel)
+        has_form = wanted is not None and choice.mode == "auto"
+        return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel, has_form)
 
     def reader(self, prompt_ids: Sequence[int]) -> AnswerReader:
         """For one answer to a prompt."""
@@ -76,7 +85,8 @@ class Tooling:
         if self.tools:
             names = {tool.name for tool in self.tools}
             most = None if self.is_parallel else 1
-            calls = CallParser(self.format, names, most=most, is_exact=self.structure is not None)
+            is_exact = self.structure is not None
+            calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_form)
         if self.reasoning is None:
             return AnswerReader(None, calls)
         return AnswerReader(ReasoningParser(self.reasoning, is_inside=self._has_begun(prompt_ids)), calls)

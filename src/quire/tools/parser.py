@@ -63,15 +63,22 @@ class CallParser:
     """
 
     def __init__(
-        self, format_: ToolFormat, names: Collection[str], *, most: int | None = None, is_exact: bool = False
+        self,
+        format_: ToolFormat,
+        names: Collection[str],
+        *,
+        most: int | None = None,
+        is_exact: bool = False,
+        is_either: bool = False,
     ) -> None:
         """most: calls that an answer may have; what else looks like one is text. is_exact: whether only what is written
-        as a grammar writes it is a call.
+        as a grammar writes it is a call. is_either: whether an answer that does not begin with a call has none.
         """
         self._format = format_
         self._names = names
         self._most = most
         self._is_exact = is_exact
+        self._is_either = is_either
         openers = {format_.opens, *(() if is_exact else format_.also)} - {""}
         self._openers = sorted(openers, key=len, reverse=True)
         between, closes = (format_.between or "").strip(), format_.closes.strip()
@@ -116,7 +123,8 @@ class CallParser:
         """What is left when the answer has ended."""
         found: list[Part] = []
         left = self._raw + self._held
-        if self._state in ("head", "text") and not (self._is_exact and self._is_syntax(left.strip())):
+        is_syntax = self._is_exact and not self._is_either and self._is_syntax(left.strip())
+        if self._state in ("head", "text") and not is_syntax:
             self._say(left, found)
             if self._blank:
                 found.append(Text(self._blank))
@@ -131,7 +139,7 @@ class CallParser:
     # ---- states: each takes what it can of the held text, and says whether there may be more to take ----------------
 
     def _text_step(self, found: list[Part]) -> bool:
-        if self.num_calls == self._most:
+        if self.num_calls == self._most or (self._is_either and not self._may_begin()):
             self._say(self._held, found)
             self._held = ""
             return False
@@ -149,6 +157,12 @@ class CallParser:
         self._say(self._held[:cut], found)
         self._held = self._held[cut:]
         return False
+
+    def _may_begin(self) -> bool:
+        """Whether the answer may be calls, by what there is of it."""
+        if self._has_text or self._blank or self.num_calls:
+            return False
+        return any(opener.startswith(self._held) or self._held.startswith(opener) for opener in self._openers)
 
     def _head_step(self, found: list[Part]) -> bool:
         """Reads a call up to its arguments, or whole if they are not last."""
