@@ -7,6 +7,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from quire.server import response_shapes
+from quire.server.chat_schema import CalledFunction
+from quire.server.responses_schema import ResponsesRequest
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import OPTIONS, client, error_of, named_events, openai_client, real_server, turns
 from tests.server.test_tools import SCHEMAS, TEMPLATES
@@ -114,8 +116,7 @@ async def test_reasoning_is_an_item_of_its_own():
         events = sent((await http.post(PATH, json=body | {"stream": True})).text)
     TypeAdapter(response_shapes.Response).validate_python(whole, strict=True)
     assert plain(whole["output"]) == [("reasoning", "Hm."), ("message", "Yes.")] == grown(events)
-    details = whole["usage"]["output_tokens_details"]
-    assert 0 < details["reasoning_tokens"] < whole["usage"]["output_tokens"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == len("<think>Hm.</think>")
     assert [events[0]["type"], events[1]["type"], events[-1]["type"]] == [
         "response.created", "response.in_progress", "response.completed"
     ]  # fmt: skip
@@ -205,3 +206,91 @@ async def test_what_is_not_taken_is_refused_by_name(body, param):
     async with client() as http:
         answer = await http.post(PATH, json=body)
     assert answer.status_code == 400 and error_of(answer)["param"] == param, answer.text
+
+
+async def test_scores_of_a_message_have_no_tokens_of_marks():
+    engine = FakeEngine()
+    engine.tokenizer.chat_template = "<think></think>"
+    engine.tokenizer.chat = lambda messages, opens, variables: messages[-1]["content"]
+    for said, text in (("<think>Hm.</think>\n\nYes.", "Yes."), ("Yes <t.", "Yes <t."), ("<think></think>No", "No")):
+        body = {"input": said, "include": ["message.output_text.logprobs"]}
+        async with client(engine) as http:
+            whole = (await http.post(PATH, json=body)).json()
+            (part,) = whole["output"][-1]["content"]
+            scored = "".join(each["token"] for each in part["logprobs"]).removesuffix("</s>")
+            assert part["text"] == text == scored.lstrip("\n"), scored
+            found = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
+            assert found == (said.find("</think>") + len("</think>") if "</think>" in said else 0)
+
+
+def test_reasoning_goes_to_the_template_with_the_answer_that_it_led_to():
+    def thought(text):
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": []}
+    body = ResponsesRequest(input=[
+        {"role": "user", "content": "a"}, thought("one"), call, result, thought("two"),
+        {"role": "assistant", "content": "b"}, thought("lost"), {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"}, {"type": "reasoning"}, call,
+    ])  # fmt: skip
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert body.messages() == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "one", "tool_calls": calls},
+        {"role": "tool", "content": "", "tool_call_id": "c"},
+        {"role": "assistant", "content": "b", "reasoning_content": "two"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d", "tool_calls": calls},
+    ]
+
+
+async def test_answers_that_a_client_has_parsed_come_back():
+    """OpenAI's client puts what it has parsed beside the text."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {"a": [1]}}
+    part = {"type": "output_text", "text": "{}", "annotations": [], "logprobs": [], "parsed": {"a": 1}}
+    answers = [{"type": "message", "role": "assistant", "status": "completed", "content": [part]}, call]
+    result = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    async with client(FakeEngine()) as http:
+        answer = await http.post(PATH, json={"input": [{"role": "user", "content": "a"}, *answers, result]})
+        assert answer.status_code == 200, answer.text
+        made = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": [1]}}
+        for content in (None, "", [], [{"type": "text", "text": "b"}]):
+            said = {"role": "assistant", "content": content, "parsed": {"a": 1}, "tool_calls": [made]}
+            messages = [{"role": "user", "content": "a"}, said, {"role": "tool", "tool_call_id": "c", "content": []}]
+            answer = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+            assert answer.status_code == 200, answer.text
+
+
+async def test_errors_name_what_the_request_has():
+    async with client(FakeEngine(), max_output_tokens=100) as http:
+        for path, body, param in (
+            (PATH, {"input": "a", "max_output_tokens": 101}, "max_output_tokens"),
+            ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 101}, "max_completion_tokens"),
+            ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 101}, "max_tokens"),
+        ):
+            error = (await http.post(path, json=body)).json()["error"]
+            assert error["param"] == param and error["message"].startswith(f"'{param}' is 101;")
+        error = (await http.post(PATH, json={"input": None})).json()["error"]
+        assert (error["param"], error["code"]) == ("input", "missing_required_parameter")
+        error = (await http.post("/v1/embeddings", json={"input": [[1], []]})).json()["error"]
+        assert error["param"] == "input[1]" and "empty" in error["message"]
+        said = {"role": "assistant", "content": "b", "tool_calls": [CALL]}
+        more = {"continue_final_message": True, "add_generation_prompt": False}
+        error = (await http.post("/v1/chat/completions", json={"messages": [*MESSAGES, said], **more})).json()["error"]
+        assert error["param"] == "continue_final_message" and "'tool_calls'" in error["message"]
+
+
+async def test_arguments_with_half_a_character_can_be_sent_back():
+    """A model may write such an escape, and no text of a prompt can hold what it stands for."""
+    half = CALL | {"function": {"name": "f", "arguments": '{"b": "\\ud800"}'}}
+    messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [half]}]
+    messages += [{"role": "tool", "tool_call_id": "c", "content": "d"}]
+    async with client(FakeEngine()) as http:
+        answer = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+    assert CalledFunction(**half["function"]).parsed() == half["function"]["arguments"]
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -37,6 +37,19 @@ def test_a_home_that_cannot_be_written_is_a_fault(
     assert "FAIL  cache folder" in capsys.readouterr().out
 
 
+def test_a_file_where_the_cache_folder_should_be_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert found()["cache folder"].state == "fault"
+
+    def refused(path: object) -> object:
+        raise PermissionError(path)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: refused(path))
+    assert next(doctor._folders()).state == "fault"
+
+
 def test_a_machine_without_a_home_is_told_what_to_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

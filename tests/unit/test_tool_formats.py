@@ -149,6 +149,26 @@ def test_any_long_text_is_read_in_linear_time(name: str, piece: str) -> None:
     assert time.process_time() - begun < 10
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_call_without_its_brace_swallows_nothing(name: str, seed: int) -> None:
+    """Small models forget it where they are free to."""
+    draw, format_ = random.Random(seed), EVERY[name]
+    brace = "}" + format_.closes
+    whole = format_.write([Call("", "add", '{"a": 1}')])
+    assert whole.endswith(brace)
+    cut = whole.removesuffix(brace) + format_.closes
+    for text, said, count in (
+        (f"{cut}\nIt is done.", "It is done.", 1),
+        (f"{cut}\nIt is. {format_.opens or '@'}", None, 1),
+        (whole.removesuffix(brace) + ', "id": "}x"' + brace, "", 1),
+        (whole.removesuffix(brace) + " \n" + brace, "", 1),
+    ):
+        for _ in range(20):
+            found = gathered(read(format_, text, cuts_of(draw, text)))
+            assert found[1] == [("add", '{"a": 1}')] * count, (text, found)
+            assert said is None or found[0].strip() == said, (text, found)
+
+
 def test_only_one_call_is_read_where_one_may_be() -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
     parser = CallParser(EVERY["hermes"], NAMES, most=1)

@@ -170,9 +170,13 @@ def _folders() -> Iterator[Finding]:
     except RuntimeError:
         yield Finding("fault", "cache folder", "there is no home: set XDG_CACHE_HOME to a folder that can be written")
         return
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    if not os.access(there, os.W_OK):
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    try:
+        free = shutil.disk_usage(there).free
+        can_be_written = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError:
+        can_be_written = False
+    if not can_be_written:
         yield Finding("fault", "cache folder", f"{folder} cannot be written; set XDG_CACHE_HOME to another one")
         return
     state: Literal["ok", "note"] = "note" if free < LEAST_DISK else "ok"

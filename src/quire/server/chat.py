@@ -39,12 +39,14 @@ async def create_chat(service: Service, request: Request) -> Response:
             tooling.tools,
             continues=bool(body.continue_final_message),
         )
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        is_new = body.max_completion_tokens is not None
+        max_tokens = body.max_completion_tokens if is_new else body.max_tokens
         params = service.params(
             body,
             len(ids),
             max_tokens,
             param="messages",
+            max_tokens_param="max_completion_tokens" if is_new else "max_tokens",
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             structure=tooling.form(ids),

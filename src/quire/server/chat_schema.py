@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
-from quire.server.fields import Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.fields import Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
 from quire.server.schema import Model, Sampling
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
@@ -40,16 +40,26 @@ Content = Annotated[
 ]
 
 
+Answered = Annotated[
+    Annotated[str, Tag("=string")]
+    | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("=parts")],
+    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+]
+"""What an answer or a tool has said, which may be nothing."""
+
+
 class CalledFunction(Model):
     """What an earlier answer called. arguments: JSON text."""
 
     name: str
     arguments: str
+    parsed_arguments: Ignored = None
 
     def parsed(self) -> Any:
-        """The arguments as chat templates take them: an object, or the text if it is none."""
+        """The arguments as chat templates take them: an object, or the text if it is none or no text can hold it."""
         try:
             found = json.loads(self.arguments or "{}")
+            json.dumps(found, ensure_ascii=False).encode()  # escapes may be half a character
         except (ValueError, RecursionError):
             return self.arguments
         return found if isinstance(found, dict) else self.arguments
@@ -107,8 +117,9 @@ class AssistantMessage(BaseMessage):
     """An earlier answer, as servers give it."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: Answered | None = None
     reasoning_content: str | None = None
+    parsed: Ignored = None
     tool_calls: MadeCalls | None = None
     annotations: NoItems | None = None
     tool_call_id: Unsupported = None
@@ -130,7 +141,7 @@ class ToolMessage(BaseMessage):
     """What a tool that an answer called has said."""
 
     role: Literal["tool"]
-    content: Content
+    content: Answered
     tool_call_id: str
 
     annotations: Unsupported = None
@@ -163,6 +174,8 @@ def check_continued(messages: list[Any] | None, opens: bool | None, continues: b
     if continues and (not messages or messages[-1].role != "assistant" or not joined(messages[-1].content)):
         message = "'continue_final_message' needs an assistant's last message with text"
         raise bad_request(message, "continue_final_message")
+    if continues and messages and messages[-1].tool_calls:
+        raise bad_request("'continue_final_message' cannot go on behind 'tool_calls'", "continue_final_message")
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]

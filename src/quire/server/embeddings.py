@@ -171,7 +171,8 @@ class Embeddings:
         for index, each in enumerate(given):
             ids = next(encoded) if isinstance(each, str) else each
             if not ids:
-                raise bad_request(f"'{param}' has an empty text: it has no token", param)
+                where = param if len(given) == 1 else f"{param}[{index}]"
+                raise bad_request(f"'{where}' is an empty text: it has no token", where)
             service.check_tokens(ids, param)
             hints = {"cache_salt": service.tenants.salt(self._tenant, None)}
             self._params_of.append(f"{param}[{index}]")

@@ -136,7 +136,8 @@ def _invalid(error: ValidationError) -> ApiError:
     first = complaints[0]
     param = _path(first["loc"])
     kind = first["type"]
-    if len(first["loc"]) == 1 and first["input"] is None and kind not in ("none_required", "extra_forbidden"):
+    is_outer = sum(not str(word).startswith("=") for word in first["loc"]) == 1
+    if is_outer and first["input"] is None and kind not in ("none_required", "extra_forbidden"):
         kind = "missing"  # null is not given, and only required parameters refuse it
     match kind:
         case "none_required":

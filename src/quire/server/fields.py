@@ -15,6 +15,7 @@ from quire.server.errors import bad_request, shown
 MAX_METADATA = 16
 """Number of pairs, as in OpenAI's API."""
 
+Ignored = Annotated[Any, Field(description="Accepted and not used.")]
 Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]

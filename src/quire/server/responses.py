@@ -24,7 +24,7 @@ from quire.server.shapes import ScoredToken
 from quire.server.tooling import Tooling
 from quire.server.usage import Usage
 from quire.server.wire import EventStream, unless_disconnected
-from quire.tools.calls import Reasoning, Text
+from quire.tools.calls import Part, Reasoning, Text
 from quire.tools.reader import AnswerReader
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ async def create_response(service: Service, request: Request) -> Response:
             len(ids),
             body.max_output_tokens,
             param="input",
+            max_tokens_param="max_output_tokens",
             logprobs=(body.top_logprobs or 0) if body.wants_scores else None,
             structure=tooling.form(ids),
             shows_special=tooling.shows_special,
@@ -109,7 +110,7 @@ class Answer:
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
         self.output = Output()
         self.head = service.head("resp_", "response")
-        self.status, self.is_reasoning, self.num_reasoning = "in_progress", False, 0
+        self.status, self.num_reasoning, self.num_undecided = "in_progress", 0, 0
         self.is_too_long = False
         self.scores: list[ScoredToken] = []
         self.num_sent = self.num_scores = 0
@@ -170,22 +171,28 @@ class Answer:
     def _events(self, output: CompletionOutput) -> Iterator[Event]:
         """What an output of the engine adds."""
         self.usage.completion_tokens += len(output.token_ids)
-        scores = self._scores(output)
+        scores, was_beside, was_reasoning = self._scores(output), self.reader.is_beside_text, self.reader.is_reasoning
         parts = self.reader.read(output.text, is_last=output.finish_reason is not None)
-        self.is_reasoning = isinstance(parts[-1], Reasoning) if parts else self.is_reasoning
-        if self.is_reasoning:
-            self.num_reasoning += len(output.token_ids)
-        # Of tokens whose text is held back; those of reasoning and calls have no place.
-        self.scores += scores
+        self._count_reasoning(len(output.token_ids), was_reasoning, parts)
+        # Of tokens whose text is held back; those of reasoning, calls and marks have no place.
+        self.scores = scores if was_beside else self.scores + scores
         for part in parts:
             own = self.scores if isinstance(part, Text) else []
             yield from self.output.add(part, own)
             if own or not isinstance(part, Text):
                 self.scores = []
+        if self.reader.is_beside_text:
+            self.scores = []
         if output.finish_reason is not None:
             self.is_too_long = output.finish_reason == "length"
             self.status = "incomplete" if self.is_too_long or self.reader.is_cut else "completed"
             yield from self.output.finish(self.status)
+
+    def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: list[Part]) -> None:
+        """Counts tokens of reasoning, its marks included: they may be several tokens that are held back."""
+        if was_reasoning or self.reader.is_reasoning or any(isinstance(part, Reasoning) for part in parts):
+            self.num_reasoning += self.num_undecided + num_tokens
+        self.num_undecided = 0 if parts or self.reader.is_reasoning else self.num_undecided + num_tokens
 
     def _scores(self, output: CompletionOutput) -> list[ScoredToken]:
         if not self.body.wants_scores or not output.logprobs:

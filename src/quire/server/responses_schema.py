@@ -10,11 +10,9 @@ from quire.engine.params import MAX_LOGPROBS
 from quire.engine.structured import StructuredOutputsParams
 from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CalledFunction, check_tools
 from quire.server.errors import bad_request
-from quire.server.fields import Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.fields import Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
 from quire.server.schema import Model, Tuning
 from quire.tools.calls import EMPTY, Tool, ToolChoice
-
-Ignored = Annotated[Any, Field(description="Accepted and not used.")]
 
 
 class InputText(Model):
@@ -24,13 +22,15 @@ class InputText(Model):
     text: str
     annotations: Ignored = None
     logprobs: Ignored = None
+    parsed: Ignored = None
 
 
+_BY_KIND = Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string")
 Parts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
-Written = Annotated[
-    Annotated[str, Tag("=string")] | Annotated[Parts, Tag("=parts")],
-    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
-]
+Written = Annotated[Annotated[str, Tag("=string")] | Annotated[Parts, Tag("=parts")], _BY_KIND]
+SomeParts = Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
+Returned = Annotated[Annotated[str, Tag("=string")] | Annotated[SomeParts, Tag("=parts")], _BY_KIND]
+"""What a tool returned, which may be nothing."""
 
 
 def written(content: str | list[InputText]) -> str:
@@ -56,6 +56,7 @@ class InputCall(Model):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Ignored = None
     id: Ignored = None
     status: Ignored = None
     caller: Ignored = None
@@ -68,7 +69,7 @@ class InputResult(Model):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Written
+    output: Returned
     id: Ignored = None
     status: Ignored = None
     name: Ignored = None
@@ -76,13 +77,20 @@ class InputResult(Model):
     namespace: Ignored = None
 
 
+class ReasoningText(Model):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class InputReasoning(Model):
-    """Reasoning of an earlier answer: chat templates leave it out, and so do we."""
+    """Reasoning of an earlier answer. Chat templates know what to do with it."""
 
     type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     id: Ignored = None
     summary: Ignored = None
-    content: Ignored = None
     encrypted_content: Ignored = None
     status: Ignored = None
 
@@ -260,16 +268,23 @@ class ResponsesRequest(Tuning):
             found.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*found, {"role": "user", "content": self.input}]
+        thought: dict[str, str] = {}  # of the next answer
         for item in self.input:
             match item:
+                case InputReasoning(content=content):
+                    thought = {"reasoning_content": "\n".join(part.text for part in content)} if content else {}
+                    continue
+                case InputMessage(role="assistant", content=content):
+                    found.append({"role": "assistant", "content": written(content), **thought})
                 case InputMessage(role=role, content=content):
                     found.append({"role": "system" if role == "developer" else role, "content": written(content)})
                 case InputCall(call_id=call_id, name=name, arguments=arguments):
-                    if not (found and found[-1]["role"] == "assistant"):
-                        found.append({"role": "assistant", "content": ""})
+                    if thought or not (found and found[-1]["role"] == "assistant"):
+                        found.append({"role": "assistant", "content": "", **thought})
                     function = {"name": name, "arguments": CalledFunction(name=name, arguments=arguments).parsed()}
                     call = {"id": call_id, "type": "function", "function": function}
                     found[-1].setdefault("tool_calls", []).append(call)
                 case InputResult(call_id=call_id, output=output):
                     found.append({"role": "tool", "content": written(output), "tool_call_id": call_id})
+            thought = {}
         return found

@@ -153,6 +153,7 @@ class Service:
         max_tokens: int | None,
         *,
         param: str,
+        max_tokens_param: str = "max_tokens",
         default_tokens: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -163,6 +164,7 @@ class Service:
 
         max_tokens      None: the default, or the rest of the context or serve.max_output_tokens if that is less
         param           parameter to name if the prompt is too long
+        max_tokens_param  the same if max_tokens is too large
         default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
         structure       of the text, in place of the request's
         shows_special   whether special tokens are needed in the text, whatever the request says
@@ -171,8 +173,8 @@ class Service:
         room = self.max_context - num_prompt_tokens
         most = self.config.max_output_tokens
         if max_tokens is not None and most is not None and max_tokens > most:
-            message = f"'max_tokens' is {max_tokens}; this server generates at most {most} (serve.max_output_tokens)"
-            raise bad_request(message, "max_tokens")
+            limit = f"this server generates at most {most} (serve.max_output_tokens)"
+            raise bad_request(f"'{max_tokens_param}' is {max_tokens}; {limit}", max_tokens_param)
         wanted = max_tokens or 1  # the engine generates at least one token
         if room < wanted:
             limit = self.engine.context_limit
@@ -340,7 +342,7 @@ class Service:
             raise
         finally:
             self.num_tokens += timer.num_tokens
-            if access is not None:
+            if access is not None and job.params.pooling is None:
                 access.num_generated += timer.num_tokens
             timer.end(reason)
 

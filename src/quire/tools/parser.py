@@ -95,6 +95,7 @@ class CallParser:
         self._is_behind = False  # whether a call was last
         self._has_text = False  # whether there was text
         self._is_start = format_.at_start
+        self._has_members = False  # whether a call's object goes on behind its arguments
         self._depth = _Depth()
         self._state = "head" if format_.at_start else "text"
         self._steps: dict[str, Callable[[list[Part]], bool]] = {
@@ -118,6 +119,11 @@ class CallParser:
     def is_cut(self) -> bool:
         """Whether a call's arguments have begun and not ended."""
         return self._state == "arguments"
+
+    @property
+    def is_within(self) -> bool:
+        """Whether what comes next belongs to a call that has begun."""
+        return self._state in ("arguments", "rest", "tail")
 
     def flush(self) -> list[Part]:
         """What is left when the answer has ended."""
@@ -212,11 +218,19 @@ class CallParser:
         self._depth.forget()
         if end < 0:
             return False
-        self._state, self._depth = "rest", _Depth(1)
+        self._state, self._depth, self._has_members = "rest", _Depth(1), False
         return True
 
     def _rest_step(self, found: list[Part]) -> bool:
-        """What stands in a call's object behind its arguments: usually its brace alone."""
+        """What stands in a call's object behind its arguments: usually its brace alone. Small models forget it."""
+        if not self._has_members:
+            self._held = self._held.lstrip()
+            if not self._held:
+                return False
+            self._has_members = self._held[0] == ","
+            if not self._has_members:
+                self._held, self._state = self._held.removeprefix("}"), "tail"
+                return True
         end = self._depth.end(self._held)
         self._depth.forget()
         if end < 0:

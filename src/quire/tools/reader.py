@@ -28,6 +28,17 @@ class AnswerReader:
         """Whether the last call is not whole yet."""
         return self._calls is not None and self._calls.is_cut
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
+    @property
+    def is_beside_text(self) -> bool:
+        """Whether what comes next belongs to reasoning or to a call, and its marks."""
+        is_behind = self._reasoning is not None and self._reasoning.is_behind
+        return self.is_reasoning or is_behind or (self._calls is not None and self._calls.is_within)
+
     def read(self, text: str, *, is_last: bool) -> list[Part]:
         """What a piece of the answer adds."""
         parts: list[Part] = [Text(text)] if text else []

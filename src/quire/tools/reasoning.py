@@ -44,6 +44,16 @@ class ReasoningParser:
         self._held = ""
         self._is_first = True
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._state == "inside"
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether what comes next stands between the reasoning and the text."""
+        return self._state == "behind"
+
     def push(self, text: str) -> list[Part]:
         """What a piece of the answer adds."""
         if self._state == "text":
