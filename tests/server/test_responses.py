@@ -223,6 +223,22 @@ async def test_scores_of_a_message_have_no_tokens_of_marks():
             assert found == (said.find("</think>") + len("</think>") if "</think>" in said else 0)
 
 
+async def test_scores_of_a_message_have_no_tokens_of_calls():
+    engine = FakeEngine()
+    engine.tokenizer.chat_template = "<tool_call>"
+    engine.tokenizer.chat = lambda messages, opens, variables: messages[-1]["content"]
+    tool = {"type": "function", "name": "f", "parameters": {}, "strict": False}
+    said = 'Look:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\nDone'
+    async with client(engine) as http:
+        body = {"input": said, "include": ["message.output_text.logprobs"], "tools": [tool]}
+        output = (await http.post(PATH, json=body)).json()["output"]
+        assert plain(output) == [("message", "Look:"), ("function_call", '{"a": 1}'), ("message", "Done")]
+        for item in (output[0], output[2]):
+            (part,) = item["content"]
+            scored = "".join(each["token"] for each in part["logprobs"]).removesuffix("</s>")
+            assert scored.strip() == part["text"], scored
+
+
 def test_reasoning_goes_to_the_template_with_the_answer_that_it_led_to():
     def thought(text):
         return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}

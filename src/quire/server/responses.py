@@ -175,13 +175,13 @@ class Answer:
         parts = self.reader.read(output.text, is_last=output.finish_reason is not None)
         self._count_reasoning(len(output.token_ids), was_reasoning, parts)
         # Of tokens whose text is held back; those of reasoning, calls and marks have no place.
-        self.scores = scores if was_beside else self.scores + scores
+        self.scores += scores
         for part in parts:
             own = self.scores if isinstance(part, Text) else []
             yield from self.output.add(part, own)
             if own or not isinstance(part, Text):
                 self.scores = []
-        if self.reader.is_beside_text:
+        if was_beside or self.reader.is_beside_text:
             self.scores = []
         if output.finish_reason is not None:
             self.is_too_long = output.finish_reason == "length"
