@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
+from quire.engine.grammars import term_of
 from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, key_of, known_prefixes, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -28,11 +29,13 @@ from quire.engine.prefixes import Prefix
 from quire.engine.request import NO_HINTS
 from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from quire.engine.schemas import Unhonoured
 from quire.engine.stock import Stock
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
-from quire.tools.calls import ToolChoice, tool_of
+from quire.tools.calls import Tool, ToolChoice, tool_of
+from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
 
 log = logging.getLogger("quire")
@@ -257,14 +260,25 @@ class LLM(Face):
         ]
         items: list[Prompt] = [{"prompt_token_ids": self.tokenizer.encode(text, add_special=False)} for text in texts]
         params = _one_each(sampling_params, len(items))
-        grammar = format_.grammar(known, ToolChoice(), self.tokenizer.special_id) if known else None
-        if grammar is not None:
-            form = StructuredOutputsParams(grammar=grammar)
-            params = [replace(each, structured_outputs=each.structured_outputs or form) for each in params]
+        if known:
+            params = [self._with_tools(each, format_, known) for each in params]
         outputs = self._run(items, params, use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
+
+    def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:
+        """Parameters of an answer that may call: it is calls, or a text with the form that it has without tools."""
+        wanted = params.structured_outputs
+        try:
+            form = term_of(wanted) if isinstance(wanted, StructuredOutputsParams) else None
+            grammar = format_.grammar(tools, ToolChoice(), self.tokenizer.special_id, form)
+        except Unhonoured as error:
+            raise RequestError(f"a schema cannot be honoured: {error}", "tools") from None
+        if grammar is None:
+            return params
+        reasoning = wanted.reasoning if isinstance(wanted, StructuredOutputsParams) else None
+        return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar, reasoning=reasoning))
 
     def embed(
         self,

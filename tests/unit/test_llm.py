@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +152,24 @@ def test_tools_of_a_chat_are_told_to_the_model(llm: LLM) -> None:
     assert output.prompt is not None and output.prompt.startswith("<system>You can call") and '"add"' in output.prompt
     with pytest.raises(RequestError, match="a tool is"):
         llm.chat([{"role": "user", "content": "hi"}], GREEDY, tools=[{"name": "add"}])
+
+
+def test_a_chat_with_strict_tools_and_a_form_is_either(llm: LLM) -> None:
+    function: dict[str, Any] = {
+        "name": "add", "strict": True,
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+    }  # fmt: skip
+    tools = [{"type": "function", "function": function}]
+    wanted = SamplingParams(max_tokens=80, temperature=1.0, seed=1, n=3, structured_outputs={"choice": ["yes", "no"]})
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], wanted, tools=tools)
+    call = '{"tool_calls": [{"name": "add", "arguments": {}}'
+    assert all(each.text in ("yes", "no") or each.text.startswith(call) for each in output.outputs)
+    with pytest.raises(RequestError, match="a grammar cannot be combined with tools"):
+        grammar = replace(wanted, structured_outputs={"grammar": 'start: "a"'})
+        llm.chat([{"role": "user", "content": "hi"}], grammar, tools=tools)
+    function["parameters"] = {"const": 2**60}
+    with pytest.raises(RequestError, match="a schema cannot be honoured: const: integers"):
+        llm.chat([{"role": "user", "content": "hi"}], wanted, tools=tools)
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:

@@ -124,9 +124,8 @@ class SamplingParams:
                 raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputsParams or a mapping")
             for name in ("min_tokens", "ignore_eos"):
                 if getattr(self, name):
-                    raise RequestError(
-                        f"{name} cannot be kept with structured_outputs, which say where the text ends", name
-                    )
+                    reason = "cannot be kept where the text has a form, which says where it ends"
+                    raise RequestError(f"{name} {reason}", name)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
