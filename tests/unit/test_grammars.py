@@ -346,6 +346,11 @@ def test_what_a_reference_points_to_is_a_schema_wherever_it_stands(llm: LLM) -> 
         for reference, places in (("#/x", {"x": schema}), ("#/a~1b/0/c%20d", {"a/b": [{"c d": schema}]})):
             with pytest.raises(RequestError, match=f"{word}: "):
                 llm.engine.grammars.compile(StructuredOutputsParams(json={"$ref": reference, **places}))
+    nowhere = (f"#/x/{'9' * 5000}", "#/x/\u0665", "#/x/7", "#/", "#//", "#/x/0/0", "#/~", "#/%ff", "#/x/-1")
+    for reference in nowhere:
+        with pytest.raises(RequestError, match="cannot be honoured"):
+            llm.engine.grammars.compile(StructuredOutputsParams(json={"$ref": reference, "x": [1]}))
+        schemas.written({"$ref": reference, "x": [1]})
     unknown = {"$ref": "#/components/x", "components": {"x": {"type": "string", "format": "color"}}}
     assert allows(llm, unknown, '"red"')
 

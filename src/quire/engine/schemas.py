@@ -113,7 +113,7 @@ def _pointed(reference: Any, root: dict[str, Any]) -> Any:
         name = unquote(word).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
             found = found[int(name)]
         else:
             return None
@@ -257,8 +257,7 @@ def _subschemas(root: Any) -> Iterator[tuple[Link | None, dict[str, Any]]]:
         yield link, own
         if isinstance(reference := own.get("$ref"), str):
             todo.append((Link(None, reference), _pointed(reference, root)))
-        for word in _SCHEMA:
-            todo.append((Link(link, word), own.get(word)))
+        todo += ((Link(link, word), own[word]) for word in _SCHEMA if word in own)
         for word in _SCHEMAS:
             if isinstance(several := own.get(word), list):
                 todo += ((Link(link, f"{word}[{place}]"), each) for place, each in enumerate(several))
