@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from common import format_table, hardware, hardware_line
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.errors import RequestError
+from quire.errors import QuireError, RequestError
 
 PROMPT = "Give an example of a JSON value that fits this JSON Schema. Answer with JSON alone, as short as you can.\n{}"
 SHOWN = (
@@ -309,6 +309,10 @@ BOMBS: dict[str, dict[str, Any]] = {
     },
     "multiples": {"json": {"type": "integer", "multipleOf": 1000003, "minimum": 1, "maximum": 10**15}},
     "five multiples": {"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83, 79, 73)]}},
+    "60000 unclosed classes": {"json": {"type": "string", "pattern": r"\p{" * 60000}},
+    "10000 in a long name": {
+        "json": {"properties": {"k" * 130000: {"properties": {f"a{n}": {} for n in range(9999)}}}}
+    },
     "a million characters": {"json": {"type": "string", "minLength": 10**6}},
     "100000 items": {"json": {"type": "array", "minItems": 10**5, "items": {"type": "integer"}}},
     "eight counts": {"regex": "(" * 8 + "a" + "{1,10})" * 8},
@@ -339,15 +343,16 @@ def run_bombs(args: argparse.Namespace) -> int:
                 begun = time.perf_counter()
                 try:
                     _, masks = guide.propose(tokens, 0)
-                    words = masks[0]()
-                except Exception as error:
+                    only = masks[0]
+                    words = None if isinstance(only, int) else only()
+                except QuireError as error:
                     said = f"ends with an error: {error}"[:80]
                     longest = max(longest, time.perf_counter() - begun)
                     break
                 longest = max(longest, time.perf_counter() - begun)
-                allowed = [
+                allowed = [only] if words is None else [
                     word * 32 + bit for word in words.nonzero()[0] for bit in range(32) if words[word] >> bit & 1
-                ]
+                ]  # fmt: skip
                 tokens.append(int(draw.choice(allowed)))
                 if tokens[-1] in llm.engine.eos_token_ids:
                     break
