@@ -270,6 +270,8 @@ class LLM(Face):
     def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:
         """Parameters of an answer that may call: it is calls, or a text with the form that it has without tools."""
         wanted = params.structured_outputs
+        if isinstance(wanted, StructuredOutputsParams) and wanted.way == "grammar" and not any(t.strict for t in tools):
+            return params
         try:
             form = term_of(wanted) if isinstance(wanted, StructuredOutputsParams) else None
             grammar = format_.grammar(tools, ToolChoice(), self.tokenizer.special_id, form)

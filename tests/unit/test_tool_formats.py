@@ -229,6 +229,21 @@ def test_beside_a_form_an_answer_is_either_calls_or_text(name: str, seed: int) -
         assert found == ("", [("add", '{"a": 1}')])
 
 
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_calls_beside_a_form_may_be_several(name: str, count: int, seed: int) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    if count > 1 and format_.between is None:
+        pytest.skip("this format has one call")
+    text = format_.write([Call("", "add", json.dumps({"a": number})) for number in range(count)])
+    expected = ("", [("add", json.dumps({"a": number})) for number in range(count)])
+    for exact in (False, True):
+        for either in (False, True):
+            for _ in range(10):
+                found = read(format_, text, cuts_of(draw, text), is_exact=exact, is_either=either)
+                assert gathered(found) == expected, (exact, either)
+
+
 def test_a_format_is_known_by_the_template() -> None:
     assert format_of("<tool_call>{name}\n<arg_key>").name == "generic"
     assert format_of("[TOOL_CALLS]{{ name }}[ARGS]").name == "generic"

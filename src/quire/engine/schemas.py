@@ -81,7 +81,7 @@ def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> None:
     The property is required then, even if it has a default, so that no text has two of the forms.
     """
     name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
-    objects, values = [_definition(each, root) for each in alternatives], list[Any]()
+    objects, values = [_definition(each, root) for each in alternatives], set[str]()
     for each in objects:
         if not isinstance(each, dict) or each.get("type") != "object" or "anyOf" in schema:
             return
@@ -89,9 +89,10 @@ def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> None:
         own = properties.get(name) if isinstance(name, str) and isinstance(properties, dict) else None
         if not isinstance(own, dict) or not isinstance(required, list):
             return
-        values += own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]
-    if not all(isinstance(value, str) for value in values) or len(set(values)) < len(values):
-        return
+        for value in own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]:
+            if not isinstance(value, str) or value in values:
+                return
+            values.add(value)
     for each in objects:
         each["required"] = [*(word for word in each.get("required", []) if word != name), name]
     schema["anyOf"] = schema.pop("oneOf")

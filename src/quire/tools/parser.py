@@ -166,9 +166,10 @@ class CallParser:
 
     def _may_begin(self) -> bool:
         """Whether the answer may be calls, by what there is of it."""
-        if self._has_text or self._blank or self.num_calls:
+        if self._has_text or self._blank:
             return False
-        return any(opener.startswith(self._held) or self._held.startswith(opener) for opener in self._openers)
+        held = self._held.lstrip() if self._is_behind else self._held
+        return any(opener.startswith(held) or held.startswith(opener) for opener in self._openers)
 
     def _head_step(self, found: list[Part]) -> bool:
         """Reads a call up to its arguments, or whole if they are not last."""
