@@ -169,6 +169,15 @@ def test_a_call_without_its_brace_swallows_nothing(name: str, seed: int) -> None
             assert said is None or found[0].strip() == said, (text, found)
 
 
+@pytest.mark.parametrize("name", ["hermes", "mistral", "generic"])
+def test_a_call_without_its_brace_leaves_the_next_one(name: str, seed: int) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    text = format_.write([Call("", "add", '{"a": 1}'), Call("", "weather", '{"b": 2}')]).replace("}}", "}", 1)
+    for _ in range(30):
+        found = gathered(read(format_, text, cuts_of(draw, text)))
+        assert found == ("", [("add", '{"a": 1}'), ("weather", '{"b": 2}')]), found
+
+
 def test_only_one_call_is_read_where_one_may_be() -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
     parser = CallParser(EVERY["hermes"], NAMES, most=1)

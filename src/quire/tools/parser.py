@@ -165,7 +165,7 @@ class CallParser:
         return False
 
     def _may_begin(self) -> bool:
-        """Whether the answer may be calls, by what there is of it."""
+        """Whether a call may begin here, as far as the text goes."""
         if self._has_text or self._blank:
             return False
         held = self._held.lstrip() if self._is_behind else self._held
@@ -228,7 +228,10 @@ class CallParser:
             self._held = self._held.lstrip()
             if not self._held:
                 return False
-            self._has_members = self._held[0] == ","
+            behind = self._held[1:].lstrip() if self._held[0] == "," else "-"
+            if not behind:
+                return False
+            self._has_members = behind[0] == '"'
             if not self._has_members:
                 self._held, self._state = self._held.removeprefix("}"), "tail"
                 return True
