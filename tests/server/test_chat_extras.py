@@ -78,10 +78,10 @@ async def test_a_form_comes_behind_the_reasoning(end, begins):
     tokenizer = FakeEngine().tokenizer
     tokenizer.chat_template = "<think></think>"
     body = ChatRequest(messages=[USER], structured_outputs={"regex": "a"})
-    tooling = Tooling.of(body, tokenizer)
+    tooling = await Tooling.of(body, tokenizer)
     assert tooling.form(tokenizer.encode(end)).reasoning == (begins, "</think>")
     tokenizer.chat_template = ""
-    assert Tooling.of(body, tokenizer).form(tokenizer.encode(end)).reasoning is None
+    assert (await Tooling.of(body, tokenizer)).form(tokenizer.encode(end)).reasoning is None
 
 
 ANSWER = {"role": "assistant", "content": "It begins so"}

@@ -13,8 +13,8 @@ JSON_STYLE: dict[str, Any] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
     "lenient": False, "json_allowed_escapes": 'bfnrt\\"',
 }  # fmt: skip
-"""How JSON is written, and that schemas are honoured whole or refused. By an escape such as `\\u0061` a name that is
-listed could come as one that is not."""
+"""How JSON is written, and that schemas are honoured whole or refused. Unicode escapes are off: with `\\u0061` a model
+could write a listed name a second time."""
 
 _NEEDS_UNICODE_ESCAPES = re.compile(r"\\u00(?:[01]|7f)|\\\\[xu]")
 """In the JSON of schemas with control characters that no other escape writes."""
@@ -53,6 +53,7 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         return False
     text = "{}" if schema is True else json.dumps(schema)
     found: dict[str, Any] = json.loads(text)
+    left = len(text)  # effort, so that definitions that are used many times take no quadratic time
     for link, own in list(_subschemas(found)):
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
@@ -68,35 +69,39 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
             own["pattern"] = without_nul(own["pattern"])
         if isinstance(own.get("patternProperties"), dict):
             own["patternProperties"] = {without_nul(key): each for key, each in own["patternProperties"].items()}
-        if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
-            _tell_apart(own, found)
+        if left > 0 and isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
+            left -= _tell_apart(own, found)
     style = dict(JSON_STYLE)
     if _NEEDS_UNICODE_ESCAPES.search(text):
         del style["json_allowed_escapes"]
     return {**found, "x-guidance": style}
 
 
-def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> None:
-    """Makes `anyOf` of a `oneOf` of objects, each with values of its own for the property that the discriminator names.
-    The property is required then, even if it has a default, so that no text has two of the forms.
+def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> int:
+    """Turns a `oneOf` into an `anyOf` if its alternatives are objects, and each has its own values for the property
+    that the discriminator names. The property is required then, even if it has a default, so that no text has two of
+    the forms. Returns the number of words that were looked at.
     """
     name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
-    objects, values = [_definition(each, root) for each in alternatives], set[str]()
+    objects, values, effort = [_definition(each, root) for each in alternatives], set[str](), len(alternatives)
     for each in objects:
         if not isinstance(each, dict) or each.get("type") != "object" or "anyOf" in schema:
-            return
+            return effort
         properties, required = each.get("properties"), each.get("required", [])
         own = properties.get(name) if isinstance(name, str) and isinstance(properties, dict) else None
         if not isinstance(own, dict) or not isinstance(required, list):
-            return
+            return effort
+        effort += len(required)
         for value in own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]:
             if not isinstance(value, str) or value in values:
-                return
+                return effort
             values.add(value)
+            effort += 1
     for each in objects:
         each["required"] = [*(word for word in each.get("required", []) if word != name), name]
     schema["anyOf"] = schema.pop("oneOf")
     del schema["discriminator"]  # which llguidance would not have beside references that go in circles
+    return effort
 
 
 def _definition(schema: Any, root: dict[str, Any]) -> Any:
@@ -185,8 +190,7 @@ def _repeated(schema: Mapping[str, Any]) -> str | None:
 def explained(schema: Any, error: str) -> str:
     """What llguidance says against a schema, by the name of the keyword and with its place, where that can be found."""
     error = error.strip()
-    if (found := _UNKNOWN_KEYS.match(error)) is not None:
-        words = json.loads(found[1])
+    if error.startswith("Unimplemented keys") and (words := re.findall(r'"([^"]*)"', error)):
         return f"{', '.join(words)}: not supported{_at(_place(schema, lambda own: words[0] in own))}"
     if error.startswith("oneOf constraints"):
         reason = (
@@ -218,13 +222,12 @@ def _expressions(schema: Any) -> Iterator[tuple[str, str, Link | None]]:
             yield from (("patternProperties", each, link) for each in own["patternProperties"])
 
 
-_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*?\])")
 _ELSEWHERE = re.compile(r"Resource '(.*?)' is not present in a registry")
 _EXPRESSION = re.compile(r"regex parse error:\n +(.*)\n[ ^]+\nerror: (.*)")
 
 
 class Link(NamedTuple):
-    """Where a subschema stands: in which other one, None for the outermost, and where there."""
+    """The place of a subschema: that of the schema around it, None if that is the outermost, and its name there."""
 
     parent: Link | None
     name: str

@@ -31,7 +31,7 @@ async def create_chat(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
     async with service.bodies.read(request, ChatRequest) as body:
         service.check_model(body.model)
-        tooling = Tooling.of(body, service.engine.tokenizer)
+        tooling = await Tooling.of(body, service.engine.tokenizer)
         ids = await service.texts.encode_chat(
             body.messages,
             body.chat_template_kwargs,
@@ -46,7 +46,7 @@ async def create_chat(service: Service, request: Request) -> Response:
             len(ids),
             max_tokens,
             param="messages",
-            max_tokens_param="max_completion_tokens" if is_new else "max_tokens",
+            length_param="max_completion_tokens" if is_new else "max_tokens",
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             structure=tooling.form(ids),

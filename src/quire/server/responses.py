@@ -47,7 +47,7 @@ async def create_response(service: Service, request: Request) -> Response:
             len(ids),
             body.max_output_tokens,
             param="input",
-            max_tokens_param="max_output_tokens",
+            length_param="max_output_tokens",
             logprobs=(body.top_logprobs or 0) if body.wants_scores else None,
             structure=tooling.form(ids),
             shows_special=tooling.shows_special,
@@ -67,9 +67,9 @@ async def _tooling(engine: Engine, body: ResponsesRequest) -> Tooling:
     """
     unsaid = [tool for tool in body.tools or () if tool.strict is None]
     if body.chosen.mode != "auto" or not unsaid:
-        return Tooling.of(body, engine.tokenizer)
+        return await Tooling.of(body, engine.tokenizer)
     try:
-        tooling = Tooling.of(body, engine.tokenizer)
+        tooling = await Tooling.of(body, engine.tokenizer)
         if tooling.structure is not None:
             await engine.check_structure(tooling.structure)
         return tooling
@@ -77,7 +77,7 @@ async def _tooling(engine: Engine, body: ResponsesRequest) -> Tooling:
         # Of tools that are only too many together, each one is at fault.
         for tool in [tool for tool in unsaid if not await _is_honoured(engine, tool)] or unsaid:
             tool.strict = False
-        return Tooling.of(body, engine.tokenizer)
+        return await Tooling.of(body, engine.tokenizer)
 
 
 async def _is_honoured(engine: Engine, tool: FunctionTool) -> bool:

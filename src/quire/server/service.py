@@ -153,7 +153,7 @@ class Service:
         max_tokens: int | None,
         *,
         param: str,
-        max_tokens_param: str = "max_tokens",
+        length_param: str = "max_tokens",
         default_tokens: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -164,7 +164,7 @@ class Service:
 
         max_tokens      None: the default, or the rest of the context or serve.max_output_tokens if that is less
         param           parameter to name if the prompt is too long
-        max_tokens_param  the same if max_tokens is too large
+        length_param    parameter to name if max_tokens is too large
         default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
         structure       of the text, in place of the request's
         shows_special   whether special tokens are needed in the text, whatever the request says
@@ -174,7 +174,7 @@ class Service:
         most = self.config.max_output_tokens
         if max_tokens is not None and most is not None and max_tokens > most:
             limit = f"this server generates at most {most} (serve.max_output_tokens)"
-            raise bad_request(f"'{max_tokens_param}' is {max_tokens}; {limit}", max_tokens_param)
+            raise bad_request(f"'{length_param}' is {max_tokens}; {limit}", length_param)
         wanted = max_tokens or 1  # the engine generates at least one token
         if room < wanted:
             limit = self.engine.context_limit
