@@ -269,18 +269,24 @@ class LLM(Face):
 
     def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:
         """Parameters of an answer that may call: it is calls, or a text with the form that it has without tools."""
-        wanted = params.structured_outputs
-        if isinstance(wanted, StructuredOutputsParams) and wanted.way == "grammar" and not any(t.strict for t in tools):
-            return params
+        wanted, form, reasoning = params.structured_outputs, None, None
+        if isinstance(wanted, StructuredOutputsParams):
+            if wanted.way == "grammar" and not any(tool.strict for tool in tools):
+                return params
+            form, reasoning = self._term_of(wanted), wanted.reasoning
         try:
-            form = term_of(wanted) if isinstance(wanted, StructuredOutputsParams) else None
             grammar = format_.grammar(tools, ToolChoice(), self.tokenizer.special_id, form)
         except Unhonoured as error:
             raise RequestError(f"a schema cannot be honoured: {error}", "tools") from None
         if grammar is None:
             return params
-        reasoning = wanted.reasoning if isinstance(wanted, StructuredOutputsParams) else None
         return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar, reasoning=reasoning))
+
+    def _term_of(self, wanted: StructuredOutputsParams) -> str:
+        try:
+            return term_of(wanted)
+        except Unhonoured as error:
+            raise RequestError(f"the schema cannot be honoured: {error}", "structured_outputs") from None
 
     def embed(
         self,

@@ -171,6 +171,10 @@ def test_a_chat_with_strict_tools_and_a_form_is_either(llm: LLM) -> None:
     (output,) = llm.chat([{"role": "user", "content": "hi"}], grammar, tools=tools)
     assert all(each.text == "a" for each in output.outputs)
     function["strict"] = True
+    many = replace(wanted, structured_outputs={"json": {"type": "object", "minProperties": 5}})
+    with pytest.raises(RequestError, match="the schema cannot be honoured: minProperties") as refusal:
+        llm.chat([{"role": "user", "content": "hi"}], many, tools=tools)
+    assert refusal.value.param == "structured_outputs"
     function["parameters"] = {"const": 2**60}
     with pytest.raises(RequestError, match="a schema cannot be honoured: const: integers"):
         llm.chat([{"role": "user", "content": "hi"}], wanted, tools=tools)

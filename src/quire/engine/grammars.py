@@ -100,7 +100,7 @@ class Grammars:
         self._compiler: ThreadPoolExecutor | None = None
         self._num_waiting = 0
         self._masks = Masks(-(-vocab_size // 32), num_threads, begins_early=begins_early)
-        self._ends = self._end()
+        self.ends = self._end()
 
     def compile(self, wanted: StructuredOutputsParams) -> LLMatcher:
         """The grammar at its beginning: to be copied, not changed. Takes a millisecond for a usual schema, and at most
@@ -218,12 +218,8 @@ class Grammars:
         """The tokens that may come next; see Masks."""
         return self._masks.ask(matcher)
 
-    @property
-    def ends(self) -> Allowed:
-        """What may follow a complete text that nothing may follow."""
-        return self._ends
-
     def _end(self) -> Allowed:
+        """The tokens that end a complete text."""
         if len(self._eos_token_ids) == 1:
             return self._eos_token_ids[0]
         words = np.zeros(-(-self._vocab_size // 32), np.uint32)

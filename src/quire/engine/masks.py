@@ -27,10 +27,10 @@ Words = NDArray[np.uint32]
 class Masks:
     """Masks of one model's tokens: uint32 [num_words], a bit each.
 
-    num_threads  threads that compute masks, the one that waits included
-    begins_early whether a mask is begun when it is asked for. Right where an accelerator computes the logits: then the
-                 processor is free. Where the processor computes them, a mask takes a core from threads that wait for
-                 each other in every layer. So all masks of a step are begun together, when its first one is waited for.
+    num_threads   threads that compute masks, the one that waits included
+    begins_early  whether a mask is begun when it is asked for. Right where an accelerator computes the logits, and the
+                  processor is free. Where the processor computes them, a mask would take a core from threads that wait
+                  for each other in every layer. There all masks of a step begin together, when one is waited for.
     """
 
     def __init__(self, num_words: int, num_threads: int, *, begins_early: bool) -> None:
@@ -48,7 +48,7 @@ class Masks:
         return mask
 
     def compute(self) -> None:
-        """Computes masks until none is left that is not begun."""
+        """Computes the masks that no thread has begun."""
         self._start(min(self._num_threads, len(self._todo)) - 1)
         self._work()
 

@@ -85,8 +85,8 @@ class LocalRunner:
         self.padded_rows = padded_rows
         self.observer: Observer | None = None
         self._rows: dict[int, SampleRow] = {}
-        # Of the last step: the last row of each slice. Of the slices that sample: their sequences' parameters and
-        # tokens. Of those of them whose tokens are chosen: the sampler's rows, which differ where there are drafts.
+        # Of the last step: the last row of each slice; parameters and tokens of the sequences whose slices sample; and
+        # the sampler's rows, of the slices whose token is not given. Behind drafts these are copies.
         self._last_rows: list[int] = []
         self._histories: list[SampleRow] = []
         self._sampling: list[SampleRow] = []
@@ -162,8 +162,10 @@ class LocalRunner:
         """Whether a slice's token is known without logits, and nothing else is wanted of them. What min_tokens rules
         out, the sampler knows.
         """
+        if not isinstance(piece.allowed, int):
+            return False
         params = self._rows[piece.sequence_id].params
-        return isinstance(piece.allowed, int) and params.logprobs is None and not params.min_tokens
+        return params.logprobs is None and not params.min_tokens
 
     def _sample(
         self,
@@ -190,12 +192,12 @@ class LocalRunner:
             sampled = self.sampler.sample(logits, self._sampling)
             errors = {chosen[row]: reason for row, reason in sampled.errors.items()}
             result.token_ids = sampled.token_ids.tolist()
+            result.logprobs = sampled.logprobs if any(sampled.logprobs) else []
             if len(chosen) < len(sampling):
                 tokens = dict(zip(chosen, result.token_ids, strict=True))
                 result.token_ids = [tokens[index] if index in tokens else _only(slices[index]) for index in sampling]
-            if any(sampled.logprobs):
-                beside = dict(zip(chosen, sampled.logprobs, strict=True))
-                result.logprobs = [beside.get(index) for index in sampling]
+                beside = dict(zip(chosen, result.logprobs, strict=False))
+                result.logprobs = [beside.get(index) for index in sampling] if beside else []
         refused = _refuse(step, sampling, result.token_ids) if step.moved is None else set()
         for index, reason in errors.items():
             if index not in refused:

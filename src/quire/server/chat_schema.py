@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
-from quire.server.fields import Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
 from quire.server.schema import Model, Sampling
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
@@ -36,14 +36,13 @@ class TextPart(Model):
 Content = Annotated[
     Annotated[str, Tag("=string")]
     | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("=parts")],
-    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+    TEXT_OR_PARTS,
 ]
-
 
 Answered = Annotated[
     Annotated[str, Tag("=string")]
     | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("=parts")],
-    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+    TEXT_OR_PARTS,
 ]
 """What an answer or a tool has said, which may be nothing."""
 

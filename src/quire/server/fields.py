@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
@@ -15,6 +15,8 @@ from quire.server.errors import bad_request, shown
 MAX_METADATA = 16
 """Number of pairs, as in OpenAI's API."""
 
+TEXT_OR_PARTS = Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string")
+"""Of a content: a text, or a list of pieces."""
 Ignored = Annotated[Any, Field(description="Accepted and not used.")]
 Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -10,7 +10,7 @@ from quire.engine.params import MAX_LOGPROBS
 from quire.engine.structured import StructuredOutputsParams
 from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CalledFunction, check_tools
 from quire.server.errors import bad_request
-from quire.server.fields import Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
 from quire.server.schema import Model, Tuning
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
@@ -25,11 +25,10 @@ class InputText(Model):
     parsed: Ignored = None
 
 
-_BY_KIND = Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string")
 Parts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
-Written = Annotated[Annotated[str, Tag("=string")] | Annotated[Parts, Tag("=parts")], _BY_KIND]
+Written = Annotated[Annotated[str, Tag("=string")] | Annotated[Parts, Tag("=parts")], TEXT_OR_PARTS]
 SomeParts = Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
-Returned = Annotated[Annotated[str, Tag("=string")] | Annotated[SomeParts, Tag("=parts")], _BY_KIND]
+Returned = Annotated[Annotated[str, Tag("=string")] | Annotated[SomeParts, Tag("=parts")], TEXT_OR_PARTS]
 """What a tool returned, which may be nothing."""
 
 
