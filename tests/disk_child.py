@@ -29,7 +29,8 @@ def start_child(
     runs it has put, and what stops it.
     """
     _CONTEXT.set_forkserver_preload(["tests.disk_child"])
-    count, stop = _CONTEXT.Value("i", 0), _CONTEXT.Event()
+    # Without a lock, which a process that is killed would take along. It alone writes the number.
+    count, stop = _CONTEXT.Value("i", 0, lock=False), _CONTEXT.Event()
     arguments = folder, cap, first, extent_bytes, pause, count, stop
     child = _CONTEXT.Process(target=_write, args=arguments, daemon=True)
     child.start()
