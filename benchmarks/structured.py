@@ -334,8 +334,7 @@ def run_bombs(args: argparse.Namespace) -> int:
             begun, said = time.perf_counter(), "accepted"
             guide = None
             try:
-                grammars.prepare(StructuredOutputsParams(**given)).result()
-                guide = grammars.guide(StructuredOutputsParams(**given), 0)
+                guide = grammars.guide(grammars.prepare(StructuredOutputsParams(**given)).result(), 0)
             except RequestError as error:
                 said = "refused: " + str(error).rpartition("honoured: ")[2][:70]
             compiled, longest, tokens = time.perf_counter() - begun, 0.0, list[int]()
@@ -373,10 +372,11 @@ def waits_beside(llm: LLM, args: argparse.Namespace) -> tuple[float, float]:
 
         def compile_all(ends: threading.Event = ends) -> None:
             while not ends.is_set():
-                for given in BOMBS.values():
+                for number, given in enumerate(BOMBS.values()):
                     try:
-                        llm.engine.grammars._kept.clear()
-                        llm.engine.grammars.prepare(StructuredOutputsParams(**given)).exception()
+                        # Of another scope each time, so that nothing is remembered.
+                        scope = f"{time.perf_counter()} {number}"
+                        llm.engine.grammars.prepare(StructuredOutputsParams(**given), scope).exception()
                     except RequestError:
                         pass
 

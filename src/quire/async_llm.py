@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from quire.async_prefixes import AsyncPrefixes
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
+from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
@@ -137,11 +138,13 @@ class AsyncLLM(AsyncPrefixes):
     ) -> None:
         await self.close()
 
-    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
-        """Raises RequestError if a text like this cannot be promised. Compiles its grammar on a thread."""
+    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
+        """Raises RequestError if a text like this cannot be promised. Compiles its grammar on a thread, for requests
+        with this salt. It stays compiled as long as the result is held.
+        """
         grammars = self._parts.engine.grammars
         assert grammars is not None
-        await asyncio.wrap_future(grammars.prepare(wanted))
+        return await asyncio.wrap_future(grammars.prepare(wanted, cache_salt))
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of a prompt. Raises the RequestError or QueueFullError that `generate` would raise, before a
@@ -178,8 +181,9 @@ class AsyncLLM(AsyncPrefixes):
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, is_pin: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         text, ids, hints = self._admit(prompt, params, is_pin=is_pin)
+        grammar = None
         if params.structured_outputs is not None:
-            await self.check_structure(params.structured_outputs)
+            grammar = await self.check_structure(params.structured_outputs, hints.cache_salt)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
@@ -190,7 +194,7 @@ class AsyncLLM(AsyncPrefixes):
         def add() -> None:
             self._unread.pop(request_id, None)
             try:
-                self._parts.engine.add(request_id, text, ids, params, hints)
+                self._parts.engine.add(request_id, text, ids, params, hints, grammar=grammar)
             except QuireError as error:
                 self._post([(request_id, error)])
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
-from quire.engine.grammars import term_of
+from quire.engine.grammar_source import term_of
 from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, key_of, known_prefixes, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -416,10 +416,11 @@ class LLM(Face):
     ) -> list[RequestOutput]:
         engine = self._parts.engine
         encoded = [read_prompt(prompt, self.tokenizer.encode) for prompt in prompts]
+        grammars = []  # compiled once for all prompts, and held until the last one has ended
         for (_, ids, hints), param in zip(encoded, params, strict=True):
             engine.check_request(ids, param, hints)
             if param.structured_outputs is not None and engine.grammars is not None:
-                engine.grammars.compile(param.structured_outputs)
+                grammars.append(engine.grammars.compile(param.structured_outputs, hints.cache_salt))
         todo = deque(
             (f"request-{next(self._ids)}", text, ids, param, hints)
             for (text, ids, hints), param in zip(encoded, params, strict=True)

@@ -171,8 +171,8 @@ class FakeEngine:
         self.pinned_salts: list[str] = []
         self.kept_fraction: float | None = None
 
-    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
-        grammars().compile(wanted)
+    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
+        return grammars().compile(wanted, cache_salt)
 
     def prepare(self, prompt: Any, params: SamplingParams) -> None:
         if len(prompt["prompt_token_ids"]) >= self.max_context:

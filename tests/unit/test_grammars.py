@@ -16,15 +16,18 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine import grammar_guide, probe, schemas
 from quire.engine import grammars as grammars_module
-from quire.engine import probe, schemas
-from quire.engine.grammars import GrammarGuide, Grammars
+from quire.engine.grammar_guide import CompiledGrammar, GrammarGuide
+from quire.engine.grammars import Grammars
+from quire.engine.masks import TOO_COMPLEX
 from quire.engine.structured import StructuredOutputsParams
-from quire.errors import QueueFullError, RequestError
+from quire.errors import QueueFullError, QuireError, RequestError
 from quire.llm import gather
 from quire.models import child
 from quire.models.child import Child
@@ -398,7 +401,7 @@ def test_a_count_may_be_written_with_a_point(llm: LLM) -> None:
 
 
 def allows(llm: LLM, schema: dict[str, Any], text: str) -> bool:
-    matcher = llm.engine.grammars.compile(StructuredOutputsParams(json=schema)).deep_copy()
+    matcher = llm.engine.grammars.compile(StructuredOutputsParams(json=schema)).begin()
     ids = llm.tokenizer.encode(text)
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
@@ -475,7 +478,7 @@ def test_known_formats_are_kept_and_the_library_knows_no_others(llm: LLM) -> Non
     for name, good in FORMATS.items():
         matcher = llm.engine.grammars.compile(StructuredOutputsParams(json={"type": "string", "format": name}))
         for text, is_right in ((good, True), ("?", name == "unknown")):
-            copy, ids = matcher.deep_copy(), tokenizer.encode(json.dumps(text), add_special=False)
+            copy, ids = matcher.begin(), tokenizer.encode(json.dumps(text), add_special=False)
             assert (copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()) == is_right, (name, text)
     assert FORMATS.keys() == schemas.KNOWN_FORMATS
 
@@ -516,14 +519,14 @@ def test_a_guide_follows_any_tokens_that_there_are(seed: int) -> None:
     for way in WAYS:
         wanted = StructuredOutputsParams(**WAYS[way])
         prompt = tokenizer.encode("some words")
-        tokens, guide = list(prompt), grammars.guide(wanted, len(prompt))
+        tokens, guide = list(prompt), grammars.guide(grammars.compile(wanted), len(prompt))
         guide.propose(list(tokens), 9)  # of a step that was not taken, whatever is drawn below
         while tokens[-1] not in tokenizer.eos_ids:
             most = draw.choice([0, 0, 1, 3, 9])
             if not draw.randrange(3):
                 guide.propose(list(tokens), draw.choice([0, 2, 9]))  # a step that was not taken
             if not draw.randrange(4):
-                guide = grammars.guide(wanted, len(prompt))  # another engine goes on
+                guide = grammars.guide(grammars.compile(wanted), len(prompt))  # another engine goes on
             drafts, masks = guide.propose(list(tokens), most)
             assert len(drafts) <= most and len(masks) == len(drafts) + 1
             for draft, mask in zip(drafts, masks, strict=False):
@@ -607,7 +610,7 @@ def test_reasoning_may_stand_before_a_form(llm: LLM, way: str) -> None:
     ):
         wanted = StructuredOutputsParams(**WAYS[way], reasoning=marks)
         for text, is_form in ((good, True), (bad, False)):
-            matcher = grammars.compile(wanted).deep_copy()
+            matcher = grammars.compile(wanted).begin()
             ids = tokenizer.encode(before + text, add_special=False)
             taken = matcher.try_consume_tokens(ids)
             found = taken == len(ids) and matcher.is_accepting()
@@ -652,7 +655,8 @@ def test_ends_outside_the_vocabulary_are_left_out() -> None:
 def test_long_forced_texts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-    guide, tokens = grammars.guide(StructuredOutputsParams(choice=["word " * 400 + "end"]), 0), list[int]()
+    wanted = StructuredOutputsParams(choice=["word " * 400 + "end"])
+    guide, tokens = grammars.guide(grammars.compile(wanted), 0), list[int]()
     for _ in range(200):
         drafts, masks = guide.propose(list(tokens), 8)
         tokens += [*drafts, members(masks[-1])[0]]
@@ -673,13 +677,18 @@ def test_an_answer_is_one_of_the_choices(choices: list[str]) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     compiled, draw = grammars.compile(StructuredOutputsParams(choice=choices)), random.Random(0)
     for choice in [*choices[:30], *choices[-3:]]:
-        assert compiled.validate_tokens(ids := tokenizer.encode(choice)) == len(ids), choice
+        assert compiled.begin().validate_tokens(ids := tokenizer.encode(choice)) == len(ids), choice
     for _ in range(40):
-        guide, tokens = grammars.guide(StructuredOutputsParams(choice=choices), 0), list[int]()
+        guide, tokens = grammars.guide(compiled, 0), list[int]()
         while not tokens or tokens[-1] not in tokenizer.eos_ids:
             _, masks = guide.propose(tokens, 0)
             tokens.append(draw.choice(members(masks[0])))
         assert tokenizer.decode(tokens[:-1]) in choices
+
+
+def make_grammars() -> Grammars:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 def conjunction(count: int) -> dict[str, Any]:
@@ -733,7 +742,7 @@ def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeyp
     tried: list[str] = []
     before = grammars._try
 
-    def counted(wanted: StructuredOutputsParams, seconds: float) -> bool:
+    def counted(wanted: StructuredOutputsParams, seconds: float) -> int | None:
         tried.append(wanted.text)
         return before(wanted, seconds)
 
@@ -786,11 +795,109 @@ def test_a_trial_without_an_answer_is_no_refusal(monkeypatch: pytest.MonkeyPatch
     assert grammars.prepare(wanted).result() is not None
 
 
-def test_grammars_are_kept_by_their_number_and_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "NUM_KEPT", 3)
-    monkeypatch.setattr(grammars_module, "KEPT_CHARS", 100)
-    tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-    for given, num_kept in (("a", 1), ("b", 2), ("c", 3), ("d", 3), ("e" * 99, 2), ("f", 2), ("g" * 200, 1), ("h", 1)):
-        grammars.compile(StructuredOutputsParams(regex=given))
-        assert len(grammars._kept) == num_kept == len(grammars._num_chars), given
+def test_a_grammar_is_kept_while_it_is_held_and_then_freed() -> None:
+    grammars = make_grammars()
+    wanted = StructuredOutputsParams(regex="abc")
+    held = grammars.prepare(wanted).result()
+    assert grammars.compile(wanted) is held and grammars.prepare(wanted).result() is held
+    del held
+    assert not grammars._live and len(grammars._tried) == 1
+    assert grammars.prepare(wanted).result() is not None, "and compiled again, without a trial"
+
+
+def test_grammars_that_are_held_leave_no_memory_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = make_grammars()
+    held = grammars.prepare(
+        StructuredOutputsParams(json={"enum": [{"a": n, "b": "x" * 20} for n in range(500)]})
+    ).result()
+    assert held.num_bytes > 1 << 20
+    monkeypatch.setattr(grammars_module, "MAX_BYTES", held.num_bytes + (64 << 10))
+    other = StructuredOutputsParams(json={"enum": [{"a": n, "b": "y" * 20} for n in range(400)]})
+    with pytest.raises(QueueFullError, match="grammars of other requests take"):
+        grammars.prepare(other).result()
+    del held
+    assert grammars.prepare(other).result() is not None
+
+
+def test_what_one_scope_has_used_another_tries_and_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was refused: a time tells nobody what others have asked for."""
+    grammars = make_grammars()
+    tried: list[str] = []
+    before = grammars._try
+
+    def counted(wanted: StructuredOutputsParams, seconds: float) -> int | None:
+        tried.append(wanted.text)
+        return before(wanted, seconds)
+
+    monkeypatch.setattr(grammars, "_try", counted)
+    good, bad = StructuredOutputsParams(**WAYS["json"]), StructuredOutputsParams(json={"contains": True})
+    held = [grammars.prepare(good, scope).result() for scope in ("one/", "one/", "two/")]
+    assert held[0] is held[1] and held[1] is not held[2] and len(tried) == 2
+    for scope in ("one/", "one/", "two/"):
+        assert isinstance(grammars.prepare(bad, scope).exception(), RequestError)
+    assert len(tried) == 4
+
+
+HUNGRY = r".*[A-Z].{0,80}"
+"""An expression whose lexer needs some 350 states for a token of random text."""
+
+
+def drawn(grammars: Grammars, grammar: CompiledGrammar, seed: int, most: int) -> list[int]:
+    """An answer of random tokens, of at most so many."""
+    draw, guide, tokens = random.Random(seed), grammars.guide(grammar, 0), list[int]()
+    ends = grammars._eos_token_ids
+    while len(tokens) < most and not (tokens and tokens[-1] in ends):
+        drafts, masks = guide.propose(tokens, 4)
+        tokens += [*drafts, draw.choice(members(masks[-1]))]
+    return tokens
+
+
+def test_an_answer_does_not_end_because_others_have_used_up_the_states(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    wanted = StructuredOutputsParams(regex=HUNGRY)
+    alone = make_grammars()
+    expected = drawn(alone, alone.compile(wanted), seed, 40)
+    monkeypatch.setitem(grammar_guide.LIMITS, "max_lexer_states", 20_000)
+    grammars = make_grammars()
+    held = grammars.compile(wanted)
+    wear_out(held, grammars, seed)
+    assert drawn(grammars, held, seed, 40) == expected
+
+
+def wear_out(grammar: CompiledGrammar, grammars: Grammars, seed: int) -> None:
+    """Uses up the states of the lexer that copies of a grammar share."""
+    draw, words = random.Random(seed), np.empty(-(-grammars._vocab_size // 32), np.uint32)
+    for _ in range(200):
+        matcher = grammar.begin()
+        while not matcher.is_stopped():
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if matcher.is_error():
+                assert "too many states" in matcher.get_error()
+                return
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            matcher.consume_token(int(draw.choice(allowed)))
+    pytest.fail("the states suffice")
+
+
+def test_an_answer_that_needs_more_states_than_there_are_goes_on_with_new_ones(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    grammars, wanted = make_grammars(), StructuredOutputsParams(regex=HUNGRY + "z{60}")
+    whole = drawn(grammars, grammars.compile(wanted), seed, 40)
+    assert not grammars._live, "a grammar is freed with the last sequence that it guides"
+    renewed: list[int] = []
+    compiled = CompiledGrammar.compiled
+    monkeypatch.setattr(grammar_guide, "RENEWAL_TOKENS", 2)
+    monkeypatch.setitem(grammar_guide.LIMITS, "max_lexer_states", 4_000)
+    few = grammars.compile(wanted)
+    monkeypatch.setattr(CompiledGrammar, "compiled", lambda self: (renewed.append(1), compiled(self))[1])
+    assert drawn(grammars, few, seed, 40) == whole
+    assert len(renewed) > 1 or len(whole) < 40
+
+
+def test_what_needs_too_many_states_at_once_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grammar_guide.LIMITS, "max_lexer_states", 500)
+    grammars = make_grammars()
+    with pytest.raises(QuireError, match=f"{TOO_COMPLEX}: the expressions in it need too many states"):
+        drawn(grammars, grammars.compile(StructuredOutputsParams(regex=HUNGRY)), 1, 100)

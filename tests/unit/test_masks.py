@@ -98,12 +98,12 @@ def test_withdrawing_waits_for_a_mask_that_is_being_computed() -> None:
 
 
 def test_a_mask_that_cannot_be_computed_says_why_and_holds_up_no_other() -> None:
-    matchers = [Matcher(1, "NoExtensionBias: x\nmore"), Matcher(2, "too many items\nmore"), Matcher(3), Matcher(4)]
+    matchers = [Matcher(1, "NoExtensionBias: x\nmore"), Matcher(2, "Too many items\nmore"), Matcher(3), Matcher(4)]
     matchers[3].unsafe_compute_mask_ptr = broken  # type: ignore[method-assign]
     pending = asked(Masks(WORDS, 2, begins_early=False), matchers)
     with pytest.raises(QuireError, match=f"^{NO_TEXT}$"):
         pending[0]()
-    with pytest.raises(QuireError, match=f"^{TOO_COMPLEX}: too many items$"):
+    with pytest.raises(QuireError, match=f"^{TOO_COMPLEX}: it can be read in too many ways$"):
         pending[1]()
     assert pending[2]()[0] == 3
     with pytest.raises(MemoryError):

@@ -189,7 +189,7 @@ def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: Grammars, name: s
     """Where arguments must be valid, the parser takes for a call only what the grammar does."""
     format_ = EVERY[name]
     grammar = format_.grammar(TOOLS, ToolChoice(), lambda text: None)
-    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
     call = f'{{"name": "add", "{format_.key}": {{"a": "one", "b": true}}}}'
     for opener in (
         *format_.also,
@@ -308,7 +308,7 @@ def test_arguments_are_an_object_whatever_else_the_parameters_allow(grammars: Gr
     parameters = {"type": ["null", "object"], "properties": {"a": {"$ref": "#/$defs/word"}}, "required": ["a"],
                   "$defs": {"word": {"enum": ["x"]}}, "additionalProperties": False}  # fmt: skip
     grammar = EVERY[name].grammar([Tool("add", parameters=parameters)], ToolChoice("required"), lambda text: None)
-    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
     for arguments, is_right in (('{"a": "x"}', True), ("null", False), ('{"a": "y"}', False)):
         ids, copy = (
             grammars._tokenizer.encode(EVERY[name].write([Call("", "add", arguments)]), False),
@@ -323,7 +323,7 @@ def test_answers_that_may_call_say_anything_or_call_with_valid_arguments(
 ) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
     grammar = format_.grammar(TOOLS, ToolChoice(), lambda text: None)
-    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
     encode = grammars._tokenizer.encode
     valid = Call("", "add", '{"a": 1, "b": true}')
     invalid = Call("", "add", '{"a": "one", "b": true}')
@@ -344,7 +344,7 @@ def drawn(grammars: Grammars, format_: ToolFormat, choice: ToolChoice, draw: ran
     """A text that the grammar allows, of random tokens."""
     grammar = format_.grammar(TOOLS, choice, lambda text: None)
     assert grammar is not None
-    guide, tokens = grammars.guide(StructuredOutputsParams(grammar=grammar), 1), [0]
+    guide, tokens = grammars.guide(grammars.compile(StructuredOutputsParams(grammar=grammar)), 1), [0]
     while True:
         drafts, masks = guide.propose(list(tokens), 20)
         allowed = members(masks[-1])

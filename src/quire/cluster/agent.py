@@ -221,23 +221,23 @@ class Agent:
         """When the next thing is due, on its clock."""
         return self._timers[0][0]
 
-    def _prepare(self, job: Job) -> None:
+    def _prepare(self, attempt: Attempt, job: Job) -> None:
         """What of a request need not hold up the engine's steps."""
         assert self._desk is not None
-        self._desk.prepare(job)
+        self._desk.prepare(attempt, job)
 
     def _hear(self, sender: str, message: Any) -> None:
         match message:
             case ComputeJob(Compute(attempt) as begin, job, elsewhere):
                 self._names[attempt] = job.described(attempt.number)
-                self._prepare(job)
+                self._prepare(attempt, job)
                 self._do("compute", attempt, job, elsewhere, unless=self._sources)
                 self._supply(attempt, sender, begin)
                 if self._sources[attempt].is_asked:
                     self._do("tell_progress", attempt)
             case ReceiveJob(Receive(attempt, source) as begin, job, elsewhere):
                 self._names[attempt] = job.described(attempt.number)
-                self._prepare(job)
+                self._prepare(attempt, job)
                 if source:
                     self._do("plan", attempt, job, unless=self._receivers)
                 else:

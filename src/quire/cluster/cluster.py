@@ -25,6 +25,7 @@ from quire.cluster.supervisor import Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.build import end_tokens, resolve
+from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.grammars import Grammars
 from quire.engine.known import DISK, KnownPrefix, Salts, key_of, read_key
 from quire.engine.limits import Limits
@@ -201,9 +202,9 @@ class Cluster:
         """See Engine."""
         return read_sampling_defaults(self._path, self._model)
 
-    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
-        """Raises RequestError if a text like this cannot be promised. Compiles its grammar on a thread."""
-        await asyncio.wrap_future(self._grammars.prepare(wanted))
+    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
+        """See AsyncLLM.check_structure."""
+        return await asyncio.wrap_future(self._grammars.prepare(wanted, cache_salt))
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of a prompt. Raises the RequestError or QueueFullError that `generate` would raise."""
@@ -234,7 +235,7 @@ class Cluster:
     ) -> AsyncGenerator[RequestOutput, None]:
         text, ids, hints = self._admit(prompt, params)
         if params.structured_outputs is not None:
-            await self.check_structure(params.structured_outputs)
+            await self.check_structure(params.structured_outputs, hints.cache_salt)
         self._note_arrivals(params)
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1

@@ -24,6 +24,7 @@ from quire.cluster.cargo import Cargo, Shipment
 from quire.cluster.messages import Attempt
 from quire.cluster.neighbours import Neighbours, Pull
 from quire.engine.engine import Engine
+from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.handover import Continued
 from quire.engine.outputs import RequestOutput
 from quire.engine.request import Request, Sequence, State
@@ -166,6 +167,7 @@ class Desk:
         self._seal = seal
         self._neighbours = neighbours
         self._by_id: dict[str, Work] = {}
+        self._grammars: dict[Attempt, CompiledGrammar] = {}  # of attempts that have not begun
         self._changing: dict[Attempt, Work] = {}  # those at which a step may change something
         self._asked: list[Pull] = []
         self._notices: list[Notice] = []
@@ -177,12 +179,13 @@ class Desk:
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
-    def prepare(self, job: Job) -> None:
+    def prepare(self, attempt: Attempt, job: Job) -> None:
         """Compiles the grammar of a request's text, on any thread. What is wrong with it shows when it begins."""
         wanted = job.params.get("structured_outputs")
         if wanted is not None and self.engine.grammars is not None:
             with contextlib.suppress(QuireError):
-                self.engine.grammars.compile(StructuredOutputsParams.from_options(wanted))
+                params, salt = StructuredOutputsParams.from_options(wanted), job.wishes().cache_salt
+                self._grammars[attempt] = self.engine.grammars.compile(params, salt)
 
     def compute(self, attempt: Attempt, job: Job, elsewhere: Elsewhere | None = None) -> None:
         """The source's part."""
@@ -238,6 +241,7 @@ class Desk:
 
     def end(self, attempt: Attempt) -> None:
         """Ends an attempt in any stage, and frees what it holds. Does nothing for one that has ended."""
+        self._grammars.pop(attempt, None)
         work = self.works.pop(attempt, None)
         if work is None:
             return
@@ -407,7 +411,13 @@ class Desk:
         job = work.job
         try:
             request = self.engine.add(
-                work.request_id, None, job.prompt_ids, job.sampling(), job.wishes(), continued=continued
+                work.request_id,
+                None,
+                job.prompt_ids,
+                job.sampling(),
+                job.wishes(),
+                grammar=self._grammars.pop(work.attempt, None),
+                continued=continued,
             )
         except QuireError as error:
             self._fail(work, str(error))

@@ -18,6 +18,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.engine.answers import Answer, Names, Tokenizer
+from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.grammars import Grammars
 from quire.engine.handover import Continued
 from quire.engine.limits import Limits, counted
@@ -124,12 +125,14 @@ class Engine:
         prompt_ids: list[int],
         params: SamplingParams,
         hints: CacheHints = NO_HINTS,
+        grammar: CompiledGrammar | None = None,
         guide: Callable[[], Guide] | None = None,
         continued: Continued | None = None,
     ) -> Request:
         """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now.
 
-        guide      makes a guide for each sequence; None: one for what the parameters want of the text, if anything
+        grammar    of what the parameters want of the text; None: it is compiled here, if they want something
+        guide      makes a guide for each sequence; None: one of the grammar, if there is one
         continued  of a request of one sequence that another engine began, or will go on with; None: it is all ours
         """
         self.check_request(prompt_ids, params, hints)
@@ -138,7 +141,7 @@ class Engine:
         manager = self.scheduler.manager
         namespace = self.namespace_of(hints)
         if guide is None and params.structured_outputs is not None:
-            guide = self._guided(params.structured_outputs, len(prompt_ids))
+            guide = self._guided(params.structured_outputs, grammar, len(prompt_ids), hints.cache_salt)
         request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -165,10 +168,12 @@ class Engine:
                 self._answers[sequence].resume(continued.token_ids, continued.cumulative)
         return request
 
-    def _guided(self, wanted: StructuredOutputsParams, num_prompt: int) -> Callable[[], Guide]:
+    def _guided(
+        self, wanted: StructuredOutputsParams, grammar: CompiledGrammar | None, num_prompt: int, scope: str
+    ) -> Callable[[], Guide]:
         if self.grammars is None:
             raise RequestError("structured_outputs: this engine has no tokenizer for grammars", "structured_outputs")
-        return partial(self.grammars.guide, wanted, num_prompt)
+        return partial(self.grammars.guide, grammar or self.grammars.compile(wanted, scope), num_prompt)
 
     def namespace_of(self, hints: CacheHints) -> Namespace:
         """The namespace of a request's chunks."""

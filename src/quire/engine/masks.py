@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,11 @@ TOO_COMPLEX = "the grammar became too complex here"
 NO_TEXT = "no text that ends has the form"
 """The same for a form that nothing fulfils, such as a schema that refers to itself alone."""
 
+GRAMMAR_FAILED = "the grammar failed"
+"""The same where llguidance gives another reason."""
+
 Words = NDArray[np.uint32]
+Renew = Callable[[], "LLMatcher | None"]
 
 
 class Masks:
@@ -39,9 +44,12 @@ class Masks:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def ask(self, matcher: LLMatcher) -> PendingMask:
-        """The mask of a matcher's next token. Until it is there, or withdrawn, nobody else may use the matcher."""
-        mask = PendingMask(self, matcher)
+    def ask(self, matcher: LLMatcher, renew: Renew | None = None) -> PendingMask:
+        """The mask of a matcher's next token. Until it is there, or withdrawn, nobody else may use the matcher.
+
+        renew  gives another matcher for the same place, if the lexer's states do not suffice; None: there is none
+        """
+        mask = PendingMask(self, matcher, renew)
         self._todo.append(mask)
         if self._begins_early:
             self._start(1)
@@ -71,10 +79,11 @@ class Masks:
 
 
 class PendingMask:
-    """A mask that is computed when it is needed, or before."""
+    """A mask that is computed when it is needed, or before. Refers to its matcher until it is computed or withdrawn."""
 
-    def __init__(self, masks: Masks, matcher: LLMatcher) -> None:
-        self._masks, self._matcher = masks, matcher
+    def __init__(self, masks: Masks, matcher: LLMatcher, renew: Renew | None) -> None:
+        self._masks = masks
+        self._source: tuple[LLMatcher, Renew | None] | None = (matcher, renew)
         self._words: Future[Words] = Future()
 
     def __call__(self) -> Words:
@@ -87,20 +96,50 @@ class PendingMask:
         """Says that the mask is not needed any more. Waits if it is being computed."""
         if not self._words.cancel():
             self._words.exception()
+        self._source = None
 
     def compute(self, num_words: int) -> None:
         """Computes the mask, unless it is withdrawn."""
         if not self._words.set_running_or_notify_cancel():
             return
+        assert self._source is not None
+        matcher, renew = self._source
         words = np.empty(num_words, np.uint32)
         try:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if self._matcher.is_error():
-                error = self._matcher.get_error().strip().partition("\n")[0]
-                raise QuireError(NO_TEXT if "NoExtensionBias" in error else f"{TOO_COMPLEX}: {error}")
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if renew is not None and _is_worn(matcher) and (renewed := renew()) is not None:
+                matcher = renewed
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if matcher.is_error():
+                raise QuireError(explained(matcher.get_error()))
         except BaseException as error:
             self._words.set_exception(error)
             if not isinstance(error, Exception):
                 raise
         else:
             self._words.set_result(words)
+        finally:
+            self._source = None
+
+
+def _is_worn(matcher: LLMatcher) -> bool:
+    """Whether a matcher has stopped because its lexer, which others may share, has no room for further states."""
+    return matcher.is_error() and "too many states" in matcher.get_error()
+
+
+def explained(error: str) -> str:
+    """What an answer's user is told of an error of llguidance."""
+    if "NoExtension" in error:
+        return NO_TEXT
+    for words, reason in _REASONS.items():
+        if words in error:
+            return f"{TOO_COMPLEX}: {reason}"
+    return f"{GRAMMAR_FAILED}: {error.strip().partition(chr(10))[0][:300]}"
+
+
+_REASONS = {
+    "too many states": "the expressions in it need too many states; use fewer counted repetitions that overlap",
+    "too many expressions": "telling its expressions apart takes too much work",
+    "Too many items": "it can be read in too many ways",
+    "Current row has": "it can be read in too many ways",
+}

@@ -2,10 +2,10 @@
 
 A short schema can keep llguidance busy for hours in a single call that nothing can interrupt: 20 patterns that hold at
 once take half a minute, and each further one two to three times as long. Each trial runs in a process that is forked
-for it, so that the kernel can end it and the vocabulary is loaded once.
+for it, so that the kernel can end it and the vocabulary is loaded once. It does what a request begins with: it compiles
+the grammar, computes the text that it forces at once, and the first mask.
 
-A request is (name of the vocabulary, what it is made of or None, source
-of a grammar, limits, seconds).
+A request is (name of the vocabulary, its TokenTable or None, source of a grammar, limits, seconds).
 """
 
 from __future__ import annotations
@@ -23,51 +23,73 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 DONE, SLOW, LARGE = b"d", b"s", b"m"
-"""Kinds of answers: the trial has ended, with whatever result; it took too much time; or too much memory. Also UNKNOWN:
-a vocabulary that was not sent yet."""
+"""Kinds of answers: the trial has ended, with whatever result, and its memory in bytes is the text; it took too much
+time; or too much memory. Also UNKNOWN: a vocabulary that was not sent yet."""
 
 NUM_VOCABULARIES = 2
 
 
-def tried(vocabulary: LLTokenizer, source: str, limits: dict[str, Any], seconds: float, max_bytes: int) -> bytes:
-    """How a trial ends."""
-    from llguidance import LLMatcher, LLParserLimits
-
+def tried(
+    vocabulary: LLTokenizer, source: str, limits: dict[str, Any], seconds: float, max_bytes: int
+) -> tuple[bytes, int]:
+    """How a trial ends, and the memory that it took in bytes."""
+    ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
         try:
             # The default action of SIGPROF ends the process, also in the middle of one long call.
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            with contextlib.suppress(OSError), open("/proc/self/statm") as file:  # only Linux has it
-                size = int(file.read().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (size + max_bytes, size + max_bytes))
-            LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**limits))
+            size, resident = _memory()
+            resource.setrlimit(resource.RLIMIT_AS, (size + max_bytes, size + max_bytes))
+            use(vocabulary, source, limits)
+            os.write(theirs, str(max(0, _memory()[1] - resident)).encode())
         except MemoryError:
             os._exit(1)
         except BaseException:  # whatever it is, the caller finds it, too
             os._exit(0)
         os._exit(0)
+    os.close(theirs)
     _, status = os.waitpid(pid, 0)
+    num_bytes = int(os.read(ours, 32) or b"0")
+    os.close(ours)
     if os.WIFSIGNALED(status):
-        return SLOW if os.WTERMSIG(status) == signal.SIGPROF else LARGE
-    return LARGE if os.WEXITSTATUS(status) else DONE
+        return (SLOW if os.WTERMSIG(status) == signal.SIGPROF else LARGE), 0
+    return (LARGE if os.WEXITSTATUS(status) else DONE), num_bytes
+
+
+def use(vocabulary: LLTokenizer, source: str, limits: dict[str, Any]) -> None:
+    """What a request does first with a grammar."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**limits))
+    if not matcher.is_error():
+        matcher.compute_ff_tokens()
+        matcher.compute_bitmask()
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of this process's address space, and of what of it is resident; 0 where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:  # only Linux has it
+        size, resident, *_ = map(int, file.read().split())
+        return size * resource.getpagesize(), resident * resource.getpagesize()
+    return 0, 0
 
 
 def serve(connection: socket.socket) -> None:
     """Answer requests until the other side closes."""
     (max_bytes,) = received(connection)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    from llguidance import LLTokenizer
+    from quire.engine.grammar_tokens import TokenTable, make_vocabulary
 
     vocabularies: dict[str, LLTokenizer] = {}
     while True:
-        name, made_of, source, limits, seconds = received(connection)
-        if made_of is not None:
+        name, table, source, limits, seconds = received(connection)
+        if table is not None:
             if len(vocabularies) == NUM_VOCABULARIES:
                 del vocabularies[next(iter(vocabularies))]
-            text, size, eos_token_ids = made_of
-            vocabularies[name] = LLTokenizer(text, n_vocab=size, eos_token=eos_token_ids)
+            vocabularies[name] = make_vocabulary(TokenTable(*table))
         if name not in vocabularies:
             send(connection, UNKNOWN)
         else:
-            send(connection, tried(vocabularies[name], source, limits, seconds, max_bytes))
+            kind, num_bytes = tried(vocabularies[name], source, limits, seconds, max_bytes)
+            send(connection, kind, str(num_bytes))

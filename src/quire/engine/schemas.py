@@ -107,10 +107,10 @@ def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> int:
 def _definition(schema: Any, root: dict[str, Any]) -> Any:
     """What a schema refers to, if it only refers to something; else the schema."""
     is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
-    return _pointed(schema["$ref"], root) if is_reference else schema
+    return pointed(schema["$ref"], root) if is_reference else schema
 
 
-def _pointed(reference: Any, root: dict[str, Any]) -> Any:
+def pointed(reference: Any, root: dict[str, Any]) -> Any:
     """What a JSON pointer points to (RFC 6901, section 6); None if it is another reference, or points nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
@@ -260,7 +260,7 @@ def _subschemas(root: Any) -> Iterator[tuple[Link | None, dict[str, Any]]]:
         seen.add(id(own))
         yield link, own
         if isinstance(reference := own.get("$ref"), str):
-            todo.append((Link(None, reference), _pointed(reference, root)))
+            todo.append((Link(None, reference), pointed(reference, root)))
         todo += ((Link(link, word), own[word]) for word in _SCHEMA if word in own)
         for word in _SCHEMAS:
             if isinstance(several := own.get(word), list):

@@ -56,7 +56,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         job = Job(ids, params, service.hints(body, tenant), tenant)
         check_scores({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
         chat = Chat(service, body, job, [tooling.reader(ids) for _ in range(params.n)])
-        await service.admit([job], body.structure_param, tooling.blamed)
+        await service.admit([job], request.receive, body.structure_param, tooling.blamed)
     if body.stream:
         return EventStream(chat.events())
     return await unless_disconnected(request.receive, chat.whole())

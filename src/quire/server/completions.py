@@ -32,7 +32,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     async with service.bodies.read(request, CompletionRequest) as body:
         service.check_model(body.model)
         completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
-        await service.admit(completion.jobs, body.structure_param)
+        await service.admit(completion.jobs, request.receive, body.structure_param)
     if body.stream:
         return EventStream(completion.events())
     return await unless_disconnected(request.receive, completion.whole())

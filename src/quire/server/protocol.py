@@ -131,8 +131,10 @@ class Engine(Protocol):
     def operations(self) -> Operations | None:
         """For operators; None if there are no instances."""
 
-    async def check_structure(self, wanted: StructuredOutputsParams) -> None:
-        """Raises RequestError if a text like this cannot be promised."""
+    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
+        """Raises RequestError if a text like this cannot be promised, for requests with this salt. What is made for it
+        is kept as long as the result is held.
+        """
 
     def prepare(self, prompt: Any, params: SamplingParams) -> object:
         """Raises RequestError for a request that can never run, and QueueFullError if the queue is full."""

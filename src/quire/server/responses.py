@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.answers import pieces
 from quire.server.errors import ApiError
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.responses_output import Event, Output
-from quire.server.responses_schema import FunctionTool, ResponsesRequest
+from quire.server.responses_schema import ResponsesRequest
 from quire.server.service import Job, Service
 from quire.server.shapes import ScoredToken
-from quire.server.tooling import Tooling
+from quire.server.tooling import Tooling, refusals
 from quire.server.usage import Usage
 from quire.server.wire import EventStream, unless_disconnected
 from quire.tools.calls import Part, Reasoning, Text
@@ -39,7 +38,8 @@ async def create_response(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
     async with service.bodies.read(request, ResponsesRequest) as body:
         service.check_model(body.model)
-        tooling = await _tooling(service.engine, body)
+        salt = service.tenants.salt(request.state.tenant, body.cache_salt)
+        tooling = await unless_disconnected(request.receive, _tooling(service.engine, body, salt))
         messages = [_Said(each) for each in body.messages()]
         ids = await service.texts.encode_chat(messages, body.chat_template_kwargs, tools=tooling.tools, param="input")
         params = service.params(
@@ -55,13 +55,13 @@ async def create_response(service: Service, request: Request) -> Response:
         tenant = request.state.tenant
         job = Job(ids, params, service.hints(body, tenant), tenant)
         answer = Answer(service, body, job, tooling.reader(ids))
-        await service.admit([job], body.structure_param, tooling.blamed)
+        await service.admit([job], request.receive, body.structure_param, tooling.blamed)
     if body.stream:
         return EventStream(answer.events(), answer.failed)
     return await unless_disconnected(request.receive, answer.whole())
 
 
-async def _tooling(engine: Engine, body: ResponsesRequest) -> Tooling:
+async def _tooling(engine: Engine, body: ResponsesRequest, salt: str) -> Tooling:
     """The tools of a request. One that does not say whether it is strict is, as in OpenAI's API; but it is not where
     its schema cannot be honoured and the model is free to call.
     """
@@ -71,21 +71,14 @@ async def _tooling(engine: Engine, body: ResponsesRequest) -> Tooling:
     try:
         tooling = await Tooling.of(body, engine.tokenizer)
         if tooling.structure is not None:
-            await engine.check_structure(tooling.structure)
+            await engine.check_structure(tooling.structure, salt)
         return tooling
     except RequestError:
         # Of tools that are only too many together, each one is at fault.
-        for tool in [tool for tool in unsaid if not await _is_honoured(engine, tool)] or unsaid:
-            tool.strict = False
+        refused = await refusals(engine, [tool.tool() for tool in unsaid], salt)
+        for place in refused or range(len(unsaid)):
+            unsaid[place].strict = False
         return await Tooling.of(body, engine.tokenizer)
-
-
-async def _is_honoured(engine: Engine, tool: FunctionTool) -> bool:
-    try:
-        await engine.check_structure(StructuredOutputsParams(json=tool.tool().arguments))
-    except RequestError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

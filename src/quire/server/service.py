@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from quire.engine.masks import NO_TEXT, TOO_COMPLEX
+from quire.engine.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
@@ -36,14 +36,19 @@ from quire.server.tenants import Tenants
 from quire.server.texts import Texts
 from quire.server.trained import Trained
 from quire.server.usage import Found
-from quire.server.wire import merge
+from quire.server.wire import merge, unless_disconnected
 from quire.tools.formats import format_of
 from quire.tools.reasoning import reasoning_of
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from starlette.types import Receive
+
     from quire.config import ServeConfig, SloConfig
     from quire.server.protocol import Engine
+
+    Blamed = Callable[[Engine, str], Awaitable[RequestError | None]]
+    """Finds what of a request is at fault, for requests with a salt."""
 
 T = TypeVar("T")
 
@@ -70,6 +75,8 @@ class Job:
     """The text of the prompt, if it was given as text."""
     form: str = "structured_outputs"
     """Where the form of the answer is in the request."""
+    grammar: object = None
+    """What the engine has made for that form; held until the answer has ended."""
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -260,11 +267,14 @@ class Service:
     async def admit(
         self,
         jobs: Sequence[Job],
+        receive: Receive | None = None,
         structure_param: str = "structured_outputs",
-        blamed: Callable[[Engine], Awaitable[RequestError | None]] | None = None,
+        blamed: Blamed | None = None,
     ) -> None:
-        """Raises the error that refuses the jobs, before anything is computed or sent.
+        """Raises the error that refuses the jobs, before anything is computed or sent; ClientDisconnected if the client
+        leaves while grammars are compiled.
 
+        receive          gives the messages of the client, whose body has been read; None: no job has a form
         structure_param  names the form of the text in errors
         blamed           finds what else of the request is at fault if the form cannot be honoured
         """
@@ -278,13 +288,20 @@ class Service:
         for job in jobs:
             job.form = structure_param
             self.engine.prepare(job.prompt, job.params)
-        for wanted in dict.fromkeys(job.params.structured_outputs for job in jobs):
-            if wanted is not None:
-                try:
-                    await self.engine.check_structure(wanted)
-                except RequestError as error:
-                    own = None if blamed is None else await blamed(self.engine)
-                    raise own or refused_as(error, structure_param) from None
+        formed = [job for job in jobs if job.params.structured_outputs is not None]
+        if formed:
+            assert receive is not None
+            await unless_disconnected(receive, self._check_forms(formed, structure_param, blamed))
+
+    async def _check_forms(self, jobs: Sequence[Job], structure_param: str, blamed: Blamed | None) -> None:
+        for job in jobs:
+            wanted, salt = job.params.structured_outputs, str(job.hints.get("cache_salt") or "")
+            assert wanted is not None
+            try:
+                job.grammar = await self.engine.check_structure(wanted, salt)
+            except RequestError as error:
+                own = None if blamed is None else await blamed(self.engine, salt)
+                raise own or refused_as(error, structure_param) from None
 
     def run(
         self, jobs: Sequence[Job], request_id: str, opens: Callable[[int, RequestOutput], Awaitable[None]]
@@ -362,7 +379,7 @@ class Service:
                 raise shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")
             if output.finish_reason == "error":
                 reason = str(output.stop_reason)
-                if reason.startswith((TOO_COMPLEX, NO_TEXT)):
+                if reason.startswith((TOO_COMPLEX, NO_TEXT, GRAMMAR_FAILED)):
                     raise bad_request(f"'{form}': {reason}", form, "grammar_failed")
                 raise ApiError(500, reason, code="not_finite")
 

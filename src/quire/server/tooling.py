@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quire.engine.grammars import term_of
+from quire.engine.grammar_source import term_of
 from quire.engine.schemas import Unhonoured, written
 from quire.engine.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from quire.errors import RequestError
@@ -23,7 +24,10 @@ from quire.tools.reader import AnswerReader
 from quire.tools.reasoning import ReasoningFormat, ReasoningParser, reasoning_of
 
 LAST_TOKENS = 8
-"""Tokens at the end of a prompt in which reasoning may begin."""
+"""Tokens at the end of a prompt in which reasoning may begin or end."""
+
+BLAME_SECONDS = 2.0
+"""Time in which the tool is looked for that a refusal is about. Each may take 0.5 s to compile."""
 
 
 @dataclass(frozen=True)
@@ -94,29 +98,40 @@ class Tooling:
             calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_form)
         if self.reasoning is None:
             return AnswerReader(None, calls)
-        return AnswerReader(ReasoningParser(self.reasoning, is_inside=self._has_begun(prompt_ids)), calls)
+        if self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # it is switched off
+            return AnswerReader(None, calls)
+        is_inside = self._prompt_ends_with(self.reasoning.begins, prompt_ids)
+        return AnswerReader(ReasoningParser(self.reasoning, is_inside=is_inside), calls)
 
     def form(self, prompt_ids: Sequence[int]) -> StructuredOutputsParams | None:
         """What an answer to a prompt must be."""
-        if self.structure is None or self.reasoning is None:
+        if self.structure is None or self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):
             return self.structure
-        begins = "" if self._has_begun(prompt_ids) else self.reasoning.begins
+        begins = "" if self._prompt_ends_with(self.reasoning.begins, prompt_ids) else self.reasoning.begins
         return replace(self.structure, reasoning=(begins, self.reasoning.ends))
 
-    async def blamed(self, engine: Engine) -> RequestError | None:
-        """The error of the first tool whose parameters cannot be honoured; None if all can."""
-        for param, tool in zip(self.params, self.tools, strict=True):
-            try:
-                await engine.check_structure(StructuredOutputsParams(json=tool.arguments))
-            except RequestError as error:
-                return refused_as(error, param)
-        return None
+    async def blamed(self, engine: Engine, cache_salt: str) -> RequestError | None:
+        """The error of the first tool whose parameters cannot be honoured; None if none is found."""
+        found = await refusals(engine, self.tools, cache_salt, most=1)
+        return next((refused_as(error, self.params[place]) for place, error in found.items()), None)
 
-    def _has_begun(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt has begun the reasoning."""
-        assert self.reasoning is not None
-        end = self.tokenizer.decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip()
-        return end.endswith(self.reasoning.begins)
+    def _prompt_ends_with(self, mark: str, prompt_ids: Sequence[int]) -> bool:
+        """Whether a mark of reasoning is the last thing in the prompt."""
+        return self.tokenizer.decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip().endswith(mark)
+
+
+async def refusals(engine: Engine, tools: Sequence[Tool], cache_salt: str, most: int = 128) -> dict[int, RequestError]:
+    """Why parameters of tools cannot be honoured, by place. Looks for at most `most`, for at most BLAME_SECONDS."""
+    found: dict[int, RequestError] = {}
+    deadline = time.monotonic() + BLAME_SECONDS
+    for place, tool in enumerate(tools):
+        if len(found) == most or time.monotonic() > deadline:
+            break
+        try:
+            await engine.check_structure(StructuredOutputsParams(json=tool.arguments), cache_salt)
+        except RequestError as error:
+            found[place] = error
+    return found
 
 
 def _refused(error: Unhonoured, tools: Mapping[str, Tool], param: str) -> RequestError:

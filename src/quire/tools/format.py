@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine import schemas
+from quire.engine.grammar_source import escaped, mark, text_without
 from quire.tools.calls import Call, Tool, ToolChoice
 
 Message = Mapping[str, Any]
@@ -115,17 +116,23 @@ class ToolFormat:
         elif not opens:
             start = [f"start: {calls} | OTHER", r"OTHER: /[ \n]*([^{ \n](.|\n)*)?/"]
         else:
-            is_special = opens[0].startswith("<")
-            head = f"head: TEXT? {' '.join(opens)}" if is_special else f"head[lazy]: ANY {' '.join(opens)}"
-            start = [f"start: {'calls*' if choice.parallel else 'calls?'} TEXT?", f"calls: head {calls}", head]
-            start += [r"TEXT: /(.|\n)+/", r"ANY: /(.|\n)*/"][: 1 if is_special else 2]
+            first, *_ = self._pieces(self.opens)
+            if token_of(first) is None:
+                head = [f"head[lazy]: /(.|\\n)*{escaped(first)}/", r"TEXT: /(.|\n)+/"]
+            else:
+                head = [f"head: TEXT? {opens[0]}", f"TEXT: {text_without(first)}"]
+            start = [f"start: {'calls*' if choice.parallel else 'calls?'} TEXT?"]
+            start += [f"calls: head {' '.join(opens[1:])} {calls}", *head]
         return "\n".join(["%llguidance {}", *start, *rules])
 
     def _terms(self, text: str, token_of: TokenOf) -> list[str]:
         """A text in a grammar. Special tokens are no text there."""
+        return [mark(piece, token_of) for piece in self._pieces(text)]
+
+    def _pieces(self, text: str) -> list[str]:
+        """A text, cut around the marks in it."""
         pieces = re.split("(" + "|".join(map(re.escape, self.marks)) + ")", text) if self.marks else [text]
-        ids = [(piece, token_of(piece)) for piece in pieces if piece]
-        return [json.dumps(piece) if token_id is None else f"<[{token_id}]>" for piece, token_id in ids]
+        return [piece for piece in pieces if piece]
 
     def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
         given = tool.arguments if choice.mode == "required" or tool.strict else {"type": "object"}

@@ -1,0 +1,109 @@
+"""What a request wants of a text, as llguidance's grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from quire.engine import schemas
+from quire.engine.forced import MAX_FORCED_BYTES, lark_bytes, regex_bytes, schema_bytes
+from quire.engine.structured import StructuredOutputsParams
+from quire.errors import RequestError
+
+MAX_GBNF_CHARS = 8192
+"""Most characters of a grammar in GBNF: the converter's time grows with the square of its rules."""
+
+SpecialId = Callable[[str], int | None]
+"""Gives the id of a special token, which is no text in a grammar; None for a text that is none."""
+
+
+def source_of(wanted: StructuredOutputsParams, special: SpecialId) -> str:
+    """The grammar as llguidance takes it: a list of grammars as JSON, of which the first one is the text's.
+
+    Raises Unhonoured, ValueError and the errors of llguidance's converters.
+    """
+    form, forced_bytes = _form(wanted)
+    parts: list[dict[str, Any]] = [{"name": "form", **form}]
+    options = "" if forced_bytes <= MAX_FORCED_BYTES else '%llguidance {"no_forcing": true}\n'
+    if wanted.reasoning is not None:
+        begins, ends = wanted.reasoning
+        parts.insert(0, {"name": "text", "lark_grammar": options + _with_reasoning(begins, ends, special)})
+    elif options:
+        parts.insert(0, {"name": "text", "lark_grammar": options + "start: @form"})
+    return json.dumps({"grammars": parts})
+
+
+def _with_reasoning(begins: str, ends: str, special: SpecialId) -> str:
+    """A form behind reasoning that may stand there, or whose beginning the prompt has."""
+    begin, end = mark(begins, special), mark(ends, special)
+    if special(ends) is None:
+        free = [f"free[lazy]: /(.|\\n)*{escaped(ends)}/"]
+    else:
+        free = [f"free: TEXT? {end}", f"TEXT: {text_without(ends)}"]
+    start = f"start: {f'({begin} thought)?' if begins else 'thought'} @form"
+    return "\n".join([start, "thought: free BLANK?", *free, r"BLANK: /[ \n]+/"])
+
+
+def mark(text: str, special: SpecialId) -> str:
+    """A text as a term of Lark, which is a token where it is the name of a special one."""
+    token_id = special(text)
+    return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+
+def text_without(text: str) -> str:
+    """Any text, as a term of Lark, that does not contain this one: what spells a special token reads like it."""
+    return rf"/(.|\n)+/ & ~/(.|\n)*{escaped(text)}(.|\n)*/"
+
+
+def term_of(wanted: StructuredOutputsParams) -> str:
+    """The form as a term of Lark. Raises RequestError for a grammar, which has rules of its own."""
+    if wanted.way == "grammar":
+        raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
+    found, _ = _form(wanted)
+    if "json_schema" in found:
+        return f"%json {json.dumps(found['json_schema'])}"
+    return str(found["lark_grammar"]).removeprefix("start: ")
+
+
+def _form(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
+    """The grammar of the form alone, and the bytes that it can force."""
+    from llguidance import regex_to_lark
+
+    match wanted.way:
+        case "json":
+            schema = schemas.written(json.loads(wanted.text))
+            return {"json_schema": schema}, schema_bytes(schema)
+        case "json_object":
+            schema = schemas.written({"type": "object"})
+            return {"json_schema": schema}, schema_bytes(schema)
+        case "regex":
+            return {"lark_grammar": f"start: /{regex_to_lark(wanted.text)}/"}, regex_bytes(wanted.text)
+        case "choice":
+            assert wanted.choice is not None
+            # One expression, of which a parser has one item: of thousands of alternatives it had too many.
+            term = regex_to_lark("|".join(map(escaped, wanted.choice)))
+            return {"lark_grammar": f"start: /{term}/"}, max(len(each.encode()) for each in wanted.choice)
+        case _:
+            grammar = _as_lark(wanted.text)
+            return {"lark_grammar": grammar}, lark_bytes(grammar)
+
+
+def escaped(text: str) -> str:
+    """An expression that only this text matches."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~/-]", r"\\\g<0>", text).replace("\n", r"\n")
+
+
+def _as_lark(text: str) -> str:
+    """A grammar in Lark's syntax, which has a rule named start or says that it is llguidance's; else it is GBNF."""
+    if any(_LARK.match(line) for line in text.splitlines()):
+        return text
+    if len(text) > MAX_GBNF_CHARS:
+        raise ValueError(f"a grammar in GBNF may have {MAX_GBNF_CHARS:,} characters, and it has {len(text):,}")
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return str(gbnf_to_lark(text))
+
+
+_LARK = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*(\[[^\]]*\][ \t]*)?:(?!:))")
