@@ -1,0 +1,166 @@
+"""Tiny tokenizers built like those of model families: the same kind of vocabulary, pipeline and added tokens, with few
+merges. A tokenizer of bytes without added tokens hides what depends on these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from quire.models.tokenizer import Tokenizer as QuireTokenizer
+from quire.models.tokenizer import load_tokenizer
+
+from .tiny_models import save_tiny
+
+_TEXT = [
+    'the name of the tool is "add" and its arguments are {"a": 1, "b": true}, 2024-01-02 said the parrot to the cat',
+    "think: yes, no, Tom is a dog; Hm. éàü 日本 def call(function) -> None: return None\n\n",
+] * 4
+
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Family(NamedTuple):
+    """Names of special tokens, of other added tokens, the token that ends an answer, and a chat template."""
+
+    special: tuple[str, ...]
+    plain: tuple[str, ...]
+    eos: str
+    template: str
+    build: Callable[[], Tokenizer]
+
+
+def _byte_level(digits: str, *, normalizer: Any = None, ignore_merges: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    split = pre_tokenizers.Split(Regex(_SPLIT % digits), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    return tokenizer
+
+
+def _sentencepiece(*, prefix: bool) -> Tokenizer:
+    """BPE over characters with bytes for all others, as SentencePiece writes it."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.train_from_iterator(_TEXT, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    state = json.loads(trained.to_str())["model"]
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += [word for word in state["vocab"] if word not in words]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={word: place for place, word in enumerate(words)},
+            merges=[tuple(pair) for pair in state["merges"]],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+_TURNS = (
+    "{% for m in messages %}{{ begins + m['role'] + middle + (m['content'] or '') + ends }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ begins + 'assistant' + middle }}{{ opens }}{% endif %}"
+)
+
+
+def _template(begins: str, middle: str, ends: str, *, opens: str = "''", knows: str = "") -> str:
+    """A chat template. opens: what it writes before an answer, an expression. knows: what it writes for tools."""
+    tools = f"{{% if tools %}}{{{{ {json.dumps(knows)} + (tools | tojson) }}}}{{% endif %}}" if knows else ""
+    text = _TURNS.replace("opens", opens)
+    for name, mark in (("begins", begins), ("middle", middle), ("ends", ends)):
+        text = text.replace(name + " +", json.dumps(mark) + " +").replace("+ " + name, "+ " + json.dumps(mark))
+    return tools + text
+
+
+_THINKS = "('<think>\n\n</think>\n\n' if enable_thinking is defined and not enable_thinking else '')"
+_QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>")
+_CALLS = ("<tool_call>", "</tool_call>")
+
+FAMILIES: dict[str, Family] = {
+    "qwen2.5": Family(
+        _QWEN, _CALLS, "<|im_end|>", _template("<|im_start|>", "\n", "<|im_end|>\n", knows="<tool_call>"),
+        lambda: _byte_level("", normalizer=normalizers.NFC()),
+    ),
+    "qwen3": Family(
+        _QWEN, (*_CALLS, "<tool_response>", "</tool_response>", "<think>", "</think>"), "<|im_end|>",
+        _template("<|im_start|>", "\n", "<|im_end|>\n", opens=_THINKS, knows="<tool_call>"),
+        lambda: _byte_level("", normalizer=normalizers.NFC()),
+    ),
+    "deepseek": Family(
+        ("<|begin▁of▁sentence|>", "<|end▁of▁sentence|>"), ("<think>", "</think>", "<|User|>", "<|Assistant|>"),
+        "<|end▁of▁sentence|>", _template("<|User|>", "", "<|end▁of▁sentence|>", opens="'<think>\n'") + "{# </think> #}",
+        lambda: _byte_level("{1,3}"),
+    ),
+    "llama3": Family(
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+        (), "<|eot_id|>",
+        _template("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", knows="<|python_tag|>"),
+        lambda: _byte_level("{1,3}", ignore_merges=True),
+    ),
+    "mistral": Family(
+        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[THINK]", "[/THINK]"), (), "</s>",
+        _template("[INST]", " ", "[/INST]", knows="[TOOL_CALLS]") + "{# [/THINK] #}",
+        lambda: _sentencepiece(prefix=True),
+    ),
+    "gemma": Family(
+        ("<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), ("<unused0>", "<h1>", "[multimodal]", "\n\n"),
+        "<end_of_turn>", _template("<start_of_turn>", "\n", "<end_of_turn>\n"), lambda: _sentencepiece(prefix=False),
+    ),
+    "gpt-oss": Family(
+        ("<|startoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|end|>"), (),
+        "<|return|>", _template("<|start|>", "<|message|>", "<|end|>"), lambda: _byte_level("{1,3}"),
+    ),
+}  # fmt: skip
+
+
+def save_family(folder: Path, family: str) -> Path:
+    """Writes a family's tokenizer and chat template into a folder."""
+    found = FAMILIES[family]
+    tokenizer = found.build()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in found.special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in found.plain])
+    if family == "llama3":
+        bos = found.special[0]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": found.eos, "chat_template": found.template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def family_tokenizer(folder: Path, family: str) -> QuireTokenizer:
+    """The tokenizer of a family, written into a folder."""
+    return load_tokenizer(save_family(folder, family))
+
+
+def save_family_model(folder: Path, family: str) -> Path:
+    """A tiny random Llama with a family's tokenizer."""
+    tokenizer = family_tokenizer(folder, family)
+    return save_tiny(
+        folder, tokenizer=False, vocab_size=tokenizer.vocab_size, bos_token_id=None, eos_token_id=tokenizer.eos_ids[0]
+    )

@@ -1,0 +1,182 @@
+"""What a grammar may force in one piece is bounded, and what may be too long is written token by token."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from math import inf
+from typing import Any
+
+import pytest
+
+from quire.engine import schemas
+from quire.engine.forced import MAX_FORCED_BYTES, lark_bytes, regex_bytes, schema_bytes
+from quire.engine.grammars import Grammars
+from quire.engine.structured import StructuredOutputsParams
+from quire.models.resolve import resolve_model
+from quire.models.tokenizer import load_tokenizer
+
+from ..effort import tries
+from ..toy_guide import members
+
+LONG = "a" * 20_000
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
+    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "most"),
+    [
+        ("abc", 3, 100),
+        ("[a-z]{3,7}-[0-9]{4}", 8, 500),
+        (r"\{\}\[\]\(", 5, 200),
+        ("(a|b)*", 1, 200),
+        ("(a{1000}){1000}", 1_000_000, inf),
+        ("((a{30}){30}){30}", 27_000, inf),
+        ("a{20000,}", 20_000, inf),
+        ("a{,20000}", 1, 100),
+        ("(ab{2}){ 3 }", 9, 500),
+        ("[]a{9}]", 1, 100),
+        ("a)", inf, inf),
+        ("(a", inf, inf),
+        ("a{99999999999999999999}", 10**11, inf),
+    ],
+)
+def test_an_expression_counts_what_it_repeats(pattern: str, least: float, most: float) -> None:
+    assert least <= regex_bytes(pattern) <= most
+
+
+def refs(count: int) -> dict[str, Any]:
+    """2 ^ count strings, all required."""
+    each = {f"a{n}": {"prefixItems": [{"$ref": f"#/$defs/a{n + 1}"}] * 2, "minItems": 2, "items": False,
+                      "type": "array"} for n in range(count)}  # fmt: skip
+    return {"$ref": "#/$defs/a0", "$defs": {**each, f"a{count}": {"const": "x"}}}
+
+
+FORCING: dict[str, Any] = {
+    "nested counts": {"regex": "((a{1000}){1000}){1000}"},
+    "one behind a choice": {"regex": "x((a{1000}){1000}){1000}|y"},
+    "a long choice": {"choice": ["a" * 250_000]},
+    "a long constant": {"json": {"const": LONG}},
+    "many items": {"json": {"type": "array", "items": {"const": "word"}, "minItems": 10**6}},
+    "tuples of tuples": {"json": refs(40)},
+    "a pattern": {"json": {"type": "string", "pattern": "^(ab){100000}$"}},
+    "a count beside a pattern": {"json": {"type": "string", "pattern": "^a*$", "minLength": 10**6}},
+    "a property of many items": {"json": {"type": "object", "properties": {
+        "a": {"type": "array", "items": {"const": LONG[:5000]}, "minItems": 9}}}},
+    "rules of rules": {
+        "grammar": "\n".join([*(f"a{n}: a{n + 1} a{n + 1}" for n in range(40)), 'a40: "x"', "start: a0"])
+    },
+    "a counted rule": {"grammar": 'start: word{100000}\nword: "abc"'},
+    "counts in GBNF": {"grammar": 'root ::= "abc"{100000}'},
+    "a schema in a grammar": {"grammar": f'start: %json {json.dumps({"const": LONG})}'},
+    "a rule that calls itself": {"grammar": 'start: "a" start | "b"'},
+}  # fmt: skip
+
+
+def bound(given: dict[str, Any]) -> float:
+    """Of the grammar that is made of it."""
+    from quire.engine.grammar_source import _form
+
+    return _form(StructuredOutputsParams(**given))[1]
+
+
+@pytest.mark.parametrize("name", FORCING)
+def test_what_may_force_much_forces_nothing(grammars: Grammars, name: str) -> None:
+    assert bound(FORCING[name]) > MAX_FORCED_BYTES
+    try:
+        grammar = grammars.prepare(StructuredOutputsParams(**FORCING[name])).result()
+    except Exception as refusal:
+        assert "cannot be honoured" in str(refusal), refusal
+        return
+    guide, tokens, longest, draw = grammars.guide(grammar, 0), list[int](), 0.0, random.Random(0)
+    for _ in range(12):
+        begun = time.thread_time()
+        proposal = guide.propose(tokens, 8)
+        longest = max(longest, time.thread_time() - begun)
+        assert not proposal.drafts
+        tokens.append(draw.choice(members(proposal.allowed[-1])))
+        if tokens[-1] in grammars._eos_token_ids:
+            break
+    assert longest < 0.1, "seconds that hold Python's lock"
+
+
+USUAL: dict[str, Any] = {
+    "a pet": {"json": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},
+                       "kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer"}}, "required": ["name", "kind"]}},
+    "a hundred properties": {"json": {"type": "object", "required": [f"field_number_{n}" for n in range(100)],
+                             "properties": {f"field_number_{n}": {"type": "string"} for n in range(100)}}},
+    "a date": {"regex": r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}"},
+    "a list in GBNF": {"grammar": 'root ::= item ("," item)*\nitem ::= "{" [a-z]+ "}"'},
+    "a rule": {"grammar": 'start: "<" WORD ("," WORD)* ">" | "none"\nWORD: /[a-z]{1,4}/'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_forms_force_what_they_can(name: str) -> None:
+    assert bound(USUAL[name]) <= MAX_FORCED_BYTES
+
+
+def some_schema(draw: random.Random, depth: int) -> dict[str, Any]:
+    kinds = ["const", "enum", "string", "pattern", "integer", "boolean"]
+    match draw.choice([*kinds, *(["object", "array", "tuple", "anyOf"] if depth else [])]):
+        case "const":
+            return {"const": draw.choice(["x" * draw.randrange(30), draw.randrange(1000), None, {"a": [1, "é"]}])}
+        case "enum":
+            return {"enum": [draw.choice("abc") * draw.randrange(9) for _ in range(draw.randrange(1, 4))]}
+        case "string":
+            return {"type": "string", "maxLength": 4}
+        case "pattern":
+            return {
+                "type": "string",
+                "pattern": draw.choice(["^(ab){5}$", "^[xy]{3}z{8}$", "^a(bc){2,3}$", "^(p|pq)r{4}$"]),
+            }
+        case "integer":
+            low = draw.randrange(99)
+            return {"type": "integer", "minimum": low, "maximum": low + draw.choice([0, 0, 9])}
+        case "object":
+            names = [f"p{n}" * draw.randrange(1, 4) for n in range(draw.randrange(4))]
+            properties = {name: some_schema(draw, depth - 1) for name in names}
+            required = [name for name in names if draw.randrange(3)]
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            least = draw.randrange(4)
+            return {"type": "array", "items": some_schema(draw, depth - 1), "minItems": least, "maxItems": least + 1}
+        case "tuple":
+            items = [some_schema(draw, depth - 1) for _ in range(draw.randrange(1, 3))]
+            return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+        case _:
+            return {"anyOf": [some_schema(draw, depth - 1) for _ in range(draw.randrange(1, 4))]}
+
+
+def test_nothing_forces_more_than_its_bound(grammars: Grammars, seed: int) -> None:
+    draw, num_forced = random.Random(seed), 0
+    for _ in range(tries(60)):
+        schema = some_schema(draw, 3)
+        most = schema_bytes(schemas.written(schema))
+        try:
+            matcher = grammars.compile(StructuredOutputsParams(json=schema)).begin()
+        except Exception as refusal:
+            assert "cannot be honoured" in str(refusal)
+            continue
+        for _ in range(60):
+            forced = len(matcher.compute_ff_bytes())
+            num_forced = max(num_forced, forced)
+            assert forced <= most, (schema, forced, most)
+            if matcher.is_stopped():
+                break
+            words = matcher.compute_bitmask()
+            allowed = [8 * at + bit for at, byte in enumerate(words) if byte for bit in range(8) if byte >> bit & 1]
+            matcher.consume_token(draw.choice(allowed))
+    assert num_forced > 10
+
+
+def test_grammars_that_are_not_plain_have_no_bound() -> None:
+    for text in ("start: a\n", 'start: "a"~3', 'start: "a"{3}', "start: %regex {}", "start: %json {", "start: /a", ""):
+        assert lark_bytes(text) == inf, text
+    assert lark_bytes('%llguidance {}\nstart: a | b // no\na[lazy]: /x*/ & ~/y/\nb: "\\"" <[5]> (a | "cc")?') < 500

@@ -1,0 +1,217 @@
+"""Forms, calls and reasoning on tokenizers that are built like those of model families."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.engine.grammar_tokens import _TextCutter, make_vocabulary, token_table
+from quire.engine.grammars import Grammars
+from quire.engine.structured import StructuredOutputsParams
+from quire.models.tokenizer import Tokenizer
+from quire.tools.calls import CallArguments, CallBegins, Reasoning, Text, Tool, ToolChoice
+from quire.tools.format import ToolFormat
+from quire.tools.formats import FORMATS, format_of
+from quire.tools.formats.generic import GENERIC
+from quire.tools.parser import CallParser
+from quire.tools.reader import AnswerReader
+from quire.tools.reasoning import FORMATS as REASONING
+from quire.tools.reasoning import ReasoningParser
+
+from ..effort import tries
+from ..tokenizer_families import FAMILIES, family_tokenizer
+from ..toy_guide import members
+
+TOOLS = [
+    Tool("add", parameters={"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+                            "required": ["a"], "additionalProperties": False}, strict=True),
+    Tool("say", parameters={"type": "object", "properties": {"word": {"enum": ["yes", "no"]}},
+                            "required": ["word"], "additionalProperties": False}, strict=True),
+]  # fmt: skip
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+MODES = {"required": ToolChoice("required"), "named": ToolChoice("required", "say"), "auto": ToolChoice()}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(family: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return family_tokenizer(tmp_path_factory.mktemp("family"), family)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size + 3, tokenizer.eos_ids)
+
+
+def drawn(grammars: Grammars, wanted: StructuredOutputsParams, draw: random.Random, begins: str = "") -> str:
+    """An answer of random tokens that ends soon. begins: what it begins with, which must be allowed."""
+    tokenizer = grammars._tokenizer
+    script = continued(tokenizer, begins)
+    guide, tokens = grammars.guide(grammars.compile(wanted), 1), [0]
+    while True:
+        drafts, masks = guide.propose(list(tokens), 0 if len(tokens) <= len(script) else 20)
+        allowed = members(masks[-1])
+        if len(tokens) <= len(script):
+            assert script[len(tokens) - 1] in allowed, (begins, len(tokens))
+            tokens.append(script[len(tokens) - 1])
+            continue
+        tokens += drafts
+        ends = [each for each in allowed if each in tokenizer.eos_ids]
+        token = draw.choice(ends if ends and len(tokens) > 30 else allowed)
+        if token in ends:
+            return tokenizer.decode(tokens[1:], skip_special=False)
+        tokens.append(token)
+        assert len(tokens) < 1500, tokenizer.decode(tokens)
+
+
+def continued(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text that continues another one, special ones included."""
+    cutter = _TextCutter(token_table(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids))
+    special = {tokenizer.decode([token_id], skip_special=False): token_id for token_id in tokenizer.special_ids}
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
+    return [each for piece in pieces for each in ([special[piece]] if piece in special else cutter(piece))]
+
+
+def test_only_tokens_that_the_tokenizer_calls_special_are_no_text(family: str, tokenizer: Tokenizer) -> None:
+    table = token_table(tokenizer, tokenizer.vocab_size + 3, tokenizer.eos_ids)
+    vocabulary = make_vocabulary(table)
+    assert vocabulary.vocab_size == tokenizer.vocab_size + 3 and vocabulary.eos_tokens == list(tokenizer.eos_ids)
+    for text in FAMILIES[family].special:
+        assert vocabulary.is_special_token(tokenizer.token_id(text)), text
+    for text in FAMILIES[family].plain:
+        assert not vocabulary.is_special_token(tokenizer.token_id(text)), text
+
+
+TEXTS = [
+    "a", " a", "  two  blanks ", 'the tool is "add": {"a": 1}', "\n\n", "日本 é\U0001f600", "e\u0301", "ﷺ", "\x00\x7f",
+    "",
+]  # fmt: skip
+
+
+def test_forced_text_is_cut_as_a_continuation_into_its_own_bytes(family: str, tokenizer: Tokenizer) -> None:
+    cutter = _TextCutter(token_table(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids))
+    names = [*FAMILIES[family].special, *FAMILIES[family].plain]
+    for text in [*TEXTS, *names, *(f"a{name} b" for name in names)]:
+        ids = cutter(text)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode(), text
+        assert not tokenizer.special_ids & {*ids}, text
+    for text in FAMILIES[family].plain:
+        assert cutter(text) == [tokenizer.token_id(text)], "a plain added token is one token, as in the model's prompts"
+    for text in ("the name of the tool", "yes, no"):
+        before = tokenizer.encode("x", add_special=False)
+        assert cutter(text) == tokenizer.encode(f"x{text}", add_special=False)[len(before) :] or len(before) > 1
+
+
+@pytest.mark.parametrize("way", ["regex", "choice", "json", "grammar", "in a word"])
+def test_a_form_may_have_the_name_of_any_added_token(family: str, grammars: Grammars, way: str, seed: int) -> None:
+    draw = random.Random(seed)
+    for name in [*FAMILIES[family].special, *FAMILIES[family].plain, "<tool_call>", "<|im_end|>", "</think>"]:
+        given: dict[str, Any] = {
+            "regex": {"regex": re.escape(name).replace("▁", "▁") + "ab"}, "choice": {"choice": [name, name + "x"]},
+            "json": {"json": {"const": name}}, "grammar": {"grammar": f"start: {json.dumps(name)}"},
+            "in a word": {"json": {"enum": [f"a{name}b", f"{name} {name}"]}},
+        }[way]  # fmt: skip
+        text = drawn(grammars, StructuredOutputsParams(**given), draw)
+        expected = {
+            "regex": [name + "ab"], "choice": [name, name + "x"], "json": [json.dumps(name, ensure_ascii=False)],
+            "grammar": [name],
+            "in a word": [json.dumps(each, ensure_ascii=False) for each in (f"a{name}b", f"{name} {name}")],
+        }[way]  # fmt: skip
+        assert text in expected, (name, text)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("format_", [*FORMATS, GENERIC], ids=lambda each: each.name)
+def test_calls_are_valid_in_every_format(
+    tokenizer: Tokenizer, grammars: Grammars, format_: ToolFormat, mode: str, seed: int
+) -> None:
+    """Also in formats that are not the family's: its marks are then plain text."""
+    draw, choice = random.Random(seed), MODES[mode]
+    grammar = format_.grammar(TOOLS, choice, tokenizer.special_id)
+    assert grammar is not None
+    before = "" if format_.at_start else draw.choice(["", "Let me see: 1 < 2. "])
+    begins = before + (format_.opens or "{") if mode == "auto" else ""
+    for _ in range(tries(3)):
+        text = drawn(grammars, StructuredOutputsParams(grammar=grammar), draw, begins)
+        parser = CallParser(format_, SCHEMAS, is_exact=True)
+        said, calls = gathered(parser.push(text) + parser.flush())
+        assert calls and (mode == "auto" or not said), text
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            assert choice.name in ("", name)
+
+
+def test_a_strict_tool_may_be_called_wherever_the_model_likes(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """The token that begins a call can be chosen, at the start and behind text, and what follows is held."""
+    format_ = format_of(tokenizer.tool_template)
+    opener = continued(tokenizer, format_.opens or "{")[:1]
+    grammar = format_.grammar(TOOLS, ToolChoice(), tokenizer.special_id)
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
+    for before in ("", "" if format_.at_start else "Let me see. "):
+        ids = continued(tokenizer, before) + opener
+        assert matcher.deep_copy().try_consume_tokens(ids) == len(ids), before
+
+
+def test_text_that_spells_the_opener_of_calls_is_held_like_it(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    format_ = format_of(tokenizer.tool_template)
+    if format_.at_start or not format_.marks:
+        pytest.skip("nothing opens a call")
+    grammar = format_.grammar(TOOLS, ToolChoice(), tokenizer.special_id)
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
+    spelled = [each for char in format_.marks[0] for each in continued(tokenizer, char)]
+    call = continued(tokenizer, '\n{"name": "nobody", "arguments": {"a": "wrong"}}')
+    taken = matcher.try_consume_tokens([*spelled, *call])
+    assert taken < len(spelled) + len(call)
+
+
+@pytest.mark.parametrize("reasoning", REASONING, ids=lambda each: each.name)
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_reasoning_stands_before_a_form_in_every_format(
+    tokenizer: Tokenizer, grammars: Grammars, reasoning: Any, is_begun: bool, seed: int
+) -> None:
+    draw = random.Random(seed)
+    marks = ("" if is_begun else reasoning.begins, reasoning.ends)
+    wanted = StructuredOutputsParams(json=SCHEMAS["say"], reasoning=marks)
+    for before in ("Hm, 1 < 2.", "\n", "a <b> [c]\n"):
+        text = drawn(grammars, wanted, draw, f"{marks[0]}{before}{reasoning.ends}")
+        reader = AnswerReader(ReasoningParser(reasoning, is_inside=is_begun))
+        parts = reader.read(text, is_last=True)
+        said = "".join(part.text for part in parts if isinstance(part, Text))
+        jsonschema.validate(json.loads(said), SCHEMAS["say"])
+        reasoned = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        assert reasoned == before.strip()
+
+
+def gathered(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
+    said, calls = "", list[list[str]]()
+    for part in parts:
+        match part:
+            case Text(text):
+                said += text
+            case CallBegins(_, _, name):
+                calls.append([name, ""])
+            case CallArguments(index, text):
+                calls[index][1] += text
+    return said, [(name, arguments) for name, arguments in calls]
+
+
+def test_a_tokenizer_that_lacks_characters_still_writes_what_it_can(tmp_path: Path) -> None:
+    """The pipeline would write an unknown token; the longest tokens with the text's own bytes are taken."""
+    tokenizer = family_tokenizer(tmp_path, "gemma")
+    table = token_table(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    state = json.loads(table.pipeline)
+    state["model"]["byte_fallback"] = False
+    cutter = _TextCutter(table._replace(pipeline=json.dumps(state)))
+    ids = cutter("ab 日 c")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "ab 日 c".encode()
