@@ -161,6 +161,6 @@ def family_tokenizer(folder: Path, family: str) -> QuireTokenizer:
 def save_family_model(folder: Path, family: str) -> Path:
     """A tiny random Llama with a family's tokenizer."""
     tokenizer = family_tokenizer(folder, family)
-    return save_tiny(
-        folder, tokenizer=False, vocab_size=tokenizer.vocab_size, bos_token_id=None, eos_token_id=tokenizer.eos_ids[0]
-    )
+    size, eos = tokenizer.vocab_size, tokenizer.eos_ids[0]
+    changes = {"vocab_size": size, "bos_token_id": None, "eos_token_id": eos, "max_position_embeddings": 2048}
+    return save_tiny(folder, tokenizer=False, **changes)

@@ -275,7 +275,7 @@ class LLM(Face):
                 return params
             form, reasoning = self._term_of(wanted), wanted.reasoning
         try:
-            grammar = format_.grammar(tools, ToolChoice(), self.tokenizer.special_id, form)
+            grammar = format_.grammar(tools, ToolChoice(), self.tokenizer.added_id, form)
         except Unhonoured as error:
             raise RequestError(f"a schema cannot be honoured: {error}", "tools") from None
         if grammar is None:

@@ -68,7 +68,7 @@ MOVED: dict[str, Any] = {
 class ByteTokenizer:
     """One token per byte, and two special ones."""
 
-    special_ids = frozenset({BOS, EOS})
+    added_ids = frozenset({BOS, EOS})
     max_token_bytes = 4
     chat_template = ""
 
@@ -76,7 +76,7 @@ class ByteTokenizer:
     def tool_template(self) -> str:
         return self.chat_template
 
-    def special_id(self, text: str) -> int | None:
+    def added_id(self, text: str) -> int | None:
         return {"<s>": BOS, "</s>": EOS}.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -85,7 +85,7 @@ class ByteTokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         found = [BOS] * add_special
         for piece in re.split("(<s>|</s>)", text):
-            special = self.special_id(piece)
+            special = self.added_id(piece)
             found += list(piece.encode()) if special is None else [special]
         return found
 

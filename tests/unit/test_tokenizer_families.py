@@ -138,7 +138,7 @@ def test_calls_are_valid_in_every_format(
 ) -> None:
     """Also in formats that are not the family's: its marks are then plain text."""
     draw, choice = random.Random(seed), MODES[mode]
-    grammar = format_.grammar(TOOLS, choice, tokenizer.special_id)
+    grammar = format_.grammar(TOOLS, choice, tokenizer.added_id)
     assert grammar is not None
     before = "" if format_.at_start else draw.choice(["", "Let me see: 1 < 2. "])
     begins = before + (format_.opens or "{") if mode == "auto" else ""
@@ -156,7 +156,7 @@ def test_a_strict_tool_may_be_called_wherever_the_model_likes(tokenizer: Tokeniz
     """The token that begins a call can be chosen, at the start and behind text, and what follows is held."""
     format_ = format_of(tokenizer.tool_template)
     opener = continued(tokenizer, format_.opens or "{")[:1]
-    grammar = format_.grammar(TOOLS, ToolChoice(), tokenizer.special_id)
+    grammar = format_.grammar(TOOLS, ToolChoice(), tokenizer.added_id)
     matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
     for before in ("", "" if format_.at_start else "Let me see. "):
         ids = continued(tokenizer, before) + opener
@@ -167,7 +167,7 @@ def test_text_that_spells_the_opener_of_calls_is_held_like_it(tokenizer: Tokeniz
     format_ = format_of(tokenizer.tool_template)
     if format_.at_start or not format_.marks:
         pytest.skip("nothing opens a call")
-    grammar = format_.grammar(TOOLS, ToolChoice(), tokenizer.special_id)
+    grammar = format_.grammar(TOOLS, ToolChoice(), tokenizer.added_id)
     matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
     spelled = [each for char in format_.marks[0] for each in continued(tokenizer, char)]
     call = continued(tokenizer, '\n{"name": "nobody", "arguments": {"a": "wrong"}}')

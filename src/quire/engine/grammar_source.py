@@ -15,11 +15,11 @@ from quire.errors import RequestError
 MAX_GBNF_CHARS = 8192
 """Most characters of a grammar in GBNF: the converter's time grows with the square of its rules."""
 
-SpecialId = Callable[[str], int | None]
-"""Gives the id of a special token, which is no text in a grammar; None for a text that is none."""
+TokenOf = Callable[[str], int | None]
+"""Gives the id of an added token that is written like a text; None if there is none."""
 
 
-def source_of(wanted: StructuredOutputsParams, special: SpecialId) -> str:
+def source_of(wanted: StructuredOutputsParams, token_of: TokenOf) -> str:
     """The grammar as llguidance takes it: a list of grammars as JSON, of which the first one is the text's.
 
     Raises Unhonoured, ValueError and the errors of llguidance's converters.
@@ -29,16 +29,16 @@ def source_of(wanted: StructuredOutputsParams, special: SpecialId) -> str:
     options = "" if forced_bytes <= MAX_FORCED_BYTES else '%llguidance {"no_forcing": true}\n'
     if wanted.reasoning is not None:
         begins, ends = wanted.reasoning
-        parts.insert(0, {"name": "text", "lark_grammar": options + _with_reasoning(begins, ends, special)})
+        parts.insert(0, {"name": "text", "lark_grammar": options + _with_reasoning(begins, ends, token_of)})
     elif options:
         parts.insert(0, {"name": "text", "lark_grammar": options + "start: @form"})
     return json.dumps({"grammars": parts})
 
 
-def _with_reasoning(begins: str, ends: str, special: SpecialId) -> str:
+def _with_reasoning(begins: str, ends: str, token_of: TokenOf) -> str:
     """A form behind reasoning that may stand there, or whose beginning the prompt has."""
-    begin, end = mark(begins, special), mark(ends, special)
-    if special(ends) is None:
+    begin, end = mark(begins, token_of), mark(ends, token_of)
+    if token_of(ends) is None:
         free = [f"free[lazy]: /(.|\\n)*{escaped(ends)}/"]
     else:
         free = [f"free: TEXT? {end}", f"TEXT: {text_without(ends)}"]
@@ -46,14 +46,14 @@ def _with_reasoning(begins: str, ends: str, special: SpecialId) -> str:
     return "\n".join([start, "thought: free BLANK?", *free, r"BLANK: /[ \n]+/"])
 
 
-def mark(text: str, special: SpecialId) -> str:
-    """A text as a term of Lark, which is a token where it is the name of a special one."""
-    token_id = special(text)
+def mark(text: str, token_of: TokenOf) -> str:
+    """A text as a term of Lark: an added token where there is one, as in the texts that the model was trained on."""
+    token_id = token_of(text)
     return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
 
 def text_without(text: str) -> str:
-    """Any text, as a term of Lark, that does not contain this one: what spells a special token reads like it."""
+    """Any text, as a term of Lark, that does not contain this one: what spells an added token reads like it."""
     return rf"/(.|\n)+/ & ~/(.|\n)*{escaped(text)}(.|\n)*/"
 
 

@@ -154,7 +154,7 @@ class Grammars:
             tried = self._tried.get(item.key)
         vocabulary = self._loaded()
         try:
-            source = source_of(item.params, self._tokenizer.special_id)
+            source = source_of(item.params, self._tokenizer.added_id)
         except Exception as error:  # the library's converters raise whatever comes
             raise _refused(item.params, str(error) or type(error).__name__) from None
         made = CompiledGrammar(vocabulary, source, tried if isinstance(tried, int) else 0)
@@ -225,7 +225,7 @@ class Grammars:
         """
         self._loaded()
         try:
-            source = source_of(wanted, self._tokenizer.special_id)
+            source = source_of(wanted, self._tokenizer.added_id)
         except Exception:
             return 0  # `compile` says why not
 

@@ -65,6 +65,7 @@ class Tokenizer:
         self.eos_token = eos_token
         added = pipeline.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self.vocab_size: int = pipeline.get_vocab_size(with_added_tokens=True)
         self.bos_id = None if bos_token is None else pipeline.token_to_id(bos_token)
         eos_id = None if eos_token is None else pipeline.token_to_id(eos_token)
@@ -139,10 +140,9 @@ class Tokenizer:
         """All of it, as in a tokenizer.json."""
         return self._pipeline.to_str()
 
-    def special_id(self, text: str) -> int | None:
-        """Id of the special token that is written like this; None if there is none."""
-        token_id = self._pipeline.token_to_id(text) if text else None
-        return token_id if token_id in self.special_ids else None
+    def added_id(self, text: str) -> int | None:
+        """Id of the added token that is written like this, special or not; None if there is none."""
+        return self._added_ids.get(text)
 
     def token_id(self, text: str) -> int | None:
         """Id of the token that is written like this in the vocabulary, e.g. "<|im_end|>"."""

@@ -40,8 +40,8 @@ class Tokenizer(Protocol):
         """The source of the template of conversations with tools; usually `chat_template`."""
         ...
 
-    def special_id(self, text: str) -> int | None:
-        """Id of the special token that is written like this; None if there is none."""
+    def added_id(self, text: str) -> int | None:
+        """Id of the added token that is written like this, special or not; None if there is none."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; some tokens are only a part of a character."""

@@ -66,12 +66,11 @@ class Tooling:
         format_ = format_of(template)
         reasoning = None if body.include_reasoning is False else reasoning_of(template)
         if choice.mode == "none":
-            shows = reasoning is not None and tokenizer.special_id(reasoning.ends) is not None
+            shows = reasoning is not None and tokenizer.added_id(reasoning.ends) in tokenizer.special_ids
             return cls(tokenizer, format_, (), (), reasoning, body.structure(), shows)
         tools = tuple(param.tool() for param in body.tools or ())
         inner = "function.parameters" if isinstance(body, ChatRequest) else "parameters"
         params = tuple(f"tools[{index}].{inner}" for index in range(len(tools)))
-        special = tokenizer.special_id
         wanted = body.structure()
         held = [tool for tool in tools if tool.strict or choice.mode == "required"]
         num_chars = sum(len(json.dumps(tool.parameters)) for tool in held)
@@ -79,12 +78,12 @@ class Tooling:
             reason = f"parameters of tools have {num_chars:,} characters; at most {MAX_GRAMMAR_CHARS:,} are allowed"
             raise RequestError(f"'tools': {reason}", "tools")
         try:
-            grammar = format_.grammar(tools, choice, special, None if wanted is None else term_of(wanted))
+            grammar = format_.grammar(tools, choice, tokenizer.added_id, None if wanted is None else term_of(wanted))
         except Unhonoured as error:
             raise _refused(error, dict(zip(params, tools, strict=True)), body.structure_param) from None
         structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)
-        shows = any(special(mark) is not None for mark in format_.marks)
-        shows = shows or (reasoning is not None and special(reasoning.ends) is not None)
+        marks = (*format_.marks, *([] if reasoning is None else [reasoning.ends]))
+        shows = any(tokenizer.added_id(mark) in tokenizer.special_ids for mark in marks)
         has_form = wanted is not None and choice.mode == "auto"
         return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel, has_form)
 

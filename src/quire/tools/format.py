@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine import schemas
-from quire.engine.grammar_source import escaped, mark, text_without
+from quire.engine.grammar_source import TokenOf, escaped, mark, text_without
 from quire.tools.calls import Call, Tool, ToolChoice
 
 Message = Mapping[str, Any]
-TokenOf = Callable[[str], int | None]
-"""Gives the id of a special token; None for a text that is none."""
-
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -126,7 +123,7 @@ class ToolFormat:
         return "\n".join(["%llguidance {}", *start, *rules])
 
     def _terms(self, text: str, token_of: TokenOf) -> list[str]:
-        """A text in a grammar. Special tokens are no text there."""
+        """A text in a grammar, with the marks in it as tokens where they are."""
         return [mark(piece, token_of) for piece in self._pieces(text)]
 
     def _pieces(self, text: str) -> list[str]:
