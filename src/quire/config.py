@@ -393,8 +393,11 @@ class ServeConfig(Group):
     access_log: bool = True
     """Write a line for each request to stderr, but for /health and /metrics: status, seconds, tokens of the prompt,
     cached and kept ones, and its id."""
+    ping_seconds: Annotated[float, AtLeast(0)] = 10.0
+    """Seconds without an event after which a stream sends a comment, also while its request waits in the queue or its
+    prompt is computed: proxies close connections that are silent for long. 0: no comments."""
     drain_seconds: Annotated[float, AtLeast(0)] = 30.0
-    """Time in which running requests may finish after SIGTERM; then they are cut off."""
+    """Time in which running requests may finish after SIGTERM, SIGINT or SIGHUP; then they are cut off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

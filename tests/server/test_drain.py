@@ -1,4 +1,4 @@
-"""SIGTERM on a real process with real sockets."""
+"""Signals that end a server, on a real process with real sockets."""
 
 import contextlib
 import re
@@ -17,9 +17,9 @@ BODY = {"prompt": "abcdefgh", "ignore_eos": True, "stream": True}
 
 
 @contextlib.contextmanager
-def server(drain_seconds):
+def server(drain_seconds, *before):
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.server.drain_server", str(drain_seconds)],
+        [*before, sys.executable, "-m", "tests.server.drain_server", str(drain_seconds)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -51,11 +51,12 @@ class Reader(threading.Thread):
                 self.begun.set()
 
 
-def test_sigterm_lets_running_requests_finish_and_exits_with_zero():
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_running_requests_finish_and_exits_with_zero(ending):
     with server(drain_seconds=20) as (process, http):
         assert http.get("/health/ready").status_code == 200
         reader = Reader(str(http.base_url).rstrip("/"), max_tokens=60)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(ending)
         until = time.monotonic() + 5
         while http.get("/health/ready").status_code != 503:
             assert time.monotonic() < until
@@ -80,12 +81,21 @@ def test_a_drain_that_takes_too_long_is_cut_off_with_an_error_event():
         assert re.search(r"s: 0 prompts answered, 1 cut off, \d+ tokens generated\n", process.stdout.read())
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM]])
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP]])
 def test_an_idle_server_ends_at_once(signals):
     with server(drain_seconds=20) as (process, http):
         http.get("/health")  # leaves a kept-alive connection open
         for each in signals:
             process.send_signal(each)
+        assert process.wait(5) == 0
+
+
+def test_under_nohup_a_terminal_that_closes_ends_nothing():
+    with server(20, "nohup") as (process, http):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.1)
+        assert http.get("/health/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
 
 

@@ -1,6 +1,6 @@
 """An instance: a process with an engine, which the router starts.
 
-    python -m quire.cluster.instance      with an `Order` as JSON on the standard input
+    python -m quire.cluster.start NUMBER      with an `Order` as JSON on the standard input
 
 It loads the model, measures what it can do, tells the router, and then does its part of every attempt until the router
 ends it or is gone.
@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,10 @@ def about(version: str = __version__) -> bytes:
 class Instance:
     """Engine, links and agent of one process."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, is_ready: Callable[[], None] = lambda: None) -> None:
+        """is_ready: called before the router learns that the instance is ready."""
         self.order = order
+        self._is_ready = is_ready
         secret = bytes.fromhex(order.secret)
         seal = Seal(secret)
         self._seal = seal
@@ -145,6 +147,7 @@ class Instance:
             self._links.close()
             return 1
         assert self._desk is not None and self._ready is not None
+        self._is_ready()
         self._links.send(ROUTER, self._ready)
         self.agent.run(self._desk)
         self._links.close()
@@ -230,20 +233,14 @@ def _failed(name: str, error: BaseException) -> Ready:
     return Ready(name, "", 0, 0, 0, "", 0.0, 0.0, error=text)
 
 
-def main() -> int:
-    """Runs the instance that the standard input describes."""
+def run(is_ready: Callable[[], None]) -> int:
+    """Runs the instance that the standard input describes. is_ready: see Instance. Returns the exit code."""
     order = Order.from_json(sys.stdin.readline())
     logging.basicConfig(
         level=order.log_level, format=f"%(asctime)s %(levelname)s {order.name}: %(message)s", stream=sys.stderr
     )
     if order.cores:
         os.sched_setaffinity(0, order.cores)
-    instance = Instance(order)
-    # Ctrl-C reaches all processes of a terminal. The router ends its instances when their requests are done.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    instance = Instance(order, is_ready)
     signal.signal(signal.SIGTERM, lambda *_: instance.end())
     return instance.run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,6 +22,7 @@ from quire.cluster.transport.link import MOST_QUEUED, TRAFFIC, Link, Waiting, fi
 from quire.cluster.transport.stream import LinkError, Listener, Stream
 from quire.cluster.wire import WireError, encode
 from quire.errors import ConfigError
+from quire.repeats import RepeatedWarning
 
 __all__ = ["MOST_QUEUED", "Bulk", "Handler", "LinkError", "Links"]
 
@@ -34,7 +35,9 @@ HANDSHAKE_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
 """How long `close` waits for threads. Only a bulk that packs or a handler that works for longer is left behind."""
 MOST_STRANGERS = 64
-"""Connections whose peers have not yet proved who they are."""
+"""Connections whose peers have not yet proved who they are. A further one takes the place of the oldest of them."""
+MOST_STRANGER_THREADS = 2 * MOST_STRANGERS
+"""Threads for such connections, those that end included. Without a free one a connection is refused."""
 
 
 class Bulk(Protocol):
@@ -181,6 +184,7 @@ class Links:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
                 log.warning("%s has not ended %g s after its link was closed", thread.name, CLOSE_SECONDS)
+        self._home.stranger_warnings.end()
 
     def _new_link(self, name: str) -> Link | None:
         """A link that will dial. None if the peer's address is not known."""
@@ -198,11 +202,9 @@ class Links:
                 return
             try:
                 with self._home.changed:
-                    if self._home.is_closed or self._home.num_strangers >= MOST_STRANGERS:
-                        raise LinkError(f"{self._home.num_strangers} strangers have not said who they are")
-                    self._home.begin(Link(self._home, None, functools.partial(_given, stream)))
+                    self._home.admit(Link(self._home, None, functools.partial(_given, stream)))
             except (LinkError, RuntimeError) as error:
-                log.warning("a connection is refused: %s", str(error))
+                self._home.stranger_warnings.warn(f"a connection is refused: {error}")
                 stream.close()
 
 
@@ -221,11 +223,27 @@ class _Home:
         self.changed = threading.Condition()
         self.links: dict[Link, None] = {}
         self.traffic: dict[str, dict[str, int]] = {}
+        self.stranger_warnings = RepeatedWarning(log)
 
     @property
     def num_strangers(self) -> int:
-        """Connections whose peers have not proved who they are."""
+        """Connections whose peers have not proved who they are, those that end included."""
         return sum(link.peer is None for link in self.links)
+
+    def admit(self, link: Link) -> None:
+        """Starts a link to a stranger. If there are too many, the oldest one ends: a peer that knows the secret needs
+        milliseconds to prove it, so it gets through however many others dial and say nothing. Raises LinkError if
+        these links are closed or have no thread left, RuntimeError if the system has none.
+        """
+        if self.is_closed:
+            raise LinkError("closed here")
+        if (num_threads := self.num_strangers) >= MOST_STRANGER_THREADS:
+            raise LinkError(f"{num_threads} strangers have not said who they are")
+        strangers = [each for each in self.links if each.peer is None and not each.is_ended]
+        if len(strangers) >= MOST_STRANGERS:
+            strangers[0].end("another connection took its place")
+            self.stranger_warnings.warn(f"more than {MOST_STRANGERS} strangers have not said who they are")
+        self.begin(link)
 
     def begin(self, link: Link) -> None:
         """Starts a link. Raises RuntimeError if there can be no more threads."""
@@ -240,7 +258,7 @@ class _Home:
     def established(self, link: Link, peer: str) -> None:
         """See `link.Home`."""
         with self.changed:
-            if self.is_closed:
+            if self.is_closed or link.is_ended:
                 raise LinkError("closed here")
             del self.links[link]
             self.links[link] = None

@@ -61,8 +61,10 @@ class InstanceActor:
         wanted = dataclasses.replace(Order.from_json(order), host=ray.util.get_node_ip_address())
         form = f"%(asctime)s %(levelname)s {wanted.name}: %(message)s"
         logging.basicConfig(level=wanted.log_level, format=form, stream=sys.stderr)
-        # Ctrl-C reaches all processes of a terminal. The router ends its instances when their requests are done.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests
+        # are done.
+        for each in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)
         if cache_share is not None:
             options = {**wanted.options, "cache.memory": _cache_bytes(wanted, cache_share)}
             wanted = dataclasses.replace(wanted, options=options)

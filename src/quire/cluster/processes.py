@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from quire import tied
 from quire.cluster.instance import Order
 from quire.config import EngineConfig
 
@@ -16,6 +18,14 @@ log = logging.getLogger("quire")
 
 END_SECONDS = 10.0
 """Time in which an instance may end by itself."""
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """A process, and the pipe that ends it with this one while it starts."""
+
+    process: subprocess.Popen[bytes]
+    writing: int
 
 
 class Processes:
@@ -29,7 +39,7 @@ class Processes:
     is_local = True
 
     def __init__(self) -> None:
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, _Instance] = {}
         self._killed: list[subprocess.Popen[bytes]] = []
 
     async def open(self, roles: Mapping[str, str], config: EngineConfig, weight_bytes: int) -> str:
@@ -53,31 +63,32 @@ class Processes:
         with open(os.memfd_create("quire-order"), "w+b") as file:
             file.write(order.to_json().encode() + b"\n")
             file.seek(0)
-            command = [sys.executable, "-m", "quire.cluster.instance"]
-            self._running[order.name] = subprocess.Popen(command, stdin=file, env=environment)
+            command = [sys.executable, "-m", "quire.cluster.start"]
+            self._running[order.name] = _Instance(*tied.start(command, stdin=file, env=environment))
 
     def kill(self, name: str) -> None:
         """Ends an instance at once, also a stopped one. The system may take a while to free its memory."""
-        process = self._running.pop(name, None)
-        if process is not None:
-            process.kill()
-            self._killed.append(process)
+        instance = self._running.pop(name, None)
+        if instance is not None:
+            instance.process.kill()
+            os.close(instance.writing)
+            self._killed.append(instance.process)
 
     def pid(self, name: str) -> int | None:
         """The process id of an instance."""
-        process = self._running.get(name)
-        return None if process is None else process.pid
+        instance = self._running.get(name)
+        return None if instance is None else instance.process.pid
 
     def ended(self) -> list[str]:
         """The instances that ended by themselves."""
         self._killed = [process for process in self._killed if process.poll() is None]
-        return [name for name, process in self._running.items() if process.poll() is not None]
+        return [name for name, each in self._running.items() if each.process.poll() is not None]
 
     async def wait(self, seconds: float = END_SECONDS) -> None:
         """Waits for all of them, which were told to end, and then kills the others."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while any(process.poll() is None for process in self._running.values()) and loop.time() < end:
+        while any(each.process.poll() is None for each in self._running.values()) and loop.time() < end:
             await asyncio.sleep(0.02)
         for name in list(self._running):
             self.kill(name)

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire import tied
 from quire.errors import QuireError
 from quire.kernels.levels import LEVELS, Level, editable_levels
 
@@ -191,7 +192,8 @@ def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
 
 def _run(command: list[str], scratch: Path) -> None:
     environment = {**os.environ, "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    # A compiler goes on for a minute; where the server ends, nobody waits for it.
+    done = tied.run(command, capture_output=True, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         reason = next((line for line in lines if "error" in line), lines[0])

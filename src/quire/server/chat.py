@@ -58,7 +58,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         chat = Chat(service, body, job, [tooling.reader(ids) for _ in range(params.n)])
         await service.admit([job], request.receive, body.structure_param, tooling.blamed)
     if body.stream:
-        return EventStream(chat.events())
+        return EventStream(chat.events(), service.config.ping_seconds)
     return await unless_disconnected(request.receive, chat.whole())
 
 

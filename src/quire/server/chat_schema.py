@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
 from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.replayed import Replayed, ReplayedMessage, ReplayedPart
 from quire.server.schema import Model, Sampling
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
@@ -26,7 +27,7 @@ MAX_MODALITIES = 8
 """Number of names. OpenAI has two modalities."""
 
 
-class TextPart(Model):
+class TextPart(ReplayedPart):
     """A piece of a message."""
 
     type: Literal["text"]
@@ -47,7 +48,7 @@ Answered = Annotated[
 """What an answer or a tool has said, which may be nothing."""
 
 
-class CalledFunction(Model):
+class CalledFunction(Replayed):
     """What an earlier answer called. arguments: JSON text."""
 
     name: str
@@ -64,7 +65,7 @@ class CalledFunction(Model):
         return found if isinstance(found, dict) else self.arguments
 
 
-class MadeCall(Model):
+class MadeCall(Replayed):
     """A call in an earlier answer."""
 
     id: str
@@ -74,10 +75,9 @@ class MadeCall(Model):
 
 
 MadeCalls = Annotated[list[MadeCall], Field(fail_fast=True, max_length=MAX_CALLS)]
-NoItems = Annotated[list[Any], Field(max_length=0)]
 
 
-class BaseMessage(Model):
+class BaseMessage(ReplayedMessage):
     """What messages of all roles have in common."""
 
     name: str | None = None
@@ -102,7 +102,6 @@ class GivenMessage(BaseMessage):
     role: Literal["system", "developer", "user", "assistant", "tool"]  # the last two are messages of other classes
     content: Content
 
-    annotations: Unsupported = None
     tool_calls: Unsupported = None
     tool_call_id: Unsupported = None
 
@@ -120,7 +119,6 @@ class AssistantMessage(BaseMessage):
     reasoning_content: str | None = None
     parsed: Ignored = None
     tool_calls: MadeCalls | None = None
-    annotations: NoItems | None = None
     tool_call_id: Unsupported = None
 
     def for_template(self) -> dict[str, Any]:
@@ -143,7 +141,6 @@ class ToolMessage(BaseMessage):
     content: Answered
     tool_call_id: str
 
-    annotations: Unsupported = None
     tool_calls: Unsupported = None
 
     def for_template(self) -> dict[str, Any]:

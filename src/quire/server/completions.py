@@ -34,7 +34,7 @@ async def create_completion(service: Service, request: Request) -> Response:
         completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
         await service.admit(completion.jobs, request.receive, body.structure_param)
     if body.stream:
-        return EventStream(completion.events())
+        return EventStream(completion.events(), service.config.ping_seconds)
     return await unless_disconnected(request.receive, completion.whole())
 
 

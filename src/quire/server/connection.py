@@ -19,6 +19,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.server.errors import ApiError, bad_request
+from quire.server.framing import check_codings, is_old, unchunked
+from quire.server.half_closed import HalfClosed
 
 if TYPE_CHECKING:
     from quire.server.edge import Edge
@@ -68,6 +70,7 @@ class Connection(HttpToolsProtocol):
         self.answering: RequestResponseCycle | None = None
         self.unsent = 0
         self.unsent_since = 0.0
+        self.half_closed: HalfClosed | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -85,6 +88,12 @@ class Connection(HttpToolsProtocol):
         stalled = self.loop.time() - self.unsent_since >= self.edge.limits.stalled_seconds
         return stalled or not self.transport.get_write_buffer_size()
 
+    @property
+    def takes_interim_responses(self) -> bool:
+        """Whether a response of the class 1xx may be sent now: before an answer, and not to a client of HTTP/1.0."""
+        cycle = self.answering
+        return cycle is not None and not cycle.response_started and not is_old(cycle)
+
     # Called by asyncio.
 
     def connection_made(self, transport: Any) -> None:
@@ -96,6 +105,14 @@ class Connection(HttpToolsProtocol):
             self.edge.enter(self, self.address)
         except ApiError as error:
             self.refuse(error)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. It gets its answers if all its requests are complete; otherwise it has left."""
+        if self.stage is not Stage.ANSWER:
+            return False
+        self.half_closed = HalfClosed(self, self.loop)
+        self.cycle.keep_alive = False
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
@@ -155,9 +172,16 @@ class Connection(HttpToolsProtocol):
             message = f"more than {self.edge.limits.pipelined} requests were sent before their answers"
             self.refuse(ApiError(429, message, code="too_many_pipelined"))
             return
-        if self.parser.get_http_version() not in ("1.0", "1.1"):
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
             self.refuse(_not_http())
             return
+        try:
+            check_codings(self.headers, version)
+        except ApiError as error:
+            self.refuse(error)
+            return
+        self.expect_100_continue = self.expect_100_continue and version != "1.0"
         super().on_headers_complete()
         # If a request is answered before its body arrives, such as with 401, the answer closes the connection.
         self.keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
@@ -188,7 +212,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, unchunked(app, cycle) if is_old(cycle) else app)
 
     def on_response_complete(self) -> None:
         """An answer has been sent."""
@@ -294,6 +318,8 @@ class Connection(HttpToolsProtocol):
 
     def _forsake(self) -> None:
         """Tells the current requests that their client has gone."""
+        if self.half_closed is not None:
+            self.half_closed.end()
         for cycle in (self.answering, self.cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True

@@ -43,6 +43,7 @@ TYPES = {
     429: "rate_limit_error",
     431: "invalid_request_error",
     500: "server_error",
+    501: "invalid_request_error",
     503: "service_unavailable_error",
 }
 """Every error status of the server, and the `type` in its body."""

@@ -57,7 +57,7 @@ async def create_response(service: Service, request: Request) -> Response:
         answer = Answer(service, body, job, tooling.reader(ids))
         await service.admit([job], request.receive, body.structure_param, tooling.blamed)
     if body.stream:
-        return EventStream(answer.events(), answer.failed)
+        return EventStream(answer.events(), service.config.ping_seconds, answer.failed)
     return await unless_disconnected(request.receive, answer.whole())
 
 

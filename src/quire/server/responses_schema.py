@@ -11,11 +11,12 @@ from quire.engine.structured import StructuredOutputsParams
 from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CalledFunction, check_tools
 from quire.server.errors import bad_request
 from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.replayed import Replayed
 from quire.server.schema import Model, Tuning
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 
-class InputText(Model):
+class InputText(Replayed):
     """A piece of a message."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -37,7 +38,7 @@ def written(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class InputMessage(Model):
+class InputMessage(Replayed):
     """What somebody has said, an earlier answer included."""
 
     type: Literal["message"] = "message"
@@ -48,7 +49,7 @@ class InputMessage(Model):
     phase: Ignored = None
 
 
-class InputCall(Model):
+class InputCall(Replayed):
     """A call that an earlier answer made."""
 
     type: Literal["function_call"]
@@ -63,7 +64,7 @@ class InputCall(Model):
     async_: Ignored = None
 
 
-class InputResult(Model):
+class InputResult(Replayed):
     """What the tool has said."""
 
     type: Literal["function_call_output"]
@@ -76,14 +77,14 @@ class InputResult(Model):
     namespace: Ignored = None
 
 
-class ReasoningText(Model):
+class ReasoningText(Replayed):
     """A piece of reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class InputReasoning(Model):
+class InputReasoning(Replayed):
     """Reasoning of an earlier answer. Chat templates know what to do with it."""
 
     type: Literal["reasoning"]

@@ -1,6 +1,6 @@
 """Start and graceful shutdown of the server: sockets, signals, draining.
 
-On SIGTERM or SIGINT the server answers 503 to new requests and to /health/ready. Running requests have
+On SIGTERM, SIGINT or SIGHUP the server answers 503 to new requests and to /health/ready. Running requests have
 serve.drain_seconds to finish; then the server aborts the rest and ends. A second signal ends it at once.
 """
 
@@ -187,7 +187,9 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge,
             hurried.set()
         signalled.set()
 
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        signals.append(signal.SIGHUP)
     for each in signals:
         loop.add_signal_handler(each, on_signal)
     try:

@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+PING = b": ping\n\n"
+"""A comment: clients of server-sent events ignore it."""
+
 
 def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
@@ -53,17 +56,27 @@ class EventStream(Response):
     """A response of server-sent events, sent while they are generated.
 
     `events` yields events as bytes, a large one in parts. Nothing, not even the headers, is sent before the first
-    event, so an error before it becomes an ordinary error response with its own status code. A later error becomes an
-    error event and ends the stream without [DONE]. `events` is always closed, and at once when the client disconnects.
+    event or comment, so an error before it becomes an ordinary error response with its own status code. A later error
+    becomes an error event and ends the stream without [DONE]. `events` is always closed, and at once when the client
+    disconnects.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes] | None = None) -> None:
-        """failed: makes an error event; None: one whose data is the body of an error."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        ping_seconds: float = 0.0,
+        failed: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
+        """
+        ping_seconds  time without an event after which a comment is sent; 0: no comments
+        failed        makes an error event; None: one whose data is the body of an error
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.events = events
+        self.ping_seconds = ping_seconds
         self.failed = failed or (lambda error: event(error.body()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,21 +84,62 @@ class EventStream(Response):
         await unless_disconnected(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-        async with aclosing(self.events) as events:
-            try:
-                async for data in events:
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except Exception as error:
-                answer = api_error(error)
-                if not started:
-                    await answer.response()(scope, receive, send)
-                    return
-                await send({"type": "http.response.body", "body": self.failed(answer), "more_body": True})
+        writer = _Writer(send, self.raw_headers)
+        pinging = asyncio.ensure_future(writer.ping(self.ping_seconds)) if self.ping_seconds else None
+        try:
+            async with aclosing(self.events) as events:
+                try:
+                    async for data in events:
+                        await writer.write(data)
+                except Exception as error:
+                    answer = api_error(error)
+                    await _cancelled(pinging)
+                    if not writer.is_started:
+                        await answer.response()(scope, receive, send)
+                        return
+                    await writer.write(self.failed(answer))
+        finally:
+            await _cancelled(pinging)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Writer:
+    """Sends the events of a stream, and comments between them. The first of them starts the response."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._headers = send, headers
+        self._lock = asyncio.Lock()
+        self._clock = asyncio.get_running_loop().time
+        self._wrote = self._clock()
+        self._is_within_event = False
+        self.is_started = False
+
+    async def write(self, data: bytes) -> None:
+        """Sends an event, or a part of one."""
+        async with self._lock:
+            if not self.is_started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                self.is_started = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self._is_within_event = not data.endswith(b"\n\n")
+            self._wrote = self._clock()
+
+    async def ping(self, seconds: float) -> None:
+        """Sends a comment whenever nothing was sent for some seconds, until cancelled."""
+        while True:
+            if (wait := self._wrote + seconds - self._clock()) > 0:
+                await asyncio.sleep(wait)
+            elif self._is_within_event or self._lock.locked():  # a client that does not read needs no comment
+                await asyncio.sleep(seconds)
+            else:
+                await self.write(PING)
+
+
+async def _cancelled(task: asyncio.Future[None] | None) -> None:
+    """Ends a task."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def merge(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

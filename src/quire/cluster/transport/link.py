@@ -13,6 +13,7 @@ from quire.cluster.transport.channel import MESSAGE, MOST_EXTENTS, Channel, Fram
 from quire.cluster.transport.stream import Carrier, ClosedError, LinkError, Stream
 from quire.cluster.wire import decode
 from quire.errors import QuireError
+from quire.repeats import RepeatedWarning
 
 if TYPE_CHECKING:
     from quire.cluster.links import Bulk, Handler
@@ -42,6 +43,7 @@ class Home(Protocol):
     handler: Handler
     handshake_seconds: float
     is_closed: bool
+    stranger_warnings: RepeatedWarning
 
     def established(self, link: Link, peer: str) -> None:
         """Gives the link the name that the peer has proved. Raises LinkError if nobody wants the link any more."""
@@ -134,20 +136,23 @@ class Link:
             work()
         except QuireError as error:
             if not self.is_ended:
-                # Whoever waits for the peer tells what it means. A peer that ends closes its connections.
-                level = logging.DEBUG if isinstance(error, ClosedError) else logging.WARNING
-                log.log(
-                    level,
-                    "link to %s: %s",
-                    self.peer or "a stranger",
-                    str(error),
-                )
+                self._tell(error)
             self.end(str(error))
         except Exception as error:
             log.exception("link to %s", self.peer)
             self.end(f"{type(error).__name__}: {error}")
         finally:
             self.end("its thread has ended")
+
+    def _tell(self, error: QuireError) -> None:
+        """Logs why the link ends. Whoever waits for the peer tells what it means."""
+        text = f"link to {self.peer or 'a stranger'}: {error}"
+        if isinstance(error, ClosedError):  # a peer that ends closes its connections
+            log.debug("%s", text)
+        elif self.peer is None:
+            self._home.stranger_warnings.warn(text)
+        else:
+            log.warning("%s", text)
 
     def _drop_waiting(self) -> int:
         """Drops the messages that wait. Returns how many there were."""

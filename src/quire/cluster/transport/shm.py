@@ -22,12 +22,13 @@ import os
 import secrets
 import select
 import socket
+import struct
 
 import numpy as np
 
 from quire.cluster.transport.channel import Channel, Frame, Inline
 from quire.cluster.transport.sockets import SocketListener, SocketStream
-from quire.cluster.transport.stream import LinkError
+from quire.cluster.transport.stream import ForeignError, LinkError
 
 SHM_BYTES = 64 << 20
 """Of a segment. Extents of more than half of it travel through the socket."""
@@ -38,6 +39,10 @@ _SOCKET_BYTES = 1 << 20
 """Of the socket's buffers: for messages, and extents that are too large for the segment."""
 
 SEGMENT, RING = 16, 17
+
+_CREDENTIALS = struct.Struct("=iII")
+"""ucred: process, user and group."""
+_TIMEVAL = struct.Struct("@ll")
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -233,23 +238,44 @@ class ShmTransport:
 
     def listen(self, name: str, host: str, stall_seconds: float) -> SocketListener:
         """See Transport. Processes that are not in the same network namespace do not see the address; `host` does not
-        matter. Who may connect is decided by the secret.
+        matter. Only processes of this process' user may connect, and the secret decides which of them.
         """
         place = f"quire-{os.getpid()}-{secrets.token_hex(8)}"
         bound = socket.socket(socket.AF_UNIX)
         bound.bind(f"\0{place}")
-        return SocketListener(bound, f"shm://{place}", lambda accepted: _stream(accepted, stall_seconds))
+        return SocketListener(bound, f"shm://{place}", lambda accepted: _accepted(accepted, stall_seconds))
 
     def dial(self, place: str, stall_seconds: float, seconds: float) -> ShmStream:
         """See Transport."""
         made = socket.socket(socket.AF_UNIX)
         try:
-            made.settimeout(seconds)
+            # Not `settimeout`: a socket that does not block is refused as soon as the listener's queue is full, while
+            # one that blocks gets the next place in it.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*_seconds_and_micros(seconds)))
             made.connect(f"\0{place}")
             return _stream(made, stall_seconds)
         except OSError as error:
             made.close()
             raise LinkError(f"nothing answers at shm://{place}: {error}") from None
+
+
+def peer_user(connected: socket.socket) -> int:
+    """The effective user id that a peer had when it dialled, as the kernel knows it."""
+    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(found)[1]
+    return user
+
+
+def _accepted(accepted: socket.socket, stall_seconds: float) -> ShmStream:
+    # Not root either, unless we are root: whoever starts instances has our user id, and so have they.
+    if (user := peer_user(accepted)) != os.geteuid():
+        raise ForeignError(f"user {user} dialled, and only user {os.geteuid()} may")
+    return _stream(accepted, stall_seconds)
+
+
+def _seconds_and_micros(seconds: float) -> tuple[int, int]:
+    whole = int(seconds)
+    return whole, max(int((seconds - whole) * 1e6), 0 if whole else 1)  # zeros would be no limit
 
 
 def _stream(connected: socket.socket, stall_seconds: float) -> ShmStream:

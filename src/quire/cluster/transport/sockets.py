@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import socket
 import time
 from collections.abc import Callable
 
 from quire.cluster.transport.channel import Channel, Inline
-from quire.cluster.transport.stream import Carrier, ClosedError, LinkError, Patience
+from quire.cluster.transport.stream import Carrier, ClosedError, ForeignError, LinkError, Patience
+from quire.repeats import RepeatedWarning
+
+log = logging.getLogger("quire")
 
 _BACKLOG = 128
 _PAUSE = 0.1
@@ -81,12 +85,14 @@ class SocketStream(Patience):
 class SocketListener:
     """A listening socket.
 
-    stream  makes a stream of an accepted socket
+    stream  makes a stream of an accepted socket. Raises ForeignError for a peer that may not dial: its connection is
+            closed before it costs anything, and before the next one is accepted
     """
 
     def __init__(self, bound: socket.socket, address: str, stream: Callable[[socket.socket], SocketStream]) -> None:
         self.address = address
         self._socket, self._stream = bound, stream
+        self._refusals = RepeatedWarning(log)
         bound.listen(_BACKLOG)
 
     def accept(self) -> SocketStream:
@@ -97,12 +103,16 @@ class SocketListener:
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EBADF):
                     self._socket.close()
+                    self._refusals.end()
                     raise LinkError("the listener is closed") from None
                 # What remains is about one connection, or passes when others end: there is no descriptor or memory.
                 time.sleep(_PAUSE)
                 continue
             try:
                 return self._stream(accepted)
+            except ForeignError as error:
+                accepted.close()
+                self._refusals.warn(f"a connection to {self.address} is refused: {error}")
             except OSError:
                 accepted.close()
 

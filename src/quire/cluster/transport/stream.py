@@ -22,6 +22,10 @@ class ClosedError(LinkError):
     """The peer has closed the connection."""
 
 
+class ForeignError(LinkError):
+    """The peer belongs to another user, who may not dial. The message names the user."""
+
+
 class Patience:
     """How long a stream waits for its peer: `stall_seconds` for the next bytes, or until a deadline for everything."""
 

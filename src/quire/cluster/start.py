@@ -1,0 +1,30 @@
+"""The beginning of an instance's process, before its slow imports: `python -m quire.cluster.start NUMBER`.
+
+NUMBER is the end of a pipe: until the instance is ready, it ends when the process that started it does. Later its
+connection to the router tells it, and it ends in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+
+from quire import tied
+
+
+def main() -> int:
+    """Runs the instance that the standard input describes. Returns the exit code."""
+    number = int(sys.argv[1])
+    tied.tie(number)
+    # Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests are
+    # done.
+    for each in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    from quire.cluster.instance import run
+
+    return run(functools.partial(tied.untie, number))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

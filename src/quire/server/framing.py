@@ -1,0 +1,63 @@
+"""How a request says where its body ends, and how an answer does to a client of HTTP/1.0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from quire.server.errors import ApiError, bad_request
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
+
+def check_codings(headers: list[tuple[bytes, bytes]], version: str) -> None:
+    """Raises ApiError unless the body of a request is plain, or in chunks and nothing else.
+
+    RFC 9112, sections 6.1 and 6.3: 501 for a coding that the server does not know, 400 for a body without an end. The
+    parser passes the bytes of `gzip, chunked` on as if they were the body.
+    """
+    values = [value.decode("latin-1") for name, value in headers if name == b"transfer-encoding"]
+    if not values:
+        return
+    codings = [coding.strip().lower() for coding in ",".join(values).split(",")]
+    shown = repr(", ".join(codings)[:100])
+    if version == "1.0":
+        message = f"HTTP/1.0 has no Transfer-Encoding, and this request has {shown}; send a Content-Length"
+        raise bad_request(message, code="invalid_transfer_encoding")
+    if codings[-1] != "chunked" or codings.count("chunked") > 1:
+        message = f"Transfer-Encoding is {shown}; the body has no end unless it is 'chunked', once and last"
+        raise bad_request(message, code="invalid_transfer_encoding")
+    if len(codings) > 1:
+        message = f"Transfer-Encoding is {shown}; only 'chunked' alone is understood"
+        raise ApiError(501, message, code="unsupported_transfer_encoding")
+
+
+def is_old(cycle: RequestResponseCycle) -> bool:
+    """Whether a request is of HTTP/1.0."""
+    return cycle.scope["http_version"] == "1.0"
+
+
+def unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
+    """An application whose answers without a length end with the connection: uvicorn would send them in chunks, which
+    HTTP/1.0 does not have.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_endless = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                is_endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if is_endless:
+                    cycle.chunked_encoding = False
+            elif is_endless:
+                # uvicorn compares the body with this.
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
