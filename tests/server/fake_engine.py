@@ -122,6 +122,10 @@ class ByteTokenizer:
     ) -> EscapedConversation:
         return self.control_tokens.escape(messages, variables or {})
 
+    def chat_ids(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        messages, _, escape = self.escape_names(messages)
+        return self.encode(self.chat(messages, add_generation_prompt), False, escape)
+
 
 @functools.cache
 def grammars() -> Grammars:
