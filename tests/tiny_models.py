@@ -8,7 +8,7 @@ in any quantization.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Ten
     return noise * 0.3 if "embed" in name or "positions" in name else noise / size[-1] ** 0.5
 
 
-def byte_tokenizer() -> Any:
+def byte_tokenizer(special: Sequence[str] = (BOS, EOS)) -> Any:
     """One token per byte (ids 0..255), then bos and eos: every text has ids, every id list has a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -185,9 +185,7 @@ def byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab={letter[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(BOS, special=True, normalized=False), AddedToken(EOS, special=True, normalized=False)]
-    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     return tokenizer
 
 

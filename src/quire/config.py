@@ -381,6 +381,10 @@ class ServeConfig(Group):
     """Defaults for temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens. model: the values that
     the model's authors recommend, from its generation_config.json or GGUF file. openai: the API's defaults,
     temperature 1 and everything else off."""
+    special_tokens_in_text: Literal["text", "tokens"] = "text"
+    """How the name of a control token is read in a conversation's texts of users and tools. text: as its characters.
+    tokens: as the control token, so that a user can end a message and write one for another role. In texts of the
+    system and of assistants, and in prompts without a chat template, it is the control token in either case."""
     max_connections: Count = 1024
     """Maximum number of connections. A further connection replaces the oldest one that has not sent a complete request;
     if there is none, it is answered 503."""

@@ -35,6 +35,7 @@ from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
 from quire.tools.calls import Tool, ToolChoice, tool_of
+from quire.tools.conversation import render_chat
 from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
 
@@ -240,7 +241,7 @@ class LLM(Face):
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each conversation in a list, with the model's chat
-        template.
+        template. Names of control tokens in texts of users and tools stay text; `generate` takes other token ids.
 
         chat_template_kwargs  variables for the template, such as enable_thinking
         tools                 functions that the model may call, as in OpenAI's API. Calls are part of the text, as the
@@ -250,21 +251,20 @@ class LLM(Face):
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         known = [tool_of(each) for each in tools or ()]
-        format_ = format_of(self.tokenizer.tool_template if known else self.tokenizer.chat_template)
-        variables = dict(chat_template_kwargs or {})
-        if known and format_.instructs is None:
-            variables["tools"] = [tool.for_template() for tool in known]
-        texts = [
-            self.tokenizer.chat(format_.messages(conversation, known), add_generation_prompt, variables)
+        rendered = [
+            render_chat(self.tokenizer, conversation, known, chat_template_kwargs, add_generation_prompt)
             for conversation in conversations
         ]
-        items: list[Prompt] = [{"prompt_token_ids": self.tokenizer.encode(text, add_special=False)} for text in texts]
+        items: list[Prompt] = [
+            {"prompt_token_ids": self.tokenizer.encode(text, False, escape)} for text, escape in rendered
+        ]
         params = _one_each(sampling_params, len(items))
         if known:
+            format_ = format_of(self.tokenizer.tool_template)
             params = [self._with_tools(each, format_, known) for each in params]
         outputs = self._run(items, params, use_tqdm)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
+        for output, prompt in zip(outputs, rendered, strict=True):
+            output.prompt = prompt.text
         return outputs
 
     def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:

@@ -25,6 +25,7 @@ from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.engine.stops import StopChecker
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, RequestError
+from quire.models.control_tokens import ControlTokens, EscapedConversation
 from quire.models.tokenizer import Tokenizer
 from tests import tiny_models
 
@@ -68,7 +69,8 @@ MOVED: dict[str, Any] = {
 class ByteTokenizer:
     """One token per byte, and two special ones."""
 
-    added_ids = frozenset({BOS, EOS})
+    special_ids = frozenset({BOS, EOS})
+    control_tokens = ControlTokens(tiny_models.byte_tokenizer(("<s>", "</s>")))
     max_token_bytes = 4
     chat_template = ""
 
@@ -82,7 +84,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return {BOS: b"<s>", EOS: b"</s>"}.get(token_id) or bytes([token_id])
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, escape: str = "") -> list[int]:
+        if escape:
+            return self.control_tokens.pipeline(escape).encode(text, add_special_tokens=False).ids
         found = [BOS] * add_special
         for piece in re.split("(<s>|</s>)", text):
             special = self.added_id(piece)
@@ -112,6 +116,15 @@ class ByteTokenizer:
         text = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
         text += "".join(f"{name}={value}\n" for name, value in (variables or {}).items())
         return text + "assistant:" * add_generation_prompt
+
+    def escape_names(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
+    ) -> EscapedConversation:
+        return self.control_tokens.escape(messages, variables or {})
+
+    def chat_ids(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        messages, _, escape = self.escape_names(messages)
+        return self.encode(self.chat(messages, add_generation_prompt), False, escape)
 
 
 @functools.cache

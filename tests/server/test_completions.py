@@ -283,7 +283,7 @@ async def test_a_long_text_is_read_no_further_than_the_context_goes(monkeypatch)
     engine = FakeEngine(max_context=100_000)
     encode, lengths = engine.tokenizer.encode, []
     monkeypatch.setattr(
-        engine.tokenizer, "encode", lambda text, special: lengths.append(len(text)) or encode(text, special)
+        engine.tokenizer, "encode", lambda text, *more: lengths.append(len(text)) or encode(text, *more)
     )
     async with client(engine) as http:
         for path in ("/v1/completions", "/tokenize"):
@@ -304,7 +304,7 @@ async def test_of_several_prompts_the_first_that_is_too_long_ends_the_work(monke
     engine = FakeEngine(max_context=100)
     encode, lengths = engine.tokenizer.encode, []
     monkeypatch.setattr(
-        engine.tokenizer, "encode", lambda text, special: lengths.append(len(text)) or encode(text, special)
+        engine.tokenizer, "encode", lambda text, *more: lengths.append(len(text)) or encode(text, *more)
     )
     async with client(engine) as http:
         response = await http.post("/v1/completions", json={"prompt": ["a", "x" * 200, "b", "c"]})

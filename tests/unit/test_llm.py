@@ -20,7 +20,7 @@ from quire.kernels.build import library_name
 from quire.kernels.levels import LEVELS, supported_levels
 
 from ..kernels.pages import LEVELS as TESTED_LEVELS
-from ..tiny_models import save_tiny, save_tokenizer, tiny_shape, write_gguf
+from ..tiny_models import EOS, save_tiny, save_tokenizer, tiny_shape, write_gguf
 
 OPTIONS = {
     "model.dtype": "float32",
@@ -190,6 +190,18 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     for name in ("messages", "chat_template", "bos_token"):
         with pytest.raises(RequestError, match=name):
             llm.chat(messages, GREEDY, chat_template_kwargs={name: "x"})
+
+
+def test_names_of_control_tokens_in_texts_of_users_and_tools_are_text(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": f"ends with {EOS}"}}]
+    messages = [{"role": "user", "content": f"hi{EOS}"}, {"role": "tool", "content": EOS, "tool_call_id": "1"}]
+    end = llm.tokenizer.special_id(EOS)
+    for more in ({}, {"tools": tools}):
+        (output,) = llm.chat(messages, GREEDY, **more)
+        assert end not in output.prompt_token_ids and output.prompt.count(EOS) == 2 + len(more)
+        assert llm.tokenizer.decode(output.prompt_token_ids, skip_special=False) == output.prompt
+    (output,) = llm.chat([{"role": "system", "content": EOS}, *messages], GREEDY)
+    assert output.prompt_token_ids.count(end) == 1
 
 
 def test_stats_count_what_happened_and_bytes_add_up(folder: Path) -> None:

@@ -233,8 +233,7 @@ def _in_tokens(tokenizer: Tokenizer, prompt: dict[str, Any]) -> dict[str, Any]:
     """A prompt of any kind, with its hints, as one of tokens. Raises RequestError."""
     hints = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
     if "messages" in prompt:
-        text = tokenizer.chat(prompt["messages"], add_generation_prompt=True)
-        return hints | {"prompt_token_ids": tokenizer.encode(text, add_special=False)}
+        return hints | {"prompt_token_ids": tokenizer.chat_ids(prompt["messages"])}
     if "prompt" in prompt:
         return hints | {"prompt_token_ids": tokenizer.encode(prompt["prompt"])}
     return dict(prompt)

@@ -151,8 +151,7 @@ async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: Sampling
     """
     import asyncio
 
-    rendered = llm.tokenizer.chat(messages, add_generation_prompt=True)
-    prompt = {"prompt_token_ids": llm.tokenizer.encode(rendered, add_special=False)}
+    prompt = {"prompt_token_ids": llm.tokenizer.chat_ids(messages)}
     text, num_tokens, begun, first = "", 0, time.monotonic(), 0.0
     stream = llm.generate(prompt, params)
     try:

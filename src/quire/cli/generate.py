@@ -105,9 +105,9 @@ async def _stream(args: argparse.Namespace, params: SamplingParams) -> str | Non
         except UnicodeDecodeError as error:
             raise ConfigError(f"the text on stdin is not UTF-8: {error}") from error
     async with shared.engine(args) as llm:
-        if args.chat:
-            text = llm.tokenizer.chat([{"role": "user", "content": text}], add_generation_prompt=True)
-        prompt = {"prompt_token_ids": llm.tokenizer.encode(text, add_special=not args.chat)}
+        tokenizer = llm.tokenizer
+        ids = tokenizer.chat_ids([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)
+        prompt = {"prompt_token_ids": ids}
         written = False
         async for item in llm.generate(prompt, params):
             for output in item.outputs:

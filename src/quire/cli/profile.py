@@ -144,7 +144,7 @@ def _named(name: str | int, prompts: _Prompts) -> Iterator[None]:
 def _token_ids(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
     ids: list[int]
     if "messages" in prompt:
-        ids = tokenizer.encode(tokenizer.chat(prompt["messages"], add_generation_prompt=True), add_special=False)
+        ids = tokenizer.chat_ids(prompt["messages"])
     elif "prompt" in prompt:
         ids = tokenizer.encode(prompt["prompt"])
     else:

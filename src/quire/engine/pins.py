@@ -83,7 +83,7 @@ def read_pins(file: Path, tokenizer: Any, what: str = "cache.pin") -> list[Pin]:
             if "prompt" in given:
                 ids = tokenizer.encode(given["prompt"])
             else:
-                ids = tokenizer.encode(tokenizer.chat(given["messages"], False), add_special=False)
+                ids = tokenizer.chat_ids(given["messages"], add_generation_prompt=False)
         except RequestError as error:
             raise ConfigError(f"{what} {file}, line {number}: {error}") from error
         if len(ids) < PAGE_TOKENS:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.errors import ModelError, RequestError
 from quire.models.chat import ChatTemplate
+from quire.models.control_tokens import ControlTokens, EscapedConversation
 from quire.models.files import read_json
 from quire.models.gguf_file import read_header
 from quire.models.settings import Settings, one_line
@@ -74,6 +75,10 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @functools.cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._pipeline)
+
+    @functools.cached_property
     def max_token_bytes(self) -> int:
         """Bytes of the longest token."""
         return max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
@@ -93,14 +98,16 @@ class Tokenizer:
         """The source of the template of conversations with tools. For most models it is `chat_template`."""
         return "" if self._tool_template is None else self._tool_template.source
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, escape: str = "") -> list[int]:
         """Token ids of a text. add_special adds the model's tokens around a text (bos); it does not affect those
-        within.
+        within. escape: of the names that are text, see `escape_names`; such a text gets no tokens around it.
         """
+        assert not (escape and add_special), "tokens around a rendered conversation"
+        pipeline = self._control_tokens.pipeline(escape) if escape else self._pipeline
         try:
             if len(text) > LONG_TEXT:
-                return self._pipeline.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
-            return self._pipeline.encode(text, add_special_tokens=add_special).ids
+                return pipeline.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+            return pipeline.encode(text, add_special_tokens=add_special).ids
         except (TypeError, UnicodeEncodeError):
             raise RequestError(_no_unicode(text), "prompt") from None
 
@@ -165,6 +172,20 @@ class Tokenizer:
                 "this model has no chat template; set model.chat_template or use plain completions", "messages"
             )
         return template.render(messages, add_generation_prompt, variables)
+
+    def escape_names(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> EscapedConversation:
+        """The conversation with the names of control tokens in texts of users and tools escaped. Render it with `chat`,
+        then encode it with its escape.
+        """
+        return self._control_tokens.escape(messages, variables or {}, self.chat_template + self.tool_template)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation, in which names of control tokens in texts of users and tools are text."""
+        escaped = self.escape_names(messages)
+        text = self.chat(escaped.messages, add_generation_prompt)
+        return self.encode(text, add_special=False, escape=escaped.escape)
 
 
 def _no_unicode(text: str) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.engine.prefixes import Prefix
     from quire.engine.sampling_defaults import SamplingDefaults
     from quire.engine.structured import StructuredOutputsParams
+    from quire.models.control_tokens import EscapedConversation
     from quire.planning.placement_file import Placement
 
 
@@ -46,8 +47,10 @@ class Tokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; some tokens are only a part of a character."""
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """The token ids of `text`, with the model's begin and end tokens if `add_special`."""
+    def encode(self, text: str, add_special: bool = True, escape: str = "") -> list[int]:
+        """The token ids of `text`, with the model's begin and end tokens if `add_special`, and with the escapes of
+        `escape_names`.
+        """
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not a whole character become U+FFFD."""
@@ -59,6 +62,12 @@ class Tokenizer(Protocol):
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The messages rendered by the model's chat template, special tokens included."""
+
+    def escape_names(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> EscapedConversation:
+        """The conversation with the names of control tokens in texts of users and tools escaped as text."""
+        ...
 
 
 class Operations(Protocol):

@@ -119,7 +119,7 @@ class Service:
         self.num_tokens = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.texts = Texts(engine)
+        self.texts = Texts(engine, config.special_tokens_in_text == "tokens")
         self.unsent = Unsent()
         self.scores = Room(PROMPT_SCORES_AT_ONCE)
         self.listing = asyncio.Lock()

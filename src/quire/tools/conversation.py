@@ -1,0 +1,58 @@
+"""A conversation with tools -> the text of its prompt, for the library and the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.tools.calls import Tool, tool_of
+from quire.tools.formats import format_of
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+
+
+class ChatText(NamedTuple):
+    """A rendered conversation, to be encoded with its escape and without tokens around it.
+
+    escaped  the text, with the escape in the names of control tokens that are text
+    escape   see `quire.models.control_tokens`; "" if there are no such names
+    """
+
+    escaped: str
+    escape: str
+
+    @property
+    def text(self) -> str:
+        """The text as the template wrote it."""
+        return self.escaped.replace(self.escape, "") if self.escape else self.escaped
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool] = (),
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    *,
+    keep_tokens: bool = False,
+) -> ChatText:
+    """Renders a conversation with the model's chat template.
+
+    tools        that the answer may call
+    variables    variables for the template
+    keep_tokens  whether names of control tokens in texts of users and tools become these tokens
+    Raises RequestError if there is no template or it rejects the messages.
+    """
+    format_ = format_of(tokenizer.tool_template if tools else tokenizer.chat_template)
+    given, escape = dict(variables or {}), ""
+    if tools:
+        given["tools"] = [tool.for_template() for tool in tools]
+    if not keep_tokens:
+        messages, escaped, escape = tokenizer.escape_names(messages, given)
+        given = dict(escaped)
+    told = tools
+    if tools and format_.instructs is not None:
+        told = [tool_of(tool) for tool in given.pop("tools")]
+    text = tokenizer.chat(format_.messages(messages, told), add_generation_prompt, given)
+    return ChatText(text, escape)
