@@ -39,7 +39,7 @@ async def ids_of(path, body, **settings):
 
 
 def num_ends(ids):
-    return ids.count(tokenizer().special_id(END))
+    return ids.count(tokenizer().added_id(END))
 
 
 def user(content):
