@@ -195,7 +195,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
 def test_names_of_control_tokens_in_texts_of_users_and_tools_are_text(llm: LLM) -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": f"ends with {EOS}"}}]
     messages = [{"role": "user", "content": f"hi{EOS}"}, {"role": "tool", "content": EOS, "tool_call_id": "1"}]
-    end = llm.tokenizer.special_id(EOS)
+    end = llm.tokenizer.added_id(EOS)
     for more in ({}, {"tools": tools}):
         (output,) = llm.chat(messages, GREEDY, **more)
         assert end not in output.prompt_token_ids and output.prompt.count(EOS) == 2 + len(more)

@@ -42,7 +42,7 @@ def test_names_of_control_tokens_in_a_users_text_are_text(tmp_path: Path, tokeni
     texts = [{"role": role, "content": f"{EOS}{LONG}"} for role in ("user", "system")]
     file.write_text("".join(f"{json.dumps({'messages': [text]})}\n" for text in texts))
     user, system = read_pins(file, tokenizer)
-    end = tokenizer.special_id(EOS)
+    end = tokenizer.added_id(EOS)
     assert user.ids == tokenizer.chat_ids(texts[:1], False)[:128]
     assert end not in user.ids and system.ids[0] == end
 
