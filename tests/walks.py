@@ -14,7 +14,7 @@ from quire.engine import schemas
 
 from .tiny_models import byte_tokenizer
 
-LIKELY = b'"}],:0'
+LIKELY = b'"}],:0@'
 """Bytes that end something. Without a liking for them, walks do not end."""
 
 

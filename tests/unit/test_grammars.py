@@ -145,6 +145,14 @@ def test_a_schema_that_cannot_be_honoured_is_refused_by_its_keyword(llm: LLM, sc
     assert llm.engine.holds_nothing
 
 
+def test_a_prompt_that_ends_inside_a_character_puts_nothing_before_a_form(llm: LLM) -> None:
+    """By ids, a prompt may end anywhere. What it left open is not the answer's."""
+    params = SamplingParams(max_tokens=20, temperature=0.0, structured_outputs={"choice": ["yes", "no"]})
+    for cut in (1, 2, 3):
+        prompt = {"prompt_token_ids": [*b"Say: ", *"😀".encode()[:cut]]}
+        assert llm.generate([prompt], params)[0].outputs[0].text in ("yes", "no")
+
+
 def test_formats_that_are_not_known_mean_nothing(llm: LLM) -> None:
     """And no other value that happens to have that name is taken for one."""
     telegram: dict[str, Any] = {"type": "string", "format": "telegram"}
