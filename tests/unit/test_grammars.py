@@ -235,6 +235,8 @@ def test_classes_of_a_pattern_lose_one_character_and_the_rest_stays(llm: LLM) ->
         ({"const": 2**53 + 1}, "const"),
         ({"enum": ["a", {"b": [-(2**60)]}]}, "enum"),
         ({"type": "integer", "minimum": 2**60}, "minimum"),
+        ({"type": "number", "maximum": 123.00999089094903}, "maximum"),
+        ({"type": "number", "exclusiveMinimum": 1 / 3}, "exclusiveMinimum"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "object", "patternProperties": {"^(a|b)$": {}}, "additionalProperties": False, "minProperties": 2},
          "minProperties"),

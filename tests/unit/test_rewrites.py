@@ -270,3 +270,32 @@ def test_rewriting_takes_linear_time_and_writes_little_twice() -> None:
         before = len(json.dumps(schema))
         assert len(json.dumps(schemas.written(schema))) < 12 * before + 8 * MAX_COPIED
     assert time.process_time() - begun < 6
+
+
+def test_bounds_hold_for_all_numbers_wherever_they_meet(seed: int) -> None:
+    """Also where they stand in different schemas, and close to each other."""
+    draw = random.Random(seed)
+    points = [Decimal(number) / 4 for number in range(-10, 11)] + [Decimal(each) for each in ("0.01", "-1.001", "9.99")]
+    num_accepted = 0
+    for _ in range(60):
+        schema: dict[str, Any] = {
+            "type": draw.choice(["number", "integer", ["integer", "number"], ["number", "string"]])
+        }
+        if draw.random() < 0.2:
+            schema["multipleOf"] = draw.choice([1, 2, 0.5])
+        for word in draw.sample(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], draw.randrange(1, 4)):
+            bound = draw.choice(points)
+            plain = int(bound) if bound % 1 == 0 else float(bound)
+            own = schema if draw.random() < 0.7 else schema.setdefault("allOf", [{}])[0]
+            own[word] = plain
+        if refusal(schema) is not None:
+            continue
+        num_accepted += 1
+        validator = jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
+        for point in draw.sample(points, 8):
+            for step in ("0", "0.25", "-0.25", "0.00001", "-0.00001", "0.0"):
+                text = str(point + Decimal(step)).replace("E", "e")
+                for written in (text, f"-{text}" if not text.startswith("-") and not float(text) else text):
+                    if allows(schema, written):
+                        assert validator.is_valid(json.loads(written, parse_float=Decimal)), (schema, written)
+    assert num_accepted > 20

@@ -7,6 +7,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -34,6 +35,9 @@ _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "m
 
 _EXACT = 1 << 53
 """llguidance rounds larger integers of a schema."""
+
+_MAX_DIGITS = 15
+"""llguidance 1.9.1 rounds bounds with more significant digits, and allows numbers beyond them."""
 
 _SCHEMA = (
     "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
@@ -165,6 +169,9 @@ def _rounded(schema: Mapping[str, Any]) -> str | None:
         word, value = values.pop()
         if isinstance(value, int) and abs(value) > _EXACT:
             return f"{word}: integers beyond 2^53 are rounded"
+        if isinstance(value, float) and value % 1 and word in _LIMITS:
+            if len(Decimal(repr(value)).as_tuple().digits) > _MAX_DIGITS:
+                return f"{word}: {value!r} is rounded; write at most {_MAX_DIGITS} digits"
         if word in ("const", "enum") and isinstance(value, list | Mapping):
             values += ((word, each) for each in (value.values() if isinstance(value, Mapping) else value))
     return None
