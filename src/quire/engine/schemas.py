@@ -169,9 +169,9 @@ def _rounded(schema: Mapping[str, Any]) -> str | None:
         word, value = values.pop()
         if isinstance(value, int) and abs(value) > _EXACT:
             return f"{word}: integers beyond 2^53 are rounded"
-        if isinstance(value, float) and value % 1 and word in _LIMITS:
-            if len(Decimal(repr(value)).as_tuple().digits) > _MAX_DIGITS:
-                return f"{word}: {value!r} is rounded; write at most {_MAX_DIGITS} digits"
+        is_fraction = isinstance(value, float) and value % 1 and word in _LIMITS
+        if is_fraction and len(Decimal(repr(value)).as_tuple().digits) > _MAX_DIGITS:
+            return f"{word}: {value!r} is rounded; write at most {_MAX_DIGITS} digits"
         if word in ("const", "enum") and isinstance(value, list | Mapping):
             values += ((word, each) for each in (value.values() if isinstance(value, Mapping) else value))
     return None
