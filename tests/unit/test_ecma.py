@@ -171,6 +171,16 @@ def test_what_libraries_write_with_look_around_has_the_same_language_without(giv
     assert texts and all(re.search(given, text, re.ASCII) for text in texts)
 
 
+def test_host_names_as_zod_writes_them_are_honoured_beside_their_format() -> None:
+    schema = {"type": "string", "format": "hostname", "pattern": ecma.HOSTNAME[0]}
+    for labels in (["a", "bc"], ["a" * 62] * 4 + ["a"], ["a" * 62] * 4 + ["ab"], ["a", ""], ["-a"], ["a" * 64]):
+        text = ".".join(labels)
+        is_right = re.search(ecma.HOSTNAME[0], text) is not None and not text.endswith(".")
+        assert allows(schema, json.dumps(text)) == is_right, text
+    assert not allows({**schema, "maxLength": 3}, '"ab.c"') and allows({**schema, "maxLength": 4}, '"ab.c"')
+    assert "look-ahead" in (refusal({"pattern": ecma.HOSTNAME[0]}) or "")
+
+
 def test_durations_and_addresses_as_zod_writes_them_are_honoured(seed: int) -> None:
     duration, email = LOOK_AROUND[0][0], LOOK_AROUND[1][0]
     for schema, good, bad in (

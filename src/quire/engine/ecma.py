@@ -334,3 +334,10 @@ WITHOUT_LOOK_AROUND = {
 }
 """Expressions with look-around that Zod writes (4.1 to 4.6, and 3 with zod-to-json-schema), and the same languages
 without: of durations, addresses of e-mail, emoji and account numbers."""
+
+_LABELS = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
+
+HOSTNAME = (rf"^(?=.{{1,253}}\.?$){_LABELS}", f"^{_LABELS}", 253)
+"""Host names as Zod writes them, the same without look-around, and the greatest length. Both are the same only beside
+the format hostname, which ends with no dot.
+"""

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from quire.engine.ecma import Expression, NotTranslated, to_rust
+from quire.engine.ecma import HOSTNAME, Expression, NotTranslated, to_rust
 from quire.engine.rewrites import Rewriting
 
 JSON_STYLE: dict[str, Any] = {
@@ -139,12 +139,16 @@ def _translate(schema: dict[str, Any], link: Link | None) -> bool:
     Unhonoured.
     """
     has_controls = False
+    given, plain, length = HOSTNAME
+    if schema.get("pattern") == given and schema.get("format") == "hostname":
+        most = schema.get("maxLength", length)
+        schema |= {"pattern": plain, "maxLength": min(most, length) if isinstance(most, int) else most}
     if isinstance(schema.get("pattern"), str):
         found = _translated("pattern", schema["pattern"], link)
         schema["pattern"], has_controls = found.rust, found.has_controls
-    if isinstance(given := schema.get("patternProperties"), dict):
+    if isinstance(named := schema.get("patternProperties"), dict):
         properties: dict[str, Any] = {}
-        for pattern, each in given.items():
+        for pattern, each in named.items():
             found = _translated("patternProperties", pattern, link)
             has_controls |= found.has_controls
             # Different expressions may become the same.
