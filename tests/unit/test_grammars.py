@@ -737,7 +737,7 @@ def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeyp
 
     monkeypatch.setattr(grammars, "_try", counted)
     wanted = [StructuredOutputsParams(json={"const": f"number {number % 50}"}) for number in range(100)]
-    wanted += [StructuredOutputsParams(json={"contains": True})] * 3
+    wanted += [StructuredOutputsParams(json={"contains": {"const": 1}})] * 3
     found = [grammars.prepare(each) for each in wanted]
     assert all(each.result() is not None for each in found[:100])
     assert all("contains" in str(each.exception()) for each in found[100:])
