@@ -295,7 +295,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": 
         ({"messages": [{"role": "user", "content": "1", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "supported"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "null"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {
-            "name": "a", "parameters": {"propertyNames": {}}}}]}, "tools[0].function.parameters", "propertyNames"),
+            "name": "a", "parameters": {"contains": {"const": 1}}}}]}, "tools[0].function.parameters", "contains"),
         ({"tool_choice": "required", "tools": [TOOLS[0], {"type": "function", "function": {
             "name": "a", "parameters": {"type": "string"}}}]}, "tools[1].function.parameters", "Unsatisfiable"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {

@@ -131,9 +131,9 @@ def test_forced_tokens_take_no_steps_and_change_no_text(llm: LLM, monkeypatch: p
 @pytest.mark.parametrize(
     ("schema", "word"),
     [
-        ({"not": {"type": "string"}}, "not"),
+        ({"not": {"type": "integer"}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"type": "object", "propertyNames": {"format": "date"}}, "propertyNames"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
         ({"type": "string", "format": 3}, "format"),
         ({"type": "strin"}, "strin"),
@@ -146,6 +146,14 @@ def test_a_schema_that_cannot_be_honoured_is_refused_by_its_keyword(llm: LLM, sc
         llm.generate(["x"], params, use_tqdm=False)
     assert refusal.value.param == "structured_outputs" and "\n" not in str(refusal.value)
     assert llm.engine.holds_nothing
+
+
+def test_a_prompt_that_ends_inside_a_character_puts_nothing_before_a_form(llm: LLM) -> None:
+    """By ids, a prompt may end anywhere. What it left open is not the answer's."""
+    params = SamplingParams(max_tokens=20, temperature=0.0, structured_outputs={"choice": ["yes", "no"]})
+    for cut in (1, 2, 3):
+        prompt = {"prompt_token_ids": [*b"Say: ", *"😀".encode()[:cut]]}
+        assert llm.generate([prompt], params)[0].outputs[0].text in ("yes", "no")
 
 
 def test_formats_that_are_not_known_mean_nothing(llm: LLM) -> None:
@@ -204,7 +212,7 @@ def test_text_with_the_name_of_a_special_token_is_written_as_text(llm: LLM, kwar
         (r"^[^/\\]{3}$", "/\\"),
         (r"^[\x00-\x1fb]$", "\\"),
         ("^[^!-~]$", "\\!"),
-        (r"^[[:cntrl:]ab]$", "\\"),
+        (r"^[\x00-\x1f\x7fab]$", "\\"),
         (r"^(\p{Cc}|b)$", "\\"),
     ],
     ids=str,
@@ -217,16 +225,11 @@ def test_a_backslash_is_no_control_character(llm: LLM, pattern: str, characters:
     assert found and not any(char in text for text in found for char in characters), found
 
 
-def test_classes_of_a_pattern_lose_one_character_and_the_rest_stays() -> None:
-    for given, expected in {
-        r"a\[b[c]d": r"a\[b[[c]&&[^\x00]]d",
-        "[]a]x[^]b]": r"[[]a]&&[^\x00]]x[[^]b]&&[^\x00]]",
-        r"[a\]b]": r"[[a\]b]&&[^\x00]]",
-        "[a[:alpha:]&&[^b]]c": r"[[a[:alpha:]&&[^b]]&&[^\x00]]c",
-        r"\pL\P{Greek}\d": r"[\pL&&[^\x00]][\P{Greek}&&[^\x00]]\d",
-        "^a$": "^a$",
-    }.items():
-        assert schemas.without_nul(given) == expected
+def test_classes_of_a_pattern_lose_one_character_and_the_rest_stays(llm: LLM) -> None:
+    for pattern in ("^.$", "^[^a]$", r"^[\x00-\x1f]$", r"^\P{L}$", r"^[\0\t]$", r"^\W$"):
+        schema = {"type": "string", "pattern": pattern}
+        assert allows(llm, schema, '"\\t"') and not allows(llm, schema, '"\\u0000"')
+    assert allows(llm, {"type": "string", "pattern": r"^[\0]$"}, '"\\u0000"')
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,8 @@ def test_classes_of_a_pattern_lose_one_character_and_the_rest_stays() -> None:
         ({"const": 2**53 + 1}, "const"),
         ({"enum": ["a", {"b": [-(2**60)]}]}, "enum"),
         ({"type": "integer", "minimum": 2**60}, "minimum"),
+        ({"type": "number", "maximum": 123.00999089094903}, "maximum"),
+        ({"type": "number", "exclusiveMinimum": 1 / 3}, "exclusiveMinimum"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "object", "patternProperties": {"^(a|b)$": {}}, "additionalProperties": False, "minProperties": 2},
          "minProperties"),
@@ -356,13 +361,6 @@ def test_what_a_reference_points_to_is_a_schema_wherever_it_stands(llm: LLM) -> 
         schemas.written({"$ref": reference, "x": [1]})
     unknown = {"$ref": "#/components/x", "components": {"x": {"type": "string", "format": "color"}}}
     assert allows(llm, unknown, '"red"')
-
-
-@pytest.mark.parametrize("piece", ["\\p{", "[", "\\", "(", "{", "[^", "\\p{a}", "[[:"])
-def test_any_long_expression_is_rewritten_in_linear_time(piece: str) -> None:
-    begun = time.process_time()
-    schemas.without_nul(piece * (200_000 // len(piece)))
-    assert time.process_time() - begun < 2
 
 
 def test_alternatives_that_are_used_many_times_are_told_apart_in_linear_time() -> None:
@@ -748,7 +746,7 @@ def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeyp
 
     monkeypatch.setattr(grammars, "_try", counted)
     wanted = [StructuredOutputsParams(json={"const": f"number {number % 50}"}) for number in range(100)]
-    wanted += [StructuredOutputsParams(json={"contains": True})] * 3
+    wanted += [StructuredOutputsParams(json={"contains": {"const": 1}})] * 3
     found = [grammars.prepare(each) for each in wanted]
     assert all(each.result() is not None for each in found[:100])
     assert all("contains" in str(each.exception()) for each in found[100:])

@@ -186,6 +186,18 @@ def test_a_continuation_completes_the_character_its_prompt_began() -> None:
     assert stream.push(emoji[3]) == "😀"
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_that_only_the_prompt_began_is_no_part_of_the_answer(cut: int) -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    emoji = "😀".encode()
+    for text in ('{"a": 1}', "é", "", "😀"):
+        stream = tokenizer.stream(prompt_ids=[*b"abc", *emoji[:cut], 256])
+        assert "".join(pieces_of(stream, [256, *text.encode()])) == text
+    # Bytes of the answer's own that are no character are still replaced.
+    assert "".join(pieces_of(tokenizer.stream(prompt_ids=[*emoji[:cut]]), [0xFF, *b"a"])) == "\ufffda"
+    assert "".join(pieces_of(tokenizer.stream(prompt_ids=[*b"a"]), [*emoji[:cut], *b"a"])) == "\ufffda"
+
+
 def test_ids_outside_the_vocabulary_are_nothing(ours: Tokenizer) -> None:
     assert ours.decode([49152, 10**6]) == "" and ours.token_bytes(-1) == b""
 

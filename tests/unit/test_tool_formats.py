@@ -33,7 +33,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
-def read(format_: ToolFormat, text: str, cuts: list[int], **how: bool) -> list[Part]:
+def read(format_: ToolFormat, text: str, cuts: list[int], **how: int | bool) -> list[Part]:
     parser, found = CallParser(format_, NAMES, **how), list[Part]()  # type: ignore[arg-type]
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += parser.push(text[begin:end])
@@ -137,11 +137,128 @@ def test_calls_beside_what_is_none_are_read(name: str, text: str, said: str, cal
         assert (found[0], [called for called, _ in found[1]]) == (said, calls)
 
 
+CALLS: list[tuple[str, str | None]] = [
+    ('{"name": "add", "parameters": {"a": 1}}', '{"a": 1}'),
+    ('{"name": "add", "arguments": {"a": 1}}', '{"a": 1}'),
+    ('{"name": "add", "args": {"a": 1.50}}', '{"a": 1.50}'),
+    ('{"name":"add","input":{"a":1}}', '{"a":1}'),
+    ('{"arguments": {"a": 1}, "name": "add"}', '{"a": 1}'),
+    ('{"parameters": {"a": [{}]}, "id": "x", "type": "function", "name": "add"}', '{"a": [{}]}'),
+    ('{"id": "x", "type": "function", "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}', '{"a": 1}'),
+    ('{"type": "function", "function": {"name": "add", "parameters": {"a": "é"}}}', '{"a": "é"}'),
+    ('{"type": "function", "name": "add", "parameters": {"a": 1}}', '{"a": 1}'),
+    ('{"function": "add", "arguments": {"a": 1}}', '{"a": 1}'),
+    ('{"name": "add", "arguments": null}', "{}"),
+    ('{"name": "add", "parameters": null, "arguments": {"a": 1}}', '{"a": 1}'),
+    ('{"name": "add", "arguments": {}, "parameters": {"a": 1}}', '{"a": 1}'),
+    ('{"name": "add", "arguments": { }, "id": "a}"}', "{}"),
+    ('{"name": "add"}', "{}"),
+    ('{"name": "add", "id": "call_1"}', "{}"),
+    ('{"name": "add", "arguments": ""}', "{}"),
+    ('{"name": "add", "arguments": []}', "{}"),
+    ('{"name": "add", "arguments": " {\\"a\\": 1} "}', '{"a": 1}'),
+    ('{"name": "add", "parameters": {"a": 1}, "arguments": null}', '{"a": 1}'),
+    ('{"name": "add", "arguments": [1]}', None),
+    ('{"name": "add", "arguments": 5}', None),
+    ('{"name": "add", "arguments": "5"}', None),
+    ('{"name": "add", "arguments": "not json"}', None),
+    ('{"name": "add", "a": 1}', None),
+    ('{"name": "add", "arguments": {}, "a": 1}', None),
+    ('{"name": "add", "Arguments": {"a": 1}}', None),
+    ('{"name": "add", "arguments": null, "city": "Bern"}', None),
+    ('{"arguments": {"a": 1}, "parameters": {"b": 1}, "name": "add"}', None),
+    ('{"type": "function", "function": {"name": "add", "arguments": 5}}', None),
+    ('{"name": 3, "arguments": {}}', None),
+    ('{"name": "add", "name": "weather", "arguments": {}}', None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("call", "arguments"), CALLS, ids=[each for each, _ in CALLS])
+def test_arguments_are_found_wherever_a_model_writes_them_and_never_lost(
+    name: str, call: str, arguments: str | None, seed: int
+) -> None:
+    """What cannot be read stays text: an empty object never stands for something."""
+    draw, format_ = random.Random(seed), EVERY[name]
+    for text in (format_.opens + call + format_.closes, *(also + call for also in format_.also)):
+        for _ in range(12):
+            said, found = gathered(read(format_, text, cuts_of(draw, text)))
+            if arguments is None:
+                assert (said, found) == (text, [])
+            else:
+                assert (said, found) == ("", [("add", arguments)])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_long_arguments_are_the_same_however_they_are_cut(name: str, seed: int) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    arguments = '{"a":  1e400, "text": "' + "x" * 6000 + '", "n": 12345678901234567890.10}'
+    text = format_.opens + '{"name": "add", "' + format_.key + '": ' + arguments + "}" + format_.closes
+    for cuts in ([], list(range(1, len(text))), cuts_of(draw, text)):
+        assert gathered(read(format_, text, cuts)) == ("", [("add", arguments)])
+
+
+ONE = '{"name": "add", "parameters": {"a": 1}}'
+OTHER = '{"name": "weather", "parameters": {}}'
+BOTH = [("add", '{"a": 1}'), ("weather", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said", "calls"),
+    [
+        ("llama", f"{ONE}; {OTHER}", "", BOTH),
+        ("llama", f"{ONE};{OTHER};", "", BOTH),
+        ("llama", f"{ONE}\n{OTHER}\n", "", BOTH),
+        ("llama", f"<|python_tag|>{ONE}; {OTHER}", "", BOTH),
+        ("llama", f"<|python_tag|>{ONE}<|python_tag|>{OTHER}", "", BOTH),
+        ("llama", f"{ONE} Both at once: {OTHER} {{done}}", "Both at once: {done}", BOTH),
+        ("llama", f"{ONE}; {{'name': 'x'}} {{", "{'name': 'x'} {", BOTH[:1]),
+        ("llama", f"{ONE}; {{\"name\": \"unknown\", \"parameters\": {OTHER}}}",
+         f"{{\"name\": \"unknown\", \"parameters\": {OTHER}}}", BOTH[:1]),
+        ("llama", f"No. {ONE}", f"No. {ONE}", []),
+        ("hermes", f"Let me look.\n<tool_call>\n{ONE}\n</tool_call>\nDone.", "Let me look.\nDone.", BOTH[:1]),
+        ("hermes", f"look. <tool_call>{ONE}</tool_call><tool_call>{OTHER}</tool_call>Done.", "look. Done.", BOTH),
+        ("hermes", f"so.<tool_call>{ONE}</tool_call>\n\n<tool_call>{OTHER}</tool_call>\n Done. ", "so.\n Done. ", BOTH),
+        ("hermes", f"<tool_call>{ONE}</tool_call>\nOne.\n<tool_call>{OTHER}</tool_call>\nTwo.", "One.\nTwo.", BOTH),
+        ("hermes", f"a<tool_call>{ONE}</tool_call>b", "ab", BOTH[:1]),
+        ("mistral", f"Let me. [TOOL_CALLS] [{ONE}, {OTHER}] Done.", "Let me. Done.", BOTH),
+        ("generic", f'Let me. {{"tool_calls": [{ONE}, {OTHER}]}}\nDone.', "Let me.\nDone.", BOTH),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {}\n</tool_call>\nDone.', "Done.", [("add", "{}")]),
+        ("llama", '{"name": "add", "parameters": {}', "", [("add", "{}")]),
+        ("llama", '{"name": "add"', '{"name": "add"', []),
+    ],
+)  # fmt: skip
+def test_calls_side_by_side_leave_no_syntax_and_texts_keep_their_distance(
+    name: str, text: str, said: str, calls: list[Any], seed: int
+) -> None:
+    draw = random.Random(seed)
+    for cuts in (list(range(1, len(text))), *(cuts_of(draw, text) for _ in range(60))):
+        assert gathered(read(EVERY[name], text, cuts)) == (said, calls)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_whole_and_streamed_agree_on_anything_that_looks_like_calls(name: str, seed: int) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    pieces = [*CALL_PIECES, format_.opens, format_.between or ";", format_.closes, *format_.also, *format_.marks]
+    for _ in range(400):
+        text = "".join(draw.choices(pieces, k=draw.randrange(1, 9)))
+        how = {"most": 1} if draw.random() < 0.3 else {}
+        whole = gathered(read(format_, text, [], **how))
+        for cuts in (list(range(1, len(text))), cuts_of(draw, text)):
+            assert gathered(read(format_, text, cuts, **how)) == whole, text
+
+
+CALL_PIECES = [ONE, OTHER, " ", "\n", "; ", ", ", "text", "{", "}", '{"name": "add", ', '"arguments": {}', '"x"', "[",
+               "]",
+               '{"name": "add", "arguments": {}}', '"parameters": {"a": ', "null", '{"name": "no", "arguments": {}}',
+               '{"name": "add", "arguments": {}, "input": {"b": 1}}', '{"name": "add"}']  # fmt: skip
+
+
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("piece", ['{"a": {}, ', '{"name": "', " ", "{", '{"name": "add", "arguments": {', "\\"])
 def test_any_long_text_is_read_in_linear_time(name: str, piece: str) -> None:
     parser = CallParser(EVERY[name], NAMES)
-    parser.push(EVERY[name].opens)
+    parser.push(EVERY[name].write([Call("", "add", '{"a": 1}')]) if EVERY[name].at_start else EVERY[name].opens)
     begun = time.process_time()
     for _ in range(20_000):
         parser.push(piece)
@@ -178,10 +295,28 @@ def test_a_call_without_its_brace_leaves_the_next_one(name: str, seed: int) -> N
         assert found == ("", [("add", '{"a": 1}'), ("weather", '{"b": 2}')]), found
 
 
-def test_only_one_call_is_read_where_one_may_be() -> None:
-    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
-    parser = CallParser(EVERY["hermes"], NAMES, most=1)
-    assert gathered(parser.push(call * 2) + parser.flush()) == (call, [("add", "{}")])
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_further_calls_are_dropped_where_one_may_be(name: str, is_exact: bool, seed: int) -> None:
+    """Not even their syntax is text. What stands beside them is."""
+    draw, format_ = random.Random(seed), EVERY[name]
+    calls = [Call("", "add", '{"a": 1}'), Call("", "weather", '{"b": 2}'), Call("", "no_arguments", "{}")]
+    opens, text = format_.opens, format_.write(calls[: 1 if format_.between is None else 3])
+    texts = [(text, "")]
+    if format_.between is not None:
+        texts += [(f"{text}\n{format_.write(calls[1:])}", ""), (f"Well. {text} So {text}\nDone.", "Well. So\nDone.")]
+        texts += [(f"{text}\n{opens}nothing", f"{opens}nothing")]
+    elif not is_exact:
+        texts += [(f"{text}; {text}", ""), (f"{text}\n{text};\nDone.", "Done.")]
+    for whole, said in texts:
+        for _ in range(30):
+            found = read(format_, whole, cuts_of(draw, whole), most=1, is_exact=is_exact)
+            assert gathered(found) == (said, [("add", '{"a": 1}')]), whole
+    for end in range(len(whole)):
+        parser = CallParser(format_, NAMES, most=1, is_exact=is_exact)
+        parser.push(texts[-1][0][:end])
+        if parser.num_calls and '{"a": 1}' in texts[-1][0][:end]:
+            assert not parser.is_cut, "a call that is dropped cuts nothing off"
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 from urllib.parse import unquote
+
+from quire.engine.ecma import HOSTNAME, Expression, NotTranslated, to_rust
+from quire.engine.rewrites import Rewriting
 
 JSON_STYLE: dict[str, Any] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
@@ -16,7 +21,7 @@ JSON_STYLE: dict[str, Any] = {
 """How JSON is written, and that schemas are honoured whole or refused. Unicode escapes are off: with `\\u0061` a model
 could write a listed name a second time."""
 
-_NEEDS_UNICODE_ESCAPES = re.compile(r"\\u00(?:[01]|7f)|\\\\[xu]")
+_NEEDS_UNICODE_ESCAPES = re.compile(r"\\u00(?:[01]|7f)")
 """In the JSON of schemas with control characters that no other escape writes."""
 
 KNOWN_FORMATS = frozenset(
@@ -30,6 +35,9 @@ _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "m
 
 _EXACT = 1 << 53
 """llguidance rounds larger integers of a schema."""
+
+_MAX_DIGITS = 15
+"""llguidance 1.9.1 rounds bounds with more significant digits, and allows numbers beyond them."""
 
 _SCHEMA = (
     "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
@@ -54,7 +62,9 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     text = "{}" if schema is True else json.dumps(schema)
     found: dict[str, Any] = json.loads(text)
     left = len(text)  # effort, so that definitions that are used many times take no quadratic time
-    for link, own in list(_subschemas(found)):
+    has_controls = _NEEDS_UNICODE_ESCAPES.search(text) is not None
+    every = list(_subschemas(found))
+    for link, own in every:
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
         if own is not found and "$id" in own and "$ref" in own:
@@ -65,14 +75,12 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         own.update(
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
-        if isinstance(own.get("pattern"), str):
-            own["pattern"] = without_nul(own["pattern"])
-        if isinstance(own.get("patternProperties"), dict):
-            own["patternProperties"] = {without_nul(key): each for key, each in own["patternProperties"].items()}
+        has_controls |= _translate(own, link)
         if left > 0 and isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
             left -= _tell_apart(own, found)
+    Rewriting(found, lambda reference: _pointed(reference, found)).apply(own for _, own in reversed(every))
     style = dict(JSON_STYLE)
-    if _NEEDS_UNICODE_ESCAPES.search(text):
+    if has_controls:
         del style["json_allowed_escapes"]
     return {**found, "x-guidance": style}
 
@@ -126,43 +134,36 @@ def pointed(reference: Any, root: dict[str, Any]) -> Any:
     return found
 
 
-def without_nul(pattern: str) -> str:
-    """A regular expression whose classes of characters lack NUL. If a class has all characters below the blank,
-    llguidance 1.9.1 takes a backslash for one of it, because JSON writes these with a backslash.
+def _translate(schema: dict[str, Any], link: Link | None) -> bool:
+    """Translates the expressions of a schema. Returns whether one asks for control characters; see Expression. Raises
+    Unhonoured.
     """
-    found, place = [], 0
-    while place < len(pattern):
-        end, is_class = place + 1, True
-        if pattern[place] == "[":
-            end = _class_end(pattern, place)
-        elif (named := _NAMED_CLASS.match(pattern, place)) is not None:
-            end = named.end()
-        else:
-            end, is_class = place + 1 + (pattern[place] == "\\"), False
-        piece = pattern[place:end]
-        found.append(rf"[{piece}&&[^\x00]]" if is_class else piece)
-        place = end
-    return "".join(found)
+    has_controls = False
+    given, plain, length = HOSTNAME
+    if schema.get("pattern") == given and schema.get("format") == "hostname":
+        most = schema.get("maxLength", length)
+        schema |= {"pattern": plain, "maxLength": min(most, length) if isinstance(most, int) else most}
+    if isinstance(schema.get("pattern"), str):
+        found = _translated("pattern", schema["pattern"], link)
+        schema["pattern"], has_controls = found.rust, found.has_controls
+    if isinstance(named := schema.get("patternProperties"), dict):
+        properties: dict[str, Any] = {}
+        for pattern, each in named.items():
+            found = _translated("patternProperties", pattern, link)
+            has_controls |= found.has_controls
+            # Different expressions may become the same.
+            before = properties.get(found.rust)
+            properties[found.rust] = each if before is None else {"allOf": [before, each]}
+        schema["patternProperties"] = properties
+    return has_controls
 
 
-_NAMED_CLASS = re.compile(r"\\[pP](\{[^{}]{0,64}\}|.)", re.DOTALL)
-
-
-def _class_end(pattern: str, place: int) -> int:
-    """The end of a class that begins with a bracket: classes nest, and a bracket that comes first is a character."""
-    depth = 0
-    while place < len(pattern):
-        char = pattern[place]
-        place += 2 if char == "\\" else 1
-        if char == "[":
-            depth += 1
-            place += pattern.startswith("^", place)
-            place += pattern.startswith("]", place)
-        elif char == "]":
-            depth -= 1
-            if not depth:
-                return place
-    return len(pattern)
+def _translated(word: str, pattern: str, link: Link | None) -> Expression:
+    try:
+        return to_rust(pattern)
+    except NotTranslated as error:
+        shown = pattern if len(pattern) <= 200 else pattern[:200] + "..."
+        raise Unhonoured(f"{word}: {error}, in {shown}{_at(link)}") from None
 
 
 def _rounded(schema: Mapping[str, Any]) -> str | None:
@@ -172,6 +173,9 @@ def _rounded(schema: Mapping[str, Any]) -> str | None:
         word, value = values.pop()
         if isinstance(value, int) and abs(value) > _EXACT:
             return f"{word}: integers beyond 2^53 are rounded"
+        is_fraction = isinstance(value, float) and value % 1 and word in _LIMITS
+        if is_fraction and len(Decimal(repr(value)).as_tuple().digits) > _MAX_DIGITS:
+            return f"{word}: {value!r} is rounded; write at most {_MAX_DIGITS} digits"
         if word in ("const", "enum") and isinstance(value, list | Mapping):
             values += ((word, each) for each in (value.values() if isinstance(value, Mapping) else value))
     return None
@@ -204,25 +208,43 @@ def explained(schema: Any, error: str) -> str:
         return f"{'$schema' if is_draft else '$ref'}: {found[1]} is not known, and nothing is fetched"
     if error.startswith(("Pointer ", "Anchor ")):
         return f"$ref: {error}"
-    if (wrong := _EXPRESSION.search(error)) is not None:
-        given = list(_expressions(schema))
-        exact = [each for each in given if wrong[1] in (each[1], without_nul(each[1]))]
-        for word, expression, link in exact or given[: len(given) == 1]:
-            return f"{word}: {wrong[2]}, in {expression}{_at(link)}"
-        return f"pattern: {wrong[2]}"
-    return error
+    return _explained_expression(schema, error) or error
 
 
-def _expressions(schema: Any) -> Iterator[tuple[str, str, Link | None]]:
-    """The regular expressions of a schema: keyword, expression and place."""
+def _explained_expression(schema: Any, error: str) -> str | None:
+    """What llguidance says against an expression, with the one that was given; None if it says something else."""
+    given = list(_expressions(schema))
+    names = {rust: expression for _, expression, rust, _ in given}
+    if (both := _NOT_DISJOINT.search(error)) is not None:
+        shown = " and ".join(names.get(each, each) for each in both.groups())
+        link = _place(schema, lambda own: bool(own.get("patternProperties")))
+        return f"patternProperties: a name could match both {shown}{_at(link)}"
+    if (wrong := _ANCHOR.search(error)) is not None:
+        rust, reason = wrong[2], f"{'^' if wrong[1] == 'Start' else '$'} is not supported there"
+    elif (wrong := _EXPRESSION.search(error)) is not None:
+        rust, reason = wrong[1], wrong[2]
+    else:
+        return None
+    exact = [each for each in given if each[2] == rust]
+    for word, expression, _, link in exact or given[: len(given) == 1]:
+        return f"{word}: {reason}, in {expression}{_at(link)}"
+    return f"pattern: {reason}"
+
+
+def _expressions(schema: Any) -> Iterator[tuple[str, str, str, Link | None]]:
+    """The regular expressions of a schema: keyword, expression, the same in Rust's syntax, and place."""
     for link, own in _subschemas(schema):
-        if isinstance(own.get("pattern"), str):
-            yield "pattern", own["pattern"], link
-        if isinstance(own.get("patternProperties"), Mapping):
-            yield from (("patternProperties", each, link) for each in own["patternProperties"])
+        given = own.get("patternProperties")
+        found = [("patternProperties", each) for each in given] if isinstance(given, Mapping) else []
+        for word, expression in [("pattern", own.get("pattern")), *found]:
+            if isinstance(expression, str):
+                with contextlib.suppress(NotTranslated):
+                    yield word, expression, to_rust(expression).rust, link
 
 
 _ELSEWHERE = re.compile(r"Resource '(.*?)' is not present in a registry")
+_NOT_DISJOINT = re.compile(r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint")
+_ANCHOR = re.compile(r"lookarounds not supported yet; (Start|End) in regex /(.*)/")
 _EXPRESSION = re.compile(r"regex parse error:\n +(.*)\n[ ^]+\nerror: (.*)")
 
 

@@ -124,8 +124,9 @@ class Tokenizer:
     def stream(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """A detokenizer for text that continues `prompt_ids`.
 
-        After a prompt, the first piece keeps its leading space and may complete a character that the prompt began.
-        Without a prompt, the pieces are those of a separate text.
+        After a prompt, the first piece keeps its leading space and may complete a character that the prompt began. If
+        it does not, the character is the prompt's, and the pieces have no U+FFFD for it. Without a prompt, the pieces
+        are those of a separate text.
         """
         skipped = self.special_ids if skip_special else frozenset()
         if self._to_bytes is None:
@@ -293,7 +294,7 @@ def _read_text(path: Path) -> str:
 class _ByteDetokenizer:
     """For vocabularies of byte strings: one table look-up and one incremental UTF-8 step per token."""
 
-    __slots__ = ("_bytes_of", "_decode", "_skipped", "_strip")
+    __slots__ = ("_bytes_of", "_decode", "_decoder", "_is_first", "_skipped", "_strip")
 
     def __init__(
         self, bytes_of: Callable[[int], bytes], skipped: frozenset[int], before: Sequence[int], strip: bool
@@ -301,7 +302,9 @@ class _ByteDetokenizer:
         self._bytes_of = bytes_of
         self._skipped = skipped
         self._strip = strip
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = self._decoder.decode
+        self._is_first = True  # whether the last byte so far is the prompt's
         for token_id in before:
             if token_id not in skipped:
                 self._decode(bytes_of(token_id))
@@ -310,7 +313,12 @@ class _ByteDetokenizer:
         """See Detokenizer.push."""
         if token_id in self._skipped:
             return ""
-        text = self._decode(self._bytes_of(token_id))
+        data = self._bytes_of(token_id)
+        if self._is_first and data:
+            self._is_first = False
+            if not 0x80 <= data[0] < 0xC0:  # it continues no character
+                self._decoder.reset()
+        text = self._decode(data)
         return self._stripped(text) if self._strip and text else text
 
     def flush(self) -> str:

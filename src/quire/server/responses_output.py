@@ -62,6 +62,8 @@ class Output:
     def _written(self, kind: str, part_kind: str, text: str, scores: list[ScoredToken]) -> Iterator[Event]:
         if not (self._is_open and self.items[-1]["type"] == kind):
             yield from self.close("completed")
+            if kind == "message" and self.items and self.items[-1]["type"] == "function_call":
+                text = text.lstrip()  # which stands between two texts, and here these are messages of their own
             item: dict[str, Any] = {"type": kind, "id": _id("msg" if kind == "message" else "rs"), "content": []}
             if kind == "message":
                 item["role"] = "assistant"

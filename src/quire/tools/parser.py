@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
-from typing import Any
 
 from quire.tools.calls import CallArguments, CallBegins, Part, Text
 from quire.tools.format import ToolFormat
+from quire.tools.written import KEYS, call_of
 
 HEAD_CHARS = 4096
 """Characters of a call in which its name and the beginning of its arguments are looked for."""
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 class _Depth:
@@ -59,7 +52,8 @@ class CallParser:
     """Turns the pieces of one answer into text and parts of calls. However the answer is cut into pieces, the texts
     joined are the same, and so are the arguments.
 
-    What begins like a call and is none, or is of no known tool, is text. Blanks beside calls are dropped.
+    What begins like a call and is none, or is of no known tool, is text. Blanks beside calls are dropped, but for those
+    between two texts.
     """
 
     def __init__(
@@ -71,8 +65,8 @@ class CallParser:
         is_exact: bool = False,
         is_either: bool = False,
     ) -> None:
-        """most: calls that an answer may have; what else looks like one is text. is_exact: whether only what is written
-        as a grammar writes it is a call. is_either: whether an answer that does not begin with a call has none.
+        """most: calls that an answer may have; further ones are dropped. is_exact: whether only what is written as a
+        grammar writes it is a call. is_either: whether an answer that does not begin with a call has none.
         """
         self._format = format_
         self._names = names
@@ -86,13 +80,26 @@ class CallParser:
         self._seps = [(closes, "text")] if closes else []
         if between and not between.startswith(closes or between + " "):
             self._seps.append((between, "head"))
-        self._head = re.compile(
-            rf'\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{format_.key}"\s*:\s*(?=\{{)', re.DOTALL
-        )
+        # Llama's models join calls with semicolons, or write a line for each.
+        self._is_bare_opener = format_.at_start and not is_exact
+        if self._is_bare_opener:
+            self._seps.append((";", "tail"))
+        self._keys = (format_.key,) if is_exact else (format_.key, *KEYS)
+        name = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")'
+        key = rf'"(?:{"|".join(self._keys)})"'
+        # Empty arguments are read with the whole call, if it goes on: others may stand under another key.
+        begins = r"\{" if is_exact else r'\{\s*(?:"|\}\s*[^\s,}])'
+        self._head = re.compile(rf"{name}\s*,\s*{key}\s*:\s*(?={begins})", re.DOTALL)
+        self._empty = re.compile(rf"{name}\s*,\s*{key}\s*:\s*\{{\s*\}}\s*", re.DOTALL)
         self._held = ""  # not yet decided on
         self._raw = ""  # of a call that has just begun, from its opener on
         self._blank = ""  # at the end of the text so far
+        self._before = ""  # blanks between the last text and a call behind it
+        self._behind = ""  # blanks behind the last call
         self._is_behind = False  # whether a call was last
+        self._has_called = False  # whether there was a call
+        self._is_dropped = False  # whether the call is one too many
+        self._is_bare = False  # whether nothing but its brace opens what may be a call
         self._has_text = False  # whether there was text
         self._is_start = format_.at_start
         self._has_members = False  # whether a call's object goes on behind its arguments
@@ -118,7 +125,7 @@ class CallParser:
     @property
     def is_cut(self) -> bool:
         """Whether a call's arguments have begun and not ended."""
-        return self._state == "arguments"
+        return self._state == "arguments" and not self._is_dropped
 
     @property
     def is_within(self) -> bool:
@@ -128,6 +135,9 @@ class CallParser:
     def flush(self) -> list[Part]:
         """What is left when the answer has ended."""
         found: list[Part] = []
+        if self._state == "head" and self._empty.fullmatch(self._held):
+            self._held += "}"  # which small models forget
+            self._head_step(found)
         left = self._raw + self._held
         is_syntax = self._is_exact and not self._is_either and self._is_syntax(left.strip())
         if self._state in ("head", "text") and not is_syntax:
@@ -145,18 +155,20 @@ class CallParser:
     # ---- states: each takes what it can of the held text, and says whether there may be more to take ----------------
 
     def _text_step(self, found: list[Part]) -> bool:
-        if self.num_calls == self._most or (self._is_either and not self._may_begin()):
+        if self._is_either and not self._may_begin():
             self._say(self._held, found)
             self._held = ""
             return False
-        places = [(self._held.find(opener), opener) for opener in self._openers]
+        openers = [*self._openers, *(["{"] if self._is_bare_opener and self._has_called else [])]
+        places = [(self._held.find(opener), opener) for opener in openers]
         if there := [each for each in places if each[0] >= 0]:
             place, opener = min(there, key=lambda each: (each[0], -len(each[1])))
             self._say(self._held[:place], found)
             self._held = self._held[place:]
-            if any(each.startswith(self._held) and each != opener for each in self._openers):
+            if any(each.startswith(self._held) and each != opener for each in openers):
                 return False  # it may become a longer opener, which this one begins
-            self._begin_head(opener, self._held[len(opener) :])
+            self._is_bare = opener == "{"
+            self._begin_head("" if self._is_bare else opener, self._held[0 if self._is_bare else len(opener) :])
             return True
         keep = max((_overlap(self._held, opener) for opener in self._openers), default=0)
         cut = len(self._held) - keep
@@ -178,7 +190,7 @@ class CallParser:
             self._raw, self._held = self._raw + self._held[:blank], self._held[blank:]
         if not self._held:
             return False
-        if self.num_calls == self._most or (self._is_start and self._is_exact and self._raw):
+        if self._is_start and self._is_exact and self._raw:
             return self._is_none(found)
         if self._is_start:
             opener = next((each for each in self._openers if self._held.startswith(each)), "")
@@ -192,22 +204,22 @@ class CallParser:
             return True
         if self._held[0] != "{":
             return self._is_none(found)
-        head = self._head.match(self._held) if len(self._held) <= HEAD_CHARS else None
-        if head is not None:
-            name = _decoded(head[1])
-            if name is None or name not in self._names:
-                return self._is_none(found)
+        head = self._head.match(self._held, 0, HEAD_CHARS)
+        name = _decoded(head[1]) if head is not None else None
+        if head is not None and name is not None and name in self._names:
             self._begin(name, found)
             self._held, self._state, self._depth = self._held[head.end() :], "arguments", _Depth()
             return True
+        if head is not None and not self._is_bare:
+            return self._is_none(found)
         end = self._depth.end(self._held)
         if end < 0:
             return False
-        call = _decoded_call(self._held[:end], self._format.key)
+        call = call_of(self._held[:end], self._keys)
         if call is None or call[0] not in self._names:
-            return self._is_none(found)
+            return self._is_none(found, end if self._is_bare else 1)
         self._begin(call[0], found)
-        found.append(CallArguments(self.num_calls - 1, call[1]))
+        self._add(call[1], found)
         self._held, self._state = self._held[end:], "tail"
         return True
 
@@ -215,7 +227,7 @@ class CallParser:
         end = self._depth.end(self._held)
         piece, self._held = (self._held, "") if end < 0 else (self._held[:end], self._held[end:])
         if piece:
-            found.append(CallArguments(self.num_calls - 1, piece))
+            self._add(piece, found)
         self._depth.forget()
         if end < 0:
             return False
@@ -249,7 +261,7 @@ class CallParser:
         for text, state in self._seps:
             if held.startswith(text):
                 self._begin_head(text if state == "head" else "", held[len(text) :])
-                self._state = state
+                self._state, self._is_bare = state, False
                 return True
         if not held or any(text.startswith(held) for text, _ in self._seps):
             return False
@@ -262,25 +274,40 @@ class CallParser:
         self._raw, self._held, self._state, self._depth = raw, held, "head", _Depth()
 
     def _begin(self, name: str, found: list[Part]) -> None:
-        self._raw, self._blank, self._is_behind = "", "", True
-        found.append(CallBegins(self.num_calls, self._format.new_id(), name))
-        self.num_calls += 1
+        if self._has_text:
+            self._before = self._before or self._blank
+        self._raw, self._blank, self._behind, self._is_behind, self._has_called = "", "", "", True, True
+        self._is_dropped = self.num_calls == self._most
+        if not self._is_dropped:
+            found.append(CallBegins(self.num_calls, self._format.new_id(), name))
+            self.num_calls += 1
 
-    def _is_none(self, found: list[Part]) -> bool:
+    def _add(self, arguments: str, found: list[Part]) -> None:
+        """Adds a piece of the arguments of the last call."""
+        if not self._is_dropped:
+            found.append(CallArguments(self.num_calls - 1, arguments))
+
+    def _is_none(self, found: list[Part], length: int = 1) -> bool:
         """What looked like a call is text, up to where another one may begin."""
-        self._say(self._raw + self._held[:1], found)
-        self._raw, self._held, self._state = "", self._held[1:], "text"
+        self._say(self._raw + self._held[:length], found)
+        self._raw, self._held, self._state = "", self._held[length:], "text"
         return bool(self._held)
 
     def _say(self, text: str, found: list[Part]) -> None:
-        """Adds text, but for blanks at its end, which may stand before a call, and for those behind one."""
+        """Adds text, but for blanks at its end, which may stand before a call, and for those behind one. Between two
+        texts, those before the first call are kept or those behind the last one: what has more lines, or is longer.
+        """
         text = self._blank + text
         if self._is_behind:
-            text = text.lstrip()
+            begun = text.lstrip()
+            self._behind += text[: len(text) - len(begun)]
+            text = begun
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         if kept:
-            self._is_behind, self._has_text = False, True
+            if self._is_behind and self._has_text:
+                kept = max(self._before, self._behind, key=lambda blanks: (blanks.count("\n"), len(blanks))) + kept
+            self._before, self._is_behind, self._has_text = "", False, True
             found.append(Text(kept))
 
 
@@ -289,21 +316,6 @@ def _decoded(text: str) -> str | None:
     try:
         return str(json.loads(text, strict=False))
     except ValueError:
-        return None
-
-
-def _decoded_call(text: str, key: str) -> tuple[str, str] | None:
-    """The name and the arguments, as JSON text, of a whole call; None if it is none."""
-    try:
-        call = _DECODER.decode(text)
-        given = call.get(key, {})
-        if isinstance(given, str):
-            given = _DECODER.decode(given)
-        name = call.get("name")
-        if not isinstance(given, dict) or not isinstance(name, str):
-            return None
-        return name, json.dumps(given, ensure_ascii=False)
-    except (ValueError, RecursionError):
         return None
 
 

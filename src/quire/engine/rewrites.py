@@ -1,0 +1,403 @@
+"""Rewrites keywords that llguidance does not support into keywords that it supports.
+
+Each rule changes one schema in place, or leaves it as it is. Exactly the same values fit before and after. A keyword
+that no rule can rewrite stays, and llguidance refuses it by name. Subschemas are rewritten before the schemas around
+them. A rule adds at the end of `allOf`. So a reference still points to the same schema, or to nothing, and is refused
+then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from quire.engine.ecma import to_rust
+from quire.engine.negation import ASSERTIONS, TYPES, NotNegatable, any_of, key_of, negated
+from quire.engine.number_bounds import separate_bounds
+
+MAX_COPIED = 65_536
+"""Characters of a schema's JSON that are written a second time, all rules together."""
+
+MAX_UNIQUE = 5
+"""Values of which all lists are written out for `uniqueItems`: 326."""
+
+_IN_PLACE = frozenset(
+    """$dynamicRef $recursiveRef $ref allOf anyOf contains dependencies dependentSchemas else if not oneOf
+    then""".split()
+)
+"""Keywords whose subschemas are about the same value, which makes them count for `unevaluated...`."""
+
+_NAMED = re.compile(r'"\$(id|anchor|dynamicAnchor)": ')
+
+_REFERRED = re.compile(
+    r'"\$(id|anchor|dynamicAnchor|recursiveRef)": |"\$(ref|dynamicRef)": "[^"]*/'
+    r"(allOf|anyOf|oneOf|if|then|else|not|dependentSchemas|dependencies|x-|%)"
+)
+"""In the JSON of schemas in which a reference may point to a schema that another one is around."""
+
+
+class Rewriting:
+    """The rules at work on one schema.
+
+    root   the whole schema
+    point  gives what a reference points to; None if that is not known
+    """
+
+    def __init__(self, root: dict[str, Any], point: Callable[[Any], Any]) -> None:
+        self._point = point
+        self._left = MAX_COPIED
+        # The name of the whole schema is no other use of a part of it.
+        text = json.dumps({name: each for name, each in root.items() if name != "$id"})
+        self.is_old = re.match(r"https?://json-schema\.org/draft-0", str(root.get("$schema"))) is not None
+        self.is_one_resource = '"$id": ' not in text
+        self.has_dynamic = '"$dynamicRef": ' in text or '"$recursiveRef": ' in text
+        self._has_other_uses = _REFERRED.search(text) is not None
+        self._around: dict[int, dict[str, Any]] = {}  # the schema around one that is about the same value
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def apply(self, schemas: Iterable[dict[str, Any]]) -> None:
+        """Applies all rules to schemas that are given with inner ones first."""
+        every = list(schemas)
+        for own in every if not self._has_other_uses else ():
+            self._around.update((id(each), own) for each in _in_place(own))
+        for rules in (FIRST_RULES, RULES):
+            for own in every:
+                if isinstance(own.get("allOf", []), list):
+                    for rule in rules:
+                        rule(own, self)
+        separate_bounds(every)
+
+    def resolved(self, schema: Any) -> Any:
+        """What a schema refers to, if it only refers to something; else the schema."""
+        for _ in range(8):
+            if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and len(schema) == 1):
+                return schema
+            schema = self._point(schema["$ref"])
+        return None
+
+    def known(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What values fit anyway that come to a schema: it, and those around it."""
+        chain = [own]
+        while id(chain[-1]) not in self._known and (outer := self._around.get(id(chain[-1]))) is not None:
+            chain.append(outer)
+        found = self._known.get(id(chain[-1]), {})
+        for each in reversed(chain):
+            if each.keys() & {"type", "const", "enum", "properties"}:
+                inner, outer = each.get("properties"), found.get("properties", {})
+                found = {**found, **{word: each[word] for word in ("type", "const", "enum") if word in each}}
+                found["properties"] = {**outer, **inner} if isinstance(inner, dict) else outer
+            self._known[id(each)] = found
+        return found
+
+    def negated(self, schema: Any, own: dict[str, Any] | None = None) -> list[Any] | None:
+        """The opposite of a schema, for values that come to another one; None for what has none. See negation."""
+        try:
+            return negated(schema, True if own is None else self.known(own), resolve=self.resolved)
+        except NotNegatable:
+            return None
+
+    def may_copy(self, schema: Any, times: int = 1) -> bool:
+        """Whether a schema may be written some times more. What has a name of its own may not."""
+        if self._left <= 0:
+            return False
+        text = json.dumps(schema)
+        self._left -= len(text) * times
+        return self._left > 0 and not _NAMED.search(text)
+
+
+def _in_place(own: dict[str, Any]) -> list[Any]:
+    """The schemas in a schema that are about the same value."""
+    found = [own.get(word) for word in ("if", "then", "else", "not")]
+    for word in ("allOf", "anyOf", "oneOf"):
+        found += own[word] if isinstance(own.get(word), list) else []
+    for word in ("dependentSchemas", "dependencies"):
+        found += own[word].values() if isinstance(own.get(word), dict) else []
+    return [each for each in found if isinstance(each, dict)]
+
+
+Rule = Callable[[dict[str, Any], Rewriting], None]
+
+
+def _also(own: dict[str, Any], *more: Any) -> None:
+    """Asks for more."""
+    own["allOf"] = [*own.get("allOf", []), *more]
+
+
+def _is_true(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and not ASSERTIONS & schema.keys())
+
+
+def _is_false(schema: Any) -> bool:
+    parts = schema.get("allOf") if isinstance(schema, dict) else None
+    return schema is False or (isinstance(parts, list) and any(each is False for each in parts))
+
+
+def _count(value: Any, default: int) -> int:
+    is_count = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+    return int(value) if is_count else default
+
+
+def _others(kind: str) -> dict[str, Any]:
+    return {"type": [each for each in TYPES if each != kind]}
+
+
+def drop_neutral(own: dict[str, Any], _: Rewriting) -> None:
+    """Keywords with values that ask for nothing."""
+    if own.get("uniqueItems") is False:
+        del own["uniqueItems"]
+    if "not" in own and _is_false(own["not"]):
+        del own["not"]
+    for word in ("unevaluatedItems", "unevaluatedProperties"):
+        if word in own and _is_true(own[word]):
+            del own[word]
+    if "if" not in own:
+        own.pop("then", None)
+        own.pop("else", None)
+    if "contains" not in own:
+        own.pop("minContains", None)
+        own.pop("maxContains", None)
+
+
+def make_static(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """References by the dynamic scope, where that cannot matter: there is one resource, or no such reference."""
+    if rewriting.is_one_resource or not rewriting.has_dynamic:
+        for word, plain in (("$dynamicRef", "$ref"), ("$recursiveRef", "$ref"), ("$dynamicAnchor", "$anchor")):
+            if isinstance(own.get(word), str) and plain not in own:
+                own[plain] = own.pop(word)
+        if isinstance(own.get("$recursiveAnchor"), bool):
+            del own["$recursiveAnchor"]
+    # Up to draft 7 an anchor is written like this, and later this means nothing.
+    anchor = own.get("$id")
+    if not rewriting.is_old and isinstance(anchor, str) and anchor[:1] == "#" != anchor and "$anchor" not in own:
+        own["$anchor"] = own.pop("$id")[1:]
+
+
+def close_unevaluated(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """`unevaluatedProperties` and `unevaluatedItems`, where what is evaluated does not depend on the value."""
+    if "unevaluatedProperties" in own and not (own.keys() & (_IN_PLACE - {"allOf", "$ref"})):
+        names, patterns = dict[str, Any](), dict[str, Any]()
+        is_known, is_all = _evaluated(own, rewriting, names, patterns, 0)
+        if is_all:
+            del own["unevaluatedProperties"]
+        elif is_known:
+            own["properties"] = {**own.get("properties", {}), **names, **own.get("properties", {})}
+            if patterns:
+                own["patternProperties"] = {**patterns, **own.get("patternProperties", {})}
+            own["additionalProperties"] = own.pop("unevaluatedProperties")
+    if "unevaluatedItems" in own and not own.keys() & _IN_PLACE:
+        rest = "additionalItems" if isinstance(own.get("items"), list) else "items"
+        own.setdefault(rest, own["unevaluatedItems"])
+        del own["unevaluatedItems"]
+
+
+def _evaluated(
+    own: Any, rewriting: Rewriting, names: dict[str, Any], patterns: dict[str, Any], depth: int
+) -> tuple[bool, bool]:
+    """Adds the names and the patterns of names that a schema evaluates. Returns whether these are known, and whether
+    all names are evaluated.
+    """
+    if isinstance(own, bool) or depth > 8:
+        return isinstance(own, bool), False
+    properties, own_patterns = own.get("properties", {}), own.get("patternProperties", {})
+    parts = own.get("allOf", [])
+    if not all(isinstance(each, dict) for each in (properties, own_patterns)) or not isinstance(parts, list):
+        return False, False
+    inner = {"unevaluatedProperties"} if depth else set()
+    if own.keys() & ({"additionalProperties"} | inner):
+        return True, True
+    if own.keys() & (_IN_PLACE - {"allOf", "$ref", "not", "contains"}):
+        return False, False
+    names.update(dict.fromkeys(properties, True))
+    patterns.update(dict.fromkeys(own_patterns, True))
+    found = [_evaluated(each, rewriting, names, patterns, depth + 1) for each in parts]
+    if "$ref" in own:
+        target = rewriting.resolved({"$ref": own["$ref"]})
+        found.append((False, False) if target is None else _evaluated(target, rewriting, names, patterns, depth + 1))
+    return all(known for known, _ in found), all(known for known, _ in found) and any(every for _, every in found)
+
+
+def ask_for_items(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """`contains` of anything is a number of items, and of nothing it is no array."""
+    if "contains" not in own or (rewriting.is_old and {"minContains", "maxContains"} & own.keys()):
+        return
+    least, most = _count(own.get("minContains"), 1), _count(own.get("maxContains"), -1)
+    if least == 0 and "maxContains" not in own:
+        more: dict[str, Any] = {}
+    elif _is_true(own["contains"]):
+        more = {"minItems": least} if most < 0 else {"minItems": least, "maxItems": most}
+    elif _is_false(own["contains"]):
+        more = _others("array") if least > 0 else {}
+    else:
+        return
+    for word in ("contains", "minContains", "maxContains"):
+        own.pop(word, None)
+    if more:
+        _also(own, more)
+
+
+def ask_for_names(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """Listed names are properties, and those that an expression describes are `patternProperties`: no others."""
+    if "propertyNames" not in own:
+        return
+    names, patterns = rewriting.resolved(own["propertyNames"]), own.get("patternProperties")
+    if isinstance(names, dict) and "type" in names:
+        kinds = names["type"] if isinstance(names["type"], list) else [names["type"]]
+        names = {word: each for word, each in names.items() if word != "type"} if "string" in kinds else False
+    if _is_true(names):
+        del own["propertyNames"]
+        return
+    properties, rest = own.get("properties", {}), own.get("additionalProperties", True)
+    if patterns or not isinstance(properties, dict) or own.keys() & {"unevaluatedProperties"}:
+        return
+    listed = _listed(names, rewriting)
+    if listed is not None and (isinstance(rest, bool) or rewriting.may_copy(rest, len(listed))):
+        own["properties"] = {name: each for name, each in properties.items() if name in listed}
+        own["properties"].update({name: rest for name in listed if name not in properties})
+    elif listed is None and not properties and (expression := _expression_of(names)) is not None:
+        own["patternProperties"] = {expression: rest}
+    else:
+        return
+    own["additionalProperties"] = False
+    del own["propertyNames"]
+
+
+def _listed(names: Any, rewriting: Rewriting) -> dict[str, None] | None:
+    """The names that a schema lists; None if it lists none."""
+    names = rewriting.resolved(names)
+    if _is_false(names):
+        return {}
+    words = ASSERTIONS & names.keys() - {"type"} if isinstance(names, dict) else set()
+    match sorted(words):
+        case ["const"]:
+            values = [names["const"]]
+        case ["enum"] if isinstance(names["enum"], list):
+            values = names["enum"]
+        case ["anyOf"] if isinstance(names["anyOf"], list):
+            parts = [_listed(each, rewriting) for each in names["anyOf"]]
+            return None if None in parts else {name: None for part in parts for name in part or ()}
+        case _:
+            return None
+    return {value: None for value in values if isinstance(value, str)}
+
+
+def _expression_of(names: dict[str, Any]) -> str | None:
+    """The expression, in Rust's syntax, of the names that a schema describes; None if none is known."""
+    words = ASSERTIONS & names.keys()
+    if words == {"pattern"} and isinstance(names["pattern"], str):
+        return names["pattern"]
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    if words <= {"minLength", "maxLength"} and isinstance(least, int) and isinstance(most, int | str):
+        return to_rust(f"^[^]{{{least},{most}}}$").rust if least >= 0 else None
+    return None
+
+
+def ask_for_dependencies(own: dict[str, Any], _: Rewriting) -> None:
+    """If a property is there, something else must be: either it is not there, or that is."""
+    for word in ("dependentRequired", "dependentSchemas", "dependencies"):
+        given = own.get(word)
+        if not isinstance(given, dict) or not all(isinstance(each, bool | dict | list) for each in given.values()):
+            continue
+        for name, each in own.pop(word).items():
+            wanted = {"required": each} if isinstance(each, list) else each
+            if wanted != {"required": []} and not _is_true(wanted):
+                _also(own, any_of([{"properties": {name: False}}, *([] if _is_false(wanted) else [wanted])]))
+
+
+def ask_for_conditions(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """`then` holds or the condition does not; `else` holds or the condition does."""
+    if "if" not in own:
+        return
+    condition, then, other = own["if"], own.get("then", True), own.get("else", True)
+    opposite = [] if _is_true(then) else rewriting.negated(condition, own)
+    if opposite is None or not rewriting.may_copy(condition):
+        return
+    for word in ("if", "then", "else"):
+        own.pop(word, None)
+    if not _is_true(then):
+        _also(own, any_of([*opposite, then]))
+    if not _is_true(other):
+        _also(own, any_of([condition, other]))
+
+
+def ask_for_the_opposite(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """`not`, by the opposites of the keywords in it."""
+    if "not" not in own or (opposite := rewriting.negated(own["not"], own)) is None:
+        return
+    if rewriting.may_copy(own["not"]):
+        del own["not"]
+        _also(own, any_of(opposite))
+
+
+def ask_for_one(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """`oneOf` where alternatives are not obviously apart: one of them, and the opposites of all others."""
+    given = own.get("oneOf")
+    if not isinstance(given, list) or not 1 < len(given) <= 16 or isinstance(own.get("discriminator"), dict):
+        return
+    opposites = [rewriting.negated(each) for each in given]
+    if _have_own_types(given) or not all(each is not None for each in opposites):
+        return
+    if not rewriting.may_copy([given, opposites], len(given)):
+        return
+    found = []
+    for place, each in enumerate(given):
+        others = [any_of(opposite or []) for number, opposite in enumerate(opposites) if number != place]
+        if False not in (each, *others):
+            found.append({"allOf": [each, *others]})
+    del own["oneOf"]
+    _also(own, any_of(found))
+
+
+def _have_own_types(alternatives: list[Any]) -> bool:
+    """Whether no two schemas have a type in common."""
+    seen = set[str]()
+    for each in alternatives:
+        given = each.get("type") if isinstance(each, dict) else None
+        kinds = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else {*TYPES}
+        kinds = {"number" if kind == "integer" else kind for kind in kinds if isinstance(kind, str)}
+        if seen & kinds:
+            return False
+        seen |= kinds
+    return True
+
+
+def list_unique(own: dict[str, Any], rewriting: Rewriting) -> None:
+    """`uniqueItems`, where there is at most one item, or a few values to choose from."""
+    if own.get("uniqueItems") is not True:
+        return
+    if _count(own.get("maxItems"), 2) <= 1:
+        del own["uniqueItems"]
+        return
+    values = _values(rewriting.resolved(own.get("items")))
+    if values is None or len(values) > MAX_UNIQUE or own.get("prefixItems"):
+        return
+    try:
+        values = list({key_of(value): value for value in values}.values())
+    except NotNegatable:
+        return
+    counts = range(_count(own.get("minItems"), 0), min(_count(own.get("maxItems"), len(values)), len(values)) + 1)
+    if rewriting.may_copy(values, sum(math.perm(len(values), count) for count in counts)):
+        lists = [list(each) for count in counts for each in itertools.permutations(values, count)]
+        del own["uniqueItems"]
+        _also(own, any_of([_others("array"), *([{"enum": lists}] if lists else [])]))
+
+
+def _values(schema: Any) -> list[Any] | None:
+    """All values that fit a schema that says only that; None if there are too many."""
+    words = ASSERTIONS & schema.keys() if isinstance(schema, dict) else set()
+    if words in ({"enum"}, {"enum", "type"}) and isinstance(schema["enum"], list):
+        is_text = all(isinstance(each, str) for each in schema["enum"])
+        return schema["enum"] if "type" not in words or (schema["type"] == "string" and is_text) else None
+    return [False, True] if words == {"type"} and schema["type"] == "boolean" else None
+
+
+FIRST_RULES: tuple[Rule, ...] = (make_static, close_unevaluated)
+"""What other rules drop makes a difference to what is evaluated, and so does what they write."""
+
+RULES: tuple[Rule, ...] = (
+    drop_neutral, ask_for_items, ask_for_names, ask_for_dependencies, ask_for_conditions, ask_for_the_opposite,
+    ask_for_one, list_unique,
+)  # fmt: skip
