@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from quire.arguments import Arguments
-from quire.errors import ConfigError
+from quire.errors import ConfigError, shown
 from quire.habits import key_answer
+from quire.reading import read_text
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ Bytes = Annotated[int, "bytes"]
 """A number of bytes: an int, or text such as `512MiB`, `1.5GiB`, `20GB`."""
 Count = Annotated[int, AtLeast(1)]
 """A whole number of at least 1."""
+
+MOST_WHOLE = 2**63 - 1
+"""The largest whole number of a setting, as in TOML."""
+
+MOST_NESTED = 16
+"""Most tables and lists in each other in a configuration file. Settings need one."""
+
+COMPARED_CHARS = 100
+"""Of an unknown key, to find the nearest one. A comparison takes a time that grows with its length: 12 s for 100,000.
+"""
 
 _BINARY = {f"{prefix}{suffix}": 1024**power for power, prefix in enumerate("kmgt", 1) for suffix in ("", "ib")}
 _DECIMAL = {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
@@ -92,7 +103,7 @@ class Setting:
         except ValueError:
             *terms, last = _terms(self.hint, in_words=True)
             raise ConfigError(
-                f"{self.key} is {value!r}; it must be {', '.join(terms)}{' or ' * bool(terms)}{last}"
+                f"{self.key} is {shown(value)}; it must be {', '.join(terms)}{' or ' * bool(terms)}{last}"
             ) from None
 
     def show(self, value: Any) -> str:
@@ -150,11 +161,13 @@ def parse_bytes(value: str | int) -> int:
 
     Raises ConfigError.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
-    if match is None or match[2] not in _BYTE_UNITS:
-        raise ConfigError(f"{value!r} is not a number of bytes; write it like 1073741824, 512MiB or 1.5GiB")
-    number = float(match[1]) if "." in match[1] else int(match[1])
-    return int(number * _BYTE_UNITS[match[2]])
+    text = value.strip().lower() if isinstance(value, str) else shown(value)
+    match = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)\s*([a-z]*)", text)
+    if match is not None and match[2] in _BYTE_UNITS:
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        if (num_bytes := int(number * _BYTE_UNITS[match[2]])) < 2**64:
+            return num_bytes
+    raise ConfigError(f"{shown(value)} is not a number of bytes; write it like 1073741824, 512MiB or 1.5GiB")
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -209,15 +222,32 @@ def make(group: type[AnyGroup], values: Mapping[str, Any]) -> AnyGroup:
 def read_toml(file: Path) -> dict[str, Any]:
     """The values of a TOML file by key. Raises ConfigError when there is no such file or it is not TOML."""
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
+        tables = tomllib.loads(read_text(file))
+        _check_plain(tables)
+    except RecursionError:
+        raise ConfigError(f"cannot read the configuration file {file}: it is nested too deeply") from None
+    except (OSError, ValueError) as error:  # Python converts up to 4,300 digits, and names a function of its own
+        reason = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
+        raise ConfigError(f"cannot read the configuration file {file}: {reason}") from error
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         flat.update(
             {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
         )
     return flat
+
+
+def _check_plain(tables: dict[str, Any]) -> None:
+    """Raises ValueError for values that no setting has, and that a message could not show."""
+    left: list[tuple[int, Any]] = [(0, tables)]
+    while left:
+        depth, value = left.pop()
+        if depth > MOST_NESTED:
+            raise ValueError("it is nested too deeply")
+        if type(value) is int and abs(value) > MOST_WHOLE:
+            raise ValueError("a whole number has more than 64 bits")
+        if isinstance(value, (dict, list)):
+            left += [(depth + 1, each) for each in (value.values() if isinstance(value, dict) else value)]
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
@@ -230,6 +260,7 @@ def _likely(key: str, valid: Iterable[str]) -> str:
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
         return max(whole, difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio())
 
+    key = key[:COMPARED_CHARS]
     return max(valid, key=likeness)
 
 
@@ -340,10 +371,12 @@ def _convert_one(hint: Any, value: Any) -> Any:
         return value if type(value) is bool else _BOOLS[value.lower()]
     if kind is str and isinstance(value, (str, Path)):
         return str(value)
-    if kind is int and (is_text or type(value) is int):
+    if kind is int and (is_text or type(value) is int) and abs(int(value)) <= MOST_WHOLE:
         return int(value)
-    if kind is float and (is_text or type(value) in (int, float)) and math.isfinite(float(value)):
-        return float(value)
+    if kind is float and (is_text or type(value) is float or (type(value) is int and abs(value) <= MOST_WHOLE)):
+        number = float(value)
+        if math.isfinite(number):
+            return number
     raise ValueError(value)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from quire.arguments import Arguments
 from quire.config import nearest
-from quire.errors import QuireError
+from quire.errors import QuireError, shortened
 from quire.habits import flag_answer
 from quire.interrupt import install, leave, remove
 from quire.version import __version__
@@ -91,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except OSError:
             _forget_output()
-        print(f"quire: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        print(
+            f"quire: {shortened(str(error.filename or 'the output'))} cannot be written: {error.strerror}",
+            file=sys.stderr,
+        )
         return 2
     finally:
         log.setLevel(before)
@@ -175,7 +178,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {shortened(message)} (see {self.prog} --help)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but a switch takes the next word only if it is a truth value: `--allow-public smollm2`.
