@@ -19,7 +19,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -96,12 +96,21 @@ class Setting:
         words = marks[0].words if marks and isinstance(marks[0], OneOf) else {}
         return " ".join([self.text, *(f"{word}: {each.about}." for word, each in words.items())])
 
+    @property
+    def word_for_none(self) -> str:
+        """How no value is written: `none` for a text, or where the documentation says so."""
+        return "none" if str in _alternatives(self.hint) or re.search(r"\bnone:", self.text) else "auto"
+
+    def terms(self, *, in_words: bool) -> list[str]:
+        """The valid values; see `_terms`."""
+        return _terms(self.hint, in_words, self.word_for_none)
+
     def convert(self, value: Any) -> Any:
         """Converts a value from text, Python or TOML to the setting's type. Raises ConfigError."""
         try:
             return _convert(self.hint, value)
         except ValueError:
-            *terms, last = _terms(self.hint, in_words=True)
+            *terms, last = self.terms(in_words=True)
             raise ConfigError(
                 f"{self.key} is {shown(value)}; it must be {', '.join(terms)}{' or ' * bool(terms)}{last}"
             ) from None
@@ -109,7 +118,7 @@ class Setting:
     def show(self, value: Any) -> str:
         """The value as text for the command line or a file."""
         if value is None:
-            return _word_for_none(self.hint)
+            return self.word_for_none
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, int) and Bytes in _alternatives(self.hint):
@@ -176,6 +185,20 @@ def format_bytes(num_bytes: int) -> str:
     number = num_bytes / 1024**power
     digits = max(0, 3 - int(math.log10(number))) if number >= 1 else 0
     return f"{round(number, digits):.10g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """A number for people, rounded to so many digits, without an exponent: 1180, 0.0123."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits}g}")
+    text = f"{rounded:.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_count(number: int, one: str, many: str = "") -> str:
+    """So many things: `1 sequence`, `2 sequences`. many: where it is not `one` and an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def collect(
@@ -277,7 +300,7 @@ def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:
                 f"--{setting.key}",
                 dest=setting.key,
                 default=argparse.SUPPRESS,
-                metavar="|".join(_terms(setting.hint, in_words=False)),
+                metavar="|".join(setting.terms(in_words=False)),
                 help=f"{setting.doc} (default: {setting.show(setting.default)})".replace("%", "%%"),
                 **optional,
             )
@@ -317,7 +340,7 @@ def reference(groups: Sequence[type[Group]]) -> str:
             "|---|---|---|---|",
         ]
         for setting in settings_of(group):
-            value = ", ".join(f"`{term}`" for term in _terms(setting.hint, in_words=False))
+            value = ", ".join(f"`{term}`" for term in setting.terms(in_words=False))
             lines.append(f"| `{setting.key}` | {value} | `{setting.show(setting.default)}` | {setting.doc} |")
     return "\n".join(lines[1:]) + "\n"
 
@@ -339,13 +362,14 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _word_for_none(hint: Any) -> str:
-    return "none" if str in _alternatives(hint) else "auto"
+def _words_for_none(alternatives: Collection[Any]) -> tuple[str, ...]:
+    """For a text, `auto` may be a value."""
+    return ("none",) if str in alternatives else ("auto", "none")
 
 
 def _convert(hint: Any, value: Any) -> Any:
     alternatives = _alternatives(hint)
-    if types.NoneType in alternatives and (value is None or value == _word_for_none(hint)):
+    if types.NoneType in alternatives and (value is None or value in _words_for_none(alternatives)):
         return None
     for alternative in alternatives:
         with contextlib.suppress(ValueError):
@@ -380,7 +404,7 @@ def _convert_one(hint: Any, value: Any) -> Any:
     raise ValueError(value)
 
 
-def _terms(hint: Any, in_words: bool) -> list[str]:
+def _terms(hint: Any, in_words: bool, word_for_none: str) -> list[str]:
     """The valid values of a type: short names for a usage line, or words for an error message."""
     terms: list[str] = []
     for kind in _alternatives(hint):
@@ -392,11 +416,11 @@ def _terms(hint: Any, in_words: bool) -> list[str]:
             terms += kind.__metadata__[0].words
         elif typing.get_origin(kind) is Annotated:
             terms.append(
-                _terms(kind.__origin__, in_words)[0]
+                _terms(kind.__origin__, in_words, word_for_none)[0]
                 + (f" of at least {kind.__metadata__[0].least:g}" if in_words else "")
             )
         elif kind is types.NoneType:
-            terms.append(_word_for_none(hint))
+            terms.append(word_for_none)
         elif kind is bool:
             terms += ["true", "false"]
         else:
