@@ -13,7 +13,7 @@ from quire.cache.codecs import DENSE
 from quire.check import check_codec
 from quire.collecting import uncollected
 from quire.config import EngineConfig, format_bytes
-from quire.engine.build import assemble, load_model, resolve
+from quire.engine.build import assemble, load_model, ops_type, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.control import namespace_of
 from quire.engine.engine import Engine
@@ -23,10 +23,12 @@ from quire.errors import ConfigError, UnwantedError
 from quire.kernels.levels import LEVELS
 from quire.models.digest import digest_of
 from quire.models.fingerprint import fingerprint
+from quire.models.layers import torch_dtype
+from quire.models.loading import held
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
-from quire.models.weights import open_model
+from quire.models.weights import Checkpoint, open_model
 from quire.stores.opening import open_tiers
 from quire.stores.tiers import Tier, Tiers
 
@@ -86,7 +88,7 @@ def load_engine(
             loading = beside.submit(load_tokenizer, path, resolved.model.tokenizer, resolved.model.chat_template)
             engine_model = load_model(checkpoint, resolved)
             tokenizer = loading.result()
-        shape = checkpoint.shape
+        shape, weights = checkpoint.shape, _weights_text(checkpoint, resolved)
     name = resolved.model.name or model
     model_id = fingerprint(path)
     if resolved.cache.check and resolved.cache.codec != DENSE:
@@ -100,10 +102,9 @@ def load_engine(
     disk = resolved.tiers
     on_disk = f", at most {format_bytes(disk.disk_bytes)} on the disk in {disk.disk_folder}" if disk.disk else ""
     log.info(
-        "%s: %s weights in %s, cache %s of %s for %d tokens, context %d, %s attention on %s%s%s%s",
+        "%s: %s, cache %s of %s for %d tokens, context %d, %s attention on %s%s%s%s",
         name,
-        format_bytes(fits.weight_bytes),
-        resolved.model.dtype,
+        f"{format_bytes(fits.weight_bytes)} {weights}",
         fits.cache_text,
         resolved.cache.codec,
         fits.tokens,
@@ -132,6 +133,15 @@ def load_engine(
             tiers.close()
         raise
     return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
+
+
+def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
+    """The types of the weights in memory: `weights in Q4_K and Q6_K, the rest in bfloat16`."""
+    kinds = ops_type(resolved.attention.backend).kinds
+    dtype = resolved.model.dtype
+    parts = held(checkpoint, torch_dtype(dtype), resolved.model.weights, kinds)
+    packed = list(dict.fromkeys(each.held for each in parts if each.held != dtype))
+    return f"weights in {' and '.join(packed)}, the rest in {dtype}" if packed else f"weights in {dtype}"
 
 
 def _machine(resolved: EngineConfig) -> str:
