@@ -21,7 +21,7 @@ from quire.engine.pins import read_lines
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, UnwantedError
 from quire.kernels.levels import LEVELS
-from quire.models.digest import digest_of
+from quire.models.digest import Report, digest_of
 from quire.models.fingerprint import fingerprint
 from quire.models.layers import torch_dtype
 from quire.models.loading import held
@@ -117,7 +117,8 @@ def load_engine(
     )
     is_given = tiers is not None
     if is_given or resolved.tiers.is_on or neighbours:
-        model_id = digest_of(checkpoint).digest  # cheap names are not enough for what outlives the process
+        # Cheap names are not enough for what outlives the process.
+        model_id = digest_of(checkpoint, _told_hashing()).digest
     if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
@@ -126,6 +127,8 @@ def load_engine(
     try:
         engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
         if tiers is not None and not is_given:
+            if resolved.tiers.disk is not None:
+                log.info("measuring the disk of tiers.disk, and how fast prompts are computed")
             engine.scheduler.manager.fetching.costs.speed = tiers.measure()
             engine.measure()
     except BaseException:
@@ -142,6 +145,19 @@ def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
     parts = held(checkpoint, torch_dtype(dtype), resolved.model.weights, kinds)
     packed = list(dict.fromkeys(each.held for each in parts if each.held != dtype))
     return f"weights in {' and '.join(packed)}, the rest in {dtype}" if packed else f"weights in {dtype}"
+
+
+def _told_hashing() -> Report:
+    """Says once that weights are hashed, unless their hashes are remembered."""
+    is_told = False
+
+    def report(done: int, total: int) -> None:
+        nonlocal is_told
+        if not is_told:
+            log.info("hashing %s of weights, once", format_bytes(total))
+        is_told = True
+
+    return report
 
 
 def _machine(resolved: EngineConfig) -> str:
