@@ -32,7 +32,11 @@ def told(line: str) -> str | None:
         return f"installing {line.count(',') + 1} packages"
     if re.match(r"(Building|Preparing|Installing build dependencies|Getting requirements)", line):
         # pip repeats this line when it is done, and sometimes in between.
-        return None if re.search(r": (finished|still)", line) else line[0].lower() + line[1:].removesuffix(": started")
+        if re.search(r": (finished|still)", line):
+            return None
+        doing = line[0].lower() + line[1:].removesuffix(": started")
+        is_ours = re.match(r"Building (editable|wheel) for quire\b", line)
+        return f"{doing}: compiling the CPU kernels, which takes minutes" if is_ours else doing
     return None
 
 

@@ -5,14 +5,16 @@
 
 QUIRE_EFFORT sets the effort: quick (the default), full or night. Arguments go to pytest in both groups, for example
 `-k name`, `--seed N` or paths. --seconds skips tests that have not begun by then, over both groups. Exit status 0 if
-nothing failed.
+nothing failed. Ctrl-C ends it within seconds, with all processes of pytest, and exit status 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NOTHING_RAN = 5
 """pytest's exit status when its arguments chose no test."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+END_SECONDS = 3.0
+"""How long interrupted processes may take to end, before they are killed. A process of pytest-xdist that collects reads
+no message until it has imported all tests, which takes up to half a minute."""
+
+TYPED = ("--pdb", "--trace", "-s", "--capture=no")
+"""Arguments with which pytest may read what is typed. It must then be in the terminal's own group of processes."""
 
 ALONE_SHARE = 0.2
 """Share of --seconds reserved for the tests that run alone; otherwise the first group would use all."""
@@ -49,7 +61,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "record.xml")
             group.append(f"--junitxml={record}")
-            codes.append(subprocess.run([*pytest, *arguments, *group], cwd=ROOT).returncode)
+            try:
+                codes.append(run([*pytest, *arguments, *group], is_typed=not set(TYPED).isdisjoint(arguments)))
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                return INTERRUPTED
             failed += failures(record)
     for name in failed:
         print(f"failed: {name}")
@@ -59,6 +75,39 @@ def main() -> int:
         f" {used.ru_utime + used.ru_stime:.0f} s of processor time, load {os.getloadavg()[0]:.1f}"
     )
     return exit_status(codes)
+
+
+def run(command: Sequence[str], *, is_typed: bool = False) -> int:
+    """The exit status of a command. If this process is interrupted or ended, so are the command and what it started.
+
+    is_typed  whether the command may read what is typed; then Ctrl-C reaches it without us
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    process = subprocess.Popen(command, cwd=ROOT, process_group=None if is_typed else 0)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if not is_typed:
+            end(process)
+        raise
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a group of processes, by force if need be."""
+    for number, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, 0.0)):
+        last = time.monotonic() + seconds
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+            while time.monotonic() < last:
+                process.poll()  # so that the first one of the group is gone once it has ended
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+    process.wait()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def failures(record: Path) -> list[str]:

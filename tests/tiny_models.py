@@ -202,18 +202,22 @@ def write_gguf(
     weights: Checkpoint | None = None,
     kind: str | Mapping[str, str] = "F32",
     extra: Mapping[str, Any] | None = None,
+    split_tensors: int = 0,
+    small_first: bool = False,
 ) -> dict[str, Tensor]:
     """Write a GGUF as llama.cpp's converter would, matrices in `kind`, vectors in F32.
 
     kind     one for all matrices, or by the last name of each ("q", "embed", ...), "" for others
     extra    further metadata (strings, numbers, lists), overriding the model's own
+    split_tensors  most tensors of a file: the parts of `model.gguf` are `model-00001-of-00003.gguf` and so on
+    small_first    whether the first part has metadata alone
     returns  canonical name -> float32 tensor, as gguf-py decodes what was written
     """
     import gguf
 
     weights = weights or RandomWeights(shape)
     kinds = {"": kind} if isinstance(kind, str) else kind
-    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer = gguf.GGUFWriter(path, shape.architecture, split_max_tensors=split_tensors, small_first_shard=small_first)
     for key, value in (_gguf_settings(shape) | dict(extra or {})).items():
         _add(writer, key, value)
     expected = {}

@@ -679,9 +679,10 @@ A setting can be given in three places. The first in this list wins:
 
 Quire rejects an unknown key and names the nearest valid one. `--print-config` prints every value and its origin, as a
 file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
-used as well: `QUIRE_LOG=debug` sets the log level. `QUIRE_API_KEY` is the key that `quire inspect --tree` and `quire
-cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds `quire/` with models, calibrations,
-layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster exports spans to (docs/server.md).
+used as well: `QUIRE_LOG` sets the log level: debug, info, warning, error or critical. `QUIRE_API_KEY` is the key that
+`quire inspect --tree` and `quire cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds
+`quire/` with models, calibrations, layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster
+exports spans to (docs/server.md).
 """
 
 

@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+import re
+
+MOST_WORD_CHARS = 500
+"""A longer word of a message, such as a path or a key of the user's, is cut in its middle."""
+
+MOST_CHARS = 4000
+"""A longer message is cut in its middle."""
+
+
+def shortened(text: str) -> str:
+    """The text of a message, with long words cut to MOST_WORD_CHARS, and itself to MOST_CHARS."""
+    text = re.sub(rf"\S{{{MOST_WORD_CHARS + 1},}}", lambda word: _cut(word[0], MOST_WORD_CHARS), text)
+    return _cut(text, MOST_CHARS)
+
+
+def shown(value: object) -> str:
+    """A value for a message: its `repr`, or its type if Python cannot write it."""
+    try:
+        return _cut(repr(value), MOST_WORD_CHARS)
+    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
+        return f"a very long {type(value).__name__}"
+
+
+def _cut(text: str, most: int) -> str:
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
 
 class QuireError(Exception):
     """Base of all errors with a message for the user: one line with the value and the way out."""
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
 
 
 class ConfigError(QuireError, ValueError):

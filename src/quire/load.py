@@ -13,7 +13,7 @@ from quire.cache.codecs import DENSE
 from quire.check import check_codec
 from quire.collecting import uncollected
 from quire.config import EngineConfig, format_bytes
-from quire.engine.build import assemble, load_model, resolve
+from quire.engine.build import assemble, load_model, ops_type, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.control import namespace_of
 from quire.engine.engine import Engine
@@ -21,12 +21,14 @@ from quire.engine.pins import read_lines
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, UnwantedError
 from quire.kernels.levels import LEVELS
-from quire.models.digest import digest_of
+from quire.models.digest import Report, digest_of
 from quire.models.fingerprint import fingerprint
+from quire.models.layers import torch_dtype
+from quire.models.loading import held
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
-from quire.models.weights import open_model
+from quire.models.weights import Checkpoint, open_model
 from quire.stores.opening import open_tiers
 from quire.stores.tiers import Tier, Tiers
 
@@ -86,7 +88,7 @@ def load_engine(
             loading = beside.submit(load_tokenizer, path, resolved.model.tokenizer, resolved.model.chat_template)
             engine_model = load_model(checkpoint, resolved)
             tokenizer = loading.result()
-        shape = checkpoint.shape
+        shape, weights = checkpoint.shape, _weights_text(checkpoint, resolved)
     name = resolved.model.name or model
     model_id = fingerprint(path)
     if resolved.cache.check and resolved.cache.codec != DENSE:
@@ -100,10 +102,9 @@ def load_engine(
     disk = resolved.tiers
     on_disk = f", at most {format_bytes(disk.disk_bytes)} on the disk in {disk.disk_folder}" if disk.disk else ""
     log.info(
-        "%s: %s weights in %s, cache %s of %s for %d tokens, context %d, %s attention on %s%s%s%s",
+        "%s: %s, cache %s of %s for %d tokens, context %d, %s attention on %s%s%s%s",
         name,
-        format_bytes(fits.weight_bytes),
-        resolved.model.dtype,
+        f"{format_bytes(fits.weight_bytes)} {weights}",
         fits.cache_text,
         resolved.cache.codec,
         fits.tokens,
@@ -116,7 +117,8 @@ def load_engine(
     )
     is_given = tiers is not None
     if is_given or resolved.tiers.is_on or neighbours:
-        model_id = digest_of(checkpoint).digest  # cheap names are not enough for what outlives the process
+        # Cheap names are not enough for what outlives the process.
+        model_id = digest_of(checkpoint, _told_hashing()).digest
     if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
@@ -125,6 +127,8 @@ def load_engine(
     try:
         engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
         if tiers is not None and not is_given:
+            if resolved.tiers.disk is not None:
+                log.info("measuring the disk of tiers.disk, and how fast prompts are computed")
             engine.scheduler.manager.fetching.costs.speed = tiers.measure()
             engine.measure()
     except BaseException:
@@ -132,6 +136,28 @@ def load_engine(
             tiers.close()
         raise
     return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
+
+
+def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
+    """The types of the weights in memory: `weights in Q4_K and Q6_K, the rest in bfloat16`."""
+    kinds = ops_type(resolved.attention.backend).kinds
+    dtype = resolved.model.dtype
+    parts = held(checkpoint, torch_dtype(dtype), resolved.model.weights, kinds)
+    packed = list(dict.fromkeys(each.held for each in parts if each.held != dtype))
+    return f"weights in {' and '.join(packed)}, the rest in {dtype}" if packed else f"weights in {dtype}"
+
+
+def _told_hashing() -> Report:
+    """Says once that weights are hashed, unless their hashes are remembered."""
+    is_told = False
+
+    def report(done: int, total: int) -> None:
+        nonlocal is_told
+        if not is_told:
+            log.info("hashing %s of weights, once", format_bytes(total))
+        is_told = True
+
+    return report
 
 
 def _machine(resolved: EngineConfig) -> str:

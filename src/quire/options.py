@@ -19,14 +19,15 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from quire.arguments import Arguments
-from quire.errors import ConfigError
+from quire.errors import ConfigError, shown
 from quire.habits import key_answer
+from quire.reading import read_text
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,16 @@ Bytes = Annotated[int, "bytes"]
 Count = Annotated[int, AtLeast(1)]
 """A whole number of at least 1."""
 
+MOST_WHOLE = 2**63 - 1
+"""The largest whole number of a setting, as in TOML."""
+
+MOST_NESTED = 16
+"""Most tables and lists in each other in a configuration file. Settings need one."""
+
+COMPARED_CHARS = 100
+"""Of an unknown key, to find the nearest one. A comparison takes a time that grows with its length: 12 s for 100,000.
+"""
+
 _BINARY = {f"{prefix}{suffix}": 1024**power for power, prefix in enumerate("kmgt", 1) for suffix in ("", "ib")}
 _DECIMAL = {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
 _BYTE_UNITS = {"": 1, "b": 1, **_BINARY, **_DECIMAL}
@@ -85,20 +96,29 @@ class Setting:
         words = marks[0].words if marks and isinstance(marks[0], OneOf) else {}
         return " ".join([self.text, *(f"{word}: {each.about}." for word, each in words.items())])
 
+    @property
+    def word_for_none(self) -> str:
+        """How no value is written: `none` for a text, or where the documentation says so."""
+        return "none" if str in _alternatives(self.hint) or re.search(r"\bnone:", self.text) else "auto"
+
+    def terms(self, *, in_words: bool) -> list[str]:
+        """The valid values; see `_terms`."""
+        return _terms(self.hint, in_words, self.word_for_none)
+
     def convert(self, value: Any) -> Any:
         """Converts a value from text, Python or TOML to the setting's type. Raises ConfigError."""
         try:
             return _convert(self.hint, value)
         except ValueError:
-            *terms, last = _terms(self.hint, in_words=True)
+            *terms, last = self.terms(in_words=True)
             raise ConfigError(
-                f"{self.key} is {value!r}; it must be {', '.join(terms)}{' or ' * bool(terms)}{last}"
+                f"{self.key} is {shown(value)}; it must be {', '.join(terms)}{' or ' * bool(terms)}{last}"
             ) from None
 
     def show(self, value: Any) -> str:
         """The value as text for the command line or a file."""
         if value is None:
-            return _word_for_none(self.hint)
+            return self.word_for_none
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, int) and Bytes in _alternatives(self.hint):
@@ -150,11 +170,13 @@ def parse_bytes(value: str | int) -> int:
 
     Raises ConfigError.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
-    if match is None or match[2] not in _BYTE_UNITS:
-        raise ConfigError(f"{value!r} is not a number of bytes; write it like 1073741824, 512MiB or 1.5GiB")
-    number = float(match[1]) if "." in match[1] else int(match[1])
-    return int(number * _BYTE_UNITS[match[2]])
+    text = value.strip().lower() if isinstance(value, str) else shown(value)
+    match = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)\s*([a-z]*)", text)
+    if match is not None and match[2] in _BYTE_UNITS:
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        if (num_bytes := int(number * _BYTE_UNITS[match[2]])) < 2**64:
+            return num_bytes
+    raise ConfigError(f"{shown(value)} is not a number of bytes; write it like 1073741824, 512MiB or 1.5GiB")
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -163,6 +185,20 @@ def format_bytes(num_bytes: int) -> str:
     number = num_bytes / 1024**power
     digits = max(0, 3 - int(math.log10(number))) if number >= 1 else 0
     return f"{round(number, digits):.10g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """A number for people, rounded to so many digits, without an exponent: 1180, 0.0123."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits}g}")
+    text = f"{rounded:.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_count(number: int, one: str, many: str = "") -> str:
+    """So many things: `1 sequence`, `2 sequences`. many: where it is not `one` and an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def collect(
@@ -209,15 +245,32 @@ def make(group: type[AnyGroup], values: Mapping[str, Any]) -> AnyGroup:
 def read_toml(file: Path) -> dict[str, Any]:
     """The values of a TOML file by key. Raises ConfigError when there is no such file or it is not TOML."""
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
+        tables = tomllib.loads(read_text(file))
+        _check_plain(tables)
+    except RecursionError:
+        raise ConfigError(f"cannot read the configuration file {file}: it is nested too deeply") from None
+    except (OSError, ValueError) as error:  # Python converts up to 4,300 digits, and names a function of its own
+        reason = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
+        raise ConfigError(f"cannot read the configuration file {file}: {reason}") from error
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         flat.update(
             {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
         )
     return flat
+
+
+def _check_plain(tables: dict[str, Any]) -> None:
+    """Raises ValueError for values that no setting has, and that a message could not show."""
+    left: list[tuple[int, Any]] = [(0, tables)]
+    while left:
+        depth, value = left.pop()
+        if depth > MOST_NESTED:
+            raise ValueError("it is nested too deeply")
+        if type(value) is int and abs(value) > MOST_WHOLE:
+            raise ValueError("a whole number has more than 64 bits")
+        if isinstance(value, (dict, list)):
+            left += [(depth + 1, each) for each in (value.values() if isinstance(value, dict) else value)]
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
@@ -230,6 +283,7 @@ def _likely(key: str, valid: Iterable[str]) -> str:
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
         return max(whole, difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio())
 
+    key = key[:COMPARED_CHARS]
     return max(valid, key=likeness)
 
 
@@ -246,7 +300,7 @@ def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:
                 f"--{setting.key}",
                 dest=setting.key,
                 default=argparse.SUPPRESS,
-                metavar="|".join(_terms(setting.hint, in_words=False)),
+                metavar="|".join(setting.terms(in_words=False)),
                 help=f"{setting.doc} (default: {setting.show(setting.default)})".replace("%", "%%"),
                 **optional,
             )
@@ -286,7 +340,7 @@ def reference(groups: Sequence[type[Group]]) -> str:
             "|---|---|---|---|",
         ]
         for setting in settings_of(group):
-            value = ", ".join(f"`{term}`" for term in _terms(setting.hint, in_words=False))
+            value = ", ".join(f"`{term}`" for term in setting.terms(in_words=False))
             lines.append(f"| `{setting.key}` | {value} | `{setting.show(setting.default)}` | {setting.doc} |")
     return "\n".join(lines[1:]) + "\n"
 
@@ -308,13 +362,14 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _word_for_none(hint: Any) -> str:
-    return "none" if str in _alternatives(hint) else "auto"
+def _words_for_none(alternatives: Collection[Any]) -> tuple[str, ...]:
+    """For a text, `auto` may be a value."""
+    return ("none",) if str in alternatives else ("auto", "none")
 
 
 def _convert(hint: Any, value: Any) -> Any:
     alternatives = _alternatives(hint)
-    if types.NoneType in alternatives and (value is None or value == _word_for_none(hint)):
+    if types.NoneType in alternatives and (value is None or value in _words_for_none(alternatives)):
         return None
     for alternative in alternatives:
         with contextlib.suppress(ValueError):
@@ -340,14 +395,16 @@ def _convert_one(hint: Any, value: Any) -> Any:
         return value if type(value) is bool else _BOOLS[value.lower()]
     if kind is str and isinstance(value, (str, Path)):
         return str(value)
-    if kind is int and (is_text or type(value) is int):
+    if kind is int and (is_text or type(value) is int) and abs(int(value)) <= MOST_WHOLE:
         return int(value)
-    if kind is float and (is_text or type(value) in (int, float)) and math.isfinite(float(value)):
-        return float(value)
+    if kind is float and (is_text or type(value) is float or (type(value) is int and abs(value) <= MOST_WHOLE)):
+        number = float(value)
+        if math.isfinite(number):
+            return number
     raise ValueError(value)
 
 
-def _terms(hint: Any, in_words: bool) -> list[str]:
+def _terms(hint: Any, in_words: bool, word_for_none: str) -> list[str]:
     """The valid values of a type: short names for a usage line, or words for an error message."""
     terms: list[str] = []
     for kind in _alternatives(hint):
@@ -359,11 +416,11 @@ def _terms(hint: Any, in_words: bool) -> list[str]:
             terms += kind.__metadata__[0].words
         elif typing.get_origin(kind) is Annotated:
             terms.append(
-                _terms(kind.__origin__, in_words)[0]
+                _terms(kind.__origin__, in_words, word_for_none)[0]
                 + (f" of at least {kind.__metadata__[0].least:g}" if in_words else "")
             )
         elif kind is types.NoneType:
-            terms.append(_word_for_none(hint))
+            terms.append(word_for_none)
         elif kind is bool:
             terms += ["true", "false"]
         else:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quire import LLM
+from quire.cluster import supervisor
+from quire.cluster.instance import Order
 from quire.engine.params import SamplingParams
 from quire.errors import EngineStoppedError, InstancesFailedError, ModelError, RequestError
 from tests.clusters import SMALL, Running, Threads
@@ -32,6 +36,35 @@ def running(model: Path) -> Iterator[Running]:
 
 def answers(running: Running) -> list[list[int]]:
     return [each.outputs[0].token_ids for each in running.generate(PROMPTS, PARAMS)]
+
+
+def test_a_start_says_what_is_still_loading(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="quire")
+    monkeypatch.setattr(supervisor, "TELL_SECONDS", 0.02)
+    started, threads = threading.Event(), Threads()
+    start = threads.start
+
+    def late(order: Order) -> None:
+        """The second instance loads only after a line about it."""
+        if order.role == "decode":
+            start(order)
+            return
+        threading.Thread(target=lambda: started.wait(10) and start(order)).start()
+
+    def told(record: logging.LogRecord) -> bool:
+        if record.getMessage().endswith("still loading: prefill-0"):
+            started.set()
+        return True
+
+    monkeypatch.setattr(threads, "start", late)
+    caplog.handler.addFilter(told)
+    with Running(model, OPTIONS, threads, "local"):
+        caplog.handler.removeFilter(told)
+        said = [each.getMessage() for each in caplog.records]
+    assert "starting 2 instances: prefill-0, decode-0; each loads the model" in said
+    assert started.is_set() and any(line.endswith("s: still loading: prefill-0") for line in said)
 
 
 def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(running: Running) -> None:

@@ -1,6 +1,7 @@
 """A server with the fake engine in its own process: `python -m tests.server.drain_server DRAIN_SECONDS`."""
 
 import asyncio
+import logging
 import sys
 
 from quire.config import ServeConfig
@@ -13,4 +14,6 @@ async def main() -> None:
     print(await serve(FakeEngine(step_seconds=0.01), listener, ready=lambda: print(listener.url, flush=True)))
 
 
+logging.basicConfig(format="%(message)s")
+logging.getLogger("quire.server").setLevel(logging.INFO)
 asyncio.run(main())

@@ -1,5 +1,6 @@
 """The access log, ids of requests, the other header for keys, pages of other origins, and the fingerprint."""
 
+import json
 import logging
 import re
 
@@ -48,6 +49,31 @@ async def test_refusals_and_ids_that_cannot_be_logged_have_lines_of_their_own(li
     first, second = lines()
     assert f"400 seconds=0.{first.split('seconds=0.')[1][:3]} id={wrong.headers['x-request-id']}" in first
     assert " 404 " in second and "\n" not in second
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "status", "error"),
+    [
+        ("/v1/completions", {"prompt": "a", "nonsense": 1}, 400, {"code": "unknown_parameter", "param": "nonsense"}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**6}, 400, {"code": "context_length_exceeded"}),
+        ("/v1/chat/completions", {"messages": [{"role": "a\nb"}]}, 400, {"param": "messages[0].role"}),
+        ("/v1/nowhere", {}, 404, {"code": "unknown_url"}),
+    ],
+)
+async def test_a_refusal_is_logged_with_its_reason_at_debug(caplog, path, body, status, error, stream):
+    for level in (logging.INFO, logging.DEBUG):
+        caplog.clear()
+        caplog.set_level(level, logger="quire.access")
+        async with client(access_log=False) as http:
+            answer = await http.post(path, json=body | {"stream": stream}, headers={"X-Request-Id": "mine"})
+        assert answer.status_code == status
+        reasons = [record.getMessage() for record in caplog.records if record.name == "quire.access"]
+        assert len(reasons) == (level == logging.DEBUG)
+    begin = f"refused id=mine status={status} error="
+    assert reasons[0].startswith(begin) and "\n" not in reasons[0]
+    told = json.loads(reasons[0].removeprefix(begin))
+    assert told == answer.json()["error"] and error.items() <= told.items()
 
 
 async def test_no_line_where_none_is_wanted(lines):

@@ -66,7 +66,7 @@ def test_a_signal_lets_running_requests_finish_and_exits_with_zero(ending):
         reader.join(10)
         assert reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"text"') == 60
         assert process.wait(5) == 0
-        assert process.stderr.read() == ""
+        assert process.stderr.read() == "waiting for 1 request, at most 20 s; Ctrl-C again ends it\n"
         last = r"stopped after \d+\.\d s: 1 prompt answered, 60 tokens generated\n"
         assert re.fullmatch(last, process.stdout.read())
 
@@ -88,6 +88,7 @@ def test_an_idle_server_ends_at_once(signals):
         for each in signals:
             process.send_signal(each)
         assert process.wait(5) == 0
+        assert process.stderr.read() == ""
 
 
 def test_under_nohup_a_terminal_that_closes_ends_nothing():

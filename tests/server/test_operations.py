@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import re
 import socket
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from quire.config import ServeConfig
 from quire.errors import ConfigError
 from quire.server.auth import ApiKeys, check_exposure, is_loopback
 from quire.server.run import Listener, serve
+from quire.version import __version__
 from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of, socket_server
 
@@ -336,6 +338,15 @@ async def test_metrics_count_what_happened():
         "quire_preemptions",
         "quire_cache_capacity_bytes",
     } <= families.keys()
+
+
+async def test_metrics_tell_the_version_and_what_the_process_takes():
+    async with client() as http:
+        text = (await http.get("/metrics")).text
+    (build,) = [line for line in text.splitlines() if line.startswith("quire_build_info{")]
+    assert f'version="{__version__}"' in build and build.endswith(" 1.0")
+    for name in ("process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"):
+        assert float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE)[1]) > 0
 
 
 async def test_metrics_tell_what_offloading_moved():

@@ -108,6 +108,30 @@ def test_a_folder_is_listed_while_engines_write_to_it(folder, other, tmp_path, c
     assert all(each["model"][:12] in table for each in facts["namespaces"])
 
 
+def test_a_start_says_what_takes_its_time_before_it_begins(folder, tmp_path, caplog, monkeypatch):
+    """Hashing the weights, and measuring the disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level("INFO", logger="quire")
+    monkeypatch.setattr(DiskStore, "measure", lambda self: caplog.records.append(None) or 1e9)
+    filled(folder, tmp_path / "kv", PROMPTS[:1])
+    before = caplog.records[: caplog.records.index(None)]
+    del caplog.records[len(before)]
+    said = [each.getMessage() for each in before]
+    assert said[-1] == "measuring the disk of tiers.disk, and how fast prompts are computed"
+    assert any(line.startswith("hashing ") and line.endswith(" of weights, once") for line in said)
+
+
+def test_a_relative_folder_is_taken_everywhere(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    filled(folder, Path("kv"), PROMPTS[:1])
+    assert [each["num_chunks"] for each in listed(capsys, Path("kv"))["namespaces"]] == [5]
+    assert cache("export", "--disk", "kv", "prefixes.quire") == 0
+    assert cache("import", "--disk", "there:64MiB", "prefixes.quire", "--model", folder, "--trust", *WORDS) == 0
+    assert cache("ls", "--disk", "./there/../there") == 0
+    assert cache("clear", "--disk", "kv") == 0
+    assert listed(capsys, Path("kv"))["namespaces"] == []
+
+
 def test_a_model_is_listed_by_its_name_where_it_is_known_here(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     disk, model = tmp_path / "kv", save_tiny(tmp_path / "tiny")

@@ -577,6 +577,12 @@ def test_an_interrupted_command_says_what_it_keeps(
     assert few == "192 tokens are too few for a good calibration: the codecs may lose more than g4, which needs none"
     assert len(said) == (kept_windows > 0)
     assert not said or f"resumes with {kept_windows} of 3 windows, kept in {kept}" in said[0]
+    monkeypatch.setattr(samples, "gather", counted)
+    caplog.clear()
+    assert command(folder, "--text", text) == 0
+    resumed = [each.getMessage() for each in caplog.records if "resuming" in each.getMessage()]
+    assert len(resumed) == (kept_windows > 0)
+    assert not resumed or f"resuming the calibration with {kept_windows} of 3 windows, kept in {kept}" in resumed[0]
 
 
 SERVE = """

@@ -5,6 +5,7 @@ import ast
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -543,3 +544,27 @@ def test_serving_answers_and_ends_on_sigterm(folder):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("given", ["debgu", "INFOO", "5", "x" * 100_000])
+def test_an_unknown_log_level_is_refused_by_name(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG", given)
+    assert main(["cache", "ls"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"quire: QUIRE_LOG is '{given[:50]}") and error.count("\n") == 1
+    assert "it must be debug, info, warning, error or critical" in error
+
+
+def test_every_log_line_has_its_time() -> None:
+    """Whatever the level is. In a process of its own: pytest has handlers already."""
+    code = (
+        "import logging, quire.cli as cli\n"
+        "cli._set_up_output('serve', logging.getLogger('quire'))\n"
+        "logging.getLogger('quire').warning('a line')"
+    )
+    for level in ("", "debug", "Info", "warning"):
+        environment = {**os.environ, "QUIRE_LOG": level}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert re.fullmatch(r"quire: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} a line\n", done.stderr), done.stderr

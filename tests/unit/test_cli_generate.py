@@ -266,7 +266,7 @@ def test_a_full_queue_is_waited_for(fake, files):
         ('{"prompt_token_ids": ["a"]}', "integers"),
         ('{"messages": ["a"]}', "role"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "'logit_bias' must be token ids"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested too deeply"),
         (b'{"prompt": "\xff"}', "invalid UTF-8: byte 13 is 0xff"),
         ('{"prompt": "a", "%s": 1}' % ("x" * 5000), "xxx…"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import (
+    _ALL_GROUPS,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -28,7 +30,7 @@ from quire.config import (
     sources,
 )
 from quire.errors import ConfigError
-from quire.options import settings_of
+from quire.options import Group, format_count, format_number, settings_of
 
 
 @pytest.mark.parametrize(
@@ -277,3 +279,47 @@ def test_a_configuration_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ModelConfig().dtype = "float32"
     assert hash(EngineConfig()) == hash(EngineConfig())
+
+
+@pytest.mark.parametrize("group", _ALL_GROUPS, ids=lambda group: group.key)
+def test_the_documented_word_for_no_value_is_taken_and_shown(group: type[Group]) -> None:
+    for setting in settings_of(group):
+        if setting.default is None:
+            words = re.findall(r"\b(none|auto):", setting.text)
+            assert words in ([], [setting.word_for_none]), setting.key
+            assert setting.show(None) == setting.word_for_none
+            assert setting.convert(setting.word_for_none) is None
+
+
+def test_settings_of_numbers_without_a_value_may_be_written_in_both_ways() -> None:
+    for word in ("none", "auto"):
+        config = EngineConfig.from_options({"offload.mode": "auto", "offload.cache": word, "tiers.memory": word})
+        assert config.offload.cache is None and config.tiers.memory is None
+
+
+@pytest.mark.parametrize(
+    "value, digits, text",
+    [
+        (1182.4, 3, "1180"),
+        (1.0, 3, "1"),
+        (0.01234, 3, "0.0123"),
+        (254.62, 4, "254.6"),
+        (0.0, 3, "0"),
+        (12345678, 4, "12350000"),
+        (99999, 3, "100000"),
+        (0.00001234, 3, "0.0000123"),
+        (float("inf"), 3, "inf"),
+        (-1500.0, 2, "-1500"),
+    ],
+)
+def test_numbers_are_rounded_without_an_exponent(value: float, digits: int, text: str) -> None:
+    assert format_number(value, digits) == text
+
+
+def test_one_thing_is_one() -> None:
+    assert [format_count(number, "sequence") for number in (0, 1, 1000)] == [
+        "0 sequences",
+        "1 sequence",
+        "1,000 sequences",
+    ]
+    assert format_count(2, "batch", "batches") == "2 batches"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -70,6 +72,29 @@ def test_what_is_up_to_date_is_not_compiled_again(sources, tmp_path, capfd):
     build.build([level], tmp_path)
     assert capfd.readouterr().err != ""
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".build-")]
+
+
+def test_a_long_compilation_says_how_far_it_is(sources, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(build, "TELL_SECONDS", 0.0)
+    level = levels.supported_levels()[0]
+    build.build([level], tmp_path)
+    first, *progress = capfd.readouterr().err.splitlines()
+    count = len(progress)
+    assert "compiling" in first and count == len([*sources.glob("*.cpp")]) + (sys.platform == "linux")
+    assert progress == [f"quire: compiled {number} of {count} files" for number in range(1, count + 1)]
+
+
+def test_a_process_that_waits_for_another_one_says_so(sources, tmp_path, capfd):
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=build.build, args=([levels.supported_levels()[0]], tmp_path))
+        thread.start()
+        said = ""
+        while "waiting for another process" not in said:
+            said += capfd.readouterr().err
+            assert thread.is_alive() and "compiling" not in said
+    thread.join()
+    assert "quire: compiling" in capfd.readouterr().err
 
 
 def test_the_packaged_library_is_used_until_the_sources_change(sources, tmp_path):

@@ -307,6 +307,23 @@ def test_group_codes_are_made_of_any_checkpoint(folder: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [("native", "weights in Q4_K and Q6_K, the rest in float32"), ("dequantized", "weights in float32")],
+)
+def test_loading_tells_the_types_of_the_weights_in_memory(
+    weights: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="quire")
+    shape = tiny_shape("llama", hidden_size=256, head_dim=64, ffn_size=256, vocab_size=258, tied_embeddings=False)
+    save_tokenizer(tmp_path)
+    write_gguf(tmp_path / "model.gguf", shape, kind={"": "Q4_K", "down": "Q6_K"})
+    options = {**OPTIONS, "model.weights": weights, "model.tokenizer": str(tmp_path)}
+    with LLM(str(tmp_path / "model.gguf"), options):
+        (line,) = [each.message for each in caplog.records if "weights in" in each.message]
+    assert f" {said}, cache " in line
+
+
 def test_a_call_from_within_a_call_is_refused(folder: Path) -> None:
     """As a signal handler makes one: waiting for its own thread would never end."""
     with LLM(str(folder), OPTIONS) as llm:

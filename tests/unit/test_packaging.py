@@ -67,6 +67,9 @@ print("Collecting torch>=2.11 (from quire==0.1.0)")
 print("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (821.0 MB)", flush=True)
 time.sleep(0.5)
 print("  Downloading https://somewhere/a/numpy-2.4.6-cp311-cp311-linux.whl.metadata (62 kB)")
+print("Building wheels for collected packages: quire")
+print("  Building editable for quire (pyproject.toml): started")
+print("  Building editable for quire (pyproject.toml): finished with status 'done'")
 print("Installing collected packages: torch, numpy, quire")
 print("Successfully installed torch-2.13.0")
 sys.exit(3)
@@ -77,6 +80,8 @@ sys.exit(3)
     assert still and all(line.endswith("s: still getting torch 2.13.0 (821.0 MB)") for line in still)
     assert [line for line in lines if "still" not in line] == [
         "  getting torch 2.13.0 (821.0 MB)",
+        "  building wheels for collected packages: quire",
+        "  building editable for quire (pyproject.toml): compiling the CPU kernels, which takes minutes",
         "  installing 3 packages",
     ]
 

@@ -29,7 +29,8 @@ CONFIG = {
     "eos_token_id": 2,
     "bos_token_id": 2,
 }
-ROOM = ["--plan.gpu", "16GiB", "--plan.cpu", "200GiB", "--plan.disk", "1500GiB"]
+T4 = ["--hardware", "t4"]
+ROOM = [*T4, "--plan.gpu", "16GiB", "--plan.cpu", "200GiB", "--plan.disk", "1500GiB"]
 ONE = ["--micro-batch", "1", "--num-batches", "1"]
 """The block that needs least: without one, all blocks are tried before none is found to fit."""
 BLOCK = ["--micro-batch", "48", "--num-batches", "3"]
@@ -71,6 +72,19 @@ def test_opt_30b_on_a_t4_is_near_the_golden_value(config: str, capsys: pytest.Ca
     assert found["attended"] == pytest.approx(1) and found["cache"]["cpu"] == pytest.approx(1)
 
 
+def test_a_machine_is_named_and_not_assumed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "offload", config]) == 2
+    told = capsys.readouterr()
+    assert "needs --hardware FILE, which quire plan hardware makes" in told.err and not told.out
+
+
+def test_numbers_for_people_have_no_exponent_and_one_thing_is_one(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "offload", config, *ROOM, *ONE]) == 0
+    assert "blocks of 1 sequence: 1 micro-batch of 1\n" in capsys.readouterr().out
+
+
 def test_stages_that_all_overlap_are_faster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     sums, most = (planned(capsys, config, *ROOM, *BLOCK, "--form", form) for form in ("sums", "max"))
     assert most["throughput"] > sums["throughput"]
@@ -83,7 +97,7 @@ def test_the_search_is_at_least_as_good_as_any_block(config: str, capsys: pytest
 
 
 def test_packed_weights_and_cache_need_less(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--plan.gpu", "16GiB", "--plan.cpu", "24GiB", "--plan.disk", "1GiB", *ONE]
+    small = [*T4, "--plan.gpu", "16GiB", "--plan.cpu", "24GiB", "--plan.disk", "1GiB", *ONE]
     assert main(["plan", "offload", config, *small]) == 2
     told = capsys.readouterr().err
     assert "no placement fits" in told and " lacks " in told and "--model.weights g4" in told
@@ -126,7 +140,7 @@ def test_a_shared_beginning_and_retention_raise_throughput(config: str, capsys: 
 def test_wrong_arguments_are_one_line(
     config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "offload", config, *words]) == 2
+    assert main(["plan", "offload", config, *T4, *words]) == 2
     assert message in capsys.readouterr().err
 
 

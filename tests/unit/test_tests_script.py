@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -58,13 +60,14 @@ def test_the_last_lines_name_what_failed(script: ModuleType, tmp_path: Path) -> 
 def test_both_groups_share_the_seconds(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     now, commands = [1000.0], []
 
-    def run(command: list[str], cwd: Path) -> SimpleNamespace:
+    def run(command: list[str], *, is_typed: bool) -> int:
+        assert not is_typed
         commands.append(command)
         now[0] += 90.0
-        return SimpleNamespace(returncode=0)
+        return 0
 
     monkeypatch.setattr(script.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(script, "run", run)
     for words, seconds in ((["--seconds", "100"], ["80", "10"]), (["--seconds=80"], ["64", "0"]), ([], [])):
         commands.clear()
         monkeypatch.setattr(script.sys, "argv", ["tests.py", "-k", "name", *words, "--seed", "3"])
@@ -99,3 +102,33 @@ def test_processes_side_by_side_have_the_printed_seed_one_order_and_one_end(tmp_
     assert begun < float(end) - 600 < time.time()
     numbers = [int(row[2]) for row in rows]
     assert sorted(numbers) == list(range(20)) != numbers
+
+
+@pytest.mark.parametrize(("moment", "number"), [("collecting", signal.SIGINT), ("running", signal.SIGTERM)])
+def test_an_interrupt_ends_all_processes_without_a_traceback(moment: str, number: int, tmp_path: Path) -> None:
+    tests = tmp_path / "test_some.py"
+    begun = "with open(__file__ + '.pids', 'a') as file: print(os.getpid(), file=file)"
+    wait = "while True: time.sleep(0.1)"  # as imports of all tests, or a test, that goes on after Ctrl-C
+    hold = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    body = {
+        "collecting": f"{hold}\n{begun}\n{wait}\n",
+        "running": f"def test_it():\n    {hold}\n    {begun}\n    {wait}\n",
+    }[moment]
+    tests.write_text(f"import os, signal, time\n{body}")
+    pids = Path(f"{tests}.pids")
+    command = [sys.executable, str(SCRIPT), "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={tmp_path}"]
+    command += ["-p", "tests.conftest", str(tests)]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    while not pids.exists() or not pids.read_text().strip():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(number)
+    begun_at = time.monotonic()
+    said, _ = process.communicate(timeout=15)
+    assert time.monotonic() - begun_at < 10
+    assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

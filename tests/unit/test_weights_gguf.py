@@ -311,6 +311,18 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
         open_model(path)
 
 
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
+def test_a_number_for_each_layer_is_taken_if_all_are_the_same(key: str, tmp_path: Path) -> None:
+    shape = tiny_shape("llama")
+    numbers = {"attention.head_count": 4, "attention.head_count_kv": 2, "feed_forward_length": 80}
+    write_gguf(tmp_path / "model.gguf", shape, extra={f"llama.{key}": [numbers[key]] * 2})
+    assert open_model(tmp_path / "model.gguf").shape.tensor_shapes == shape.tensor_shapes
+    for wrong in ([numbers[key], 1], [numbers[key]] * 3):
+        write_gguf(tmp_path / "other.gguf", shape, extra={f"llama.{key}": wrong})
+        with pytest.raises(ModelError, match=rf"setting llama\.{key} is .* the same number for every layer"):
+            open_model(tmp_path / "other.gguf")
+
+
 def test_an_unknown_architecture_is_named(good: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, tiny_shape(), extra={"general.architecture": "mamba"})

@@ -19,6 +19,7 @@ from quire.models import weights
 from quire.models.decoder import build_model
 from quire.models.layers import TorchOps, torch_dtype
 from quire.models.weights import open_model
+from tests.dense_plan import DensePlan
 from tests.tiny_models import save_tiny
 
 
@@ -127,6 +128,40 @@ def test_a_tied_model_may_carry_its_head_twice(tmp_path: Path) -> None:
         folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     )
     assert open_model(folder).shape.tied_embeddings
+
+
+@pytest.mark.parametrize("change", ["all", "last number"])
+def test_a_head_that_differs_from_a_tied_embedding_is_used_and_said(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers 5."""
+    import transformers
+
+    folder = save_tiny(tmp_path, tie_word_embeddings=True)
+
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[slice(None) if change == "all" else (-1, -1)] += 1
+        tensors["lm_head.weight"] = head
+
+    edit_tensors(folder, add_head)
+    tokens = torch.arange(20)
+    with open_model(folder) as checkpoint:
+        assert not checkpoint.shape.tied_embeddings
+        model = build_model(checkpoint.shape, checkpoint, TorchOps(), torch.float32)
+        plan = DensePlan(model.shape)
+        found = model.head(model.hidden(tokens, plan.step([(0, 20)]), plan))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(tokens[None]).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert "lm_head.weight differs from model.embed_tokens.weight: the head is used" in caplog.text
+
+
+def test_a_tied_head_of_another_size_is_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, tie_word_embeddings=True)
+    edit_tensors(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"][:5].clone()})
+    )
+    assert "lm_head.weight has shape [5, 48], expected [258, 48]" in refusal(folder)
 
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:

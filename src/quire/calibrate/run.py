@@ -185,7 +185,12 @@ def _gather(
     progress: Progress,
 ) -> None:
     """Fills the store with all windows. The model writes them if there is no text."""
-    if all(store.has(window) for window in range(settings.num_windows)):
+    kept = sum(store.has(window) for window in range(settings.num_windows))
+    if kept:
+        log.warning(
+            "resuming the calibration with %d of %d windows, kept in %s", kept, settings.num_windows, store.folder
+        )
+    if kept == settings.num_windows:
         return
     if windows is None:
         windows = store.tokens()

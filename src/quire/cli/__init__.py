@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from quire.arguments import Arguments
 from quire.config import nearest
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError, shortened, shown
 from quire.habits import flag_answer
 from quire.interrupt import install, leave, remove
 from quire.version import __version__
@@ -46,6 +46,15 @@ COMMANDS = {
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that cannot be written. Any other unexpected OSError is a defect of ours."""
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+"""The values of QUIRE_LOG."""
 
 DESCRIPTION = """\
 Quire, an LLM inference engine whose centre is the key-value cache.
@@ -91,7 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except OSError:
             _forget_output()
-        print(f"quire: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        print(
+            f"quire: {shortened(str(error.filename or 'the output'))} cannot be written: {error.strerror}",
+            file=sys.stderr,
+        )
         return 2
     finally:
         log.setLevel(before)
@@ -108,10 +120,11 @@ def _set_up_output(command: str, log: logging.Logger) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal without Unicode shows question marks instead of ending the answer.
         sys.stdout.reconfigure(errors="replace")
-    level = os.environ.get("QUIRE_LOG", "info" if command in ("serve", "calibrate") else "warning").upper()
-    number = logging.getLevelNamesMapping().get(level, logging.INFO)
-    when = "%(asctime)s " if number <= logging.DEBUG else ""
-    logging.basicConfig(format=f"quire: {when}%(message)s", level=max(number, logging.WARNING))
+    level = os.environ.get("QUIRE_LOG") or ("info" if command in ("serve", "calibrate") else "warning")
+    if (number := LEVELS.get(level.lower())) is None:
+        *others, last = LEVELS
+        raise ConfigError(f"QUIRE_LOG is {shown(level)}; it must be {', '.join(others)} or {last}")
+    logging.basicConfig(format="quire: %(asctime)s %(message)s", level=max(number, logging.WARNING))
     # Only our logger: libraries log every request they make.
     log.setLevel(number)
 
@@ -175,7 +188,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {shortened(message)} (see {self.prog} --help)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but a switch takes the next word only if it is a truth value: `--allow-public smollm2`.

@@ -25,6 +25,7 @@ from quire.cli.batch_lines import PROMPT_KEYS, Line, read_input
 from quire.cli.forecast import Forecast, told
 from quire.cli.shared import PLAIN_SECONDS, progress_bar
 from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError, RequestError
+from quire.reading import parse_json
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -338,12 +339,12 @@ class _Output:
         kept: list[bytes] = []
         for number, line in enumerate(lines, 1):
             try:
-                answer = json.loads(line) if line.strip() else None
+                answer = parse_json(line) if line.strip() else None
                 if answer is not None:
                     if "error" in answer and answer["id"] in wanted:
                         continue
                     self.done.add(answer["id"])
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError(
                     f"{self.name}:{number}: not an output of quire generate; give another --output"
                 ) from error

@@ -9,6 +9,7 @@ from typing import Any
 from quire.cli import shared
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
+from quire.reading import parse_json, read_bytes
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _HINTS = frozenset(field.name for field in fields(CacheHints) if field.init)
@@ -30,11 +31,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
     """Reads the input. Raises ConfigError that describes the first ten invalid lines."""
     label = "stdin" if name == "-" else name
     try:
-        if name == "-":
-            content = shared.read_stdin()
-        else:
-            with open(name, "rb") as file:
-                content = file.read()
+        content = shared.read_stdin() if name == "-" else read_bytes(name)
     except OSError as error:
         raise ConfigError(f"cannot read {label}: {error.strerror or error}") from error
     lines: list[Line] = []
@@ -49,7 +46,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
                 raise ValueError(f"line {known[line.line_id]} has the same id {line.line_id!r}")
             known[line.line_id] = number
             lines.append(line)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             what = str(error)
             what = what if len(what) <= _SHOWN_CHARS else what[: _SHOWN_CHARS - 1] + "…"
             problems.append(f"{label}:{number}: {what}")
@@ -67,7 +64,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
 def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
     """Parses a line. Raises ValueError (RequestError is one) if it is invalid."""
     try:
-        values = json.loads(raw.decode("utf-8-sig"))
+        values = parse_json(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"invalid UTF-8: byte {error.start + 1} is {raw[error.start]:#04x}") from error
     except json.JSONDecodeError as error:

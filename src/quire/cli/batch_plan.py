@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
+from quire.options import format_number
 
 if TYPE_CHECKING:
     from quire.cli.batch import Batch
@@ -49,7 +50,9 @@ class Planned:
         num_lines = batch.num_done - batch.num_failed
         if self.plan is not None and num_lines and batch.num_tokens:
             said, found = self.plan.rate(num_lines, batch.num_tokens), batch.num_tokens / batch.seconds
-            lines.append(f"predicted {said:.3g} tokens/s, measured {found:.3g} ({found / said - 1:+.0%})")
+            lines.append(
+                f"predicted {format_number(said)} tokens/s, measured {format_number(found)} ({found / said - 1:+.0%})"
+            )
         return lines
 
 
@@ -104,7 +107,7 @@ def _tell(plan: BatchPlan) -> None:
     near = "on the GPU" if len(plan.tiers) > 2 else "in memory"
     print(
         f"quire: blocks of {policy.num_batches} x {policy.micro_batch}; {near}: {shares}; predicted"
-        f" {said.throughput:.3g} tokens/s, limited by {', '.join(said.binding)}",
+        f" {format_number(said.throughput)} tokens/s, limited by {', '.join(said.binding)}",
         file=sys.stderr,
         flush=True,
     )

@@ -21,6 +21,7 @@ from quire.cache.codecs import CODECS
 from quire.cli import shared
 from quire.config import CacheConfig, EngineConfig, options_from
 from quire.errors import ConfigError
+from quire.reading import read_text
 
 if TYPE_CHECKING:
     from quire.calibrate import CalibrationSettings
@@ -128,7 +129,7 @@ def _print(made: Calibration) -> None:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the text {file}: {error}") from error
 

@@ -24,6 +24,7 @@ from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
+from quire.options import format_number
 
 ACTIONS = ("status", "drain", "restart", "role", "place")
 PATHS = {"place": "placement"}
@@ -199,8 +200,8 @@ def ready_line(instance: dict[str, Any]) -> str:
     """One line about an instance that is ready, from the cluster's own state."""
     return (
         f"{instance['place']}: {instance['role']}, L_m {instance['prompt_rows']:,} rows at"
-        f" {1e3 * instance['seconds_per_row']:.3g} ms each, decodes up to {instance['batch']:,} at"
-        f" {1e3 * instance['seconds_per_step']:.3g} ms a step, {_cores(instance['cores'])},"
+        f" {format_number(1e3 * instance['seconds_per_row'])} ms each, decodes up to {instance['batch']:,} at"
+        f" {format_number(1e3 * instance['seconds_per_step'])} ms a step, {_cores(instance['cores'])},"
         f" cache of {format_bytes(instance['cache_bytes'])}"
     )
 

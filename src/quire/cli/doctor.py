@@ -34,6 +34,9 @@ EXTRAS = {
 }
 """Packages of each optional part."""
 
+USES = {"cluster": "instances on several machines, and not needed for those of one"}
+"""What optional parts are for, where their names say too much."""
+
 MARKS = {"ok": "ok  ", "note": "note", "fault": "FAIL"}
 
 
@@ -189,8 +192,9 @@ def _parts() -> Iterator[Finding]:
     for name, packages in EXTRAS.items():
         missing = [each for each in packages if importlib.util.find_spec(each) is None]
         if missing:
+            use = f" for {USES[name]}" if name in USES else ""
             command = f"{Path(sys.executable).name} -m pip install 'quire[{name}]'"
-            yield Finding("note", name, f"not installed ({', '.join(missing)} missing): {command}")
+            yield Finding("note", name, f"not installed{use} ({', '.join(missing)} missing): {command}")
         else:
             versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in packages)
             yield Finding("ok", name, versions)

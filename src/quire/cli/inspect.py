@@ -20,6 +20,7 @@ from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
+from quire.options import format_number
 
 if TYPE_CHECKING:
     from quire.engine.calibration import Calibration
@@ -211,7 +212,7 @@ def _digest_note(digest: Digest) -> str:
 
 def _held_note(part: Held) -> str:
     tensors = f"{part.tensors} tensor{'s' * (part.tensors != 1)}"
-    bits = f"{8 * part.num_bytes / part.numbers:.3g} bits"
+    bits = f"{format_number(8 * part.num_bytes / part.numbers)} bits"
     if part.stored != part.held:
         bits = f"{part.held}, {bits}"
     return f"{tensors}, {part.numbers / 1e6:,.1f}M numbers in {bits}"

@@ -28,10 +28,10 @@ simulated again as a whole. --output writes it for quire serve --cluster.placeme
 auto finds the settings that serve most requests of a trace within --plan.memory, of those that lose at most
 --plan.quality: weights, codec, outlier slots, retention, roles and, of the best of these, the most running sequences.
 With --tiers.disk or --tiers.memory it also finds whether to use that. Any other setting that is given is not searched.
-Quality is measured with --text, and the steps of engines with engines, within --plan.seconds (300). Both are kept for
-later plans of this model, and windows that quire eval ppl has read count, too. What is not measured follows from its
-parts, and says so. With --hardware NAME it plans for GPUs that need not be here, parallelism included, and all of it is
-modelled. --plot draws goodput over quality. --output writes a file for quire serve --config.
+Quality is measured with --text, and the steps of engines with engines, within --plan.seconds (default: 300). Both are
+kept for later plans of this model, and windows that quire eval ppl has read count, too. What is not measured follows
+from its parts, and says so. With --hardware NAME it plans for GPUs that need not be here, parallelism included, and all
+of it is modelled. --plot draws goodput over quality. --output writes a file for quire serve --config.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import format_bytes, options_from
 from quire.errors import ConfigError
+from quire.options import format_number
 
 if TYPE_CHECKING:
     from quire.offload.profile import Profile
@@ -80,7 +81,7 @@ def print_profile(profile: Profile) -> None:
     print(
         f"weights are read at {_per_second(disk.streamed.bandwidth)}; writes {_per_second(disk.writes.bandwidth)};"
         f" copies in memory {_per_second(profile.copy.bandwidth)};"
-        f" a small read takes {1e3 * disk.request_seconds:.3g} ms"
+        f" a small read takes {format_number(1e3 * disk.request_seconds)} ms"
     )
     if profile.device is not None:
         up, down = (_per_second(rate.bandwidth) for rate in (profile.device.up, profile.device.down))
@@ -89,7 +90,11 @@ def print_profile(profile: Profile) -> None:
     shared.print_table(
         ["rows", "ms a layer", "ms output head"],
         [
-            [f"{rows}", f"{1e3 * seconds:.3g}", f"{1e3 * heads[rows]:.3g}" if rows in heads else ""]
+            [
+                f"{rows}",
+                format_number(1e3 * seconds),
+                format_number(1e3 * heads[rows]) if rows in heads else "",
+            ]
             for rows, seconds in zip(profile.products.counts, profile.products.seconds, strict=True)
         ],
     )
@@ -99,18 +104,19 @@ def print_profile(profile: Profile) -> None:
         [
             [
                 *(f"{run.host_share:.1%}" for _ in on_host), f"{run.disk_share:.1%}", f"{run.sequences}",
-                f"{run.prompt_tokens}", f"{run.output_tokens}", f"{run.seconds:.3g}", f"{run.spread:.0%}",
-                f"{run.predicted:.3g}", f"{run.error:+.0%}",
+                f"{run.prompt_tokens}", f"{run.output_tokens}", format_number(run.seconds), f"{run.spread:.0%}",
+                format_number(run.predicted), f"{run.error:+.0%}",
             ]
             for run in profile.runs
         ],
     )  # fmt: skip
     fitted = profile.corrections
     copies = "" if profile.device is None else f" copies to the GPU {fitted.bus:.3g},"
+    step, sequence = (format_number(1e3 * each) for each in (fitted.step_seconds, fitted.sequence_seconds))
     print(
         f"fitted: reads take {fitted.disk:.3g} of their time alone,{copies} prefill {fitted.prefill:.3g}, decoding"
-        f" {fitted.decode:.3g}; {fitted.exposed:.0%} of the faster stage is not hidden;"
-        f" {1e3 * fitted.step_seconds:.3g} ms a step and {1e3 * fitted.sequence_seconds:.3g} ms a sequence"
+        f" {fitted.decode:.3g}; {fitted.exposed:.0%} of the faster stage is not hidden; {step} ms a step and"
+        f" {sequence} ms a sequence"
     )
 
 

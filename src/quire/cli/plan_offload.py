@@ -15,15 +15,17 @@ from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, PlanConfig, format_bytes, options_from
 from quire.errors import ConfigError, QuireError
+from quire.options import format_count, format_number
 
 if TYPE_CHECKING:
     from quire.offload.costs import CostModel, Workload
     from quire.offload.policy import Found
 
 PAPER = "t4"
+"""The name of FlexGen's machine, in place of a profile."""
 SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
 DEFAULTS: dict[str, Any] = {
-    "hardware": PAPER,
+    "hardware": None,
     "input_tokens": 512,
     "output_tokens": 32,
     "shared_tokens": 0,
@@ -45,7 +47,7 @@ def add_arguments(parser: Arguments) -> None:
     def add(*names: str, **settings: Any) -> None:
         parser.add_argument(*names, default=argparse.SUPPRESS, **settings)
 
-    add("--hardware", metavar="FILE", help="a file of quire plan hardware, or t4: FlexGen's machine (default: t4)")
+    add("--hardware", metavar="FILE", help="needed: a file of quire plan hardware, or t4, FlexGen's machine")
     add("--input-tokens", type=shared.count, metavar="N", help="of a prompt (default: 512)")
     add("--output-tokens", type=shared.count, metavar="N", help="generated (default: 32)")
     add("--shared-tokens", type=int, metavar="N", help="first tokens that all prompts share (default: 0)")
@@ -70,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--slack is {args.slack:g}; it must be above 0 and at most 1")
     if not 0 <= args.shared_tokens < args.input_tokens:
         raise ConfigError(f"--shared-tokens is {args.shared_tokens}; it must be below --input-tokens")
+    if args.hardware is None:
+        raise ConfigError(
+            "quire plan offload needs --hardware FILE, which quire plan hardware makes on the machine to plan for, or"
+            f" --hardware {PAPER}, the machine of FlexGen's paper"
+        )
     if args.hardware != PAPER and not Path(args.hardware).exists():
         raise ConfigError(f"--hardware is {args.hardware!r}; it must be {PAPER}, or a file of quire plan hardware")
     if args.plot is not None:
@@ -274,7 +281,8 @@ def print_policy(planner: Planner, found: Found) -> None:
 
     policy, said, work, tiers = found.policy, found.prediction, planner.workload, planner.tiers
     tokens = policy.block * round(work.output_tokens)
-    print(f"blocks of {policy.block} sequences: {policy.num_batches} micro-batches of {policy.micro_batch}")
+    counted = format_count(policy.num_batches, "micro-batch", "micro-batches")
+    print(f"blocks of {format_count(policy.block, 'sequence')}: {counted} of {policy.micro_batch}")
     rows = [
         [kind, *(percent(share) for share in getattr(policy, kind).shares)] for kind in ("weights", "cache", "hidden")
     ]
@@ -285,10 +293,10 @@ def print_policy(planner: Planner, found: Found) -> None:
         print("the machine is that of FlexGen's paper; --hardware plans for a measured one")
     if "gpu" in tiers:
         print(f"attention on the CPU: {percent(policy.attended)} of the cache")
-    print(
-        f"predicted: {said.throughput:.4g} tokens/s; {tokens} tokens in {said.seconds:.4g} s,"
-        f" {said.prefill_seconds:.4g} of them prefill"
+    throughput, seconds, prefill = (
+        format_number(each, 4) for each in (said.throughput, said.seconds, said.prefill_seconds)
     )
+    print(f"predicted: {throughput} tokens/s; {tokens} tokens in {seconds} s, {prefill} of them prefill")
     print(f"limited by {', '.join(said.binding)}")
 
 

@@ -20,6 +20,7 @@ from quire.cli import shared, simulated
 from quire.cli.latencies import LatencyFiles
 from quire.config import flags_of, options_from
 from quire.errors import ConfigError, QuireError
+from quire.options import format_number
 
 if TYPE_CHECKING:
     from quire.planning.candidates import Option
@@ -78,7 +79,7 @@ def add_arguments(parser: Arguments) -> None:
     add("--latency", text, action="append", metavar="FILE")
     text = (
         "time for the search; one option of each role is tried in any case, and what is found is simulated as a whole"
-        " afterwards (default: 120)"
+        " afterwards (default: 120; of auto: 300)"
     )
     add("--plan.seconds", text, type=simulated.positive, dest="plan_seconds", metavar="X")
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
@@ -420,7 +421,9 @@ def _print(placement: Placement, maker: Maker, slo: Slo, output: Path | None) ->
         print(f"at the wanted {placement.made['wanted_rate']:.4g} requests/s {share:.1%} do")
     if "queue_check" in placement.made:
         rate, *means = placement.made["queue_check"].values()
-        simulated_mean, one_by_one, closed = ("infinite" if each is None else f"{each:.3g} s" for each in means)
+        simulated_mean, one_by_one, closed = (
+            "infinite" if each is None else f"{format_number(each)} s" for each in means
+        )
         print(
             f"check: an instance for prompts at {rate:.3g} requests/s has a mean TTFT of {simulated_mean} simulated,"
             f" {one_by_one} if it computed one prompt after the other, {closed} in closed form (M/G/1)"

@@ -28,6 +28,7 @@ from quire.cli import shared
 from quire.config import format_bytes, options_from
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.options import read_toml
+from quire.reading import read_bytes
 
 if TYPE_CHECKING:
     from quire.engine.retention_report import RetentionReport
@@ -102,7 +103,7 @@ def _read(name: str, is_chat: bool) -> _Prompts:
         return {line.line_id: line.prompt for line in lines}
     label = "stdin" if name == "-" else name
     try:
-        text = (shared.read_stdin() if name == "-" else Path(name).read_bytes()).decode("utf-8")
+        text = (shared.read_stdin() if name == "-" else read_bytes(name)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the text {label}: {error}") from error
     return {label: {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}}

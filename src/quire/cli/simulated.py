@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli import shared
 from quire.config import SloConfig, options_from
 from quire.errors import ConfigError
+from quire.options import format_number
 
 if TYPE_CHECKING:
     from quire.planning.latency import Latency
@@ -158,8 +159,8 @@ def print_setup(setup: Setup) -> None:
         rows.append(
             (
                 f"{each.count} x {role}", each.unit, f"{sizes.tokens:,} tokens", f"{capacity.prompt_rows:,}",
-                f"{capacity.batch:,}", f"{1e3 * capacity.seconds_per_row:.3g}",
-                f"{1e3 * capacity.seconds_per_step:.3g}",
+                f"{capacity.batch:,}", format_number(1e3 * capacity.seconds_per_row),
+                format_number(1e3 * capacity.seconds_per_step),
             )
         )  # fmt: skip
     shared.print_table(
@@ -169,8 +170,8 @@ def print_setup(setup: Setup) -> None:
     )
     ways, told = setup.ways, []
     for name, text in (
-        ("server", f"{1e3 * ways.server:.3g} ms between client and server"),
-        ("hop", f"{1e3 * ways.hop:.3g} ms a message"),
+        ("server", f"{format_number(1e3 * ways.server)} ms between client and server"),
+        ("hop", f"{format_number(1e3 * ways.hop)} ms a message"),
         ("bulk", f"caches at {format_bytes(int(ways.bulk.bytes_per_second))}/s"),
     ):
         names = ("shm", "tcp") if name == "bulk" else (name,)

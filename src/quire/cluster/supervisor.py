@@ -43,6 +43,7 @@ from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
 from quire.config import ClusterConfig
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError, RequestError
+from quire.options import format_count
 from quire.planning import candidates
 from quire.planning.placement_file import Instances, Placement
 
@@ -50,6 +51,9 @@ log = logging.getLogger("quire")
 
 START_SECONDS = 1800.0
 """Most time in which instances load: a first start may calibrate, pack weights and compile kernels."""
+
+TELL_SECONDS = 10.0
+"""Interval of log lines while instances load."""
 
 LOADING_SECONDS = 60.0
 """Seconds without a sign of life after which an instance that loads counts as failed. Loading may keep the interpreter
@@ -146,10 +150,24 @@ class Supervisor:
         for place in self._roles:
             self._launch(place)
         self._watching = asyncio.create_task(self._watch())
+        log.info(
+            "starting %s: %s; each loads the model", format_count(len(self._roles), "instance"), ", ".join(self._roles)
+        )
         async with asyncio.timeout(START_SECONDS):
-            await self._all_ready.wait()
+            await self._ready_told(time.monotonic())
         if self._start_error is not None:
             raise self._start_error
+
+    async def _ready_told(self, begun: float) -> None:
+        """Waits until all instances are ready, or one cannot be, and says now and then which ones still load."""
+        while not self._all_ready.is_set():
+            try:
+                async with asyncio.timeout(TELL_SECONDS):
+                    await self._all_ready.wait()
+            except TimeoutError:
+                there = {each.place for each in self.router.members.values() if each.ready is not None}
+                left = [place for place in self._roles if place not in there]
+                log.info("%.0f s: still loading: %s", time.monotonic() - begun, ", ".join(left))
 
     async def close(self) -> None:
         """Ends all instances, and the requests that they have with an error."""

@@ -20,6 +20,7 @@ import torch
 from quire.cache.codecs.nuq import BLOCK_PAIRS, MAX_SLOTS, NUM_BOOK, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.errors import ConfigError
+from quire.reading import check_regular
 
 FORMAT = "1"
 """Version of the file format: its tensors and their meaning."""
@@ -77,6 +78,7 @@ class Calibration:
         from safetensors import SafetensorError, safe_open
 
         try:
+            check_regular(path)
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict

@@ -22,6 +22,7 @@ from quire.cache.manager import PINNED_SHARE
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.options import format_bytes
+from quire.reading import parse_json, read_text
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -53,7 +54,7 @@ def read_lines(file: Path, what: str = "cache.pin") -> list[tuple[int, dict[str,
     what  the setting or flag that names the file
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(file, "utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {what}: {error}") from error
     except UnicodeDecodeError as error:
@@ -63,7 +64,7 @@ def read_lines(file: Path, what: str = "cache.pin") -> list[tuple[int, dict[str,
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
-            found.append((number, _checked(json.loads(line))))
+            found.append((number, _checked(parse_json(line))))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{what} {file}, line {number}: not JSON: {error}") from error
         except ValueError as error:

@@ -34,6 +34,7 @@ from quire.models.weights import open_model
 from quire.planning.curves import BEYOND, FITTED_TEXT, Curve, Curves, Loss, Losses, Scoring, parts_of
 from quire.planning.latency import About
 from quire.planning.space import NOT_OF_ENGINES, Settings, Space, Value
+from quire.reading import read_text
 from quire.version import __version__
 
 CONTEXT, WINDOWS = 1024, 12
@@ -77,7 +78,7 @@ class Text:
     def read(cls, file: Path) -> Text:
         """The text of a file. Raises ConfigError."""
         try:
-            return cls(file.name, file.read_text(encoding="utf-8"))
+            return cls(file.name, read_text(file))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the text {file}: {error}") from error
 

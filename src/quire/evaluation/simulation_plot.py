@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from quire.evaluation.plot import load_figure, save_figure
+from quire.options import format_number
 from quire.planning.goodput import Goodput
 from quire.planning.slo import Slo
 from quire.simulation.outcome import Floats, Outcome
@@ -34,7 +35,7 @@ def save_simulation(
     for rate, outcome in outcomes.items():
         answered = np.isfinite(outcome.last)
         share = answered.mean()
-        name = f"{rate:.3g} requests/s" if math.isfinite(rate) else "all at once"
+        name = f"{format_number(rate)} requests/s" if math.isfinite(rate) else "all at once"
         _draw_cdf(axes[0], outcome.ttft[answered], share, name)
         _draw_cdf(axes[1], outcome.tpot[answered & (outcome.num_out > 1)], share, name)
     for place, (metric, target) in enumerate((("TTFT", slo.ttft), ("TPOT", slo.tpot))):
@@ -65,7 +66,7 @@ def _draw_rates(axes: Any, outcomes: Mapping[float, Outcome], slo: Slo, goodput:
     if goodput is not None:
         points |= {point.rate: point.attainment for point in goodput.points}
         if goodput.rate:
-            axes.axvline(goodput.rate, color="tab:green", linewidth=1, label=f"goodput {goodput.rate:.3g}")
+            axes.axvline(goodput.rate, color="tab:green", linewidth=1, label=f"goodput {format_number(goodput.rate)}")
             axes.legend(fontsize="small")
     rates = sorted(points)
     axes.plot(rates, [points[rate] for rate in rates], marker="o", markersize=3)

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from quire.errors import QuireError
 from quire.kernels.levels import LEVELS, Level, editable_levels
 
 SOURCE_DIR = Path(__file__).parent
+
+TELL_SECONDS = 10.0
+"""Interval of lines about the progress. All levels take minutes on two cores."""
 
 # No -ffast-math: it assumes that NaN and -inf do not occur, but they mark empty rows and masked keys. No -fopenmp: the
 # kernels run on torch's thread pool.
@@ -180,7 +184,11 @@ def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
                 target = compiler.target_flags(LEVELS[level])
                 flags = (*FLAGS, *SOURCE_FLAGS.get(source.name, ()), *target)
                 commands.append([*compiler.command, *flags, "-c", str(source), "-o", objects[level][-1]])
-        list(pool.map(lambda command: _run(command, scratch), commands))
+        told = time.monotonic()
+        for count, _ in enumerate(pool.map(lambda command: _run(command, scratch), commands), 1):
+            if time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                print(f"quire: compiled {count} of {len(commands)} files", file=sys.stderr, flush=True)
         for level in levels:
             library, stamp = _paths(out_dir, level)
             built = scratch / library.name
@@ -222,7 +230,11 @@ def _stamp(compiler: Compiler) -> str:
 def _locked(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("quire: waiting for another process, which compiles the CPU kernels", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -35,6 +35,10 @@ except ConnectionError:
 PATIENCE = 20.0
 """Seconds that an answer may take, in case other processes use the cores."""
 
+CLOSE_SECONDS = 3.0
+"""How long closing waits for a thread that asks, which gives a busy program a second before it kills it. The program
+ends without that thread, too, because its socket is closed."""
+
 
 def received(connection: socket.socket) -> Any:
     """The next request, for the program; ends the process if there is none."""
@@ -75,13 +79,22 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._owner = 0
-        atexit.register(self.close)
+        self._is_closing = self._has_ended = False
+        atexit.register(self._end)
 
     def ask(self, request: tuple[Any, ...], whole: Callable[[], tuple[Any, ...]]) -> tuple[bytes, str]:
-        """The kind and text of the program's answer. whole: the request with what the program may lack."""
+        """The kind and text of the program's answer. whole: the request with what the program may lack. While another
+        thread closes it, and when this process ends, the answer is DIED.
+        """
         with self._lock:
+            if self._has_ended:
+                return DIED, ""
             if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
                 self._start()
+            # `close` sets this before it looks for a socket, so it sees this one, or is seen here.
+            if self._is_closing:
+                self._is_closing = False
+                return self._stop(), ""
             assert self._socket is not None
             try:
                 self._socket.settimeout(PATIENCE)
@@ -158,5 +171,20 @@ class Child:
 
     def close(self) -> None:
         """Ends the process; the next request starts another."""
-        if self._owner == os.getpid():
-            self._stop()
+        if self._owner != os.getpid():
+            return
+        self._is_closing = True
+        if (connection := self._socket) is not None:
+            with contextlib.suppress(OSError):  # closed by now
+                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
+        if self._lock.acquire(timeout=CLOSE_SECONDS):
+            try:
+                self._stop()
+                self._is_closing = False
+            finally:
+                self._lock.release()
+
+    def _end(self) -> None:
+        """Before the interpreter ends: a thread may still ask."""
+        self._has_ended = True
+        self.close()

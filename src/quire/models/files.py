@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelError
+from quire.reading import parse_json, read_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     """The object in a JSON file; empty if an optional file does not exist. Raises ModelError naming the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_text(path))
     except FileNotFoundError:
         if required:
             found = sorted(each.name for each in path.parent.glob("*.gguf"))
             hint = f"; the folder has {found[0]}: give that file's path" if found else ""
             raise ModelError(f"{path.parent}: {path.name} is missing{hint}") from None
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read ({error})") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path}: not a JSON object")
     return found

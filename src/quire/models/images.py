@@ -116,7 +116,7 @@ def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: in
     origin = Origin(
         model=_name_of(checkpoint.path.absolute()),
         path=str(path),
-        fingerprint=fingerprint(path),
+        fingerprint=fingerprint(checkpoint.path),
         files=tuple((status.st_size, status.st_mtime_ns) for status in statuses),
         form=form,
         dtype=str(dtype).removeprefix("torch."),

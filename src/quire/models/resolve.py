@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire.errors import ModelError
 from quire.models.embedded import EMBEDDED, pull
+from quire.models.gguf_file import files_of
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
@@ -34,7 +35,7 @@ def resolve_model(name: str, show_progress: bool | None = None) -> Path:
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user
     reason = _why_not(path)
     if reason is None:
-        return path
+        return files_of(path)[0]
     tried = [f"a folder or file {_short(str(path))}{reason}", f"an embedded model ({', '.join(EMBEDDED)})"]
     if _HUB_ID.fullmatch(name):
         found, reason = _from_hub(name)

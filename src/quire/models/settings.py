@@ -35,7 +35,8 @@ class Settings:
         """A finite number, at least `least`."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, value, "one number")
+            many = isinstance(value, list | tuple)
+            raise self._wrong(key, value, "the same number for every layer" if many else "one number")
         if not -sys.float_info.max <= value <= sys.float_info.max:
             raise self._wrong(key, value, "finite")
         if least is not None and value < least:

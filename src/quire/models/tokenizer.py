@@ -20,6 +20,7 @@ from quire.models.files import read_json
 from quire.models.gguf_file import read_header
 from quire.models.settings import Settings, one_line
 from quire.models.vocabulary import from_file, from_gguf, from_merges, gguf_token, gguf_vocabulary, token_text
+from quire.reading import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Pipeline
@@ -263,8 +264,8 @@ def _own_extras(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         config = _tokenizer_config(path)
         texts = {key: token_text(config, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
         separate, more = path / "chat_template.jinja", path / "additional_chat_templates" / f"{_TOOLS}.jinja"
-        templates = {_PLAIN: _read_text(separate)} if separate.is_file() else _templates(config)
-        if more.is_file():
+        templates = {_PLAIN: _read_text(separate)} if separate.exists() else _templates(config)
+        if more.exists():
             templates[_TOOLS] = _read_text(more)
     tokens = {role: text for role, text in texts.items() if text is not None}
     return tokens, {name: text for name, text in templates.items() if text}
@@ -286,7 +287,7 @@ def _tokenizer_config(folder: Path) -> Settings:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read ({error})") from None
 

@@ -6,13 +6,13 @@ any error, so an unknown name is rejected.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
 from quire.models.settings import Settings
+from quire.reading import check_regular, parse_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,6 +64,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 def from_file(path: Path) -> Tokenizer:
     """Loads a tokenizer.json and switches off its truncation and padding."""
     try:
+        check_regular(path)
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for any malformed file
         raise ModelError(f"{path}: not a tokenizer ({error})") from None
@@ -78,9 +79,9 @@ def from_merges(folder: Path, config: Settings) -> Tokenizer:
     config  contents of tokenizer_config.json
     """
     try:
-        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError, RecursionError) as error:
+        vocab = parse_json(read_text(folder / "vocab.json"))
+        lines = read_text(folder / "merges.txt").split("\n")
+    except (OSError, ValueError) as error:
         raise ModelError(f"{folder}: vocab.json or merges.txt cannot be read ({error})") from None
     if not isinstance(vocab, dict):
         raise ModelError(f"{folder}: vocab.json is not a JSON object")

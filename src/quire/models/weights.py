@@ -7,6 +7,7 @@ file) before anything is loaded. Tensors are memory-mapped and returned one at a
 from __future__ import annotations
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +20,9 @@ from quire.models.files import read_json
 from quire.models.gguf_file import GgufFile
 from quire.models.quants import BLOCK_KINDS, Blocks, dequantize
 from quire.models.settings import Settings, one_line
+from quire.reading import check_regular
+
+log = logging.getLogger("quire")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
 
 # A handle is reopened after this many bytes, so that copied pages leave the resident set.
 _REOPEN_BYTES = 256 << 20
+
+_COMPARED_ROWS = 4096
+"""Rows of an embedding that are compared at once: 50 MB of a model with 3,072 channels."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Supported dtypes of files, and the dtype in which such a model runs.
@@ -76,7 +83,8 @@ class Checkpoint(ABC):
 
 @one_line()
 def open_model(path: str | Path) -> Checkpoint:
-    """Opens a folder with config.json and safetensors, or a .gguf file.
+    """Opens a folder with config.json and safetensors, or a .gguf file. A model in several .gguf files is opened by
+    any of them.
 
     Raises ModelError, one line with the file, setting or tensor, if the model cannot run.
     """
@@ -108,18 +116,33 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._files[name] = file
         # Checkpoints of the bare decoder have no "model." prefix.
         bare = not any(name.startswith("model.") for name in stored)
-        spare = {"lm_head.weight"} if self.shape.tied_embeddings else set()
-        self._names = _match(
-            self.shape,
-            lambda name: hf_name(name, self.shape.architecture).removeprefix("model." if bare else ""),
-            stored,
-            spare,
-            folder,
-        )
+
+        def stored_name(name: str) -> str:
+            return hf_name(name, self.shape.architecture).removeprefix("model." if bare else "")
+
+        head, embed = stored_name("head.weight"), stored_name("embed.weight")
+        spare = {head} if self.shape.tied_embeddings else set()
+        if self.shape.tied_embeddings and {head, embed} <= stored.keys() and not self._are_equal(head, embed):
+            # As transformers 5 does. Older versions took the embedding, whatever the head was.
+            log.warning(
+                "%s: tie_word_embeddings is true, but %s differs from %s: the head is used", folder, head, embed
+            )
+            self.shape = dataclasses.replace(self.shape, tied_embeddings=False)
+        self._names = _match(self.shape, stored_name, stored, spare, folder)
         if not {config.get("dtype"), config.get("torch_dtype")} - {None, "", "auto"}:
             # The settings have no dtype: the dtype of the embedding decides.
-            embed = self._names["embed.weight"]
             self.shape = dataclasses.replace(self.shape, dtype=_DTYPES[self._files[embed].dtypes[embed]])
+
+    def _are_equal(self, *names: str) -> bool:
+        """Whether two stored matrices have the same numbers."""
+        shapes = {self._files[name].shapes[name] for name in names}
+        if len(shapes) > 1:
+            return False
+        for first in range(0, shapes.pop()[0], _COMPARED_ROWS):
+            one, other = (self._files[name].rows(name, first, first + _COMPARED_ROWS).float() for name in names)
+            if not torch.equal(one, other):
+                return False
+        return True
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See Checkpoint.tensor."""
@@ -164,6 +187,11 @@ class _File:
         self._bytes_read += found.nbytes
         return found
 
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Some rows of a matrix."""
+        found: Tensor = self._open().get_slice(name)[first:last]
+        return found
+
     def close(self) -> None:
         self._handle = None
         self._bytes_read = 0
@@ -173,6 +201,7 @@ class _File:
             from safetensors import SafetensorError, safe_open
 
             try:
+                check_regular(self._path)
                 self._handle = safe_open(self._path, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{self._path}: truncated or not a safetensors file ({error})") from None
@@ -180,11 +209,12 @@ class _File:
 
 
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file of llama, qwen2 or qwen3 architecture."""
+    """A GGUF of llama, qwen2 or qwen3 architecture: one file, or all its parts."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.files = path, (path,)
         self._file = GgufFile(path)
+        self.files = self._file.header.files
+        self.path = path = self.files[0]
         tensors = self._file.header.tensors
         if "token_embd.weight" not in tensors:
             raise ModelError(f"{path}: tensor token_embd.weight is missing")

@@ -10,6 +10,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.offload.costs import Policy
 from quire.offload.units import Share, Split
+from quire.reading import parse_json, read_text
 
 FORMAT = 1
 _FIELDS = ("format", "tiers", "micro_batch", "num_batches", "weights", "cache", "hidden", "attended")
@@ -36,10 +37,10 @@ def read_policy(path: Path, tiers: Sequence[str]) -> Policy:
     Raises ConfigError that names the file, and the field if one is invalid.
     """
     try:
-        fields = json.loads(path.read_text())
+        fields = parse_json(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"offload.mode {path} is neither off nor auto, and there is no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"offload.mode {path}: not a policy that can be read ({error})") from None
     try:
         return _policy(fields, tiers)

@@ -19,6 +19,7 @@ from quire.config import format_bytes
 from quire.errors import ConfigError
 from quire.offload.records import above, increasing, made
 from quire.offload.units import NONE, TIERS, Share
+from quire.reading import parse_json, read_text
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
@@ -323,8 +324,8 @@ def profile_text(profile: Profile) -> str:
 def read_profile(path: Path) -> Profile:
     """The profile of a file. Raises ConfigError that names the file, and the field if one is invalid."""
     try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        fields = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"hardware {path}: not a profile that can be read ({error})") from None
     try:
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:

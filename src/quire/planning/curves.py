@@ -28,6 +28,7 @@ from quire.errors import ConfigError
 from quire.offload.records import made
 from quire.planning.latency import About, Origin
 from quire.planning.space import Settings, Space
+from quire.reading import parse_json, read_text
 
 log = logging.getLogger("quire")
 
@@ -233,8 +234,8 @@ class Curves:
 def read_curve(path: Path) -> Curve:
     """The curve of a file. Raises ConfigError that names the file and the field if it is none."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        fields = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"curve {path}: not a file that can be read ({error})") from None
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise ConfigError(f"curve {path}: not of format {FORMAT}; quire plan auto --text FILE makes one")

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from quire.errors import ConfigError
 from quire.offload.records import above
+from quire.options import format_number
 
 NAMES = {"rate": "requests/s", "mean_in": "prompt tokens", "mean_out": "answer tokens", "shared": "cached share"}
 """What is watched, in words."""
@@ -113,7 +114,7 @@ class Change:
     now: float
 
     def __str__(self) -> str:
-        return f"{NAMES[self.feature]} {self.planned:.3g} -> {self.now:.3g}"
+        return f"{NAMES[self.feature]} {format_number(self.planned)} -> {format_number(self.now)}"
 
 
 @dataclass(frozen=True)

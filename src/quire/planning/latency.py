@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 
 from quire.errors import ConfigError
 from quire.offload.records import above, made
+from quire.reading import parse_json, read_text
 
 FORMAT = 1
 
@@ -274,8 +275,8 @@ class LatencyModel:
     def from_json(cls, text: str) -> LatencyModel:
         """The model of a JSON text. Raises ConfigError that names the field if it is none."""
         try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            fields = parse_json(text)
+        except ValueError as error:
             raise ConfigError(f"not JSON ({error})") from None
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ConfigError(
@@ -294,7 +295,7 @@ class LatencyModel:
     def read(cls, path: Path) -> LatencyModel:
         """The model of a file. Raises ConfigError that names the file, and the field if one is invalid."""
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            return cls.from_json(read_text(path))
         except (OSError, ValueError) as error:
             raise ConfigError(f"latency model {path}: {error}") from None
 

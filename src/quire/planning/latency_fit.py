@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
+from quire.options import format_number
 from quire.planning.latency import BASE, KINDS, QUANTILES, ROWS, TERMS, About, LatencyModel, Link, StepWork
 
 Floats = NDArray[np.float64]
@@ -257,5 +258,5 @@ def told(seconds: float) -> str:
     """Seconds in a unit that fits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0"
+            return f"{format_number(seconds / size)} {unit}"
+    return f"{format_number(seconds / 1e-9)} ns" if seconds else "0"

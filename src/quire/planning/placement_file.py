@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 from quire.offload.records import above, made
 from quire.planning.candidates import Option, Role
 from quire.planning.cluster_file import ClusterSpec
+from quire.reading import parse_json, read_text
 
 VERSION = 1
 
@@ -248,8 +249,8 @@ class _Content:
 def read_placement(path: Path) -> Placement:
     """The placement of a file. Raises ConfigError that names the file and the field."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-    except (OSError, ValueError, RecursionError) as error:
+        fields = parse_json(read_text(path), parse_constant=_refuse)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"placement {path}: not a file that can be read ({error})") from None
     try:
         return placement_of(fields)

@@ -19,6 +19,7 @@ from quire.engine.step import Result, Step
 from quire.errors import ConfigError
 from quire.planning.latency import StepWork
 from quire.planning.work import WorkMeter
+from quire.reading import parse_json, read_bytes, read_text
 
 MOST = 1e18
 """Numbers of a log are below it."""
@@ -48,7 +49,7 @@ class StepLog:
         transport  how caches come from other instances; empty: there are none
         """
         try:
-            is_cut = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
+            is_cut = file.exists() and read_bytes(file)[-1:] not in (b"", b"\n")
             self._file = file.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise ConfigError(f"runtime.step_log {file} cannot be written: {error.strerror or error}") from None
@@ -134,13 +135,13 @@ def read_steps(files: Iterable[Path]) -> Logged:
     speeds: list[float] = []
     for file in files:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = read_text(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the log of steps {file}: {error}") from None
         speed = None
         for number, line in enumerate(lines, 1):
             try:
-                found = json.loads(line)
+                found = parse_json(line)
                 if isinstance(found, dict):
                     head = {name: found[name] for name in ("model", "options")}
                     heads.append({**head, "transport": found.get("transport", "")})

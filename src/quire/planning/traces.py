@@ -16,7 +16,6 @@ nothing of the engine, because the engine is checked against its count.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError
 from quire.planning.workload import Arrival, Arrivals, Span, Workload
+from quire.reading import open_file, parse_json
 
 HASHED_TOKENS = 512
 """Tokens of a trace that one hash id stands for."""
@@ -116,14 +116,14 @@ def read_workload(path: Path, limit: int | None = None) -> Workload:
     Raises ConfigError with file and line for what is no request.
     """
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with open_file(path, encoding="utf-8-sig") as file:
             head = next((text.strip() for text in file if text.strip()), "")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the workload {path}: {error}") from error
     if head.startswith("{"):
         try:
-            is_own = not {"workload", "prompt", "num_out"}.isdisjoint(json.loads(head))
-        except (ValueError, RecursionError):
+            is_own = not {"workload", "prompt", "num_out"}.isdisjoint(parse_json(head))
+        except ValueError:
             is_own = False
         return _read_own(path, limit) if is_own else _workload(path, read_trace(path, limit))
     if AZURE_COLUMNS[0] not in head:
@@ -257,7 +257,7 @@ def _read_own(path: Path, limit: int | None) -> Workload:
 
     def parse(line: int, text: str) -> tuple[int, Arrival] | None:
         nonlocal name
-        fields = json.loads(text)
+        fields = parse_json(text)
         if name is None:
             name = str(fields.get("workload", path.stem))
             if "workload" in fields:
@@ -299,7 +299,7 @@ def _read(path: Path, limit: int | None, parse: Callable[[int, str], _Row | None
     """
     rows: list[_Row] = []
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with open_file(path, encoding="utf-8-sig") as file:
             for line, text in enumerate(file, 1):
                 if len(rows) == limit:
                     break
@@ -307,7 +307,7 @@ def _read(path: Path, limit: int | None, parse: Callable[[int, str], _Row | None
                     continue
                 try:
                     row = parse(line, text)
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise ConfigError(f"{path} line {line}: {error}") from error
                 if row is not None:
                     rows.append(row)
@@ -347,7 +347,7 @@ def _whole(name: str, value: object, least: int, most: int = MOST_TOKENS) -> int
 def _request(line: int, text: str, numbers: dict[int, int]) -> TraceRequest:
     """Parses a line and adds new ids to `numbers`. Raises ValueError for an invalid line."""
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
+    from quire.server.shapes import Error
 
 log = logging.getLogger("quire.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Refusal(Protocol):
+    """An error of the API."""
+
+    status: int
+
+    def body(self) -> Error:
+        """The JSON of the answer."""
+        ...
 
 
 @dataclass
@@ -28,6 +40,7 @@ class Access:
     request_id  the client's X-Request-Id, or one of ours
     answer_id   of the completion, by which engines log it
     num_kept    tokens of the prompts that retention keeps; None without retention
+    refusal     the error that it was answered with
     """
 
     request_id: str
@@ -38,6 +51,7 @@ class Access:
     num_cached: int = 0
     num_generated: int = 0
     num_kept: float | None = None
+    refusal: Refusal | None = None
 
     @classmethod
     def of(cls, headers: Headers) -> Access:
@@ -52,6 +66,14 @@ class Access:
         self.num_cached += item.num_cached_tokens or 0
         if item.kept_fraction is not None:
             self.num_kept = (self.num_kept or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
+
+    def reason(self) -> str | None:
+        """A line about the error that the request was answered with; None if it was none."""
+        if (refusal := self.refusal) is None:
+            return None
+        error = refusal.body()["error"]
+        # As JSON, because the message may quote the request: line breaks of it must not begin another line.
+        return f"refused id={self.request_id} status={refusal.status} error={json.dumps(error)}"
 
     def line(self, scope: Scope, status: int) -> str:
         """The line of a request that has ended: name=value, and what has no value is left out."""

@@ -5,6 +5,7 @@ Knows the URLs. The endpoints are in their own modules.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -96,6 +97,8 @@ class Gate:
             self.service.left()
             if self.service.config.access_log and scope["path"] not in QUIET:
                 log.info("%s", access.line(scope, status))
+            if log.isEnabledFor(logging.DEBUG) and (reason := access.reason()) is not None:
+                log.debug("%s", reason)
             route = getattr(scope.get("route"), "path", "other")
             self.service.metrics.responses.labels(route, str(status)).inc()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
+from quire.reading import read_text
 from quire.server.errors import ApiError
 from quire.server.tenants import tenant_of
 
@@ -36,7 +37,7 @@ class ApiKeys:
         if path is None:
             return cls([])
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
             mode = Path(path).stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the API keys of serve.api_key_file: {error}") from error

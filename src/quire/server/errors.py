@@ -24,6 +24,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
+from quire.server.access import CURRENT
 from quire.server.shapes import Error
 
 log = logging.getLogger("quire.server")
@@ -105,9 +106,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = "inva
 
 
 def api_error(error: Exception) -> ApiError:
-    """Converts an exception to the client's answer. An unexpected one is logged with its traceback and answered as
-    500.
+    """Converts an exception to the client's answer, and notes it for the log. An unexpected one is logged with its
+    traceback and answered as 500.
     """
+    answer = _converted(error)
+    if (access := CURRENT.get()) is not None:
+        access.refusal = answer
+    return answer
+
+
+def _converted(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error

@@ -6,11 +6,12 @@ Nothing is recorded per token, so a stream costs the same with and without metri
 from __future__ import annotations
 
 import asyncio
+import platform
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +19,7 @@ from quire.config import SloConfig
 from quire.server.cluster_metrics import cluster_metrics
 from quire.server.slo import Slo
 from quire.server.tier_metrics import offload_metrics, tier_metrics
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
@@ -53,6 +55,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.slo = Slo(slo or SloConfig(), self.registry)
         self.registry.register(_EngineCollector(stats))
+        ProcessCollector(registry=self.registry)
+        Info("quire_build", "The running version.", registry=self.registry).info(
+            {"version": __version__, "python": platform.python_version()}
+        )
         self.first_token = Histogram(
             "quire_time_to_first_token_seconds",
             "Time from arrival to the first token.",

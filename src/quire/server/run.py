@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from quire.errors import ConfigError
+from quire.options import format_count
 from quire.server.app import create_app
 from quire.server.auth import ApiKeys, check_exposure
 from quire.server.edge import Edge, Limits
@@ -196,6 +197,11 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge,
         await signalled.wait()
         service.draining = True
         edge.close_unsent(shutting_down())
+        if count := service.in_flight:
+            log.info(
+                "waiting for %s, at most %g s; Ctrl-C again ends %s",
+                format_count(count, "request"), drain_seconds, "it" if count == 1 else "them",
+            )  # fmt: skip
         ends = [asyncio.ensure_future(event.wait()) for event in (service.idle, hurried)]
         await asyncio.wait(ends, timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:

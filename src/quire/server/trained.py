@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from quire.reading import parse_json, read_text
 
 Pooling = Literal["mean", "last"]
 
@@ -62,6 +63,6 @@ def _poolings(config: dict[str, Any]) -> list[str]:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        return parse_json(read_text(path))
+    except (OSError, ValueError):
         return None

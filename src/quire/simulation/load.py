@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from quire.config import RetainConfig
 from quire.errors import QuireError
+from quire.options import format_number
 from quire.planning.bounds import Asked, Bound
 from quire.planning.fitted import Fitted
 from quire.planning.goodput import Goodput, goodput
@@ -315,7 +316,7 @@ def noted(found: Goodput, load: Load, slo: Slo) -> Goodput:
     excess = rate * slo.ttft / (slo.attainment * count)
     if math.isfinite(excess) and excess > SHORT:
         told.append(
-            f"{count:,} requests arrive within {count / rate:.3g} s at {rate:.4g} requests/s; up to"
+            f"{count:,} requests arrive within {format_number(count / rate)} s at {rate:.4g} requests/s; up to"
             f" {excess / (1 + excess):.0%} of this rate may be a queue that still grows, because requests may wait for"
             f" {slo.ttft:.4g} s; more --requests show it"
         )

@@ -79,7 +79,7 @@ class Index:
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with _errors():
             # Reading takes mode rw, too: a log that a killed writer left can be read in no other way.
-            uri = f"{self.path.as_uri()}?mode=rw"
+            uri = f"{self.path.absolute().as_uri()}?mode=rw"
             self._db = sqlite3.connect(uri, timeout=5.0, isolation_level=None, check_same_thread=False, uri=True)
         try:
             with _errors():

@@ -19,7 +19,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from io import BufferedReader, BufferedWriter, FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +28,7 @@ from blake3 import blake3
 
 from quire.cache.run import layer_of
 from quire.errors import ConfigError, ExtentError
+from quire.reading import open_file
 from quire.stores.heads import Head, parse_head
 from quire.stores.seal import HEADER_BYTES, Seal
 
@@ -108,7 +109,7 @@ class Parcel:
     def __init__(self, path: Path) -> None:
         """Raises ExtentError for a file that is no parcel or is damaged, and OSError."""
         self._seal = Seal(None)
-        self._file = BufferedReader(FileIO(path))
+        self._file = open_file(path, "rb")
         try:
             self._check_whole()
             self.runs = list(self._scan())
@@ -167,7 +168,7 @@ class Parcel:
             raise ExtentError(f"{end - self._file.tell()} bytes follow its last run")
 
     def _read(self, size: int) -> bytes:
-        data = self._file.read(size)
+        data: bytes = self._file.read(size)
         if len(data) < size:
             raise ExtentError("it is truncated")
         return data
