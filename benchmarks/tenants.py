@@ -41,8 +41,8 @@ def forms(number: int) -> dict[str, Any]:
     draw = random.Random(number)
     name = "".join(draw.choice("abcdefgh") for _ in range(6))
     kinds: list[dict[str, Any]] = [
-        {"json": {"type": "object", "properties": {name: {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-                  "required": [name], "additionalProperties": False}},
+        {"json": {"type": "object", "required": [name], "additionalProperties": False,
+                  "properties": {name: {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}},
         {"json": {"enum": [name, name[::-1], None, number]}},
         {"json": {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 4}},
         {"json": {"type": "string", "pattern": f"^{name}-[0-9]{{3}}$"}},

@@ -78,7 +78,7 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         has_controls |= _translate(own, link)
         if left > 0 and isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
             left -= _tell_apart(own, found)
-    Rewriting(found, lambda reference: _pointed(reference, found)).apply(own for _, own in reversed(every))
+    Rewriting(found, lambda reference: pointed(reference, found)).apply(own for _, own in reversed(every))
     style = dict(JSON_STYLE)
     if has_controls:
         del style["json_allowed_escapes"]
