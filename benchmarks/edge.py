@@ -38,9 +38,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / "edge")]
-from bombs import BOMBS, Target, ask, named  # noqa: E402
+from bombs import BOMBS as FRAMING_BOMBS  # noqa: E402
+from bombs import Target, ask, named  # noqa: E402
 from common import ROOT, append_record, commit, format_table, hardware, hardware_line  # noqa: E402
 from servers import Server, ServerError, answers, peer_server, quire_server  # noqa: E402
+from text_bombs import TEXT_BOMBS  # noqa: E402
+
+BOMBS = FRAMING_BOMBS | TEXT_BOMBS
 
 MAX_STALL, MAX_GROWTH = 0.5, 100e6
 MODES = {"open": "without keys", "keys": "with keys, bombs without one"}

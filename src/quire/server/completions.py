@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.params import SamplingParams
 from quire.server import shapes
 from quire.server.answers import Bytes, ScoredAnswer, encoded, extend, pieces
 from quire.server.errors import bad_request, json_response
@@ -32,7 +33,8 @@ async def create_completion(service: Service, request: Request) -> Response:
     async with service.bodies.read(request, CompletionRequest) as body:
         service.check_model(body.model)
         completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
-        await service.admit(completion.jobs, body.structure_param)
+        body.forget("prompt", "user")
+    await service.admit(completion.jobs, body.structure_param)
     if body.stream:
         return EventStream(completion.events())
     return await unless_disconnected(request.receive, completion.whole())
@@ -44,7 +46,8 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     if num_sequences > limit:
         message = f"'prompt' and 'n' need {num_sequences} sequences; the limit is {limit} (scheduler.max_queue)"
         raise bad_request(message, "prompt")
-    jobs = []
+    jobs: list[Job] = []
+    made: dict[int, SamplingParams] = {}
     scored = body.logprobs if body.echo else None
     asked = [each for each in (scored, body.prompt_logprobs) if each is not None]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
@@ -62,6 +65,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
             param="prompt",
             logprobs=body.logprobs,
             prompt_logprobs=max(asked) if asked else None,
+            made=made,
         )
         jobs.append(Job(ids, params, service.hints(body, tenant), tenant, text))
     echoed = {"logprobs": body.logprobs} if body.echo else {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from quire.engine.structured import MAX_CHOICES, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.errors import bad_request, shown
+from quire.server.structure import check_string
 
 MAX_METADATA = 16
 """Number of pairs, as in OpenAI's API."""
@@ -118,11 +119,13 @@ def _biases(value: Any) -> dict[int, float] | None:
     return biases
 
 
-def _structure(value: Any) -> StructuredOutputsParams | None:
+def _structure(value: Any, info: ValidationInfo) -> StructuredOutputsParams | None:
     if value is None:
         return None
     if not isinstance(value, dict):
         raise ValueError("Must be an object")
+    if isinstance(schema := value.get("json"), str):
+        check_string(schema, info)
     try:
         if "reasoning" in value:
             raise RequestError("structured_outputs: 'reasoning' is not known", "structured_outputs")

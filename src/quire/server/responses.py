@@ -40,8 +40,12 @@ async def create_response(service: Service, request: Request) -> Response:
     async with service.bodies.read(request, ResponsesRequest) as body:
         service.check_model(body.model)
         tooling = await _tooling(service.engine, body)
-        messages = [_Said(each) for each in body.messages()]
-        ids = await service.texts.encode_chat(messages, body.chat_template_kwargs, tools=tooling.tools, param="input")
+        ids = await service.texts.encode_chat(
+            lambda: [_Said(each) for each in body.messages()],
+            body.chat_template_kwargs,
+            tools=tooling.tools,
+            param="input",
+        )
         params = service.params(
             body,
             len(ids),
@@ -55,7 +59,8 @@ async def create_response(service: Service, request: Request) -> Response:
         tenant = request.state.tenant
         job = Job(ids, params, service.hints(body, tenant), tenant)
         answer = Answer(service, body, job, tooling.reader(ids))
-        await service.admit([job], body.structure_param, tooling.blamed)
+        body.forget("input", "chat_template_kwargs", "prompt_cache_key", "safety_identifier")
+    await service.admit([job], body.structure_param, tooling.blamed)
     if body.stream:
         return EventStream(answer.events(), answer.failed)
     return await unless_disconnected(request.receive, answer.whole())

@@ -115,7 +115,7 @@ class Texts:
 
     async def encode_chat(
         self,
-        messages: Sequence[Templated],
+        messages: Sequence[Templated] | Callable[[], Sequence[Templated]],
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Tool] = (),
@@ -126,6 +126,7 @@ class Texts:
         """The token ids of a conversation, rendered by the model's chat template with `variables`. Raises RequestError
         if the template rejects the messages or its text does not fit the context.
 
+        messages   or what makes them, on the thread
         tools      that the answer may call
         continues  whether the prompt ends within the last message, which the answer goes on with
         param      names the conversation in errors
@@ -134,7 +135,8 @@ class Texts:
         format_ = format_of(tokenizer.tool_template if tools else tokenizer.chat_template)
 
         def run() -> str:
-            rendered = format_.messages([message.for_template() for message in messages], tools)
+            given_messages = messages() if callable(messages) else messages
+            rendered = format_.messages([message.for_template() for message in given_messages], tools)
             given = dict(variables or {})
             if tools and format_.instructs is None:
                 given["tools"] = [tool.for_template() for tool in tools]
