@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from bombs import MESSAGE, Target, ask, named, side_by_side
+from bombs import Target, ask, named, side_by_side
 
 CHAT, RESPONSES, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/v1/completions", "/tokenize"
 

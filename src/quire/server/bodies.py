@@ -128,7 +128,8 @@ class Bodies:
             async with asyncio.timeout(self.arrivals.seconds):
                 await self.parsed.take(size)
         except TimeoutError:
-            raise _full(f"parsed request bodies of {self.parsed.size - self.parsed.free} bytes in total are in use")
+            taken = self.parsed.size - self.parsed.free
+            raise _full(f"parsed request bodies of {taken} bytes in total are in use") from None
         try:
             yield
         finally:

@@ -80,18 +80,19 @@ class Opening:
 
     lists   the four lists of the echoed prompt's log-probabilities, encoded; None for a list that is null
     scores  the extension `prompt_logprobs`, encoded
-    prompt_ids  the extension `return_token_ids`; None without it
+    prompt_ids  the extension `return_token_ids`, encoded; None without it
     """
 
     text: str = ""
     lists: dict[str, bytes | None] | None = None
     scores: bytes | None = None
-    prompt_ids: list[int] | None = None
+    prompt_ids: bytes | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all encoded lists."""
-        return sum(len(each) for each in (self.scores, *(self.lists or {}).values()) if each is not None)
+        """Bytes of all encoded lists, and about those of the text."""
+        lists = (self.scores, self.prompt_ids, *(self.lists or {}).values())
+        return len(self.text) + sum(len(each) for each in lists if each is not None)
 
     def as_delta(self, index: int) -> shapes.CompletionDelta:
         """The first chunk of a streamed choice has it."""
@@ -99,7 +100,7 @@ class Opening:
             "index": index, "text": self.text, "logprobs": joined(self.lists), "finish_reason": None,
         }  # fmt: skip
         if self.prompt_ids is not None:
-            found["prompt_token_ids"] = self.prompt_ids
+            found["prompt_token_ids"] = Items(self.prompt_ids)
         return found
 
 
@@ -132,7 +133,8 @@ class Choice:
         if opening.scores is not None:
             found["prompt_logprobs"] = Items(opening.scores)
         if opening.prompt_ids is not None:
-            found["prompt_token_ids"], found["token_ids"] = opening.prompt_ids, self.token_ids
+            found["prompt_token_ids"] = Items(opening.prompt_ids)
+            found["token_ids"] = Items(encoded(self.token_ids))
         return found
 
 
@@ -189,7 +191,7 @@ class Completion:
                 for index, choice in enumerate(self.choices)
             ]
             content: shapes.Completion = {**self.head, "choices": choices, "usage": self.usage.as_dict()}
-            if self.body.logprobs is None and self.body.prompt_logprobs is None:
+            if not (self.body.return_token_ids or self.body.echo) and self._is_unscored:
                 return json_response(content)  # 4 us for one choice, where pieces take 22
             return ScoredAnswer(content, held.pop_all())
 
@@ -218,6 +220,10 @@ class Completion:
                         yield news
         yield chunks.end()
 
+    @property
+    def _is_unscored(self) -> bool:
+        return self.body.logprobs is None and self.body.prompt_logprobs is None
+
     def _items(self, grow: Callable[[int], None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yields the engine's output; calls `grow` with the bytes of openings."""
 
@@ -237,7 +243,7 @@ class Completion:
         def make() -> tuple[Opening, LegacyLogprobs]:
             opening, legacy, scores = Opening(), choices[0].legacy, item.prompt_logprobs or []
             if self.body.return_token_ids:
-                opening.prompt_ids = prompt.prompt_ids
+                opening.prompt_ids = encoded(prompt.prompt_ids)
             if self.body.prompt_logprobs is not None:
                 opening.scores = encoded(prompt_logprobs(scores, self.names))
             if self.body.echo:

@@ -16,7 +16,7 @@ from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request
-from quire.server.fields import Biases, OnlyFalse, Prompts, Stops, Structured, TokenId, Tokens, Unsupported
+from quire.server.fields import Biases, OnlyFalse, Prompts, Stops, Structured, TokenId, Tokens, Unsupported, User
 from quire.server.structure import MAX_VALUES
 
 _ADVISED = "Default: the model's value in `sampling_defaults` (GET /v1/models), else the API's default."
@@ -39,7 +39,6 @@ class Model(BaseModel):
         known = {name: value[name] for name in cls.model_fields if name in value}
         unknown = next(name for name in value if name not in cls.model_fields)
         return known | {unknown: value[unknown]}
-
 
     def forget(self, *names: str) -> None:
         """Drops the values of fields that nothing reads any more: requests live as long as their answers."""
@@ -121,7 +120,7 @@ class Tuning(Model):
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Stops = None
     logit_bias: Biases = None
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: User | None = Field(None, description="Accepted and not used.")
 
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
         None, description=f"Extension: 0 or -1 is off. {_ADVISED}"
