@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from bombs import Target, ask, named, side_by_side
 
-CHAT, RESPONSES, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/v1/completions", "/tokenize"
+CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
+TOKENIZE, EMBEDDINGS = "/tokenize", "/v1/embeddings"
 
 
 def called(count: int, arguments: str) -> bytes:
@@ -56,10 +57,22 @@ def asked(**given: object) -> bytes:
 
 
 def large_tools() -> list[dict[str, object]]:
-    """100 tools of 60 KB and 500 objects each."""
-    schema = {"type": "object", "properties": {f"p{each:05d}": {"description": "d" * 80} for each in range(500)}}
+    """100 tools of 60 KB and 300 objects each."""
+    schema = {"type": "object", "properties": {f"p{each:05d}": {"description": "d" * 180} for each in range(300)}}
     return [{"type": "function", "name": f"f{each}", "parameters": schema} for each in range(100)]
 
+
+def said(text: str) -> bytes:
+    """A conversation with a text, which is sent as UTF-8."""
+    message = json.dumps({"role": "user", "content": text}, ensure_ascii=False).encode()
+    return b'{"model":"%s","messages":[' + message + b'],"max_tokens":1}'
+
+
+EMOJI = "\U0001f98a"
+"""A string that has one takes four bytes for each of its characters once parsed."""
+
+RARE = b'"' + ("\ufdfa" * 1360).encode() + b'"'
+"""Four thousand bytes, which are four thousand tokens."""
 
 LETTERS = "\ufdfa" * 262_144
 """U+FDFA is one character, and 18 under NFKC."""
@@ -92,9 +105,9 @@ TEXT_BOMBS: dict[str, Callable[[Target], str]] = {
             structured_outputs={"json": {"type": "object", "properties": {f"p{x}": {} for x in range(15_000)}}},
         ),
     ),
-    "biases for 200 prompts": sent(
+    "biases for 40 prompts": sent(
         COMPLETIONS,
-        lambda: fields(prompt=["a"] * 200, max_tokens=1, logit_bias={str(each): 1 for each in range(1024)}),
+        lambda: fields(prompt=["a"] * 40, max_tokens=1, logit_bias={str(each): 1 for each in range(1024)}),
     ),
     "a schema of brackets": sent(
         COMPLETIONS, lambda: fields(prompt="a", structured_outputs={"json": "[" + ",".join(["[]"] * 87_000) + "]"})
@@ -103,6 +116,13 @@ TEXT_BOMBS: dict[str, Callable[[Target], str]] = {
     "6 MB of tools, no choice": sent(
         RESPONSES, lambda: fields(input="a", tools=large_tools(), tool_choice="none", max_output_tokens=1)
     ),
+    "6 MB of tools, 8 at once": sent(
+        RESPONSES, lambda: fields(input="a", tools=large_tools(), tool_choice="none", max_output_tokens=1), 8
+    ),
+    "8 MB and an emoji in chat": sent(CHAT, lambda: said("a" * 8_300_000 + EMOJI)),
+    "8 x 8 MB and an emoji": sent(CHAT, lambda: said("a" * 8_300_000 + EMOJI), 8),
+    "2 MB and an emoji in chat": sent(CHAT, lambda: said(" " * 2_600_000 + EMOJI)),
+    "2,048 texts to embed": sent(EMBEDDINGS, lambda: b'{"input":[' + b",".join([RARE] * 2000) + b"]}"),
     "8 MB users, 32 at once": sent(CHAT, lambda: asked(user="u" * 8_300_000), 32),
     "echo for 128 choices": sent(
         COMPLETIONS, lambda: fields(prompt=" " * 250_000, echo=True, n=128, max_tokens=1, return_token_ids=True)

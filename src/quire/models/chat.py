@@ -115,13 +115,14 @@ class _Copy:
         self._num_values = 0
 
     def plain(self, value: Any, name: str) -> Any:
-        """A copy of a value. Raises RequestError, which has the name of its variable, for other types, and if all
-        copies together have more than MAX_VALUES values.
+        """A copy of a value of a variable. Raises RequestError for other types, and if all copies together have more
+        than MAX_VALUES values.
         """
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             message = f"messages, tools and other variables of the chat template have more than {MAX_VALUES:,} values"
-            raise RequestError(f"{message} together; send less in one request", name)
+            param = name if name in ("messages", "tools") else "chat_template_kwargs"
+            raise RequestError(f"{message} together; send less in one request", param)
         if value is None or type(value) in (str, int, float, bool):
             return value
         if isinstance(value, str):

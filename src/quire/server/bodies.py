@@ -303,4 +303,8 @@ def _parse(body: bytearray, model: type[Body], structure: Structure | None = Non
         return model.model_validate(parsed, context=structure or Structure())
     except ValidationError as error:
         refusal = api_error(error)
-    raise refusal
+    try:
+        raise refusal
+    finally:
+        # Its traceback has this frame, which must keep alive neither the body nor the error itself.
+        del refusal, parsed, body

@@ -175,7 +175,8 @@ class Completion:
     async def whole(self) -> Response:
         """The answer in one piece."""
         with ExitStack() as held:
-            grow = held.enter_context(self.service.unsent.hold())
+            named = ("echoed texts", "echo") if self._is_unscored else ("log-probabilities", "logprobs")
+            grow = held.enter_context(self.service.unsent.hold(*named))
             async with aclosing(self._items(grow)) as items:
                 async for job, item in items:
                     for delta in self._deltas(job, item):
@@ -186,6 +187,8 @@ class Completion:
                             grow(choice.extend(delta["logprobs"]))
                         if delta["finish_reason"] is not None:
                             choice.finish_reason, choice.stop_reason = delta["finish_reason"], delta["stop_reason"]
+            for opening in self.openings.values():
+                grow((self.num_choices - 1) * len(opening.text))  # every choice has it
             choices = [
                 choice.as_dict(index, self.openings[index // self.num_choices])
                 for index, choice in enumerate(self.choices)
