@@ -7,18 +7,22 @@ import json
 import threading
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import normalizers
 
 import quire.server
 from quire.engine.params import SamplingParams
-from quire.server import bodies, service, structure
+from quire.models.tokenizer import Tokenizer
+from quire.server import bodies, service, structure, texts
 from quire.server.chat_schema import ChatRequest
 from quire.server.errors import ApiError
 from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import CompletionRequest
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 from tests.server.harness import CHAT, RawCall, application, client, error_of, turns
+from tests.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -150,6 +154,27 @@ async def test_texts_that_may_grow_are_encoded_off_the_event_loop(text, monkeypa
         assert (await ask(http, "POST", "/tokenize", {"prompt": text})).status_code == 200
         assert (await ask(http, "POST", "/tokenize", {"prompt": "é" * 400})).status_code == 200
     assert threading.main_thread() not in threads[:-1] and threads[-1] is threading.main_thread()
+
+
+def test_a_text_is_counted_as_normalized_before_it_is_encoded_as_a_whole(monkeypatch):
+    pipeline = byte_tokenizer()
+    pipeline.normalizer = normalizers.NFKC()
+    tokenizer, sizes = Tokenizer(pipeline), []
+    original = Tokenizer.encode
+
+    def encode(self, text, add_special=True):
+        sizes.append(len(pipeline.normalizer.normalize_str(text).encode()))
+        return original(self, text, add_special)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    engine = SimpleNamespace(tokenizer=tokenizer, max_context=100_000, context_limit="a test")
+    for count in (20_000, 262_144):
+        sizes.clear()
+        with pytest.raises(ApiError, match="at least") as refused:
+            texts.Texts(engine)._encode("\ufdfa" * count, False, "prompt")
+        assert refused.value.code == "context_length_exceeded"
+        assert max(sizes) <= texts.PIECE_BYTES and sum(sizes) <= 2 * (engine.max_context + texts.PIECE_BYTES)
+    assert len(texts.Texts(engine)._encode("a" * texts.WHOLE_BYTES, False, "prompt")) == texts.WHOLE_BYTES
 
 
 async def test_a_schema_is_written_once_where_its_body_is_checked(monkeypatch):
