@@ -124,8 +124,8 @@ TEXT_BOMBS: dict[str, Callable[[Target], str]] = {
     "2 MB and an emoji in chat": sent(CHAT, lambda: said(" " * 2_600_000 + EMOJI)),
     "2,048 texts to embed": sent(EMBEDDINGS, lambda: b'{"input":[' + b",".join([RARE] * 2000) + b"]}"),
     "8 MB users, 32 at once": sent(CHAT, lambda: asked(user="u" * 8_300_000), 32),
-    "echo for 128 choices": sent(
-        COMPLETIONS, lambda: fields(prompt=" " * 250_000, echo=True, n=128, max_tokens=1, return_token_ids=True)
+    "echo for 24 choices": sent(
+        COMPLETIONS, lambda: fields(prompt=" " * 250_000, echo=True, n=24, max_tokens=1, return_token_ids=True)
     ),
 }
 """By name; each sends to a server and returns the outcome."""

@@ -15,13 +15,13 @@ from tokenizers import normalizers
 import quire.server
 from quire.engine.params import SamplingParams
 from quire.models.tokenizer import Tokenizer
-from quire.server import bodies, service, structure, texts
+from quire.server import bodies, service, structure, texts, trims
 from quire.server.chat_schema import ChatRequest
 from quire.server.errors import ApiError
 from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import CompletionRequest
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
-from tests.server.harness import CHAT, RawCall, application, client, error_of, turns
+from tests.server.harness import CHAT, RawCall, application, asgi_client, client, error_of, turns
 from tests.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -431,3 +431,19 @@ def test_numbers_of_a_thousand_digits_are_the_longest_ones(monkeypatch):
         structure.check_structure(b'["' + b"9" * 5000 + b'"]')
         with pytest.raises(ApiError, match="1,000 digits in a number"):
             structure.check_structure(b"[1,-" + b"9" * 3000 + b"]")
+
+
+async def test_memory_is_given_back_once_after_large_bodies(monkeypatch):
+    monkeypatch.setattr(trims, "TRIM_SECONDS", 0.2)
+    app = application(FakeEngine())
+    found, threads = app.state.service.bodies.trims, []
+    assert found._trim is None or found._trim(0) in (0, 1)
+    found._trim = lambda pad: threads.append(threading.current_thread())
+    small, refused, parsed = b'{"prompt":"a"}', b'{"prompt":' + b"[" * 1_000_000, json.dumps({"tokens": [1] * 30_000})
+    async with asgi_client(app) as http:
+        for content, count in ((small, 0), (refused, 1), (parsed.encode(), 1), (b'{"prompt":"' + b"a" * 10**6, 1)):
+            threads.clear()
+            for _ in range(3):
+                assert (await ask(http, "POST", "/detokenize", content)).status_code == 400
+            await asyncio.sleep(0.3)
+            assert len(threads) == count and threading.main_thread() not in threads

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from quire.server.errors import ApiError, ClientDisconnected, api_error, bad_request
 from quire.server.room import Room
 from quire.server.structure import MAX_DEPTH, MAX_VALUES, Structure, TooComplexError, check_structure, too_complex
+from quire.server.trims import Trims
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -68,6 +69,7 @@ class Bodies:
         self.body_seconds = body_seconds
         self.arrivals = Arrivals(NUM_LARGEST * max_bytes, room_seconds)
         self.parsed = Room(PARSED_BYTES)
+        self.trims = Trims()
         # One at a time, so that a body that is being checked has the other core.
         self._parsing = ThreadPoolExecutor(1, "quire-bodies")
 
@@ -114,11 +116,16 @@ class Bodies:
                 yield _parse(body, model)
                 return
             run = asyncio.get_running_loop().run_in_executor
-            structure = await run(self._parsing, check_structure, body)
-            async with self._parsed_room(structure.num_bytes):
-                parsed = await run(self._parsing, _parse, body, model, structure)
-                del body
-                yield parsed
+            size = len(body)
+            try:
+                structure = await run(self._parsing, check_structure, body)
+                size = max(size, structure.num_bytes)
+                async with self._parsed_room(structure.num_bytes):
+                    parsed = await run(self._parsing, _parse, body, model, structure)
+                    del body
+                    yield parsed
+            finally:
+                self.trims.after(size)
 
     @asynccontextmanager
     async def _parsed_room(self, size: int) -> AsyncIterator[None]:
