@@ -85,7 +85,7 @@ TEXT_BOMBS: dict[str, Callable[[Target], str]] = {
     "1.6 million lists in a call": sent(TOKENIZE, lambda: conversation(1, listed("[[]]", 1_600_000), 1)),
     "60,000 lists in a call": sent(TOKENIZE, lambda: conversation(1, listed("[]", 60_000), 1)),
     "a million numbers in a call": sent(TOKENIZE, lambda: conversation(1, listed("1000000", 1_000_000), 1)),
-    "200 x 4,000 digits in calls": sent(RESPONSES, lambda: called(1500, listed("9" * 4000, 1))),
+    "1,500 x 4,000 digits in calls": sent(RESPONSES, lambda: called(1500, listed("9" * 4000, 1))),
     "a million template numbers": sent(
         CHAT, lambda: asked(chat_template_kwargs={"a": [1_000_000] * 1_000_000}).replace(b", ", b",")
     ),
@@ -105,10 +105,11 @@ TEXT_BOMBS: dict[str, Callable[[Target], str]] = {
             structured_outputs={"json": {"type": "object", "properties": {f"p{x}": {} for x in range(15_000)}}},
         ),
     ),
-    "biases for 40 prompts": sent(
+    "1,024 biases for 8 prompts": sent(
         COMPLETIONS,
-        lambda: fields(prompt=["a"] * 40, max_tokens=1, logit_bias={str(each): 1 for each in range(1024)}),
+        lambda: fields(prompt=["a"] * 8, max_tokens=1, logit_bias={str(each): 1 for each in range(1024)}),
     ),
+    "8 MB of long numbers": sent(COMPLETIONS, lambda: b'{"prompt":[' + b",".join([b"9" * 4299] * 1900) + b"]}"),
     "a schema of brackets": sent(
         COMPLETIONS, lambda: fields(prompt="a", structured_outputs={"json": "[" + ",".join(["[]"] * 87_000) + "]"})
     ),
@@ -125,7 +126,7 @@ TEXT_BOMBS: dict[str, Callable[[Target], str]] = {
     "2,048 texts to embed": sent(EMBEDDINGS, lambda: b'{"input":[' + b",".join([RARE] * 2000) + b"]}"),
     "8 MB users, 32 at once": sent(CHAT, lambda: asked(user="u" * 8_300_000), 32),
     "echo for 24 choices": sent(
-        COMPLETIONS, lambda: fields(prompt=" " * 250_000, echo=True, n=24, max_tokens=1, return_token_ids=True)
+        COMPLETIONS, lambda: fields(prompt=" " * 100_000, echo=True, n=24, max_tokens=1, return_token_ids=True)
     ),
 }
 """By name; each sends to a server and returns the outcome."""

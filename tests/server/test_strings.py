@@ -60,6 +60,7 @@ BOMBS = {
     "names": ("{" + ",".join(f'"{each}":1' for each in range(66_000)) + "}", "65,536 names"),
     "strings": ("[" + ",".join(['""'] * 132_000) + "]", "131,072 strings"),
     "values": ("[" + ",".join(["1"] * 1_100_000) + "]", "1,048,576 values"),
+    "values in strings": ("[" + ",".join(["1"] * 263_000) + "]", "262,144 values in such strings"),
     "levels": ("[" * 201 + "]" * 201, "200 levels"),
     "digits": ("[" + "9" * 1001 + "]", "1,000 digits in a number"),
     "levels of what is no JSON": ('{"a":' * 5000, "200 levels"),
@@ -441,6 +442,13 @@ async def test_memory_is_given_back_once_after_large_bodies(monkeypatch):
     found._trim = lambda pad: threads.append(threading.current_thread())
     small, refused, parsed = b'{"prompt":"a"}', b'{"prompt":' + b"[" * 1_000_000, json.dumps({"tokens": [1] * 30_000})
     async with asgi_client(app) as http:
+        hold = app.state.service.unsent.hold
+        for size, count in ((10, 0), (2_000_000, 1)):
+            threads.clear()
+            with hold() as grow:
+                grow(size)
+            await asyncio.sleep(0.3)
+            assert len(threads) == count
         for content, count in ((small, 0), (refused, 1), (parsed.encode(), 1), (b'{"prompt":"' + b"a" * 10**6, 1)):
             threads.clear()
             for _ in range(3):

@@ -123,7 +123,12 @@ class Bodies:
                 async with self._parsed_room(structure.num_bytes):
                     parsed = await run(self._parsing, _parse, body, model, structure)
                     del body
-                    yield parsed
+                    try:
+                        yield parsed
+                    except BaseException:
+                        # The error's traceback has frames with the body, and gets its answer after the room is free.
+                        parsed.__dict__.clear()
+                        raise
             finally:
                 self.trims.after(size)
 

@@ -113,7 +113,7 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.texts = Texts(engine)
-        self.unsent = Unsent()
+        self.unsent = Unsent(self.bodies.trims.after)
         self.scores = Room(PROMPT_SCORES_AT_ONCE)
         self.listing = asyncio.Lock()
         # One at a time: each may use a core and much memory.

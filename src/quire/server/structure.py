@@ -18,6 +18,10 @@ from quire.server.errors import ApiError, bad_request
 MAX_VALUES = 2**20
 """Values, counted by commas. The largest honest request, a prompt of a million token ids, takes 40 MB once parsed."""
 
+MAX_STRING_VALUES = 2**18
+"""Values in strings that are parsed as JSON: as many as a conversation may have. A million numbers in one string would
+stop all other threads for 0.15 s while they are parsed."""
+
 MAX_STRINGS = 2**17
 """Strings, names included; each takes 70 bytes once parsed. Twice MAX_NAMES, so that every name may have a text."""
 
@@ -43,9 +47,10 @@ class Structure:
     as the arguments of replayed calls. All of them together stay within the limits above; MAX_DEPTH is of each text.
     """
 
-    __slots__ = ("chars", "containers", "names", "quotes", "values")
+    __slots__ = ("chars", "containers", "names", "quotes", "string_values", "values")
 
     def __init__(self) -> None:
+        self.string_values = 0
         self.values = self.quotes = self.names = self.containers = self.chars = 0
 
     def add(self, text: bytes | bytearray) -> None:
@@ -107,8 +112,11 @@ def check_string(text: str, info: ValidationInfo) -> None:
     pydantic's error for the field that it stands in.
     """
     budget = info.context if isinstance(info.context, Structure) else Structure()
+    before = budget.values
     try:
         budget.add(text.encode(errors="surrogatepass"))
+        budget.string_values += budget.values - before
+        _check("values in such strings", budget.string_values, MAX_STRING_VALUES)
     except TooComplexError as error:
         reason = f"as JSON within the body, it makes the request have {error}"
         raise PydanticCustomError("body_too_complex", "{reason}", {"reason": reason}) from None

@@ -125,6 +125,8 @@ class Texts:
         """Raises ApiError 400 for a conversation whose characters cannot be the tokens of a context. It is not
         rendered: 8 MB of text with one emoji would take 200 MB, here and in the rendering process.
         """
+        if num_chars <= LONG_TEXT:
+            return
         most = 4 * self.engine.tokenizer.max_token_bytes * self.engine.max_context
         if num_chars > most:
             message = f"'{param}' has {num_chars:,} characters with its tools and variables; at most {most:,} can fit"
@@ -164,8 +166,8 @@ class Texts:
         format_ = format_of(tokenizer.tool_template if tools else tokenizer.chat_template)
 
         def run() -> str:
-            given_messages = messages() if callable(messages) else messages
-            rendered = format_.messages([message.for_template() for message in given_messages], tools)
+            said = messages() if callable(messages) else messages
+            rendered = format_.messages([message.for_template() for message in said], tools)
             given = dict(variables or {})
             if tools and format_.instructs is None:
                 given["tools"] = [tool.for_template() for tool in tools]
@@ -181,6 +183,8 @@ class Texts:
         # Always on a thread: another process renders, and a bad template uses up its whole time limit.
         try:
             text = await asyncio.get_running_loop().run_in_executor(self._templates, run)
+        except ApiError as error:
+            raise error.with_traceback(None) from None  # whose frames have the conversation
         except RequestError as error:
             raise RequestError(str(error), param if error.param == "messages" else error.param) from None
         return await self.encode(text, False, param)

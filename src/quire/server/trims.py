@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 from collections.abc import Callable
 
 TRIM_BYTES = 1_000_000
-"""Size, as text or parsed, from which a body is followed by a trim. Prompts of 250,000 tokens are as large."""
+"""Size from which a body, as text or parsed, or an answer with log-probabilities is followed by a trim. Prompts of
+250,000 tokens are as large."""
 
 TRIM_SECONDS = 3.0
-"""Time from a large body to the trim. Requests that come meanwhile use the memory again."""
+"""Time from a large body or answer to the trim. Requests that come meanwhile use the memory again."""
 
 
 class Trims:
@@ -23,9 +25,10 @@ class Trims:
         self._timer: asyncio.TimerHandle | None = None
 
     def after(self, num_bytes: int) -> None:
-        """A body of this size is not needed any more. Trims in TRIM_SECONDS, once for all bodies until then."""
+        """A body or an answer of this size is not needed any more. Trims in TRIM_SECONDS, once for all until then."""
         if num_bytes >= TRIM_BYTES and self._trim is not None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._start, self._trim)
+            with contextlib.suppress(RuntimeError):  # an answer that is dropped after the event loop has ended
+                self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._start, self._trim)
 
     def _start(self, trim: Callable[[int], int]) -> None:
         self._timer = None
