@@ -3,7 +3,8 @@
     python probe.py PORT PATH PID
 
 Answers each line of standard input with a JSON line about the time since the last one: {"worst": seconds of the slowest
-answer, "probes": number, "failed": number without status 200, "before": bytes at the start, "peak": most bytes}.
+answer, "busy": most processor seconds of the server within an answer, "probes": number, "failed": number without status
+200, "before": bytes at the start, "peak": most bytes}.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import select
 import sys
 import threading
@@ -41,6 +43,15 @@ def resident(pids: list[int]) -> int:
         with contextlib.suppress(OSError):
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
     return total
+
+
+def computed(pid: int) -> float:
+    """Processor seconds that a process has used in all its threads."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_well(port: int, path: str) -> bool:
@@ -81,17 +92,26 @@ class Memory(threading.Thread):
 def main() -> None:
     """Answers until the input ends."""
     port, path = int(sys.argv[1]), sys.argv[2]
-    memory = Memory(int(sys.argv[3]))
+    pid = int(sys.argv[3])
+    memory = Memory(pid)
     while True:
         memory.begin()
-        worst, probes, failed = 0.0, 0, 0
+        worst, busy, probes, failed = 0.0, 0.0, 0, 0
         while not select.select([sys.stdin], [], [], PERIOD)[0]:
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), computed(pid)
             failed += not is_well(port, path)
-            worst, probes = max(worst, time.perf_counter() - begun), probes + 1
+            seconds = time.perf_counter() - begun
+            worst, busy, probes = max(worst, seconds), max(busy, min(seconds, computed(pid) - before)), probes + 1
         if not sys.stdin.readline():
             return
-        seen = {"worst": worst, "probes": probes, "failed": failed, "before": memory.before, "peak": memory.peak}
+        seen = {
+            "worst": worst,
+            "busy": busy,
+            "probes": probes,
+            "failed": failed,
+            "before": memory.before,
+            "peak": memory.peak,
+        }
         print(json.dumps(seen), flush=True)
 
 

@@ -10,7 +10,7 @@ import codecs
 import functools
 import itertools
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +80,9 @@ class ByteTokenizer:
 
     def added_id(self, text: str) -> int | None:
         return {"<s>": BOS, "</s>": EOS}.get(text)
+
+    def pieces(self, text: str, num_bytes: int) -> Iterator[str]:
+        return (text[at : at + num_bytes // 4] for at in range(0, len(text), num_bytes // 4))
 
     def token_bytes(self, token_id: int) -> bytes:
         return {BOS: b"<s>", EOS: b"</s>"}.get(token_id) or bytes([token_id])

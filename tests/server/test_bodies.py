@@ -165,7 +165,7 @@ async def test_a_large_body_is_checked_where_it_does_not_hold_up_the_event_loop(
 
     def check(text):
         waited.append(answered.wait(5))
-        check_structure(text)
+        return check_structure(text)
 
     monkeypatch.setattr(bodies, "check_structure", check)
     async with client(FakeEngine(max_context=100_000)) as http:

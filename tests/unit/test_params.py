@@ -190,3 +190,26 @@ def test_parameters_and_stops_need_neither_torch_nor_numpy():
     )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "set()"
+
+
+def test_a_refused_value_is_written_only_as_far_as_it_is_shown():
+    class Item:
+        num_shown = 0
+
+        def __repr__(self):
+            Item.num_shown += 1
+            return "item"
+
+    many = [Item() for _ in range(1000)]
+    for refused in (
+        lambda: CacheHints(cache_pin={"tier": many, "seconds": many}),
+        lambda: CacheHints(cache_lifetime=many),
+        lambda: SamplingParams(temperature=many),
+        lambda: SamplingParams(temperature=dict.fromkeys(range(100), many)),
+        lambda: SamplingParams(structured_outputs={"choice": [many]}),
+        lambda: SamplingParams(n="1" * 1000),
+    ):
+        Item.num_shown = 0
+        with pytest.raises(RequestError) as error:
+            refused()
+        assert Item.num_shown <= 40 and len(str(error.value)) < 400

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Pipeline
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from quire.errors import ModelError, RequestError
-from quire.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from quire.models.tokenizer import GROWTH, LONG_TEXT, SLICE_CHARS, Detokenizer, Tokenizer, load_tokenizer
 from tests.effort import examples
 from tests.real_model import embedded_gguf
 from tests.tiny_models import BOS, EOS, byte_tokenizer
@@ -91,6 +91,47 @@ def test_token_ids_of_long_text(ours: Tokenizer, theirs: Pipeline, data_dir: Pat
 @given(text=st.text())
 def test_token_ids_of_any_text(text: str, ours: Tokenizer, theirs: Pipeline) -> None:
     assert ours.encode(text) == theirs.encode(text).ids
+
+
+@pytest.mark.parametrize("char", ["é", "漢", "\ufdfa", "😊", "à "])
+def test_token_ids_of_texts_that_may_grow(char: str, ours: Tokenizer, theirs: Pipeline) -> None:
+    for count in (LONG_TEXT // GROWTH, LONG_TEXT // GROWTH + 1, 3000):
+        assert ours.encode(char * count) == theirs.encode(char * count).ids
+
+
+NORMALIZERS = {
+    "none": None,
+    "NFC": normalizers.NFC(),
+    "NFKC": normalizers.NFKC(),
+    "NFKD": normalizers.NFKD(),
+    "replace": normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace("a", "bcd" * 10)]),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize(
+    "text", ["a" * 50_000, "\ufdfa" * 50_000, "a é漢\ufdfa\U0001d160" * 9000, "", "a"], ids=range(5)
+)
+def test_pieces_of_a_text_are_bounded_once_normalized(name: str, text: str) -> None:
+    pipeline = byte_tokenizer()
+    if NORMALIZERS[name] is not None:
+        pipeline.normalizer = NORMALIZERS[name]
+    pieces = list(Tokenizer(pipeline).pieces(text, 40_000))
+    sizes = [len(pipeline.normalizer.normalize_str(each).encode() if pipeline.normalizer else each.encode())
+             for each in pieces]  # fmt: skip
+    assert "".join(pieces) == text and max(sizes, default=0) <= 40_000
+    assert len(pieces) <= 1 + sum(sizes) / (40_000 - GROWTH * SLICE_CHARS)
+
+
+def test_half_a_surrogate_pair_has_no_pieces(ours: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="half of a surrogate pair after 3000 characters"):
+        list(ours.pieces("a" * 3000 + "\ud800", 100_000))
+
+
+def test_the_growth_is_the_most_of_unicode() -> None:
+    form = normalizers.NFKD()
+    grown = max(len(form.normalize_str(chr(each)).encode()) for each in range(0x110000) if not 0xD800 <= each < 0xE000)
+    assert grown == GROWTH
 
 
 @examples(200)

@@ -173,3 +173,26 @@ def test_a_template_that_does_not_parse_is_a_bad_model() -> None:
 def test_objects_with_methods_never_reach_a_template() -> None:
     with pytest.raises(RequestError, match="messages has a bytes"):
         ChatTemplate("{{ messages }}").render([{"role": "user", "content": b"x"}])
+
+
+@pytest.mark.parametrize("where", ["messages", "tools", "variables"])
+def test_values_of_a_conversation_are_counted_before_they_are_copied(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "MAX_VALUES", 1000)
+    template = ChatTemplate("{{ messages | length }}")
+
+    def render(count: int) -> str:
+        values = {"a": [{"b": each} for each in range(count)]}
+        match where:
+            case "messages":
+                call = {"function": {"name": "f", "arguments": values}}
+                return template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+            case "tools":
+                return template.render(MESSAGES[:2], variables={"tools": [{"function": {"parameters": values}}]})
+        return template.render(MESSAGES[:2], variables={"given": values})
+
+    assert render(480) in "12"
+    with pytest.raises(RequestError, match="more than 1,000 values together") as refused:
+        render(510)
+    assert refused.value.param == {"variables": "chat_template_kwargs"}.get(where, where)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -227,10 +228,22 @@ def _is_seconds(value: Any) -> bool:
 
 
 def _wrong(name: str, value: object, wanted: str) -> RequestError:
-    shown = repr(value)
+    shown = _beginning(value)
     return RequestError(
         f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; it must be {wanted}", param=name
     )
+
+
+def _beginning(value: object) -> str:
+    """The repr of a value, as far as messages show it: not all of a list with a million numbers."""
+    match value:
+        case str():
+            return repr(value[:80])
+        case dict():
+            return f"{{{', '.join(f'{key!r:.40}: {_beginning(each)}' for key, each in islice(value.items(), 4))}}}"
+        case list():
+            return f"[{', '.join(map(_beginning, value[:8]))}{', ...' if len(value) > 8 else ''}]"
+    return repr(value)
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -64,7 +65,9 @@ class StructuredOutputsParams:
             if given.get(name) is False:
                 del given[name]
         if unknown := sorted(given.keys() - known):
-            raise _wrong(f"{unknown[0]!r} is not known; it takes {', '.join(sorted(known - {'reasoning'}))}")
+            raise _wrong(
+                f"{reprlib.repr(unknown[0])} is not known; it takes {', '.join(sorted(known - {'reasoning'}))}"
+            )
         return cls(**given)
 
     @property
@@ -119,7 +122,7 @@ class StructuredOutputsParams:
         if not 1 <= len(choices) <= MAX_CHOICES:
             raise _wrong(f"choice has {len(choices)} texts; it must have 1 to {MAX_CHOICES}")
         if bad := [each for each in choices if not isinstance(each, str) or not each]:
-            raise _wrong(f"choice must be a list of texts that are not empty, and one is {bad[0]!r:.80}")
+            raise _wrong(f"choice must be a list of texts that are not empty, and one is {reprlib.repr(bad[0])}")
         _bounded("choice", "".join(choices))
         return choices
 

@@ -24,6 +24,10 @@ MAX_SECONDS = 2.0
 MAX_BYTES = 512 << 20
 """Limit of the rendering process's address space: 8 MiB of messages take about 60 MB."""
 
+MAX_VALUES = 2**18
+"""Limit of the values of a conversation and its variables: 16,384 messages have 50,000. A million numbers would take
+100 MB, here and in the rendering process."""
+
 MAX_CHARS = 16 << 20
 """Limit of a rendered prompt: twice the server's default limit of a request body."""
 
@@ -56,9 +60,10 @@ class ChatTemplate:
         Raises RequestError with the template's own message if it rejects the conversation, and if rendering fails,
         takes too long or makes too long a text.
         """
+        copy = _Copy()
         try:
-            given = {name: _plain(value, name) for name, value in (variables or {}).items()}
-            plain = _plain(messages, "messages")
+            given = {name: copy.plain(value, name) for name, value in (variables or {}).items()}
+            plain = copy.plain(messages, "messages")
         except RecursionError:
             raise RequestError("messages or variables are nested too deep for a chat template", "messages") from None
         if taken := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
@@ -101,14 +106,29 @@ _renderer = Child(render.__name__, (MAX_BYTES,), last=render.MEMORY)
 _numbers = itertools.count()
 
 
-def _plain(value: Any, name: str) -> Any:
-    """A copy made only of JSON types: an untrusted template must not get objects with methods."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, name) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, name) for item in value]
-    raise RequestError(f"{name} has a {type(value).__name__}; a chat template takes only JSON values", name)
+class _Copy:
+    """Copies the values of one rendering. An untrusted template must not get objects with methods, so that a copy is
+    made only of JSON types.
+    """
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def plain(self, value: Any, name: str) -> Any:
+        """A copy of a value of a variable. Raises RequestError for other types, and if all copies together have more
+        than MAX_VALUES values.
+        """
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            message = f"messages, tools and other variables of the chat template have more than {MAX_VALUES:,} values"
+            param = name if name in ("messages", "tools") else "chat_template_kwargs"
+            raise RequestError(f"{message} together; send less in one request", param)
+        if value is None or type(value) in (str, int, float, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, Mapping):
+            return {str(key): self.plain(item, name) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.plain(item, name) for item in value]
+        raise RequestError(f"{name} has a {type(value).__name__}; a chat template takes only JSON values", name)

@@ -108,10 +108,13 @@ def _bytes(value: Any) -> bytes:
 class Unsent:
     """Limits the bytes of large answers that are being built or sent, so that they and clients that do not read cannot
     fill the memory.
+
+    released  called with the bytes of each answer that has been sent or dropped
     """
 
-    def __init__(self) -> None:
+    def __init__(self, released: Callable[[int], None] = lambda num_bytes: None) -> None:
         self.num_bytes = 0
+        self._released = released
 
     @contextmanager
     def hold(self, what: str = "log-probabilities", param: str = "logprobs") -> Iterator[Callable[[int], None]]:
@@ -142,6 +145,7 @@ class Unsent:
             yield grow
         finally:
             self.num_bytes -= counted
+            self._released(size)
 
 
 class ScoredAnswer(Response):

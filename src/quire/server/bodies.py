@@ -1,4 +1,5 @@
-"""Reads request bodies within limits: bytes, time and structure of one body, and the memory of all large bodies.
+"""Reads request bodies within limits: bytes, time and structure of one body, and the memory of all large bodies, as
+text and parsed.
 
 A thread parses and checks large bodies, so that they do not block the event loop. They wait until there is room.
 """
@@ -17,7 +18,9 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from quire.server.errors import ApiError, ClientDisconnected, api_error, bad_request
-from quire.server.structure import MAX_DEPTH, check_structure, too_complex
+from quire.server.room import Room
+from quire.server.structure import MAX_DEPTH, MAX_VALUES, Structure, TooComplexError, check_structure, too_complex
+from quire.server.trims import Trims
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -28,6 +31,10 @@ exceed a limit of structure."""
 NUM_LARGEST = 4
 """The room for large bodies, in bodies of the maximum size: 32 MiB by default. If all bodies wait for each other, one
 more body may exceed the room. A waiting body also holds the part for which it waits."""
+
+PARSED_BYTES = 40 * MAX_VALUES
+"""The room for large bodies once parsed, by `Structure.num_bytes`: one prompt of a million token ids, two or three
+conversations of 12,000 calls, or thousands of ordinary conversations."""
 
 BODY_SECONDS = 30.0
 BODY_RATE = 64 * 1024
@@ -61,7 +68,9 @@ class Bodies:
         self.max_bytes = max_bytes
         self.body_seconds = body_seconds
         self.arrivals = Arrivals(NUM_LARGEST * max_bytes, room_seconds)
-        # One at a time: a parsed body may take eight times the memory of its text.
+        self.parsed = Room(PARSED_BYTES)
+        self.trims = Trims()
+        # One at a time, so that a body that is being checked has the other core.
         self._parsing = ThreadPoolExecutor(1, "quire-bodies")
 
     @asynccontextmanager
@@ -69,9 +78,10 @@ class Bodies:
         """Yields the body of `request`, parsed and checked, as a `model`. A large body keeps its room within the
         context.
 
-        The body must be UTF-8 without lone surrogates, without NaN or Infinity, and within `check_structure`'s limits.
-        Raises ApiError 413 as soon as the body exceeds the limit (before parsing, with or without an announced length),
-        408 if it arrives too slowly, 503 if there is no room for it, and 400 if it is not JSON or not a `model`.
+        The body must be UTF-8 without lone surrogates, without NaN or Infinity, and within the limits of `structure`,
+        together with its strings that are parsed as JSON. Raises ApiError 413 as soon as the body exceeds the limit
+        (before parsing, with or without an announced length), 408 if it arrives too slowly, 503 if there is no room for
+        it or for it once parsed, and 400 if it is not JSON or not a `model`.
         """
         _check_kind(request)
         announced = _announced(request)
@@ -103,12 +113,39 @@ class Bodies:
                 raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from error
             self.arrivals.whole(arriving)
             if len(body) <= LARGE_BYTES:
-                parsed = _parse(body, model)
-            else:
-                run = asyncio.get_running_loop().run_in_executor
-                parsed = await run(self._parsing, _check_and_parse, body, model)
-            del body
-            yield parsed
+                yield _parse(body, model)
+                return
+            run = asyncio.get_running_loop().run_in_executor
+            size = len(body)
+            try:
+                structure = await run(self._parsing, check_structure, body)
+                size = max(size, structure.num_bytes)
+                async with self._parsed_room(structure.num_bytes):
+                    parsed = await run(self._parsing, _parse, body, model, structure)
+                    del body
+                    try:
+                        yield parsed
+                    except BaseException:
+                        # The error's traceback has frames with the body, and gets its answer after the room is free.
+                        parsed.__dict__.clear()
+                        raise
+            finally:
+                self.trims.after(size)
+
+    @asynccontextmanager
+    async def _parsed_room(self, size: int) -> AsyncIterator[None]:
+        """Holds room for a parsed body within the context. Raises ApiError 503 if it waits too long."""
+        size = min(size, self.parsed.size)
+        try:
+            async with asyncio.timeout(self.arrivals.seconds):
+                await self.parsed.take(size)
+        except TimeoutError:
+            taken = self.parsed.size - self.parsed.free
+            raise _full(f"parsed request bodies of {taken} bytes in total are in use") from None
+        try:
+            yield
+        finally:
+            self.parsed.give(size)
 
     def _too_large(self) -> ApiError:
         message = f"the body exceeds {self.max_bytes} bytes, the limit set by serve.max_request_bytes"
@@ -241,9 +278,12 @@ class Arrivals:
                 body.limit.reschedule(now)
 
     def _full(self) -> ApiError:
-        message = f"request bodies with {self.held} bytes in total are being read; try again"
-        headers = {"Retry-After": "1", "Connection": "close"}
-        return ApiError(503, message, code="too_many_large_bodies", headers=headers)
+        return _full(f"request bodies with {self.held} bytes in total are being read")
+
+
+def _full(reason: str) -> ApiError:
+    headers = {"Retry-After": "1", "Connection": "close"}
+    return ApiError(503, f"{reason}; try again", code="too_many_large_bodies", headers=headers)
 
 
 def _check_kind(request: Request) -> None:
@@ -260,21 +300,23 @@ def _announced(request: Request) -> int | None:
     return int(length[:20]) if length.isdecimal() else None
 
 
-def _check_and_parse(body: bytearray, model: type[Body]) -> Body:
-    check_structure(body)
-    return _parse(body, model)
+def _parse(body: bytearray, model: type[Body], structure: Structure | None = None) -> Body:
+    """Parses the body. Raises ApiError and not ValidationError, which would keep the parsed body alive.
 
-
-def _parse(body: bytearray, model: type[Body]) -> Body:
-    """Parses the body. Raises ApiError and not ValidationError, which would keep the parsed body alive."""
+    structure  of the body, to which its strings that are JSON add theirs; None: of a small one, which is not counted
+    """
     try:
         parsed = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         if "recursion limit" in str(error):
-            raise too_complex("levels", MAX_DEPTH) from error
+            raise too_complex(TooComplexError("levels", MAX_DEPTH)) from error
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
     try:
-        return model.model_validate(parsed)
+        return model.model_validate(parsed, context=structure or Structure())
     except ValidationError as error:
         refusal = api_error(error)
-    raise refusal
+    try:
+        raise refusal
+    finally:
+        # Its traceback has this frame, which must keep alive neither the body nor the error itself.
+        del refusal, parsed, body

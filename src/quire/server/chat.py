@@ -56,7 +56,9 @@ async def create_chat(service: Service, request: Request) -> Response:
         job = Job(ids, params, service.hints(body, tenant), tenant)
         check_scores({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
         chat = Chat(service, body, job, [tooling.reader(ids) for _ in range(params.n)])
-        await service.admit([job], request.receive, body.structure_param, tooling.blamed)
+        body.forget("messages", "chat_template_kwargs", "tools", "metadata", "prompt_cache_key", "safety_identifier")
+        body.forget("user")
+    await service.admit([job], request.receive, body.structure_param, tooling.blamed)
     if body.stream:
         return EventStream(chat.events(), service.config.ping_seconds)
     return await unless_disconnected(request.receive, chat.whole())

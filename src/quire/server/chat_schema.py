@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -12,6 +13,7 @@ from quire.server.errors import bad_request
 from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
 from quire.server.replayed import Replayed, ReplayedMessage, ReplayedPart
 from quire.server.schema import Model, Sampling
+from quire.server.structure import JsonText
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 MAX_MESSAGES = 16384
@@ -52,17 +54,26 @@ class CalledFunction(Replayed):
     """What an earlier answer called. arguments: JSON text."""
 
     name: str
-    arguments: str
+    arguments: JsonText
     parsed_arguments: Ignored = None
 
     def parsed(self) -> Any:
-        """The arguments as chat templates take them: an object, or the text if it is none or no text can hold it."""
-        try:
-            found = json.loads(self.arguments or "{}")
-            json.dumps(found, ensure_ascii=False).encode()  # escapes may be half a character
-        except (ValueError, RecursionError):
-            return self.arguments
-        return found if isinstance(found, dict) else self.arguments
+        """See `read_arguments`."""
+        return read_arguments(self.arguments)
+
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def read_arguments(text: str) -> Any:
+    """Arguments as chat templates take them: an object, or the text if it is none or no text can hold it."""
+    try:
+        found = json.loads(text or "{}")
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # such an escape may be half a character
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 class MadeCall(Replayed):

@@ -67,7 +67,8 @@ class Operator:
         """Switches to the instances of a placement."""
         may_pause = _pauses(request)
         async with self._service.bodies.read(request, PlaceRequest) as body:
-            operations, placement = self._changeable(), _placement(body)
+            operations = self._changeable()
+            placement = await asyncio.to_thread(_placement, body)
         self._check_no_switch(operations)
 
         async def switch() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.params import SamplingParams
 from quire.server import shapes
 from quire.server.answers import Bytes, ScoredAnswer, encoded, extend, pieces
 from quire.server.errors import bad_request, json_response
@@ -32,7 +33,8 @@ async def create_completion(service: Service, request: Request) -> Response:
     async with service.bodies.read(request, CompletionRequest) as body:
         service.check_model(body.model)
         completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
-        await service.admit(completion.jobs, request.receive, body.structure_param)
+        body.forget("prompt", "user")
+    await service.admit(completion.jobs, request.receive, body.structure_param)
     if body.stream:
         return EventStream(completion.events(), service.config.ping_seconds)
     return await unless_disconnected(request.receive, completion.whole())
@@ -44,7 +46,8 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     if num_sequences > limit:
         message = f"'prompt' and 'n' need {num_sequences} sequences; the limit is {limit} (scheduler.max_queue)"
         raise bad_request(message, "prompt")
-    jobs = []
+    jobs: list[Job] = []
+    made: dict[int, SamplingParams] = {}
     scored = body.logprobs if body.echo else None
     asked = [each for each in (scored, body.prompt_logprobs) if each is not None]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
@@ -62,6 +65,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
             param="prompt",
             logprobs=body.logprobs,
             prompt_logprobs=max(asked) if asked else None,
+            made=made,
         )
         jobs.append(Job(ids, params, service.hints(body, tenant), tenant, text))
     echoed = {"logprobs": body.logprobs} if body.echo else {}
@@ -76,18 +80,19 @@ class Opening:
 
     lists   the four lists of the echoed prompt's log-probabilities, encoded; None for a list that is null
     scores  the extension `prompt_logprobs`, encoded
-    prompt_ids  the extension `return_token_ids`; None without it
+    prompt_ids  the extension `return_token_ids`, encoded; None without it
     """
 
     text: str = ""
     lists: dict[str, bytes | None] | None = None
     scores: bytes | None = None
-    prompt_ids: list[int] | None = None
+    prompt_ids: bytes | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all encoded lists."""
-        return sum(len(each) for each in (self.scores, *(self.lists or {}).values()) if each is not None)
+        """Bytes of all encoded lists, and about those of the text."""
+        lists = (self.scores, self.prompt_ids, *(self.lists or {}).values())
+        return len(self.text) + sum(len(each) for each in lists if each is not None)
 
     def as_delta(self, index: int) -> shapes.CompletionDelta:
         """The first chunk of a streamed choice has it."""
@@ -95,7 +100,7 @@ class Opening:
             "index": index, "text": self.text, "logprobs": joined(self.lists), "finish_reason": None,
         }  # fmt: skip
         if self.prompt_ids is not None:
-            found["prompt_token_ids"] = self.prompt_ids
+            found["prompt_token_ids"] = Items(self.prompt_ids)
         return found
 
 
@@ -128,7 +133,8 @@ class Choice:
         if opening.scores is not None:
             found["prompt_logprobs"] = Items(opening.scores)
         if opening.prompt_ids is not None:
-            found["prompt_token_ids"], found["token_ids"] = opening.prompt_ids, self.token_ids
+            found["prompt_token_ids"] = Items(opening.prompt_ids)
+            found["token_ids"] = Items(encoded(self.token_ids))
         return found
 
 
@@ -169,7 +175,8 @@ class Completion:
     async def whole(self) -> Response:
         """The answer in one piece."""
         with ExitStack() as held:
-            grow = held.enter_context(self.service.unsent.hold())
+            named = ("echoed texts", "echo") if self._is_unscored else ("log-probabilities", "logprobs")
+            grow = held.enter_context(self.service.unsent.hold(*named))
             async with aclosing(self._items(grow)) as items:
                 async for job, item in items:
                     for delta in self._deltas(job, item):
@@ -180,12 +187,14 @@ class Completion:
                             grow(choice.extend(delta["logprobs"]))
                         if delta["finish_reason"] is not None:
                             choice.finish_reason, choice.stop_reason = delta["finish_reason"], delta["stop_reason"]
+            for opening in self.openings.values():
+                grow((self.num_choices - 1) * len(opening.text))  # every choice has it
             choices = [
                 choice.as_dict(index, self.openings[index // self.num_choices])
                 for index, choice in enumerate(self.choices)
             ]
             content: shapes.Completion = {**self.head, "choices": choices, "usage": self.usage.as_dict()}
-            if self.body.logprobs is None and self.body.prompt_logprobs is None:
+            if not (self.body.return_token_ids or self.body.echo) and self._is_unscored:
                 return json_response(content)  # 4 us for one choice, where pieces take 22
             return ScoredAnswer(content, held.pop_all())
 
@@ -214,6 +223,10 @@ class Completion:
                         yield news
         yield chunks.end()
 
+    @property
+    def _is_unscored(self) -> bool:
+        return self.body.logprobs is None and self.body.prompt_logprobs is None
+
     def _items(self, grow: Callable[[int], None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yields the engine's output; calls `grow` with the bytes of openings."""
 
@@ -233,7 +246,7 @@ class Completion:
         def make() -> tuple[Opening, LegacyLogprobs]:
             opening, legacy, scores = Opening(), choices[0].legacy, item.prompt_logprobs or []
             if self.body.return_token_ids:
-                opening.prompt_ids = prompt.prompt_ids
+                opening.prompt_ids = encoded(prompt.prompt_ids)
             if self.body.prompt_logprobs is not None:
                 opening.scores = encoded(prompt_logprobs(scores, self.names))
             if self.body.echo:

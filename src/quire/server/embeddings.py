@@ -6,11 +6,13 @@ compare texts are asked how near two texts are.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import operator
 import struct
 import uuid
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING
@@ -45,7 +47,8 @@ async def create_embeddings(service: Service, request: Request) -> Response:
             raise bad_request(f"{_lacking(service)}; 'pooling' gives the ones that are computed here", "pooling")
         found = Embeddings(service, request, body.pooling or service.trained.pooling)
         await found.add(body.input, "input", add_special=body.add_special_tokens is not False)
-        await found.admit()
+        body.forget("input", "user")
+    await found.admit()
 
     async def answer() -> Response:
         parts = [b""] * found.count
@@ -80,17 +83,18 @@ async def create_scores(service: Service, request: Request) -> Response:
     async with service.bodies.read(request, ScoreRequest) as body:
         service.check_model(body.model)
         _check_trained(service)
-        ones, others = body.text_1, body.text_2
-        if len(ones) not in (1, len(others)):
-            raise bad_request(f"'text_1' has {len(ones)} texts; it must have 1 or {len(others)}", "text_1")
+        num_ones, num_others = len(body.text_1), len(body.text_2)
+        if num_ones not in (1, num_others):
+            raise bad_request(f"'text_1' has {num_ones} texts; it must have 1 or {num_others}", "text_1")
         found = Embeddings(service, request, service.trained.pooling)
-        await found.add(ones, "text_1")
-        await found.add(others, "text_2")
-        await found.admit()
+        await found.add(body.text_1, "text_1")
+        await found.add(body.text_2, "text_2")
+        body.forget("text_1", "text_2")
+    await found.admit()
 
     async def answer() -> Response:
         vectors = await found.vectors()
-        left, right = vectors[: len(ones)], vectors[len(ones) :]
+        left, right = vectors[:num_ones], vectors[num_ones:]
         pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
         data: list[shapes.Score] = [
             {"object": "score", "index": index, "score": _cosine(*pair)} for index, pair in enumerate(pairs)
@@ -112,7 +116,7 @@ async def create_ranking(service: Service, request: Request) -> Response:
         found = Embeddings(service, request, service.trained.pooling)
         await found.add([body.query], "query")
         await found.add(body.documents, "documents")
-        await found.admit()
+    await found.admit()
 
     async def answer() -> Response:
         query, *others = await found.vectors()
@@ -159,7 +163,8 @@ class Embeddings:
         self._service = service
         self._tenant: str = request.state.tenant
         self._params = SamplingParams(max_tokens=1, pooling=pooling, detokenize=False)
-        self._jobs: list[Job] = []
+        # Four bytes a token, where a list of ids takes 36: a request may have a million tokens and wait long.
+        self._texts: list[array[int]] = []
         self._params_of: list[str] = []  # where each text is in the request
         self._usage = Usage()
 
@@ -174,25 +179,32 @@ class Embeddings:
                 where = param if len(given) == 1 else f"{param}[{index}]"
                 raise bad_request(f"'{where}' is an empty text: it has no token", where)
             service.check_tokens(ids, param)
-            hints = {"cache_salt": service.tenants.salt(self._tenant, None)}
             self._params_of.append(f"{param}[{index}]")
-            self._jobs.append(Job(ids, self._params, hints, self._tenant))
+            self._texts.append(array("i", ids))
+
+    def _jobs(self, begin: int) -> list[Job]:
+        """Those of the next texts that the engine has at once."""
+        hints = {"cache_salt": self._service.tenants.salt(self._tenant, None)}
+        texts = self._texts[begin : begin + AT_ONCE]
+        return [Job(text.tolist(), self._params, hints, self._tenant) for text in texts]
 
     async def admit(self) -> None:
         """See Service. Raises QueueFullError for more texts than may wait."""
-        await self._service.admit(self._jobs)
+        for begin in range(0, self.count, AT_ONCE):
+            await self._service.admit(self._jobs(begin))
+            await asyncio.sleep(0)  # a million tokens take 0.1 s
 
     @property
     def count(self) -> int:
         """Number of texts."""
-        return len(self._jobs)
+        return len(self._texts)
 
-    async def vectors(self) -> list[list[float]]:
+    async def vectors(self) -> list[array[float]]:
         """One for each text, in their order, with length 1."""
-        found: list[list[float]] = [[]] * self.count
+        found: list[array[float]] = [array("d")] * self.count
 
         async def take(index: int, vector: list[float]) -> None:
-            found[index] = normalized(vector)
+            found[index] = array("d", normalized(vector))
 
         await self.compute(take)
         return found
@@ -201,7 +213,7 @@ class Embeddings:
         """Calls `take` with the index of a text and its embedding as soon as it is there. Raises ApiError 400 for an
         embedding that is not finite.
         """
-        self._usage.prompt_tokens = sum(len(job.prompt_ids) for job in self._jobs)
+        self._usage.prompt_tokens = sum(map(len, self._texts))
         name = f"embd-{uuid.uuid4().hex}"
         for begin in range(0, self.count, AT_ONCE):
 
@@ -212,7 +224,7 @@ class Embeddings:
                     raise _not_finite(self._params_of[begin + index])
                 await take(begin + index, vector)
 
-            group = self._jobs[begin : begin + AT_ONCE]
+            group = self._jobs(begin)
             try:
                 async with aclosing(self._service.run(group, f"{name}-{begin}", opens)) as items:
                     async for _ in items:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quire.server.fields import Prompts
+from quire.server.fields import Prompts, User
 from quire.server.schema import Model
 
 MAX_TEXTS = 2048
@@ -31,7 +31,7 @@ class EmbeddingsRequest(Model):
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="The first ones only, with length 1 again."
     )
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: User | None = Field(None, description="Accepted and not used.")
 
     pooling: Literal["mean", "last"] | None = Field(
         None, description="Extension: of a text's hidden states. Default: as the model was made, else mean."

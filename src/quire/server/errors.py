@@ -156,6 +156,8 @@ def _invalid(error: ValidationError) -> ApiError:
             message, code = f"Unknown parameter: '{param}'.", "unknown_parameter"
         case "missing":
             message, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
+        case "body_too_complex":
+            message, code = f"Invalid value for '{param}': {first['msg']}.", "body_too_complex"
         case "literal_error" | "union_tag_invalid":
             message = f"Unsupported value for '{param}': {shown(first['input'])}. {first['msg']}."
             code = "unsupported_value"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from quire.engine.structured import MAX_CHOICES, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.errors import bad_request, shown
+from quire.server.structure import check_string
 
-MAX_METADATA = 16
-"""Number of pairs, as in OpenAI's API."""
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
+"""Number of pairs, and characters of their names and texts, as in OpenAI's API."""
+
+MAX_USER = 1024
+"""Characters of `user`, which a response gives back."""
 
 TEXT_OR_PARTS = Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string")
 """Of a content: a text, or a list of pieces."""
@@ -118,11 +122,13 @@ def _biases(value: Any) -> dict[int, float] | None:
     return biases
 
 
-def _structure(value: Any) -> StructuredOutputsParams | None:
+def _structure(value: Any, info: ValidationInfo) -> StructuredOutputsParams | None:
     if value is None:
         return None
     if not isinstance(value, dict):
         raise ValueError("Must be an object")
+    if isinstance(schema := value.get("json"), str):
+        check_string(schema, info)
     try:
         if "reasoning" in value:
             raise RequestError("structured_outputs: 'reasoning' is not known", "structured_outputs")
@@ -190,4 +196,9 @@ TemplateVariables = Annotated[
 ]
 Structured = Annotated[StructuredOutputsParams | None, PlainValidator(_structure), WithJsonSchema(_STRUCTURE_SCHEMA)]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
-Metadata = Annotated[dict[str, str], BeforeValidator(_few_pairs), Field(max_length=MAX_METADATA)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=MAX_METADATA_NAME)], Annotated[str, Field(max_length=MAX_METADATA_TEXT)]],
+    BeforeValidator(_few_pairs),
+    Field(max_length=MAX_METADATA),
+]
+User = Annotated[str, Field(max_length=MAX_USER)]

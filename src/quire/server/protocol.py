@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class Tokenizer(Protocol):
         """The token ids of `text`, with the model's begin and end tokens if `add_special`, and with the escapes of
         `escape_names`.
         """
+
+    def pieces(self, text: str, num_bytes: int) -> Iterator[str]:
+        """A text in pieces of about at most `num_bytes` once normalized."""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are not a whole character become U+FFFD."""

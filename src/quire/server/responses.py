@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
@@ -13,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.answers import pieces
+from quire.server.answers import encoded, pieces
 from quire.server.errors import ApiError
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.responses_output import Event, Output
-from quire.server.responses_schema import ResponsesRequest
+from quire.server.responses_schema import FunctionTool, ResponsesRequest
 from quire.server.service import Job, Service
-from quire.server.shapes import ScoredToken
+from quire.server.shapes import Items, ScoredToken
 from quire.server.tooling import Tooling, refusals
 from quire.server.usage import Usage
 from quire.server.wire import EventStream, unless_disconnected
@@ -40,8 +41,12 @@ async def create_response(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         salt = service.tenants.salt(request.state.tenant, body.cache_salt)
         tooling = await unless_disconnected(request.receive, _tooling(service.engine, body, salt))
-        messages = [_Said(each) for each in body.messages()]
-        ids = await service.texts.encode_chat(messages, body.chat_template_kwargs, tools=tooling.tools, param="input")
+        ids = await service.texts.encode_chat(
+            lambda: [_Said(each) for each in body.messages()],
+            body.chat_template_kwargs,
+            tools=tooling.tools,
+            param="input",
+        )
         params = service.params(
             body,
             len(ids),
@@ -54,8 +59,11 @@ async def create_response(service: Service, request: Request) -> Response:
         )
         tenant = request.state.tenant
         job = Job(ids, params, service.hints(body, tenant), tenant)
-        answer = Answer(service, body, job, tooling.reader(ids))
-        await service.admit([job], request.receive, body.structure_param, tooling.blamed)
+        # Written once, off the event loop: every event about the whole response has them.
+        tools = await asyncio.to_thread(_written_tools, body.tools) if body.tools else Items[Any]()
+        answer = Answer(service, body, job, tooling.reader(ids), tools)
+        body.forget("tools", "input", "chat_template_kwargs", "prompt_cache_key", "safety_identifier")
+    await service.admit([job], request.receive, body.structure_param, tooling.blamed)
     if body.stream:
         return EventStream(answer.events(), service.config.ping_seconds, answer.failed)
     return await unless_disconnected(request.receive, answer.whole())
@@ -81,6 +89,11 @@ async def _tooling(engine: Engine, body: ResponsesRequest, salt: str) -> Tooling
         return await Tooling.of(body, engine.tokenizer)
 
 
+def _written_tools(tools: Iterable[FunctionTool]) -> Items[Any]:
+    """The tools as a response tells of them."""
+    return Items(encoded(tool.model_dump() | {"strict": tool.strict is not False} for tool in tools))
+
+
 @dataclass(frozen=True)
 class _Said:
     """A message that is in the form of chat templates already."""
@@ -94,11 +107,14 @@ class _Said:
 class Answer:
     """A running request."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, job: Job, reader: AnswerReader) -> None:
+    def __init__(
+        self, service: Service, body: ResponsesRequest, job: Job, reader: AnswerReader, tools: Items[Any]
+    ) -> None:
         self.service = service
         self.body = body
         self.job = job
         self.reader = reader
+        self.tools = tools
         self.names = Names(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
         self.output = Output()
@@ -112,6 +128,7 @@ class Answer:
         """The answer in one piece."""
         with ExitStack() as held:
             grow = held.enter_context(self.service.unsent.hold())
+            grow(sum(map(len, self.tools.parts)))
             async with aclosing(self._items()) as items:
                 async for _, item in items:
                     for output in item.outputs:
@@ -142,19 +159,21 @@ class Answer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         opened = False
-        async with aclosing(self._items()) as items:
-            async for _, item in items:
-                news = b""
-                if not opened:
-                    opened = True
-                    news = self._sent(self._about(kind) for kind in ("created", "in_progress"))
-                for output in item.outputs:
-                    events = self._events(output)
-                    # The last ones have all log-probabilities, several times.
-                    num_scores = self.num_scores if output.finish_reason is not None else 0
-                    news += await self.service.make_answer(num_scores, functools.partial(self._sent, events))
-                if news:
-                    yield news
+        with self.service.unsent.hold("tools", "tools") as grow:
+            grow(sum(map(len, self.tools.parts)))
+            async with aclosing(self._items()) as items:
+                async for _, item in items:
+                    news = b""
+                    if not opened:
+                        opened = True
+                        news = self._sent(self._about(kind) for kind in ("created", "in_progress"))
+                    for output in item.outputs:
+                        events = self._events(output)
+                        # The last ones have all log-probabilities, several times.
+                        num_scores = self.num_scores if output.finish_reason is not None else 0
+                        news += await self.service.make_answer(num_scores, functools.partial(self._sent, events))
+                    if news:
+                        yield news
         yield await self.service.make_answer(self.num_scores, lambda: self._sent([self._about(self.status)]))
 
     def _about(self, kind: str) -> Event:
@@ -229,7 +248,7 @@ class Answer:
                 "format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
             },
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() | {"strict": tool.strict is not False} for tool in body.tools or ()],
+            "tools": self.tools,
             "truncation": "disabled",
             "background": False,
             "service_tier": "default",

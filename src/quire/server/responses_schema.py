@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.engine.structured import StructuredOutputsParams
-from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, CalledFunction, check_tools
+from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, check_tools, read_arguments
 from quire.server.errors import bad_request
 from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
 from quire.server.replayed import Replayed
-from quire.server.schema import Model, Tuning
+from quire.server.schema import Model, Tuning, json_structure
+from quire.server.structure import JsonText
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 
@@ -55,7 +56,7 @@ class InputCall(Replayed):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: JsonText
     parsed_arguments: Ignored = None
     id: Ignored = None
     status: Ignored = None
@@ -114,6 +115,9 @@ Input = Annotated[
 ]
 
 
+FORMAT_PARAM = "text.format.schema"
+
+
 class TextFormat(Model):
     """The form of the answer."""
 
@@ -122,13 +126,21 @@ class TextFormat(Model):
     description: str | None = None
     strict: bool | None = Field(None, description="Accepted: schemas are always honoured whole or refused.")
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+    _structure: StructuredOutputsParams | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> TextFormat:
         if (self.schema_ is not None) != (self.type == "json_schema"):
             needs = "needs" if self.type == "json_schema" else "does not take"
             raise bad_request(f"'text.format' of type {self.type!r} {needs} 'schema'", "text.format")
+        if self.type != "text":
+            self._structure = json_structure(self.schema_, FORMAT_PARAM)
         return self
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """What it wants of the text."""
+        return self._structure
 
 
 class TextConfig(Model):
@@ -251,15 +263,10 @@ class ResponsesRequest(Tuning):
     @property
     def structure_param(self) -> str:
         """See Tuning."""
-        return super().structure_param if self.structured_outputs is not None else "text.format.schema"
+        return super().structure_param if self.structured_outputs is not None else FORMAT_PARAM
 
     def _formatted(self) -> StructuredOutputsParams | None:
-        wanted = None if self.text is None else self.text.format
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.schema_ is None:
-            return StructuredOutputsParams(json_object=True)
-        return StructuredOutputsParams(json=wanted.schema_)
+        return None if self.text is None or self.text.format is None else self.text.format.structure
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation in the form of chat templates."""
@@ -281,7 +288,7 @@ class ResponsesRequest(Tuning):
                 case InputCall(call_id=call_id, name=name, arguments=arguments):
                     if thought or not (found and found[-1]["role"] == "assistant"):
                         found.append({"role": "assistant", "content": "", **thought})
-                    function = {"name": name, "arguments": CalledFunction(name=name, arguments=arguments).parsed()}
+                    function = {"name": name, "arguments": read_arguments(arguments)}
                     call = {"id": call_id, "type": "function", "function": function}
                     found[-1].setdefault("tool_calls", []).append(call)
                 case InputResult(call_id=call_id, output=output):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from quire.engine.params import MAX_LOGPROBS, MAX_REPETITION_PENALTY, MAX_SEED, MAX_SEQUENCES, MAX_STOP_TOKEN_IDS
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request
-from quire.server.fields import Biases, OnlyFalse, Prompts, Stops, Structured, TokenId, Tokens, Unsupported
+from quire.server.fields import Biases, OnlyFalse, Prompts, Stops, Structured, TokenId, Tokens, Unsupported, User
 from quire.server.structure import MAX_VALUES
 
 _ADVISED = "Default: the model's value in `sampling_defaults` (GET /v1/models), else the API's default."
@@ -40,6 +40,11 @@ class Model(BaseModel):
         unknown = next(name for name in value if name not in cls.model_fields)
         return known | {unknown: value[unknown]}
 
+    def forget(self, *names: str) -> None:
+        """Drops the values of fields that nothing reads any more: requests live as long as their answers."""
+        for name in names:
+            self.__dict__[name] = None
+
 
 class JsonSchemaFormat(Model):
     """A named schema."""
@@ -57,25 +62,41 @@ def refused_as(error: RequestError, param: str) -> RequestError:
     return RequestError(f"'{param}': {str(error).removeprefix('structured_outputs: ')}", param)
 
 
+def json_structure(schema: dict[str, Any] | None, param: str) -> StructuredOutputsParams:
+    """JSON of a schema, or any object. Models make it where they are checked: a schema of 8 MB is not written on the
+    event loop. Raises ApiError 400 that names `param`.
+    """
+    try:
+        return StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
+    except RequestError as error:
+        refusal = refused_as(error, param)
+        raise bad_request(str(refusal), refusal.param) from None
+
+
+FORMAT_PARAM = "response_format.json_schema.schema"
+
+
 class ResponseFormat(Model):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    _structure: StructuredOutputsParams | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             needs = "needs" if self.type == "json_schema" else "does not take"
             raise bad_request(f"'response_format' of type {self.type!r} {needs} 'json_schema'", "response_format")
+        if self.type != "text":
+            schema = None if self.json_schema is None else self.json_schema.schema_
+            self._structure = json_structure(schema, FORMAT_PARAM)
         return self
 
+    @property
     def structure(self) -> StructuredOutputsParams | None:
-        """What it wants of the text. Raises RequestError."""
-        if self.type == "text":
-            return None
-        schema = None if self.json_schema is None else self.json_schema.schema_
-        return StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
+        """What it wants of the text."""
+        return self._structure
 
 
 class StreamOptions(Model):
@@ -99,7 +120,7 @@ class Tuning(Model):
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Stops = None
     logit_bias: Biases = None
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: User | None = Field(None, description="Accepted and not used.")
 
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
         None, description=f"Extension: 0 or -1 is off. {_ADVISED}"
@@ -128,11 +149,8 @@ class Tuning(Model):
     cache_lifetime: Lifetime = None
 
     def structure(self) -> StructuredOutputsParams | None:
-        """What the text of an answer must be. Raises RequestError that names `structure_param`."""
-        try:
-            return self.structured_outputs or self._formatted()
-        except RequestError as error:
-            raise refused_as(error, self.structure_param) from None
+        """What the text of an answer must be."""
+        return self.structured_outputs or self._formatted()
 
     @property
     def structure_param(self) -> str:
@@ -157,10 +175,10 @@ class Sampling(Tuning):
     def structure_param(self) -> str:
         """See Tuning."""
         is_own = self.structured_outputs is not None or self.response_format is None
-        return super().structure_param if is_own else "response_format.json_schema.schema"
+        return super().structure_param if is_own else FORMAT_PARAM
 
     def _formatted(self) -> StructuredOutputsParams | None:
-        return None if self.response_format is None else self.response_format.structure()
+        return None if self.response_format is None else self.response_format.structure
 
     @model_validator(mode="after")
     def _has_one_structure(self) -> Sampling:

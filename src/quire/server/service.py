@@ -120,7 +120,7 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.texts = Texts(engine, config.special_tokens_in_text == "tokens")
-        self.unsent = Unsent()
+        self.unsent = Unsent(self.bodies.trims.after)
         self.scores = Room(PROMPT_SCORES_AT_ONCE)
         self.listing = asyncio.Lock()
         # One at a time: each may use a core and much memory.
@@ -166,6 +166,7 @@ class Service:
         prompt_logprobs: int | None = None,
         structure: StructuredOutputsParams | None = None,
         shows_special: bool = False,
+        made: dict[int, SamplingParams] | None = None,
     ) -> SamplingParams:
         """The sampling parameters of `request` for a prompt of `num_prompt_tokens` tokens.
 
@@ -175,6 +176,8 @@ class Service:
         default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
         structure       of the text, in place of the request's
         shows_special   whether special tokens are needed in the text, whatever the request says
+        made            parameters of the request's other prompts, by max_tokens: those of one with 256 prompts and a
+                        large schema are not made 256 times
         Raises ApiError or RequestError (400) for values that exceed a limit or contradict each other.
         """
         room = self.max_context - num_prompt_tokens
@@ -196,6 +199,9 @@ class Service:
             if default_tokens is None and (advised := self.sampling.values.get("max_tokens")) is not None:
                 default_tokens = max(int(advised), request.min_tokens or 0)
             max_tokens = min(each for each in (room, most, default_tokens) if each is not None)
+        made = {} if made is None else made
+        if (found := made.get(max(max_tokens, 1))) is not None:
+            return found
         self.check_tokens(request.logit_bias, "logit_bias")
         self.check_tokens(request.stop_token_ids, "stop_token_ids")
         given = {name: value for name in _PASSED_ON if (value := getattr(request, name, None)) is not None}
@@ -205,7 +211,8 @@ class Service:
         }  # fmt: skip
         if shows_special:
             fixed["skip_special_tokens"] = False
-        return SamplingParams(**{**self.sampling.values, **given, **fixed})
+        found = made[max(max_tokens, 1)] = SamplingParams(**{**self.sampling.values, **given, **fixed})
+        return found
 
     @functools.cached_property
     def trained(self) -> Trained:

@@ -123,8 +123,8 @@ class CompletionChoice(TypedDict):
     finish_reason: Finish
     stop_reason: Stop
     prompt_logprobs: NotRequired[Many[dict[str, PromptScore] | None]]
-    prompt_token_ids: NotRequired[list[Count]]
-    token_ids: NotRequired[list[Count]]
+    prompt_token_ids: NotRequired[Many[Count]]
+    token_ids: NotRequired[Many[Count]]
 
 
 class Completion(Head):
@@ -142,7 +142,7 @@ class CompletionDelta(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: FinishSoFar
     stop_reason: NotRequired[Stop]
-    prompt_token_ids: NotRequired[Annotated[list[Count], Field(description="In the first chunk of a choice.")]]
+    prompt_token_ids: NotRequired[Annotated[Many[Count], Field(description="In the first chunk of a choice.")]]
     token_ids: NotRequired[list[Count]]
 
 
