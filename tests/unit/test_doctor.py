@@ -70,7 +70,10 @@ def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "find_compiler", lambda: None)
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     findings = found()
-    assert findings["cluster"].state == "note" and "pip install 'quire[cluster]'" in findings["cluster"].text
+    assert (
+        findings["cluster"].state == "note"
+        and "pip install -c constraints.txt '.[cluster]'" in findings["cluster"].text
+    )
     assert "no C++ compiler" in findings["kernels"].text
     assert findings["cores"].state == "note" and "the load average is 1000.0" in findings["cores"].text
 
