@@ -184,18 +184,19 @@ def collect(
     for key in in_file:
         section, dot, _ = key.partition(".")
         if dot and section not in sections:
-            raise ConfigError(f"unknown section [{section}] in {file}; did you mean [{_likely(section, sections)}]?")
+            hint = nearest(f"[{section}]", [f"[{each}]" for each in sections])
+            raise ConfigError(f"unknown section [{section}] in {file}; {hint}")
         if key in sections:
             raise ConfigError(f"{key!r} in {file} is a section: write [{key}], and its settings below")
         if key not in everyone:
-            raise ConfigError(f"unknown setting {key!r} in {file}; {key_answer(key) or nearest(key, everyone)}")
+            raise ConfigError(f"unknown setting {key!r} in {file}; {key_answer(key) or nearest(key, everyone, LISTED)}")
     for key in options:
         if key in everyone and key not in mine:
             raise ConfigError(
                 f"setting {key!r} does not belong here; valid groups are {', '.join(group.key for group in groups)}"
             )
         if key not in mine:
-            raise ConfigError(f"unknown setting {key!r}; {key_answer(key) or nearest(key, mine)}")
+            raise ConfigError(f"unknown setting {key!r}; {key_answer(key) or nearest(key, mine, LISTED)}")
     values = {key: value for key, value in {**in_file, **options}.items() if key in mine}
     sources = {key: "flag" if key in options else f"file {file}" if key in in_file else "default" for key in mine}
     return values, sources
@@ -220,17 +221,43 @@ def read_toml(file: Path) -> dict[str, Any]:
     return flat
 
 
-def nearest(key: str, valid: Iterable[str]) -> str:
-    """A hint for a mistyped key: `did you mean cache.memory?`."""
-    return f"did you mean {_likely(key, valid)}?"
+LISTED = "docs/configuration.md and --print-config list all settings"
+
+LEAST_LIKENESS = 0.7
+"""Ratio of equal characters from which a name is proposed for a mistyped one. Guesses below it were wrong: `--mlock`
+has 0.6 in common with `--retain.local`, and `launch` 0.6 with `plan`.
+"""
 
 
-def _likely(key: str, valid: Iterable[str]) -> str:
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        return max(whole, difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio())
+def nearest(key: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """A hint for a mistyped name: `did you mean cache.memory?`.
 
-    return max(valid, key=likeness)
+    otherwise  the hint if no valid name is near; empty: all valid names
+    """
+    names = list(valid)
+    likely = max(names, key=lambda name: _likeness(key, name))
+    if _likeness(key, likely) < LEAST_LIKENESS:
+        return otherwise or f"valid are {', '.join(names)}"
+    return f"did you mean {likely}?"
+
+
+def _likeness(typed: str, name: str) -> float:
+    """From 0 to 1. Names are compared whole, and without their groups; within one group, without it only."""
+
+    def ratio(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    typed, name = (each.lstrip("-").replace("_", "-").lower() for each in (typed, name))
+    (group, dot, last), (its_group, _, its_last) = typed.rpartition("."), name.rpartition(".")
+    if dot and group == its_group:
+        return ratio(last, its_last)
+    if len(last) >= LEAST_BEGINNING and its_last.startswith(last):
+        return 1.0
+    return max(ratio(typed, name), ratio(last, its_last))
+
+
+LEAST_BEGINNING = 3
+"""Characters from which the beginning of a name counts as the name."""
 
 
 def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:

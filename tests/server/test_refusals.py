@@ -180,6 +180,9 @@ async def test_a_request_is_refused_by_name(path, body, param, code):
         ("/v1/chat/completions", {"logit_bias": {"-1": 5}}, 'must be token ids; "-1" is none.'),
         ("/v1/completions", {"logit_bias": {"7": 101}}, "from -100 to 100; that of 7 is 101."),
         ("/v1/completions", {"logit_bias": {"7": "x{}"}}, 'from -100 to 100; that of 7 is "x{}".'),
+        ("/v1/chat/completions", {"guided_json": {}}, 'here ({"json": SCHEMA}; or response_format).'),
+        ("/v1/completions", {"n_predict": 8}, "'n_predict'; it is 'max_tokens' here."),
+        ("/v1/chat/completions", {"options": {}}, "such as temperature and max_tokens."),
     ],
 )
 async def test_a_refusal_names_the_item_at_fault(path, options, said):

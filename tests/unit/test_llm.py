@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.engine import build
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.kernels import runtime
@@ -55,6 +55,16 @@ def test_prompts_may_be_texts_ids_or_dicts(llm: LLM) -> None:
     assert [output.prompt for output in outputs] == ["hello", None, "hello", None]
     assert all(output.prompt_token_ids == ids and output.finished for output in outputs)
     assert tokens(llm.generate(ids, GREEDY)) == tokens(llm.generate("hello", GREEDY)) == tokens(outputs[:1])
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_an_argument_of_other_engines_names_the_setting(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no argument 'max_model_len'; it is model.max_context here.*options=\{"):
+        kind("smollm2", max_model_len=4096)
+    with pytest.raises(ConfigError, match="no argument 'memory'; did you mean cache.memory"):
+        kind("smollm2", memory="1GiB")
+    with pytest.raises(ConfigError, match="no argument 'zzz'; docs/configuration.md"):
+        kind("smollm2", zzz=1)
 
 
 def test_a_dict_with_a_text_and_ids_is_refused(llm: LLM) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from quire.arguments import Arguments
 from quire.config import nearest
 from quire.errors import QuireError
-from quire.habits import flag_answer
+from quire.habits import command_answer, flag_answer
 from quire.interrupt import install, leave, remove
 from quire.version import __version__
 
@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser):
             self.print_help(sys.stderr)
             self.exit(2)
         if commands and not words[0].startswith("-") and words[0] not in commands:
-            self.error(f"unknown command {words[0]!r}; {nearest(words[0], commands)}")
+            self.error(f"unknown command {words[0]!r}; {command_answer(words[0]) or nearest(words[0], commands)}")
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             command = commands.get(getattr(found, "command", ""), self)
@@ -279,4 +279,4 @@ def _unknown(
     others = [f"quire {name}" for name, other in commands.items() if flag in other.flags]
     if others:
         return f"unknown flag {flag}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
-    return f"unknown flag {flag}; {nearest(flag, known)}"
+    return f"unknown flag {flag}; {nearest(flag, known, 'no flag has a name like it')}"
