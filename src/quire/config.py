@@ -47,7 +47,7 @@ class ModelConfig(Group):
     chat_template: str | None = None
     """File with a Jinja chat template to use in place of the model's own."""
     name: str | None = None
-    """Name of the model in the server's API. none: the MODEL argument."""
+    """Name of the model in the server's API. none: the MODEL argument, of a path the last part without .gguf."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from quire.errors import ConfigError, UnwantedError
 from quire.kernels.levels import LEVELS
 from quire.models.digest import digest_of
 from quire.models.fingerprint import fingerprint
-from quire.models.resolve import resolve_model
+from quire.models.resolve import resolve_model, short_name
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
@@ -87,7 +87,14 @@ def load_engine(
             engine_model = load_model(checkpoint, resolved)
             tokenizer = loading.result()
         shape = checkpoint.shape
-    name = resolved.model.name or model
+    asked, possible = config.model.max_context, fits.max_context
+    if asked is not None and possible < asked:
+        log.warning(
+            "model.max_context is %d, and a cache of %s holds %d tokens: a request may have that many; %d need %s or a"
+            " little more: raise cache.memory",
+            asked, fits.cache_text, possible, asked, format_bytes(round(asked * fits.bytes_per_token)),
+        )  # fmt: skip
+    name = resolved.model.name or short_name(model)
     model_id = fingerprint(path)
     if resolved.cache.check and resolved.cache.codec != DENSE:
         _ask(unwanted)

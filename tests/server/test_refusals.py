@@ -293,6 +293,11 @@ async def test_a_wrong_model_is_not_found():
             assert (error_of(response)["code"], error_of(response)["param"]) == ("model_not_found", "model")
 
 
+async def test_a_models_path_is_a_name_of_it():
+    async with client() as http:
+        assert (await http.post("/v1/completions", json=TEXT | {"model": "/no/such/model"})).status_code == 200
+
+
 async def test_unknown_urls_and_methods_have_the_same_form():
     async with client() as http:
         assert error_of(response := await http.get("/v1/images/generations"))["code"] == "unknown_url"

@@ -144,6 +144,11 @@ def test_version(capsys):
         (["serve", "smollm2", "--hlp"], "unknown flag --hlp; did you mean --help?"),
         (["bench", "trace", "smollm2", "--concurency", "2"], "unknown flag --concurency; did you mean --concurrency?"),
         (["bench", "trace", "smollm2", "--speed", "2", "--concurrency", "2"], "not allowed with argument"),
+        (
+            ["serve", "smollm2", "other.gguf"],
+            "MODEL is 'smollm2', and a process has one",
+        ),
+        (["chat", "smollm2", "--port", "1", "other"], "unknown flag --port"),
         (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
         (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
         (["bench", "latencies", "smollm2"], "latencies"),

@@ -18,6 +18,7 @@ from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.kernels import runtime
 from quire.kernels.build import library_name
 from quire.kernels.levels import LEVELS, supported_levels
+from quire.models.resolve import short_name
 
 from ..kernels.pages import LEVELS as TESTED_LEVELS
 from ..tiny_models import save_tiny, save_tokenizer, tiny_shape, write_gguf
@@ -65,6 +66,41 @@ def test_an_argument_of_other_engines_names_the_setting(kind: Any) -> None:
         kind("smollm2", memory="1GiB")
     with pytest.raises(ConfigError, match="no argument 'zzz'; docs/configuration.md"):
         kind("smollm2", zzz=1)
+
+
+def test_a_model_is_named_by_the_last_part_of_its_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM
+) -> None:
+    assert llm.model_name == folder.name
+    for name in ("one.gguf", "many-00001-of-00003.gguf"):
+        (tmp_path / name).touch()
+    assert [short_name(str(tmp_path / name)) for name in ("one.gguf", "many-00001-of-00003.gguf", "")] == [
+        "one",
+        "many",
+        tmp_path.name,
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert [short_name(name) for name in (".", "one.gguf", "smollm2", "owner/name")] == [
+        tmp_path.name,
+        "one",
+        "smollm2",
+        "owner/name",
+    ]
+
+
+def test_a_context_that_the_cache_has_no_room_for_is_lowered_aloud(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = OPTIONS | {"cache.memory": "64KiB"}
+    with LLM(str(folder), small | {"model.max_context": 512}) as made:
+        held = made.max_context
+    assert held < 512
+    (said,) = [record.getMessage() for record in caplog.records if "max_context" in record.getMessage()]
+    assert said.startswith("model.max_context is 512, and a cache of") and f"holds {held} tokens" in said
+    caplog.clear()
+    for options in (small, OPTIONS | {"model.max_context": 64}):
+        LLM(str(folder), options).close()
+    assert not [record for record in caplog.records if "max_context" in record.getMessage()]
 
 
 def test_a_dict_with_a_text_and_ids_is_refused(llm: LLM) -> None:

@@ -271,7 +271,11 @@ def _unknown(
             return f"{switch_of[words[0]]} is {words[0]!r}; it must be true or false"
         if model in switch_of:
             return f"{switch_of[model]} takes true or false; {model!r} was read as MODEL, and {words[0]!r} is left over"
-        return f"there is no place for {words[0]!r}; a text of several words needs quotes"
+        if any(action.dest == "prompt" for action in command.arguments.added):
+            return f"there is no place for {words[0]!r}; a text of several words needs quotes"
+        if model is None:
+            return f"there is no place for {words[0]!r}"
+        return f"there is no place for {words[0]!r}; MODEL is {model!r}, and a process has one model"
     known = [each for each in command.flags if each.startswith("--")]
     own = "--" + flag.rpartition(".")[2].replace("_", "-")
     if own in known:

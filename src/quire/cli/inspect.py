@@ -209,6 +209,13 @@ def _digest_note(digest: Digest) -> str:
     )
 
 
+def _context_note(given: EngineConfig, sizes: Sizes, shape: ModelShape) -> str:
+    asked = given.model.max_context
+    if asked is not None and sizes.max_context < asked:
+        return f"model.max_context is {asked:,}, and the cache holds no more"
+    return f"the model's own limit is {shape.max_context:,}"
+
+
 def _held_note(part: Held) -> str:
     tensors = f"{part.tensors} tensor{'s' * (part.tensors != 1)}"
     bits = f"{8 * part.num_bytes / part.numbers:.3g} bits"
@@ -249,7 +256,7 @@ def _print_table(
             f"a chunk of 64 tokens is {format_bytes(sizes.chunk_bytes)}",
         ),
         ("tokens that fit", f"{sizes.tokens:,}", ""),
-        ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {shape.max_context:,}"),
+        ("longest request", f"{sizes.max_context:,} tokens", _context_note(given, sizes, shape)),
     ]
     if image is not None:
         note = "written; see quire cache ls" if image["written"] else "the first start writes it"
