@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -616,12 +616,12 @@ _ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig, ClusterConf
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 
 
-def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS) -> None:
-    """Adds a flag such as `--cache.memory` for every setting of the sections.
+def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS, common: Sequence[str] = ()) -> None:
+    """Adds a flag such as `--cache.memory` for every setting of the sections. Those in `common` come first in help.
 
     Flags that are not given are absent from the namespace.
     """
-    _options.add_flags(parser, _groups_of(sections))
+    _options.add_flags(parser, _groups_of(sections), common)
 
 
 def options_from(namespace: argparse.Namespace, sections: Iterable[str] = SECTIONS) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from quire.engine.build import assemble, load_model, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.control import namespace_of
 from quire.engine.engine import Engine
+from quire.engine.footprint import footprint
 from quire.engine.pins import read_lines
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, UnwantedError
@@ -121,6 +122,8 @@ def load_engine(
         sparse,
         on_disk,
     )
+    if resolved.runtime.device == "cpu":
+        log.info("memory: %s; cache.memory sets the cache", footprint(shape, resolved, fits))
     is_given = tiers is not None
     if is_given or resolved.tiers.is_on or neighbours:
         model_id = digest_of(checkpoint).digest  # cheap names are not enough for what outlives the process

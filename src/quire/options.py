@@ -260,23 +260,37 @@ LEAST_BEGINNING = 3
 """Characters from which the beginning of a name counts as the name."""
 
 
-def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:
-    """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace."""
-    for group in groups:
-        section = parser.add_argument_group(f"{group.key} settings")
-        for setting in settings_of(group):
-            bare = [f"--{setting.name.replace('_', '-')}"] if group.bare_flags else []
-            # The truth value is optional, so that `--allow-public` alone works.
-            optional: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.hint is bool else {}
-            section.add_argument(
-                *bare,
-                f"--{setting.key}",
-                dest=setting.key,
-                default=argparse.SUPPRESS,
-                metavar="|".join(_terms(setting.hint, in_words=False)),
-                help=f"{setting.doc} (default: {setting.show(setting.default)})".replace("%", "%%"),
-                **optional,
-            )
+def add_flags(parser: Arguments, groups: Sequence[type[Group]], common: Sequence[str] = ()) -> None:
+    """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace.
+
+    common  keys of settings that come first in help, if they are in the groups
+    """
+    by_key = {setting.key: (group, setting) for group in groups for setting in settings_of(group)}
+    first = [key for key in common if key in by_key]
+    titles = dict.fromkeys(first, "common settings") | {
+        key: f"{group.key} settings" for key, (group, _) in by_key.items() if key not in first
+    }
+    sections: dict[str, Arguments] = {}
+    for key, title in titles.items():
+        group, setting = by_key[key]
+        if title not in sections:
+            sections[title] = parser.add_argument_group(title)
+        _add_flag(sections[title], setting, has_bare_flag=group.bare_flags)
+
+
+def _add_flag(section: Arguments, setting: Setting, *, has_bare_flag: bool) -> None:
+    bare = [f"--{setting.name.replace('_', '-')}"] if has_bare_flag else []
+    # The truth value is optional, so that `--allow-public` alone works.
+    optional: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.hint is bool else {}
+    section.add_argument(
+        *bare,
+        f"--{setting.key}",
+        dest=setting.key,
+        default=argparse.SUPPRESS,
+        metavar="|".join(_terms(setting.hint, in_words=False)),
+        help=f"{setting.doc} (default: {setting.show(setting.default)})".replace("%", "%%"),
+        **optional,
+    )
 
 
 def options_from(namespace: argparse.Namespace, groups: Sequence[type[Group]]) -> dict[str, Any]:

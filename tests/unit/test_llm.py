@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,10 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from quire.cli import main
+from quire.config import format_bytes
 from quire.engine import build
+from quire.engine.footprint import RUNTIME_BYTES, footprint
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.kernels import runtime
 from quire.kernels.build import library_name
@@ -101,6 +105,23 @@ def test_a_context_that_the_cache_has_no_room_for_is_lowered_aloud(
     for options in (small, OPTIONS | {"model.max_context": 64}):
         LLM(str(folder), options).close()
     assert not [record for record in caplog.records if "max_context" in record.getMessage()]
+
+
+def test_loading_says_what_the_whole_process_takes(
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights and cache are not all: steps, libraries and the interpreter count, too."""
+    with caplog.at_level("INFO", "quire"), LLM(str(folder), OPTIONS) as made:
+        parts = made._parts
+    whole = footprint(parts.shape, parts.config, parts.sizes)
+    (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory: ")]
+    assert f"about {format_bytes(whole.total)} in all" in said and "cache.memory sets the cache" in said
+    assert whole.total == parts.sizes.memory_bytes + whole.step + RUNTIME_BYTES and whole.step > 0
+    flags = [word for key, value in OPTIONS.items() for word in (f"--{key}", str(value))]
+    assert main(["inspect", str(folder), *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["process_bytes"] == whole.total
+    assert main(["inspect", str(folder), *flags]) == 0
+    assert f"about {format_bytes(whole.total)}" in capsys.readouterr().out
 
 
 def test_a_dict_with_a_text_and_ids_is_refused(llm: LLM) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from quire.arguments import Arguments
@@ -166,12 +166,27 @@ class Parser(argparse.ArgumentParser):
             self.description = module.__doc__
             module.add_arguments(arguments)
             arguments.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            words = [_usage_of(action) for action in arguments.added if not action.option_strings]
+            self.usage = " ".join([self.prog, *words, "[--FLAG VALUE ...]"])
         return arguments
 
     @property
     def flags(self) -> dict[str, argparse.Action]:
         """The argument of each flag."""
         return {flag: action for action in self.arguments.added for flag in action.option_strings}
+
+    def show_flags_of_action(self, words: Sequence[str]) -> None:
+        """Before help is printed: hides the flags that belong to other actions than the one in `words`. A module with
+        actions has ACTION_FLAGS, the names of each one's flags in the namespace.
+        """
+        flags_of = getattr(importlib.import_module(self._module), "ACTION_FLAGS", {}) if self._module else {}
+        chosen = next((word for word in words if word in flags_of), None)
+        hidden = {name for flags in flags_of.values() for name in flags} - set(flags_of.get(chosen, ()))
+        for action in self.arguments.added:
+            if action.dest in hidden:
+                action.help = argparse.SUPPRESS
+        if flags_of and chosen is None:
+            self.epilog = f"{self.prog} ACTION --help shows the flags of an action: {', '.join(flags_of)}"
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
@@ -197,6 +212,10 @@ class Parser(argparse.ArgumentParser):
                 words[place : place + 2] = [f"{word}={following}"]
             elif word == "--":
                 break
+        for command in given:
+            words = _spelled(words, command.flags)
+            if {"-h", "--help"} & set(words):
+                command.show_flags_of_action(words)
         self._answer_habits(words)
         if commands and not words:
             self.print_help(sys.stderr)
@@ -248,6 +267,23 @@ class Parser(argparse.ArgumentParser):
         answers = [answer for word in flags if (answer := flag_answer(word, known)) is not None]
         if answers:
             command.error("; ".join(dict.fromkeys(answers)))
+
+
+def _usage_of(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest)
+    return {None: name, "?": f"[{name}]"}.get(action.nargs if isinstance(action.nargs, str) else None, f"[{name} ...]")
+
+
+def _spelled(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words, with hyphens and underscores of flags as the command has them: --cache.sink-tokens, --max_tokens."""
+    end = words.index("--") if "--" in words else len(words)
+    by_name = {flag.replace("_", "-"): flag for flag in known}
+    found = list(words)
+    for place, word in enumerate(words[:end]):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag not in known and (ours := by_name.get(flag.replace("_", "-"))):
+            found[place] = ours + equals + value
+    return found
 
 
 def _is_flag(word: str) -> bool:

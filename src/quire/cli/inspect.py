@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
+from quire.engine.footprint import footprint
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def _facts(
         "calibration": None if calibration is None else calibration.hash,
         "device": config.runtime.device,
         "tokens": sizes.tokens,
+        "process_bytes": footprint(shape, config, sizes).total,
         "sequences": {length: _sequences(sizes, length) for length in lengths},
         "retain": {"threshold": config.retain.threshold, "budget": config.retain.budget},
         "fails_first": sizes.fails_first,
@@ -274,6 +276,9 @@ def _print_table(
         if length > sizes.max_context:
             note = f"the longest request has {sizes.max_context:,} tokens"
         rows.append((f"sequences of {length:,}", f"{count:,}", note))
+    whole = footprint(shape, config, sizes)
+    beside = f"{format_bytes(whole.step)} of steps and {format_bytes(whole.runtime)} of the process"
+    rows.append(("memory in all", f"about {format_bytes(whole.total)}", f"with a full cache, {beside}"))
     if sizes.available_bytes is not None:
         needed = sizes.memory_bytes
         rows.append(
