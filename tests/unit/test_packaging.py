@@ -75,6 +75,17 @@ def test_nothing_that_people_read_installs_the_strangers_package() -> None:
     assert found <= {"docs/log.md"}  # which quotes what was wrong
 
 
+@pytest.mark.parametrize(("flags", "has_option"), [("avx2 avx512f avx512_bf16", True), ("avx2 avx512f", False)])
+def test_llama_cpp_is_built_with_what_the_processor_has(tmp_path: Path, flags: str, has_option: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse2\n")
+    script = (ROOT / "scripts" / "peers.sh").read_text()
+    part = script[script.index("LLAMACPP_OPTIONS=(") : script.index("LLAMACPP_PROGRAMS=")]
+    command = ["bash", "-euc", part + 'echo "${LLAMACPP_OPTIONS[@]}"']
+    environment = {"CPUINFO": str(tmp_path / "cpuinfo"), "PATH": "/usr/bin:/bin"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert ("AVX512" in printed) == has_option and "-DGGML_NATIVE=ON" in printed
+
+
 def load_install() -> ModuleType:
     spec = importlib.util.spec_from_file_location("install", ROOT / "scripts" / "install.py")
     assert spec is not None and spec.loader is not None
