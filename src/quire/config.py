@@ -670,8 +670,8 @@ A setting can be given in three places. The first in this list wins:
 2. a TOML file: `--config quire.toml` with `[cache]` and, below it, `memory = "1GiB"`
 3. the default
 
-Quire rejects an unknown key and names the nearest valid one. `--print-config` prints every value and its origin, as a
-file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
+Quire rejects an unknown key and names a valid one that is near. `--print-config` prints every value and its origin, as
+a file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
 used as well: `QUIRE_LOG=debug` sets the log level. `QUIRE_API_KEY` is the key that `quire inspect --tree` and `quire
 cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds `quire/` with models, calibrations,
 layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster exports spans to (docs/server.md).

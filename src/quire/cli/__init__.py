@@ -50,7 +50,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 DESCRIPTION = """\
 Quire, an LLM inference engine whose centre is the key-value cache.
 
-MODEL is a folder of safetensors, a .gguf file, a hub id, or smollm2, the embedded default.
+MODEL is a folder of safetensors, a .gguf file, a hub id, or smollm2, a small model for trials.
 """
 
 
