@@ -18,10 +18,10 @@ from pathlib import Path
 # A module may import its own layer and those before it. A package is a layer; a dotted name is one module of its own
 # layer, without what lies below it: the registry of codecs is read by the configuration.
 LAYERS = (
-    "version", "errors", "reading", "interrupt", "repeats", "tied", "collecting", "folders", "cache.codecs", "habits",
-    "arguments", "options", "config", "kernels", "models", "cache", "stores", "attention", "offload", "engine",
-    "tools", "planning", "calibrate", "check", "load", "importing", "engine_thread", "llm", "async_prefixes",
-    "async_llm", "cluster", "simulation", "evaluation", "server", "cli", "__main__",
+    "version", "errors", "reading", "extras", "interrupt", "repeats", "tied", "collecting", "folders", "cache.codecs",
+    "habits", "arguments", "options", "config", "kernels", "models", "cache", "stores", "attention", "offload",
+    "engine", "tools", "planning", "calibrate", "check", "load", "importing", "engine_thread", "llm",
+    "async_prefixes", "async_llm", "cluster", "simulation", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.

@@ -22,8 +22,11 @@ KVPRESS=(kvpress==0.5.5 transformers==5.2.0 numpy==2.4.6)
 # What transformers' quantized caches need beside it.
 QUANTIZERS=(hqq==0.2.8.post1 optimum-quanto==0.2.7 ninja==1.13.2 termcolor==3.3.0 einops==0.8.2)
 LLAMACPP="llama-cpp-python==0.3.36"
-LLAMACPP_OPTIONS=(-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_AVX512_BF16=ON -DLLAMA_CURL=OFF
-                  -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=OFF)
+LLAMACPP_OPTIONS=(-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF
+                  -DBUILD_SHARED_LIBS=OFF)
+# GGML_NATIVE finds what this processor has, except for products of bfloat16.
+CPUINFO="${CPUINFO:-/proc/cpuinfo}"
+if grep -qw avx512_bf16 "$CPUINFO"; then LLAMACPP_OPTIONS+=(-DGGML_AVX512_BF16=ON); fi
 LLAMACPP_PROGRAMS=(llama-bench llama-batched-bench llama-server llama-quantize)
 
 die() { echo "peers.sh: $*" >&2; exit 1; }

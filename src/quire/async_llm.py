@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from quire.async_prefixes import AsyncPrefixes
-from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
@@ -23,7 +22,7 @@ from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read
 from quire.engine.structured import StructuredOutputsParams
 from quire.engine_thread import EngineThread
 from quire.errors import EngineStoppedError, QueueFullError, QuireError, RequestError
-from quire.llm import Prompt, ReadPrompt, read_prompt
+from quire.llm import Prompt, ReadPrompt, config_of, read_prompt
 from quire.load import Loaded, load_engine
 
 log = logging.getLogger("quire")
@@ -41,8 +40,8 @@ class AsyncLLM(AsyncPrefixes):
     Callers send commands through a queue, which the engine reads before every step. The engine posts deltas to the loop
     once per step.
 
-    model, options, config_file  as for `LLM`
-    pins_at_start                whether `start` pins the prefixes of cache.pin; otherwise call `pin`
+    model, options, config_file, unknown  as for `LLM`
+    pins_at_start                         whether `start` pins the prefixes of cache.pin; otherwise call `pin`
     `async with AsyncLLM(model) as llm` starts and closes the engine, as `start` and `close` do. It runs once: closing
     frees its memory, and later requests and queries raise QuireError.
     """
@@ -54,8 +53,9 @@ class AsyncLLM(AsyncPrefixes):
         config_file: str | Path | None = None,
         *,
         pins_at_start: bool = True,
+        **unknown: Any,
     ) -> None:
-        self._config = EngineConfig.from_options(options or {}, Path(config_file) if config_file is not None else None)
+        self._config = config_of(options, config_file, unknown)
         self._model = model
         self._pins_at_start = pins_at_start
         self._engine_thread: EngineThread | None = None
@@ -173,13 +173,15 @@ class AsyncLLM(AsyncPrefixes):
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the deltas of one request; the last one has `finished` set. Closing the generator, or cancelling its
-        task, aborts the request.
+        task, aborts the request. Without sampling_params it has those that the model's authors recommend.
         """
-        return self._generate(prompt, sampling_params or SamplingParams(), request_id)
+        return self._generate(prompt, sampling_params, request_id)
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, is_pin: bool = False
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, *, is_pin: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
+        if params is None:
+            params = self.get_default_sampling_params() if self._runs else SamplingParams()  # _admit says what is wrong
         text, ids, hints = self._admit(prompt, params, is_pin=is_pin)
         grammar = None
         if params.structured_outputs is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -47,7 +47,7 @@ class ModelConfig(Group):
     chat_template: str | None = None
     """File with a Jinja chat template to use in place of the model's own."""
     name: str | None = None
-    """Name of the model in the server's API. none: the MODEL argument."""
+    """Name of the model in the server's API. none: the MODEL argument, of a path the last part without .gguf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -623,12 +623,12 @@ _ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig, ClusterConf
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 
 
-def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS) -> None:
-    """Adds a flag such as `--cache.memory` for every setting of the sections.
+def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS, common: Sequence[str] = ()) -> None:
+    """Adds a flag such as `--cache.memory` for every setting of the sections. Those in `common` come first in help.
 
     Flags that are not given are absent from the namespace.
     """
-    _options.add_flags(parser, _groups_of(sections))
+    _options.add_flags(parser, _groups_of(sections), common)
 
 
 def options_from(namespace: argparse.Namespace, sections: Iterable[str] = SECTIONS) -> dict[str, Any]:
@@ -677,8 +677,8 @@ A setting can be given in three places. The first in this list wins:
 2. a TOML file: `--config quire.toml` with `[cache]` and, below it, `memory = "1GiB"`
 3. the default
 
-Quire rejects an unknown key and names the nearest valid one. `--print-config` prints every value and its origin, as a
-file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
+Quire rejects an unknown key and names a valid one that is near. `--print-config` prints every value and its origin, as
+a file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
 used as well: `QUIRE_LOG` sets the log level: debug, info, warning, error or critical. `QUIRE_API_KEY` is the key that
 `quire inspect --tree` and `quire cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds
 `quire/` with models, calibrations, layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster

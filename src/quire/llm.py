@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -12,14 +13,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from quire.cache.retention.retainer import Retainer
-from quire.config import EngineConfig
+from quire.config import ENGINE_GROUPS, EngineConfig, nearest
 from quire.engine.grammar_source import term_of
 from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, key_of, known_prefixes, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
@@ -33,7 +34,9 @@ from quire.engine.schemas import Unhonoured
 from quire.engine.stock import Stock
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, RequestError
+from quire.habits import key_answer
 from quire.load import Loaded, load_engine
+from quire.options import LISTED, settings_of
 from quire.tools.calls import Tool, ToolChoice, tool_of
 from quire.tools.conversation import render_chat
 from quire.tools.format import ToolFormat
@@ -171,10 +174,29 @@ class Face(ABC):
         return read_sampling_defaults(self._parts.path, self._parts.asked_for)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The recommended sampling parameters, which the server uses by default. `generate` and `chat` use them only if
-        they are passed.
+        """The recommended sampling parameters. The server takes them by default, `generate` and `chat` where they are
+        given no sampling_params. A SamplingParams of your own has the API's defaults: temperature 1 and 16 tokens.
         """
+        return self._default_params
+
+    @functools.cached_property
+    def _default_params(self) -> SamplingParams:
+        # Kept: the header of a GGUF file has the vocabulary, and reading it takes tenths of a second.
         return SamplingParams(**self.sampling_defaults.values)  # type: ignore[arg-type]
+
+
+def config_of(options: Mapping[str, Any] | None, file: str | Path | None, unknown: Collection[str]) -> EngineConfig:
+    """The configuration of an `LLM` or `AsyncLLM`. Raises ConfigError.
+
+    unknown  further arguments that the caller gave, as other engines' classes take them
+    """
+    for name in unknown:
+        known = [setting.key for group in ENGINE_GROUPS for setting in settings_of(group)]
+        raise ConfigError(
+            f"there is no argument {name!r}; {key_answer(name) or nearest(name, known, LISTED)}; settings are given by"
+            ' key, as in options={"model.max_context": 4096}'
+        )
+    return EngineConfig.from_options(options or {}, Path(file) if file is not None else None)
 
 
 class LLM(Face):
@@ -183,14 +205,19 @@ class LLM(Face):
     model        a folder, a .gguf file, a hub id, or `smollm2`
     options      settings by key, as in flags and TOML: {"cache.memory": "1GiB", "model.dtype": "float32"}
     config_file  a TOML file; options override it
+    unknown      nothing: other engines' arguments are refused by the name of the setting
     Raises ModelError or ConfigError. Calls from several threads wait for each other. To serve many concurrent callers,
     use AsyncLLM.
     """
 
     def __init__(
-        self, model: str, options: Mapping[str, Any] | None = None, config_file: str | Path | None = None
+        self,
+        model: str,
+        options: Mapping[str, Any] | None = None,
+        config_file: str | Path | None = None,
+        **unknown: Any,
     ) -> None:
-        config = EngineConfig.from_options(options or {}, Path(config_file) if config_file is not None else None)
+        config = config_of(options, config_file, unknown)
         self._loaded: Loaded | None = load_engine(model, config)
         self._ids = itertools.count()
         self._turn = _Turn()
@@ -223,12 +250,12 @@ class LLM(Face):
 
         prompts          one prompt or a list of them. A list of ints is one prompt; a dict may have cache hints (see
                          `Prompt`)
-        sampling_params  one for all prompts, or one per prompt
+        sampling_params  one for all prompts, or one per prompt; None: what the model's authors recommend
         use_tqdm         a progress bar; by default for more than 8 prompts on a terminal
         Raises RequestError before anything runs if one of the requests can never run.
         """
         items = _as_prompts(prompts)
-        params = _one_each(sampling_params, len(items))
+        params = self._one_each(sampling_params, len(items))
         return self._run(items, params, use_tqdm)
 
     def chat(
@@ -243,6 +270,7 @@ class LLM(Face):
         """Generates the next message of one conversation, or of each conversation in a list, with the model's chat
         template. Names of control tokens in texts of users and tools stay text; `generate` takes other token ids.
 
+        sampling_params       as in `generate`
         chat_template_kwargs  variables for the template, such as enable_thinking
         tools                 functions that the model may call, as in OpenAI's API. Calls are part of the text, as the
                               model writes them; the server reads them. Arguments of strict ones fit their schema
@@ -258,7 +286,7 @@ class LLM(Face):
         items: list[Prompt] = [
             {"prompt_token_ids": self.tokenizer.encode(text, False, escape)} for text, escape in rendered
         ]
-        params = _one_each(sampling_params, len(items))
+        params = self._one_each(sampling_params, len(items))
         if known:
             format_ = format_of(self.tokenizer.tool_template)
             params = [self._with_tools(each, format_, known) for each in params]
@@ -266,6 +294,18 @@ class LLM(Face):
         for output, prompt in zip(outputs, rendered, strict=True):
             output.prompt = prompt.text
         return outputs
+
+    def _one_each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            return [self.get_default_sampling_params()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+            message = "sampling_params must be a SamplingParams or a list of one per prompt"
+            raise RequestError(message, "sampling_params")
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
+        return list(params)
 
     def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:
         """Parameters of an answer that may call: it is calls, or a text with the form that it has without tools."""
@@ -488,16 +528,6 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in items):
         return [items]
     return items
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise RequestError("sampling_params must be a SamplingParams or a list of one per prompt", "sampling_params")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
-    return list(params)
 
 
 class _Turn:

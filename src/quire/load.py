@@ -17,6 +17,7 @@ from quire.engine.build import assemble, load_model, ops_type, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.control import namespace_of
 from quire.engine.engine import Engine
+from quire.engine.footprint import footprint
 from quire.engine.pins import read_lines
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, UnwantedError
@@ -25,7 +26,7 @@ from quire.models.digest import Report, digest_of
 from quire.models.fingerprint import fingerprint
 from quire.models.layers import torch_dtype
 from quire.models.loading import held
-from quire.models.resolve import resolve_model
+from quire.models.resolve import resolve_model, short_name
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import Checkpoint, open_model
@@ -89,7 +90,14 @@ def load_engine(
             engine_model = load_model(checkpoint, resolved)
             tokenizer = loading.result()
         shape, weights = checkpoint.shape, _weights_text(checkpoint, resolved)
-    name = resolved.model.name or model
+    asked, possible = config.model.max_context, fits.max_context
+    if asked is not None and possible < asked:
+        log.warning(
+            "model.max_context is %d, and a cache of %s holds %d tokens: a request may have that many; %d need %s or a"
+            " little more: raise cache.memory",
+            asked, fits.cache_text, possible, asked, format_bytes(round(asked * fits.bytes_per_token)),
+        )  # fmt: skip
+    name = resolved.model.name or short_name(model)
     model_id = fingerprint(path)
     if resolved.cache.check and resolved.cache.codec != DENSE:
         _ask(unwanted)
@@ -115,6 +123,8 @@ def load_engine(
         sparse,
         on_disk,
     )
+    if resolved.runtime.device == "cpu":
+        log.info("memory: %s; cache.memory sets the cache", footprint(shape, resolved, fits))
     is_given = tiers is not None
     if is_given or resolved.tiers.is_on or neighbours:
         # Cheap names are not enough for what outlives the process.

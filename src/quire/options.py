@@ -220,18 +220,19 @@ def collect(
     for key in in_file:
         section, dot, _ = key.partition(".")
         if dot and section not in sections:
-            raise ConfigError(f"unknown section [{section}] in {file}; did you mean [{_likely(section, sections)}]?")
+            hint = nearest(f"[{section}]", [f"[{each}]" for each in sections])
+            raise ConfigError(f"unknown section [{section}] in {file}; {hint}")
         if key in sections:
             raise ConfigError(f"{key!r} in {file} is a section: write [{key}], and its settings below")
         if key not in everyone:
-            raise ConfigError(f"unknown setting {key!r} in {file}; {key_answer(key) or nearest(key, everyone)}")
+            raise ConfigError(f"unknown setting {key!r} in {file}; {key_answer(key) or nearest(key, everyone, LISTED)}")
     for key in options:
         if key in everyone and key not in mine:
             raise ConfigError(
                 f"setting {key!r} does not belong here; valid groups are {', '.join(group.key for group in groups)}"
             )
         if key not in mine:
-            raise ConfigError(f"unknown setting {key!r}; {key_answer(key) or nearest(key, mine)}")
+            raise ConfigError(f"unknown setting {key!r}; {key_answer(key) or nearest(key, mine, LISTED)}")
     values = {key: value for key, value in {**in_file, **options}.items() if key in mine}
     sources = {key: "flag" if key in options else f"file {file}" if key in in_file else "default" for key in mine}
     return values, sources
@@ -273,37 +274,76 @@ def _check_plain(tables: dict[str, Any]) -> None:
             left += [(depth + 1, each) for each in (value.values() if isinstance(value, dict) else value)]
 
 
-def nearest(key: str, valid: Iterable[str]) -> str:
-    """A hint for a mistyped key: `did you mean cache.memory?`."""
-    return f"did you mean {_likely(key, valid)}?"
+LISTED = "docs/configuration.md and --print-config list all settings"
+
+LEAST_LIKENESS = 0.7
+"""Ratio of equal characters from which a name is proposed for a mistyped one. Guesses below it were wrong: `--mlock`
+has 0.6 in common with `--retain.local`, and `launch` 0.6 with `plan`.
+"""
 
 
-def _likely(key: str, valid: Iterable[str]) -> str:
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        return max(whole, difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio())
+def nearest(key: str, valid: Iterable[str], otherwise: str = "") -> str:
+    """A hint for a mistyped name: `did you mean cache.memory?`.
 
-    key = key[:COMPARED_CHARS]
-    return max(valid, key=likeness)
+    otherwise  the hint if no valid name is near; empty: all valid names
+    """
+    names, key = list(valid), key[:COMPARED_CHARS]
+    likely = max(names, key=lambda name: _likeness(key, name))
+    if _likeness(key, likely) < LEAST_LIKENESS:
+        return otherwise or f"valid are {', '.join(names)}"
+    return f"did you mean {likely}?"
 
 
-def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:
-    """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace."""
-    for group in groups:
-        section = parser.add_argument_group(f"{group.key} settings")
-        for setting in settings_of(group):
-            bare = [f"--{setting.name.replace('_', '-')}"] if group.bare_flags else []
-            # The truth value is optional, so that `--allow-public` alone works.
-            optional: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.hint is bool else {}
-            section.add_argument(
-                *bare,
-                f"--{setting.key}",
-                dest=setting.key,
-                default=argparse.SUPPRESS,
-                metavar="|".join(setting.terms(in_words=False)),
-                help=f"{setting.doc} (default: {setting.show(setting.default)})".replace("%", "%%"),
-                **optional,
-            )
+def _likeness(typed: str, name: str) -> float:
+    """From 0 to 1. Names are compared whole, and without their groups; within one group, without it only."""
+
+    def ratio(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    typed, name = (each.lstrip("-").replace("_", "-").lower() for each in (typed, name))
+    (group, dot, last), (its_group, _, its_last) = typed.rpartition("."), name.rpartition(".")
+    if dot and group == its_group:
+        return ratio(last, its_last)
+    if len(last) >= LEAST_BEGINNING and its_last.startswith(last):
+        return 1.0
+    return max(ratio(typed, name), ratio(last, its_last))
+
+
+LEAST_BEGINNING = 3
+"""Characters from which the beginning of a name counts as the name."""
+
+
+def add_flags(parser: Arguments, groups: Sequence[type[Group]], common: Sequence[str] = ()) -> None:
+    """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace.
+
+    common  keys of settings that come first in help, if they are in the groups
+    """
+    by_key = {setting.key: (group, setting) for group in groups for setting in settings_of(group)}
+    first = [key for key in common if key in by_key]
+    titles = dict.fromkeys(first, "common settings") | {
+        key: f"{group.key} settings" for key, (group, _) in by_key.items() if key not in first
+    }
+    sections: dict[str, Arguments] = {}
+    for key, title in titles.items():
+        group, setting = by_key[key]
+        if title not in sections:
+            sections[title] = parser.add_argument_group(title)
+        _add_flag(sections[title], setting, has_bare_flag=group.bare_flags)
+
+
+def _add_flag(section: Arguments, setting: Setting, *, has_bare_flag: bool) -> None:
+    bare = [f"--{setting.name.replace('_', '-')}"] if has_bare_flag else []
+    # The truth value is optional, so that `--allow-public` alone works.
+    optional: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.hint is bool else {}
+    section.add_argument(
+        *bare,
+        f"--{setting.key}",
+        dest=setting.key,
+        default=argparse.SUPPRESS,
+        metavar="|".join(setting.terms(in_words=False)),
+        help=f"{setting.doc} (default: {setting.show(setting.default)})".replace("%", "%%"),
+        **optional,
+    )
 
 
 def options_from(namespace: argparse.Namespace, groups: Sequence[type[Group]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def roles(prefill: int, decode: int, mixed: int = 0) -> dict[str, str]:
 def test_without_ray_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = save_tiny(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="cluster.address needs Ray.*pip install 'quire\\[cluster\\]'"):
+    with pytest.raises(ConfigError, match="cluster.address needs Ray.*pip install -c constraints.txt '.\\[cluster\\]'"):
         Cluster(str(model), {"cache.memory": "8MiB"}, settings=ClusterConfig(mixed=1, address="auto"))
 
 

@@ -180,6 +180,9 @@ async def test_a_request_is_refused_by_name(path, body, param, code):
         ("/v1/chat/completions", {"logit_bias": {"-1": 5}}, 'must be token ids; "-1" is none.'),
         ("/v1/completions", {"logit_bias": {"7": 101}}, "from -100 to 100; that of 7 is 101."),
         ("/v1/completions", {"logit_bias": {"7": "x{}"}}, 'from -100 to 100; that of 7 is "x{}".'),
+        ("/v1/chat/completions", {"guided_json": {}}, 'here ({"json": SCHEMA}; or response_format).'),
+        ("/v1/completions", {"n_predict": 8}, "'n_predict'; it is 'max_tokens' here."),
+        ("/v1/chat/completions", {"options": {}}, "such as temperature and max_tokens."),
     ],
 )
 async def test_a_refusal_names_the_item_at_fault(path, options, said):
@@ -288,6 +291,11 @@ async def test_a_wrong_model_is_not_found():
             response = await http.post(path, json=body | {"model": "gpt-4"})
             assert response.status_code == 404
             assert (error_of(response)["code"], error_of(response)["param"]) == ("model_not_found", "model")
+
+
+async def test_a_models_path_is_a_name_of_it():
+    async with client() as http:
+        assert (await http.post("/v1/completions", json=TEXT | {"model": "/no/such/model"})).status_code == 200
 
 
 async def test_unknown_urls_and_methods_have_the_same_form():

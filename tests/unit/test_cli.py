@@ -3,6 +3,7 @@
 import argparse
 import ast
 import errno
+import importlib
 import json
 import os
 import re
@@ -117,7 +118,7 @@ def test_version(capsys):
     ("words", "said"),
     [
         (["--debug"], "COMMAND"),
-        (["fly"], "quire: unknown command 'fly'; did you mean "),
+        (["fly"], "quire: unknown command 'fly'; valid are serve, chat,"),
         (["srve", "smollm2"], "quire: unknown command 'srve'; did you mean serve? (see quire --help)"),
         (["serve"], "MODEL"),
         (["serve", "smollm2", "--cache.memry", "1GiB"], "--cache.memory"),
@@ -135,13 +136,21 @@ def test_version(capsys):
             ["calibrate", "smollm2", "--cache.sink_tokens", "2"],
             "unknown flag --cache.sink_tokens; the flag is --sink-tokens",
         ),
-        (["serve", "smollm2", "--temprature", "0"], "quire serve: unknown flag --temprature; did you mean --"),
+        (
+            ["serve", "smollm2", "--temprature", "0"],
+            "quire serve: unknown flag --temprature; no flag has a name like it",
+        ),
         (["generate", "smollm2", "one", "--seed", "1", "two"], "'two'"),
         (["generate", "smollm2", "--seed", "1", "one", "two"], "'two'"),
         (["generate", "smollm2", "--seed", "1", "-one"], "unknown flag -one; write a text that begins with - after --"),
         (["serve", "smollm2", "--hlp"], "unknown flag --hlp; did you mean --help?"),
         (["bench", "trace", "smollm2", "--concurency", "2"], "unknown flag --concurency; did you mean --concurrency?"),
         (["bench", "trace", "smollm2", "--speed", "2", "--concurrency", "2"], "not allowed with argument"),
+        (
+            ["serve", "smollm2", "other.gguf"],
+            "MODEL is 'smollm2', and a process has one",
+        ),
+        (["chat", "smollm2", "--port", "1", "other"], "unknown flag --port"),
         (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
         (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
         (["bench", "latencies", "smollm2"], "latencies"),
@@ -255,6 +264,55 @@ def test_a_prompt_behind_two_dashes_may_look_like_a_flag(flags):
     assert build_parser().parse_args(["generate", "smollm2", *flags, "--", "--no-flag"]).prompt == "--no-flag"
 
 
+def help_of(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_a_usage_line_and_then_says_what_the_command_does(command, capsys):
+    usage, empty, about, *_ = help_of(capsys, command).splitlines()
+    assert usage.startswith(f"usage: quire {command} ") and len(usage) < 120 and not empty and about
+
+
+def test_help_of_a_server_has_its_common_settings_first_and_each_flag_once(capsys):
+    text = help_of(capsys, "serve")
+    common = text[text.index("common settings:") :].split("\n\n")[0]
+    assert all(flag in common for flag in ("--port", "--cache.memory", "--cache.codec", "--tiers.disk"))
+    flags = re.findall(r"^  (--\S+)", text, re.MULTILINE)
+    assert len(flags) == len(set(flags)) and text.index("common settings:") < text.index("model settings:")
+
+
+@pytest.mark.parametrize("command", ["plan", "bench", "eval"])
+def test_help_of_an_action_has_its_own_flags_and_no_others(command, capsys):
+    module = importlib.import_module(f"quire.cli.{command}")
+    text = help_of(capsys, command)
+    assert f"quire {command} ACTION --help shows the flags of an action" in text
+    every = {name for flags in module.ACTION_FLAGS.values() for name in flags}
+    for name, own in module.ACTION_FLAGS.items():
+        parser = build_parser().commands[command]
+        parser.show_flags_of_action([command, name, "--help"])
+        shown = {action.dest for action in parser.arguments.added if action.help is not argparse.SUPPRESS}
+        there = {action.dest for action in parser.arguments.added}
+        assert shown & every == set(own) & there and there - every <= shown
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["serve", "m", "--cache.sink-tokens", "2"], "cache.sink_tokens"),
+        (["serve", "m", "--api_key_file=2"], "serve.api_key_file"),
+        (["generate", "m", "--max_tokens", "2"], "max_tokens"),
+        (["bench", "throughput", "m", "--output_tokens", "2"], "output_tokens"),
+    ],
+)
+def test_flags_take_hyphens_for_underscores_and_the_other_way_round(words, name):
+    assert str(vars(build_parser().parse_args(words))[name]) == "2"
+    assert build_parser().parse_args(["generate", "m", "--", "--max_tokens"]).prompt == "--max_tokens"
+
+
 def test_help_says_what_no_limit_is(capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
@@ -298,6 +356,7 @@ def test_debug_shows_the_traceback():
 
 SLOW = """
 import os
+import re
 os.write(1, b"importing\\n")
 try:
     while True:
@@ -537,7 +596,7 @@ def test_serving_answers_and_ends_on_sigterm(folder):
         assert "ready" in ready, process.stderr.read()
         url = ready.split()[-1]
         answer = httpx.post(f"{url}/completions", json={"prompt": "abc", "max_tokens": 3}, timeout=30)
-        assert answer.status_code == 200 and Path(answer.json()["model"]) == Path(folder)
+        assert answer.status_code == 200 and answer.json()["model"] == Path(folder).name
         process.send_signal(signal.SIGTERM)
         assert process.wait(15) == 0
         assert "Traceback" not in process.stderr.read()

@@ -247,7 +247,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["profile", "m", "--input", text, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "pip install 'quire[plot]'" in capsys.readouterr().err and made == []
+    assert "pip install -c constraints.txt '.[plot]'" in capsys.readouterr().err and made == []
 
 
 def test_every_member_has_a_color_of_its_own() -> None:

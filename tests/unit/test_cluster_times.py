@@ -190,7 +190,9 @@ def test_without_a_header_the_trace_is_in_the_request_id() -> None:
 
 
 def test_spans_are_exported_with_the_trace_of_the_client_or_of_the_request() -> None:
-    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed: pip install 'quire[trace]'")
+    pytest.importorskip(
+        "opentelemetry.sdk", reason="opentelemetry-sdk is not installed: pip install -c constraints.txt '.[trace]'"
+    )
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -220,4 +222,4 @@ def test_spans_are_exported_only_if_an_endpoint_is_set(
     monkeypatch.setenv(tracing.ENDPOINT, "http://127.0.0.1:9")
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     assert tracing.tracer() is None
-    assert "pip install 'quire[trace]'" in caplog.records[0].getMessage()
+    assert "pip install -c constraints.txt '.[trace]'" in caplog.records[0].getMessage()

@@ -274,7 +274,7 @@ def test_a_measurement_that_ran_out_of_time_goes_on(
     monkeypatch.setattr(measuring.time, "monotonic", lambda: next(now))
     first = quality()
     g4 = settings_of("g4", space=first.space)
-    told = first.measure(g4, 3, 2.0)
+    told = first.measure(g4, 3, 4.0)  # a window takes 1, and a third one would end at 5
     assert "the time was over" in told and first.losses.num_windows(first.losses.reference(g4)) == 2
     monkeypatch.undo()
     again = quality()

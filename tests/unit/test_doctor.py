@@ -70,8 +70,9 @@ def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "find_compiler", lambda: None)
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     findings = found()
-    assert findings["cluster"].state == "note" and "pip install 'quire[cluster]'" in findings["cluster"].text
-    assert "for instances on several machines, and not needed for those of one" in findings["cluster"].text
+    cluster = findings["cluster"]
+    assert cluster.state == "note" and "pip install -c constraints.txt '.[cluster]'" in cluster.text
+    assert "for instances on several machines, and not needed for those of one" in cluster.text
     assert "no C++ compiler" in findings["kernels"].text
     assert findings["cores"].state == "note" and "the load average is 1000.0" in findings["cores"].text
 

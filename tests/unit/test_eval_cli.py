@@ -300,7 +300,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["eval", "ppl", "/no/such/model", "--text", text, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "pip install 'quire[plot]'" in capsys.readouterr().err
+    assert "pip install -c constraints.txt '.[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_compared", [True, False])

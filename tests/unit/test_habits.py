@@ -1,12 +1,15 @@
 """Options of other engines are answered with Quire's option, or `not yet`, in one line."""
 
+import re
+
 import pytest
 
 from quire.cli import build_parser, main
-from quire.config import ENGINE_GROUPS, EngineConfig, ServeConfig
+from quire.config import SECTIONS, EngineConfig
+from quire.config import _groups_of as groups_of
 from quire.errors import ConfigError
-from quire.habits import HABITS, flag_answer, habit_of
-from quire.options import settings_of
+from quire.habits import COMMAND_HABITS, HABITS, PARAMETER_HABITS, flag_answer, habit_of, parameter_answer
+from quire.options import nearest, settings_of
 
 # As users of vLLM, SGLang and llama.cpp type them.
 TYPED = [
@@ -34,8 +37,18 @@ TYPED = [
     ("-np 8", "--scheduler.max_running"),
     ("--max-num-batched-tokens 8192", "--scheduler.token_budget"),
     ("--chunked-prefill-size 8192", "--scheduler.token_budget"),
-    ("--swap-space 4", "not yet"),
-    ("--cpu-offload-gb 4", "not yet"),
+    ("--swap-space 4", "--tiers.memory"),
+    ("--cpu-offload-gb 4", "--offload.mode"),
+    ("--hicache-size 8", "--tiers.memory"),
+    ("--kv-transfer-config {}", "--cluster.prefill"),
+    ("--data-parallel-size 2", "--cluster.mixed"),
+    ("--enable-auto-tool-choice", "always on"),
+    ("--tool-call-parser hermes", "always on"),
+    ("--reasoning-parser qwen3", "always on"),
+    ("--allowed-origins *", "--cors-origins"),
+    ("--disable-log-requests", "--access-log"),
+    ("--mlock", "not locked"),
+    ("--draft-model x", "not yet"),
     ("--quantization awq", "--model.weights"),
     ("--api-key secret", "--api-key-file"),
     ("--trust-remote-code", "not needed"),
@@ -104,12 +117,62 @@ def test_a_setting_from_habit_is_answered_in_python_and_in_a_file(tmp_path):
 
 
 def test_what_the_table_names_exists():
-    settings = {setting.key for group in (*ENGINE_GROUPS, ServeConfig) for setting in settings_of(group)}
-    flags = {flag for command in build_parser().commands.values() for flag in command.flags}
+    """The settings in the remarks, too."""
+    settings = {setting.key for group in groups_of(SECTIONS) for setting in settings_of(group)}
+    commands = build_parser().commands
+    flags = {flag for command in commands.values() for flag in command.flags}
     for name, habit in HABITS.items():
         for key in habit.keys:
             assert key in settings or f"--{key.replace('_', '-')}" in flags, (name, key)
         assert habit.keys or habit.text
+    texts = [*(habit.text for habit in (*HABITS.values(), *PARAMETER_HABITS.values())), *COMMAND_HABITS.values()]
+    named = {word for text in texts for word in re.findall(rf"\b(?:{'|'.join(SECTIONS)})\.\w+", text)}
+    assert named and named <= settings
+    for text in COMMAND_HABITS.values():
+        assert set(re.findall(r"quire ([a-z]\w*)", text)) <= set(commands), text
+    assert not set(COMMAND_HABITS) & set(commands)
+
+
+@pytest.mark.parametrize("name", PARAMETER_HABITS)
+def test_a_parameter_of_other_servers_is_answered_with_one_that_exists(name):
+    from quire.server.chat_schema import ChatRequest
+    from quire.server.schema import CompletionRequest
+
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    habit = PARAMETER_HABITS[name]
+    assert set(habit.keys) <= fields
+    answer = parameter_answer(name)
+    assert answer == habit.text or answer.startswith(f"it is '{habit.keys[0]}' here")
+    assert parameter_answer("no_such_thing") is None
+
+
+@pytest.mark.parametrize("word", ["run", "ls", "launch", "help", "quantize"])
+def test_a_command_typed_from_habit_is_answered(word, capsys):
+    with pytest.raises(SystemExit):
+        main([word, "smollm2"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"quire: unknown command {word!r}; {COMMAND_HABITS[word]}") and error.count("\n") == 1
+
+
+FLAGS = ("--cache.memory", "--model.tokenizer", "--drain-seconds", "--retain.local", "--cache.share", "--port")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--cache.memry", "--cache.memory"),
+        ("--tokeniser", "--model.tokenizer"),
+        ("--drain_second", "--drain-seconds"),
+        ("--prot", "--port"),
+        ("--mlock", None),
+        ("--draft-model", None),
+        ("--cache.size", None),
+        ("--numa", None),
+    ],
+)
+def test_only_a_name_that_is_near_is_proposed(typed, meant):
+    assert nearest(typed, FLAGS, "none is near") == (f"did you mean {meant}?" if meant else "none is near")
+    assert nearest("zzz", ("serve", "chat")) == "valid are serve, chat"
 
 
 def test_no_habit_hides_a_flag_of_ours():

@@ -491,6 +491,24 @@ def test_an_engine_writes_one_unless_model_images_is_false(tmp_path: Path, folde
     assert answers[0] == answers[2] == answers[3]
 
 
+def test_images_that_were_written_for_trials_are_removed(tmp_path: Path, folder: Path) -> None:
+    """Those from before stay, and those that are kept; also if the trials fail."""
+    path = gguf(tmp_path)
+    logits(path, Case(gguf, "native"))
+    (before,) = files(folder)
+    with images.trial_images() as kept:
+        logits(path, Case(gguf, "native"))
+        logits(path, Case(gguf, "dequantized"))
+        kept |= set(files(folder)) - {before}
+        logits(path, Case(gguf, "g4"))
+        assert len(files(folder)) == 3
+    assert set(files(folder)) == {before, *kept} and len(kept) == 1
+    with pytest.raises(ValueError, match="a trial"), images.trial_images():
+        logits(path, Case(gguf, "g4"))
+        raise ValueError("a trial")
+    assert set(files(folder)) == {before, *kept}
+
+
 def test_cache_ls_and_clear(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from quire.cli import main
+from quire.config import format_bytes
 from quire.engine import build
+from quire.engine.footprint import RUNTIME_BYTES, footprint
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.kernels import runtime
 from quire.kernels.build import library_name
 from quire.kernels.levels import LEVELS, supported_levels
+from quire.models.resolve import short_name
 
 from ..kernels.pages import LEVELS as TESTED_LEVELS
 from ..tiny_models import EOS, save_tiny, save_tokenizer, tiny_shape, write_gguf
@@ -55,6 +60,68 @@ def test_prompts_may_be_texts_ids_or_dicts(llm: LLM) -> None:
     assert [output.prompt for output in outputs] == ["hello", None, "hello", None]
     assert all(output.prompt_token_ids == ids and output.finished for output in outputs)
     assert tokens(llm.generate(ids, GREEDY)) == tokens(llm.generate("hello", GREEDY)) == tokens(outputs[:1])
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_an_argument_of_other_engines_names_the_setting(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no argument 'max_model_len'; it is model.max_context here.*options=\{"):
+        kind("smollm2", max_model_len=4096)
+    with pytest.raises(ConfigError, match="no argument 'memory'; did you mean cache.memory"):
+        kind("smollm2", memory="1GiB")
+    with pytest.raises(ConfigError, match="no argument 'zzz'; docs/configuration.md"):
+        kind("smollm2", zzz=1)
+
+
+def test_a_model_is_named_by_the_last_part_of_its_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM
+) -> None:
+    assert llm.model_name == folder.name
+    for name in ("one.gguf", "many-00001-of-00003.gguf"):
+        (tmp_path / name).touch()
+    assert [short_name(str(tmp_path / name)) for name in ("one.gguf", "many-00001-of-00003.gguf", "")] == [
+        "one",
+        "many",
+        tmp_path.name,
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert [short_name(name) for name in (".", "one.gguf", "smollm2", "owner/name")] == [
+        tmp_path.name,
+        "one",
+        "smollm2",
+        "owner/name",
+    ]
+
+
+def test_a_context_that_the_cache_has_no_room_for_is_lowered_aloud(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = OPTIONS | {"cache.memory": "64KiB"}
+    with LLM(str(folder), small | {"model.max_context": 512}) as made:
+        held = made.max_context
+    assert held < 512
+    (said,) = [record.getMessage() for record in caplog.records if "max_context" in record.getMessage()]
+    assert said.startswith("model.max_context is 512, and a cache of") and f"holds {held} tokens" in said
+    caplog.clear()
+    for options in (small, OPTIONS | {"model.max_context": 64}):
+        LLM(str(folder), options).close()
+    assert not [record for record in caplog.records if "max_context" in record.getMessage()]
+
+
+def test_loading_says_what_the_whole_process_takes(
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights and cache are not all: steps, libraries and the interpreter count, too."""
+    with caplog.at_level("INFO", "quire"), LLM(str(folder), OPTIONS) as made:
+        parts = made._parts
+    whole = footprint(parts.shape, parts.config, parts.sizes)
+    (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory: ")]
+    assert f"about {format_bytes(whole.total)} in all" in said and "cache.memory sets the cache" in said
+    assert whole.total == parts.sizes.memory_bytes + whole.step + RUNTIME_BYTES and whole.step > 0
+    flags = [word for key, value in OPTIONS.items() for word in (f"--{key}", str(value))]
+    assert main(["inspect", str(folder), *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["process_bytes"] == whole.total
+    assert main(["inspect", str(folder), *flags]) == 0
+    assert f"about {format_bytes(whole.total)}" in capsys.readouterr().out
 
 
 def test_a_dict_with_a_text_and_ids_is_refused(llm: LLM) -> None:

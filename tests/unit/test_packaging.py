@@ -17,6 +17,9 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
+from quire.extras import DISTRIBUTION, install_command
+from quire.extras import EXTRAS as OPTIONAL
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -51,6 +54,38 @@ def test_every_package_that_an_install_brings_is_pinned(extra: str) -> None:
     assert {name: pinned.get(name) for name in seen} == seen
 
 
+def test_the_optional_parts_that_messages_name_are_those_of_the_project() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    assert {*OPTIONAL, "dev"} == set(EXTRAS)
+    assert install_command("serve", "python3").endswith("python3 -m pip install -c constraints.txt '.[serve]'")
+
+
+def test_nothing_that_people_read_installs_the_strangers_package() -> None:
+    """On the package index `quire` is another project."""
+    read = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", ROOT / "constraints.txt"]
+    read += [
+        file for name in ("docs", "examples") for file in (ROOT / name).rglob("*.*") if file.suffix in (".md", ".py")
+    ]
+    read += [
+        file for name in ("src", "scripts") for file in (ROOT / name).rglob("*.*") if file.suffix in (".py", ".sh")
+    ]
+    command = re.compile(r"""pip install\b[^`\n]*[ '"]quire(\[|['"\s`]|==|$)""", re.MULTILINE)
+    assert command.search("pip install 'quire[serve]'") and command.search("pip install -U quire")
+    found = {str(file.relative_to(ROOT)) for file in read if command.search(file.read_text())}
+    assert found <= {"docs/log.md"}  # which quotes what was wrong
+
+
+@pytest.mark.parametrize(("flags", "has_option"), [("avx2 avx512f avx512_bf16", True), ("avx2 avx512f", False)])
+def test_llama_cpp_is_built_with_what_the_processor_has(tmp_path: Path, flags: str, has_option: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse2\n")
+    script = (ROOT / "scripts" / "peers.sh").read_text()
+    part = script[script.index("LLAMACPP_OPTIONS=(") : script.index("LLAMACPP_PROGRAMS=")]
+    command = ["bash", "-euc", part + 'echo "${LLAMACPP_OPTIONS[@]}"']
+    environment = {"CPUINFO": str(tmp_path / "cpuinfo"), "PATH": "/usr/bin:/bin"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert ("AVX512" in printed) == has_option and "-DGGML_NATIVE=ON" in printed
+
+
 def load_install() -> ModuleType:
     spec = importlib.util.spec_from_file_location("install", ROOT / "scripts" / "install.py")
     assert spec is not None and spec.loader is not None
@@ -63,14 +98,14 @@ def test_an_install_says_what_it_does_and_that_it_still_does_it(capsys: pytest.C
     script = """
 import sys, time
 print("Looking in indexes: a, b")
-print("Collecting torch>=2.11 (from quire==0.1.0)")
+print("Collecting torch>=2.11 (from quire-llm==0.1.0)")
 print("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (821.0 MB)", flush=True)
 time.sleep(0.5)
 print("  Downloading https://somewhere/a/numpy-2.4.6-cp311-cp311-linux.whl.metadata (62 kB)")
-print("Building wheels for collected packages: quire")
+print("Building wheels for collected packages: quire-llm")
 print("  Building editable for quire (pyproject.toml): started")
 print("  Building editable for quire (pyproject.toml): finished with status 'done'")
-print("Installing collected packages: torch, numpy, quire")
+print("Installing collected packages: torch, numpy, quire-llm")
 print("Successfully installed torch-2.13.0")
 sys.exit(3)
 """
@@ -107,7 +142,9 @@ def test_the_source_distribution_holds_every_file_of_the_repository(tmp_path: Pa
     """So that its tests, some of which read benchmarks, docs and scripts, run from it alone."""
     if (ROOT / ".git").exists():
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    elif (sources := ROOT / "src" / "quire.egg-info" / "SOURCES.txt").exists():  # an unpacked distribution's own list
+    elif (
+        sources := ROOT / "src" / "quire_llm.egg-info" / "SOURCES.txt"
+    ).exists():  # an unpacked distribution's own list
         listed = sources.read_text()
     else:
         pytest.skip("neither a git repository nor an unpacked distribution")

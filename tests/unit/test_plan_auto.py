@@ -508,7 +508,7 @@ def test_when_the_time_is_over_something_is_known_and_the_rest_is_named() -> Non
     found = searched(points, {}, fake=fake, deadline=0.5)
     assert found.chosen.rate > 0 and found.chosen.requests == RUNGS[0].requests
     assert {each.why for each in found.left} == {Why.UNTRIED}
-    assert any("raise plan.seconds" in warning for warning in found.warnings)
+    assert any("raise --plan.seconds" in warning for warning in found.warnings)
 
 
 def test_no_settings_that_meet_the_targets_is_an_error_with_the_best() -> None:
@@ -861,6 +861,59 @@ def test_steps_are_measured_once_and_kept(words: list[str], known: Path, monkeyp
     told = speeds.measure_all([nuq4, nuq3], time.monotonic() + LEAST_SECONDS)
     assert told == {nuq3: "the time was over before its steps were measured"}
     assert asked[1] == (nuq4, LEAST_SECONDS)
+
+
+def test_what_all_settings_need_is_measured_again_for_longer_if_nothing_came_of_it(
+    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a large model may take longer than the seconds that each of many parts gets."""
+    asked: list[float] = []
+
+    def steps(self: Speeds, timed: Settings, seconds: float, progress: Any) -> Any:
+        asked.append(seconds)
+        model = latency(0.02, 1e-7, 5e-5)
+        return [(work, model.seconds(work)) for work in grid(model)] if seconds > 30 else [], self.wanted(timed)
+
+    monkeypatch.setattr(Speeds, "_steps", steps)
+    for path in (known / "quire" / "latency").iterdir():
+        path.unlink()
+    speeds = planner_from(words).speeds
+    nuq4 = chosen("nuq4", space=Space.of(Machine(cores=2)))
+    now = time.monotonic()
+    assert speeds.measure_all([nuq4], now + 20, last=now + 30)[speeds.space.first].startswith("no steps were measured")
+    told = speeds.measure_all([nuq4], now + 20, last=now + 300)
+    assert told == {nuq4: "the time was over before its steps were measured"}
+    assert asked[-1] == pytest.approx(4 * asked[-2]) and asked[-1] > 30, "and no other part gets less"
+
+
+def test_a_plan_that_cannot_be_made_says_what_decides(
+    words: list[str], known: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the commonest reason: that of the default settings. With a flag that exists."""
+    monkeypatch.setattr(Speeds, "_steps", lambda self, timed, *_: ([], self.wanted(timed)))
+    for path in (known / "quire" / "latency").iterdir():
+        path.unlink()
+    words = [word for word in words if word not in ("--model.weights", "native")]
+    assert main([*words, "--plan.seconds", "5"]) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "no settings can be tried" in line]
+    assert error == (
+        "quire: no settings can be tried; default: no steps were measured within 5 s; raise --plan.seconds"
+    )
+    from quire.cli import build_parser
+
+    assert "--plan.seconds" in build_parser().commands["plan"].flags
+
+
+def test_codecs_without_a_calibration_are_said_before_anything_is_measured(
+    words: list[str], known: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(words) == 0
+    (said,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert (
+        "settings with nuq4, nuq3, nuq2 are left out: there is no calibration with 1 outlier slots; make it with"
+        in said
+    )
+    assert "quire calibrate" in said and f"note: {said}" in capsys.readouterr().out
 
 
 def test_a_disk_that_is_allowed_is_tried_with_its_measured_speed(words: list[str], known: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 import quire
+from quire.extras import DISTRIBUTION
 
 
 def test_the_public_names_are_these():
@@ -29,9 +30,9 @@ def test_an_unknown_name_is_refused_with_the_public_ones():
 
 def test_the_version_is_that_of_the_package():
     try:
-        installed = version("quire")
+        installed = version(DISTRIBUTION)
     except PackageNotFoundError:
-        pytest.skip("quire is not installed here, only on the path")
+        pytest.skip(f"{DISTRIBUTION} is not installed here, only on the path")
     assert installed == quire.__version__
 
 

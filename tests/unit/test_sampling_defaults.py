@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
 from quire.errors import ModelError
 from quire.llm import LLM
@@ -89,10 +90,21 @@ def test_the_embedded_model_is_sampled_as_its_makers_advise_unless_the_file_says
     assert read_sampling_defaults(other, "smollm2").values == {"temperature": 0.5}
 
 
-def test_the_library_offers_the_advice_and_does_not_take_it_by_itself(tmp_path):
+def test_the_library_takes_the_advice_unless_it_is_given_parameters(tmp_path):
     folder = save_tiny(tmp_path / "tiny")
     folder_with(folder, do_sample=True, temperature=0.3, top_k=7)
     with LLM(str(folder), options={"cache.memory": "8MiB", "runtime.threads": 1}) as llm:
         assert llm.sampling_defaults.values == {"temperature": 0.3, "top_k": 7}
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 16)
+        given = []
+        check = llm.engine.check_request
+
+        def watched(ids, params, hints):
+            given.append(params)
+            return check(ids, params, hints)
+
+        llm.engine.check_request = watched
+        llm.generate("hello")
+        llm.generate("hello", SamplingParams(max_tokens=2))
+        assert (given[0], given[-1]) == (params, SamplingParams(max_tokens=2))

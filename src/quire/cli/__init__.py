@@ -16,13 +16,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from quire.arguments import Arguments
 from quire.config import nearest
 from quire.errors import ConfigError, QuireError, shortened, shown
-from quire.habits import flag_answer
+from quire.habits import command_answer, flag_answer
 from quire.interrupt import install, leave, remove
 from quire.version import __version__
 
@@ -59,7 +59,7 @@ LEVELS = {
 DESCRIPTION = """\
 Quire, an LLM inference engine whose centre is the key-value cache.
 
-MODEL is a folder of safetensors, a .gguf file, a hub id, or smollm2, the embedded default.
+MODEL is a folder of safetensors, a .gguf file, a hub id, or smollm2, a small model for trials.
 """
 
 
@@ -179,12 +179,27 @@ class Parser(argparse.ArgumentParser):
             self.description = module.__doc__
             module.add_arguments(arguments)
             arguments.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            words = [_usage_of(action) for action in arguments.added if not action.option_strings]
+            self.usage = " ".join([self.prog, *words, "[--FLAG VALUE ...]"])
         return arguments
 
     @property
     def flags(self) -> dict[str, argparse.Action]:
         """The argument of each flag."""
         return {flag: action for action in self.arguments.added for flag in action.option_strings}
+
+    def show_flags_of_action(self, words: Sequence[str]) -> None:
+        """Before help is printed: hides the flags that belong to other actions than the one in `words`. A module with
+        actions has ACTION_FLAGS, the names of each one's flags in the namespace.
+        """
+        flags_of = getattr(importlib.import_module(self._module), "ACTION_FLAGS", {}) if self._module else {}
+        chosen = next((word for word in words if word in flags_of), None)
+        hidden = {name for flags in flags_of.values() for name in flags} - set(flags_of.get(chosen, ()))
+        for action in self.arguments.added:
+            if action.dest in hidden:
+                action.help = argparse.SUPPRESS
+        if flags_of and chosen is None:
+            self.epilog = f"{self.prog} ACTION --help shows the flags of an action: {', '.join(flags_of)}"
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
@@ -210,12 +225,16 @@ class Parser(argparse.ArgumentParser):
                 words[place : place + 2] = [f"{word}={following}"]
             elif word == "--":
                 break
+        for command in given:
+            words = _spelled(words, command.flags)
+            if {"-h", "--help"} & set(words):
+                command.show_flags_of_action(words)
         self._answer_habits(words)
         if commands and not words:
             self.print_help(sys.stderr)
             self.exit(2)
         if commands and not words[0].startswith("-") and words[0] not in commands:
-            self.error(f"unknown command {words[0]!r}; {nearest(words[0], commands)}")
+            self.error(f"unknown command {words[0]!r}; {command_answer(words[0]) or nearest(words[0], commands)}")
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             command = commands.get(getattr(found, "command", ""), self)
@@ -263,6 +282,23 @@ class Parser(argparse.ArgumentParser):
             command.error("; ".join(dict.fromkeys(answers)))
 
 
+def _usage_of(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest)
+    return {None: name, "?": f"[{name}]"}.get(action.nargs if isinstance(action.nargs, str) else None, f"[{name} ...]")
+
+
+def _spelled(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words, with hyphens and underscores of flags as the command has them: --cache.sink-tokens, --max_tokens."""
+    end = words.index("--") if "--" in words else len(words)
+    by_name = {flag.replace("_", "-"): flag for flag in known}
+    found = list(words)
+    for place, word in enumerate(words[:end]):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag not in known and (ours := by_name.get(flag.replace("_", "-"))):
+            found[place] = ours + equals + value
+    return found
+
+
 def _is_flag(word: str) -> bool:
     """Whether argparse takes a word for a flag: not a lone dash, a negative number, or a text with spaces."""
     return len(word) > 1 and word[0] == "-" and " " not in word and not re.fullmatch(r"-\d+|-\d*\.\d+", word)
@@ -284,7 +320,11 @@ def _unknown(
             return f"{switch_of[words[0]]} is {words[0]!r}; it must be true or false"
         if model in switch_of:
             return f"{switch_of[model]} takes true or false; {model!r} was read as MODEL, and {words[0]!r} is left over"
-        return f"there is no place for {words[0]!r}; a text of several words needs quotes"
+        if any(action.dest == "prompt" for action in command.arguments.added):
+            return f"there is no place for {words[0]!r}; a text of several words needs quotes"
+        if model is None:
+            return f"there is no place for {words[0]!r}"
+        return f"there is no place for {words[0]!r}; MODEL is {model!r}, and a process has one model"
     known = [each for each in command.flags if each.startswith("--")]
     own = "--" + flag.rpartition(".")[2].replace("_", "-")
     if own in known:
@@ -292,4 +332,4 @@ def _unknown(
     others = [f"quire {name}" for name, other in commands.items() if flag in other.flags]
     if others:
         return f"unknown flag {flag}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
-    return f"unknown flag {flag}; {nearest(flag, known)}"
+    return f"unknown flag {flag}; {nearest(flag, known, 'no flag has a name like it')}"

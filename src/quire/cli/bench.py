@@ -42,6 +42,9 @@ BENCHMARKS: dict[str, type[Throughput] | type[Trace] | type[Latencies] | type[Co
     "compose": Composition,
 }
 
+ACTION_FLAGS = {name: tuple(benchmark.DEFAULTS) for name, benchmark in BENCHMARKS.items()}
+"""Names in the namespace of the flags that each benchmark takes."""
+
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command. Flags of one benchmark that are not given leave no trace in the namespace."""
@@ -56,8 +59,9 @@ def add_arguments(parser: Arguments) -> None:
         help="tokens per answer (default: 128; trace: the trace's, scaled)",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="append the results as JSON lines")
-    for name, benchmark in BENCHMARKS.items():
-        benchmark.add_arguments(parser.add_argument_group(name))
+    of_benchmarks = parser.add_argument_group("flags of the benchmark")
+    for benchmark in BENCHMARKS.values():
+        benchmark.add_arguments(of_benchmarks)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from typing import Literal
 from quire.arguments import Arguments
 from quire.config import format_bytes
 from quire.errors import QuireError
+from quire.extras import install_command
 from quire.folders import user_cache
 from quire.version import __version__
 
@@ -193,8 +194,8 @@ def _parts() -> Iterator[Finding]:
         missing = [each for each in packages if importlib.util.find_spec(each) is None]
         if missing:
             use = f" for {USES[name]}" if name in USES else ""
-            command = f"{Path(sys.executable).name} -m pip install 'quire[{name}]'"
-            yield Finding("note", name, f"not installed{use} ({', '.join(missing)} missing): {command}")
+            command = install_command(name, Path(sys.executable).name)
+            yield Finding("note", name, f"not installed{use} ({', '.join(missing)} missing); {command}")
         else:
             versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in packages)
             yield Finding("ok", name, versions)

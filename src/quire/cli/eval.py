@@ -36,6 +36,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "retrieval": {"lengths": [1024, 2048, 4096], "depths": [0.0, 0.25, 0.5, 0.75, 1.0], "trials": 2},
 }
 
+ACTION_FLAGS = {name: tuple(flags) for name, flags in DEFAULTS.items()}
+"""Names in the namespace of the flags that each evaluation takes."""
+
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command. Flags of one evaluation that are not given leave no trace in the namespace."""
@@ -51,7 +54,7 @@ def add_arguments(parser: Arguments) -> None:
     def add(group: Arguments, flag: str, kind: Any, metavar: str, text: str) -> None:
         group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
-    ppl = parser.add_argument_group("ppl")
+    ppl = retrieval = parser.add_argument_group("flags of the evaluation")
     add(ppl, "--context", shared.count, "N", "tokens per window (default: 2048)")
     text = (
         "score only the last N tokens of a window, computed one step each after a prompt (default: 256 with retention"
@@ -67,7 +70,6 @@ def add_arguments(parser: Arguments) -> None:
         help="compare with a dense cache that keeps every token (default: yes)",
     )
     add(ppl, "--plot", Path, "FILE", "draw quality over cache bytes; the file's ending selects PNG, SVG or PDF")
-    retrieval = parser.add_argument_group("retrieval")
     add(retrieval, "--lengths", _list_of(shared.count), "N,...", "prompt lengths in tokens (default: 1024,2048,4096)")
     add(retrieval, "--depths", _list_of(_depth), "X,...", "0: start, 1: end of the text (default: 0,0.25,0.5,0.75,1)")
     add(retrieval, "--trials", shared.count, "N", "trials per length and depth (default: 2)")

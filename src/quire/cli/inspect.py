@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
+from quire.engine.footprint import footprint
 from quire.errors import ConfigError
 from quire.options import format_number
 
@@ -184,6 +185,7 @@ def _facts(
         "calibration": None if calibration is None else calibration.hash,
         "device": config.runtime.device,
         "tokens": sizes.tokens,
+        "process_bytes": footprint(shape, config, sizes).total,
         "sequences": {length: _sequences(sizes, length) for length in lengths},
         "retain": {"threshold": config.retain.threshold, "budget": config.retain.budget},
         "fails_first": sizes.fails_first,
@@ -208,6 +210,13 @@ def _digest_note(digest: Digest) -> str:
     return f"{format_bytes(digest.num_bytes_hashed)} hashed in {digest.seconds:.1f} s" + ", the rest remembered" * (
         rest > 0
     )
+
+
+def _context_note(given: EngineConfig, sizes: Sizes, shape: ModelShape) -> str:
+    asked = given.model.max_context
+    if asked is not None and sizes.max_context < asked:
+        return f"model.max_context is {asked:,}, and the cache holds no more"
+    return f"the model's own limit is {shape.max_context:,}"
 
 
 def _held_note(part: Held) -> str:
@@ -250,7 +259,7 @@ def _print_table(
             f"a chunk of 64 tokens is {format_bytes(sizes.chunk_bytes)}",
         ),
         ("tokens that fit", f"{sizes.tokens:,}", ""),
-        ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {shape.max_context:,}"),
+        ("longest request", f"{sizes.max_context:,} tokens", _context_note(given, sizes, shape)),
     ]
     if image is not None:
         note = "written; see quire cache ls" if image["written"] else "the first start writes it"
@@ -268,6 +277,9 @@ def _print_table(
         if length > sizes.max_context:
             note = f"the longest request has {sizes.max_context:,} tokens"
         rows.append((f"sequences of {length:,}", f"{count:,}", note))
+    whole = footprint(shape, config, sizes)
+    beside = f"{format_bytes(whole.step)} of steps and {format_bytes(whole.runtime)} of the process"
+    rows.append(("memory in all", f"about {format_bytes(whole.total)}", f"with a full cache, {beside}"))
     if sizes.available_bytes is not None:
         needed = sizes.memory_bytes
         rows.append(

@@ -51,6 +51,8 @@ ACTIONS: dict[str, ModuleType] = {
     "placement": plan_placement,
     "auto": plan_auto,
 }
+ACTION_FLAGS = {name: tuple(action.DEFAULTS) for name, action in ACTIONS.items()}
+"""Names in the namespace of the flags that each action takes."""
 SECTIONS = ("model", "cache", "retain", "tiers", "offload", "attention", "scheduler", "runtime", "plan", "slo")
 OF_LOADS = ("tiers", "slo")
 """Sections that only plans for requests have."""
@@ -65,8 +67,9 @@ def add_arguments(parser: Arguments) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result: JSON, with auto TOML")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
-    for name, action in ACTIONS.items():
-        action.add_arguments(parser.add_argument_group(name))
+    of_actions = parser.add_argument_group("flags of the action")
+    for action in ACTIONS.values():
+        action.add_arguments(of_actions)
     add_flags(parser, SECTIONS)
 
 

@@ -17,6 +17,7 @@ from quire.cli import cluster, shared
 from quire.collecting import uncollected
 from quire.config import ClusterConfig, ServeConfig, SloConfig, options_from
 from quire.errors import ConfigError
+from quire.extras import install_command
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             from quire.server.service import tenants_of
     except ImportError as error:
         raise ConfigError(
-            f"quire serve needs a package that is not installed ({error.name}): pip install 'quire[serve]'"
+            f"quire serve needs a package that is not installed ({error.name}); {install_command('serve')}"
         ) from error
     begun = time.monotonic()
     # Before the model is loaded: a wrong key file or a port in use is reported at once, not after a minute.

@@ -48,6 +48,14 @@ WIDEST = 500
 ENGINE_SECTIONS = ("model", "cache", "tiers", "offload", "retain", "attention", "scheduler", "runtime")
 
 
+COMMON = (
+    "serve.host", "serve.port", "serve.api_key_file", "model.name", "model.max_context", "model.weights",
+    "cache.memory", "cache.codec", "retain.budget", "tiers.disk", "offload.mode", "offload.memory",
+    "scheduler.max_running", "runtime.threads",
+)  # fmt: skip
+"""Settings that come first in help."""
+
+
 def add_engine_arguments(
     parser: Arguments, sections: tuple[str, ...] = ENGINE_SECTIONS, *, needs_model: bool = True
 ) -> None:
@@ -56,7 +64,7 @@ def add_engine_arguments(
     parser.add_argument("model", metavar="MODEL", nargs=nargs, help="folder, .gguf file, hub id or smollm2")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
     parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and exit")
-    add_flags(parser, sections)
+    add_flags(parser, sections, COMMON)
 
 
 def printed_config(args: argparse.Namespace, *, server: bool = False, origins: dict[str, str] | None = None) -> bool:

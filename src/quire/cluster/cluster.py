@@ -40,7 +40,7 @@ from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, EngineStoppedError, QueueFullError
 from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import find_calibration
-from quire.models.resolve import resolve_model
+from quire.models.resolve import resolve_model, short_name
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
@@ -87,7 +87,7 @@ class Cluster:
             self._path, self.config.model.tokenizer, self.config.model.chat_template
         )
         self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, end_tokens(self.shape, self.tokenizer))
-        self.model_name = resolved.model.name or model
+        self.model_name = resolved.model.name or short_name(model)
         self._salts = tuple(salts)
         self._ids = itertools.count()
         self._seed = int.from_bytes(os.urandom(6), "little")

@@ -27,6 +27,7 @@ from quire.cluster.placing import STRATEGIES, Needs, groups_of, most_cores
 from quire.cluster.processes import END_SECONDS, Processes
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
+from quire.extras import install_command
 
 log = logging.getLogger("quire")
 
@@ -106,7 +107,7 @@ class OnRay(Processes):
         super().__init__()
         assert settings.address is not None, "no address"
         if any(importlib.util.find_spec(name) is None for name in ("ray", "grpc")):
-            raise ConfigError("cluster.address needs Ray, which is not installed: pip install 'quire[cluster]'")
+            raise ConfigError(f"cluster.address needs Ray, which is not installed; {install_command('cluster')}")
         self._settings, self._address = settings, settings.address
         self._thread = ThreadPoolExecutor(1, "quire-ray")
         self._actors: dict[str, _Running] = {}

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from quire.extras import install_command
+
 log = logging.getLogger("quire")
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -136,6 +138,6 @@ def tracer() -> Tracer | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        log.warning("%s is set, and %s is not installed: pip install 'quire[trace]'", ENDPOINT, error.name)
+        log.warning("%s is set, and %s is not installed; %s", ENDPOINT, error.name, install_command("trace"))
         return None
     return Tracer(BatchSpanProcessor(OTLPSpanExporter()))

@@ -8,10 +8,10 @@ What is known from earlier plans is not measured again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,6 +34,8 @@ from quire.planning.slo import ANYTHING, Slo
 from quire.planning.space import NOT_OF_ENGINES, Settings, Space
 from quire.planning.workload import Workload
 from quire.simulation.load import Load, Simulation, Workers, asked_of
+
+log = logging.getLogger("quire")
 
 QUALITY_PART, SPEED_PART, REFINE_PART = 0.3, 0.6, 0.5
 """Shares of the seconds by which quality and steps are measured, and of those left before the last rung by which its
@@ -191,6 +193,7 @@ class Planner(ABC):
         begun = tools.clock()
         self.end = begun + goal.seconds
         settings = self._possible()
+        warnings += self._tell_uncalibrated()
         lacking: dict[Settings, str] = {}
         if self.quality is not None:
             end = begun + QUALITY_PART * goal.seconds
@@ -199,8 +202,7 @@ class Planner(ABC):
         slow = self.measure_latencies(wanted, begun + SPEED_PART * goal.seconds)
         points = [point for each in wanted if (point := self._point(each, slow)) is not None]
         if not points:
-            reasons = Counter(each.reason for each in self.left)
-            raise NoPlanError(f"no settings can be tried: {'; '.join(reason for reason, _ in reasons.most_common(2))}")
+            raise NoPlanError(f"no settings can be tried; {self._deciding()}")
         with self._pool():
             search = Search(
                 self.space, points, self.evaluate, goal.quality, self.made, self.refine, tools.clock, self.end,
@@ -212,6 +214,27 @@ class Planner(ABC):
         if found.chosen.point.loss.is_fitted:
             doubts.append("the loss was read on the text that the codec was calibrated on; other texts lose more")
         return replace(found, warnings=(*found.warnings, *doubts))
+
+    def _deciding(self) -> str:
+        """Why nothing can be tried: the reason of the settings that came furthest and are nearest to the default."""
+        assert self.left, "no settings at all"
+        furthest = [each for each in self.left if each.why is self.left[-1].why]
+        nearest = min(furthest, key=lambda each: len(each.settings.differs(self.space.first)))
+        return f"{self.space.name(nearest.settings)}: {nearest.reason}"
+
+    def _tell_uncalibrated(self) -> list[str]:
+        """Says before all else which codecs are left out for want of a calibration. Returns the same for the result."""
+        lacking = [each for each in self.left if "calibration" in each.reason and each.why is Why.UNFIT]
+        if not lacking:
+            return []
+        codecs = dict.fromkeys(str(each.settings.options["cache.codec"]) for each in lacking)
+        nearest = min(lacking, key=lambda each: len(each.settings.differs(self.space.first)))
+        told = (
+            f"{len(lacking)} settings with {', '.join(codecs)} are left out: {nearest.reason}, then plan again (see"
+            " docs/calibration.md for how long it takes)"
+        )
+        log.warning("%s", told)
+        return [told]
 
     def _prepare(self) -> list[str]:
         """Leaves out requests that the model's context has no room for. Where no distribution has the gaps of the

@@ -17,12 +17,13 @@ from quire.evaluation.auto import Fit, Goal, Planner, Tools
 from quire.evaluation.curves import Quality
 from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, num_instances
 from quire.evaluation.trying import LocalInstances
-from quire.models.images import image_for
+from quire.models.image_folder import image_path
+from quire.models.images import Wanted, image_for, trial_images
 from quire.models.quants import BLOCK_KINDS
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
 from quire.planning.latency import Latency, LatencyModel, Origin
-from quire.planning.points import Point, Room
+from quire.planning.points import Found, Point, Room
 from quire.planning.space import Machine, Settings, Space
 from quire.simulation.setup import PROCESS_BYTES, LocalModel
 
@@ -31,6 +32,11 @@ DEVICE_BYTES = 1 << 30
 
 MOST_MEASURED = 2 << 30
 """Cache of an engine that is measured, at most."""
+
+BASE_PART = 0.5
+"""Share of the time of simulations by which the steps that all settings have in common are measured again, for longer,
+if the time for steps was too short: without them nothing can be simulated.
+"""
 
 GRAIN = 1 << 20
 """Caches are multiples of this."""
@@ -70,6 +76,15 @@ class LocalPlanner(Planner):
         self._disk = cache(disk_link)
         self.speeds = Speeds(name, options, file, space, tools.folder, self._measured_bytes())
 
+    def run(self) -> Found:
+        """See Planner. Removes layer images that were written for trials, except for that of the chosen settings."""
+        with trial_images() as kept:
+            found = super().run()
+            form = found.chosen.point.settings.options["model.weights"]
+            if (image := self._image(str(form))) is not None:
+                kept.add(image_path(image.origin))
+        return found
+
     @property
     def context(self) -> int:
         """See Planner."""
@@ -94,10 +109,14 @@ class LocalPlanner(Planner):
 
     def _shared_bytes(self, form: str) -> int:
         """Bytes of weights that several instances have once: those of a layer image."""
+        wanted = self._image(form)
+        return 0 if wanted is None else wanted.num_bytes
+
+    def _image(self, form: str) -> Wanted | None:
+        """The layer image that engines with this form of weights map."""
         config, _, _ = self._model.resolved({"model.weights": form})
         with open_model(resolve_model(self.name)) as checkpoint:
-            wanted = image_for(checkpoint, config)
-        return 0 if wanted is None else wanted.num_bytes
+            return image_for(checkpoint, config)
 
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
         """See Planner. The cache is divided among the instances."""
@@ -114,7 +133,7 @@ class LocalPlanner(Planner):
         if cache_bytes <= 0:
             raise ConfigError(
                 f"weights and {processes} process{'es' * (processes > 1)} need {format_bytes(others)}, and plan.memory"
-                f" is {format_bytes(self.goal.memory)}"
+                f" is {format_bytes(self.goal.memory)}; raise plan.memory"
             )
         config, sizes, _ = self._model.resolved({**options, "cache.memory": cache_bytes})
         return Fit(Room(cache_bytes, others + count * sizes.cache_bytes, count * sizes.tokens), config)
@@ -131,7 +150,8 @@ class LocalPlanner(Planner):
 
     def measure_latencies(self, settings: Sequence[Settings], end: float) -> dict[Settings, str]:
         """See Planner."""
-        return self.speeds.measure_all(settings, end, self.tools.progress)
+        last = end + BASE_PART * max(0.0, self.end - end)
+        return self.speeds.measure_all(settings, end, self.tools.progress, last=last)
 
     def measure_latency(self, settings: Settings, end: float) -> None:
         """See Planner."""
@@ -143,7 +163,7 @@ class LocalPlanner(Planner):
         """See Planner."""
         told, found = [], self.speeds.of(point.settings)
         if found is not None and found.is_poor:
-            told.append(f"the seconds of its steps are little known ({found.how}); raise plan.seconds")
+            told.append(f"the seconds of its steps are little known ({found.how}); raise --plan.seconds")
         if found is not None and self.cluster_of(point.settings).is_on and "shm" not in found.model.links:
             told.append("how fast caches move between instances was not measured: a default stands for it")
         longest = self.fit(point.settings, point.share).config.model.max_context

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.evaluation.perplexity import Perplexity
+from quire.extras import install_command
 
 ENDINGS = (".png", ".svg", ".pdf")
 
@@ -27,7 +28,7 @@ def load_figure() -> Any:
         return importlib.import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"a picture needs a package that is not installed ({error.name}): pip install 'quire[plot]'"
+            f"a picture needs a package that is not installed ({error.name}); {install_command('plot')}"
         ) from error
 
 

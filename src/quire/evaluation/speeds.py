@@ -34,6 +34,9 @@ log = logging.getLogger("quire")
 SECONDS, LEAST_SECONDS = 60.0, 5.0
 """Most seconds in which the steps of one setting are measured, and the fewest that tell something."""
 
+LONGER = 4
+"""Times as long that steps are measured again from which nothing came."""
+
 DISK_BYTES = 16 << 20
 """Written and read to measure a disk."""
 
@@ -115,21 +118,37 @@ class Speeds:
         return unknown + [each for each, model in found if model is not None and is_poor(model)]
 
     def measure_all(
-        self, settings: Sequence[Settings], deadline: float, progress: Progress = lambda *_: None
+        self,
+        settings: Sequence[Settings],
+        deadline: float,
+        progress: Progress = lambda *_: None,
+        *,
+        last: float | None = None,
     ) -> dict[Settings, str]:
         """Measures what some settings need, until a time of `time.monotonic`: all about as long, and if that is too
         short the first ones longer. Returns why parts are not known.
+
+        last  time until which the first part is measured again, LONGER, if nothing came of it: the others need it. They
+              then get as long as it took
         """
         failed = {}
         needed = self.needed(settings)
+        least = LEAST_SECONDS
         for number, part in enumerate(needed):
             left = (deadline - time.monotonic()) / (len(needed) - number)
-            seconds = min(SECONDS, max(LEAST_SECONDS, left))
+            seconds = min(max(SECONDS, least), max(least, left))
             is_known = self.exact(part) is not None
             if (number or is_known) and time.monotonic() + seconds > deadline:
                 failed[part] = "the time was over before its steps were measured"
                 continue
-            if reason := self.measure(part, seconds, progress):
+            reason = self.measure(part, seconds, progress)
+            while reason and not number and not is_known and last is not None:
+                more = min(LONGER * seconds, last - time.monotonic())
+                if more <= seconds:
+                    break
+                seconds = least = more
+                reason = self.measure(part, seconds, progress)
+            if reason:
                 failed[part] = reason
         return {part: reason for part, reason in failed.items() if self.exact(part) is None}
 
@@ -141,13 +160,15 @@ class Speeds:
             records, about = self._steps(
                 timed, seconds, lambda done, total: progress(what, int(min(done, total)), int(total))
             )
+            if not records:
+                return f"no steps were measured within {seconds:.0f} s; raise --plan.seconds"
             model = fit(records, about)
         except QuireError as error:
             return str(error)
         finally:
             free_memory()
         if lacking := unmeasured(model):
-            return f"no {lacking} were measured within {seconds:.0f} s; raise plan.seconds"
+            return f"no {lacking} were measured within {seconds:.0f} s; raise --plan.seconds"
         self.models.insert(0, model)
         self._composed.clear()
         try:

@@ -69,6 +69,30 @@ SPARE = 0.05
 
 Made = TypeVar("Made")
 
+_THREAD = "quire-image"
+"""Name of the threads that wait for the disk."""
+
+_named: set[Path] = set()
+"""Images that this process has written."""
+
+
+@contextlib.contextmanager
+def trial_images() -> Iterator[set[Path]]:
+    """Removes the images that this process writes within the context, except for the paths that the caller adds to the
+    yielded set. A model that runs keeps its image until it ends.
+    """
+    before, kept = set(_named), set[Path]()
+    try:
+        yield kept
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == _THREAD:
+                thread.join()
+        for path in _named - before - kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            _named.discard(path)
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -340,7 +364,7 @@ class Writer:
                 raise ImageError("it cannot be written")
             return
         try:
-            threading.Thread(target=self._publish, name="quire-image").start()
+            threading.Thread(target=self._publish, name=_THREAD).start()
         except RuntimeError:  # no more threads
             self._publish()
 
@@ -350,6 +374,7 @@ class Writer:
                 os.fdatasync(self._file)
                 os.replace(self._draft, self._path)
                 self._is_named = True
+                _named.add(self._path)
                 # A warning, because the user did not ask for a gigabyte or more on disk.
                 log.warning("wrote packed layers, %s, to %s; quire cache ls", format_bytes(self.num_bytes), self._path)
                 remove_older(self._origin)

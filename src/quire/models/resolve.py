@@ -47,6 +47,17 @@ def resolve_model(name: str, show_progress: bool | None = None) -> Path:
     raise ModelError(f"model {_short(name)!r} was not found{hint}; tried {', '.join(tried)}")
 
 
+def short_name(name: str) -> str:
+    """The name of a model for people and for requests: of a path its last part, without `.gguf` and the number of a
+    part; of anything else what was given.
+    """
+    path = Path(os.path.expanduser(name))
+    if name in EMBEDDED or not os.path.lexists(path):
+        return name
+    last = path.absolute().name if path.name not in ("", "..") else path.resolve().name
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", last) or name
+
+
 def _why_not(path: Path) -> str | None:
     """None if the path exists; otherwise the reason why it cannot be read, empty if it just does not exist."""
     try:

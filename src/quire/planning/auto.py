@@ -253,7 +253,7 @@ class Search:
             return
         self.warnings.append(
             f"the time was over before {len(waiting)} of {len(waiting) + len(done)} points were tried with"
-            f" {rung.requests} requests; raise plan.seconds"
+            f" {rung.requests} requests; raise --plan.seconds"
         )
         for point in waiting:
             if point.key in known:
@@ -338,7 +338,7 @@ class Search:
                 (goodput,) = self.evaluate([Trial(after, best.goodput.rate)], rung, self.deadline)
                 current[place] = replace(best, point=after) if goodput is None else Tried(after, goodput, rung.requests)
         if point.loss.origin is not Origin.MEASURED:
-            self.warnings.append("the loss of the chosen settings is modelled; give --text and raise plan.seconds")
+            self.warnings.append("the loss of the chosen settings is modelled; give --text and raise --plan.seconds")
         self.warnings += [f"{self.space.name(point.settings)}: {doubt}" for doubt in best.goodput.doubts]
         return best, current
 

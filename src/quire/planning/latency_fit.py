@@ -62,7 +62,7 @@ def fit(
     """
     steps = [(work, seconds) for work, seconds in records if work.rows and seconds > 0]
     if not steps:
-        raise ConfigError("a latency model needs measured steps, but there are none; raise --seconds")
+        raise ConfigError("a latency model needs measured steps, but there are none; measure longer")
     works, measured = [work for work, _ in steps], np.array([seconds for _, seconds in steps])
     features = {name: np.array([getattr(work, name) for work in works], float) for name in (*StepWork._fields, "rows")}
     kinds = np.array([KINDS.index(work.kind) for work in works])

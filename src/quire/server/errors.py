@@ -24,6 +24,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
+from quire.habits import parameter_answer
 from quire.server.access import CURRENT
 from quire.server.shapes import Error
 
@@ -153,7 +154,8 @@ def _invalid(error: ValidationError) -> ApiError:
             message = f"Unsupported parameter: '{param}' is not supported by this server."
             code = "unsupported_parameter"
         case "extra_forbidden":
-            message, code = f"Unknown parameter: '{param}'.", "unknown_parameter"
+            answer = parameter_answer(param)
+            message, code = f"Unknown parameter: '{param}'{f'; {answer}' if answer else ''}.", "unknown_parameter"
         case "missing":
             message, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
         case "body_too_complex":

@@ -148,8 +148,8 @@ class Service:
         return self.engine.max_context
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served here."""
-        if name is not None and name != self.engine.model_name:
+        """Raises ApiError 404 for a model that is not served here. The model's path is a name of it, too."""
+        if name is not None and name not in (self.engine.model_name, str(self.engine.model_path.absolute())):
             message = f"The model '{name[:200]}' does not exist; this server serves '{self.engine.model_name}'."
             raise ApiError(404, message, param="model", code="model_not_found")
 
