@@ -44,11 +44,12 @@ sys.path[:0] = [str(HERE), str(HERE / "edge")]
 from bombs import BOMBS as FRAMING_BOMBS  # noqa: E402
 from bombs import Target, ask, named  # noqa: E402
 from common import ROOT, append_record, commit, format_table, hardware, hardware_line  # noqa: E402
+from crowd_bombs import CROWD_BOMBS  # noqa: E402
 from probe import family, resident  # noqa: E402
 from servers import Server, ServerError, answers, peer_server, quire_server  # noqa: E402
 from text_bombs import TEXT_BOMBS  # noqa: E402
 
-BOMBS = FRAMING_BOMBS | TEXT_BOMBS
+BOMBS = FRAMING_BOMBS | TEXT_BOMBS | CROWD_BOMBS
 
 MAX_STALL, MAX_GROWTH, MAX_LEFT = 0.5, 100e6, 50e6
 BACK_SECONDS = 10.0

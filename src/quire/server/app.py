@@ -85,9 +85,10 @@ class Gate:
         noted = access_of.set(access)
         trace = CURRENT.set(read_traceparent(Headers(scope=scope).get("traceparent")))
         try:
-            if scope["path"] not in HEALTH:
-                await self.service.bodies.turns.take()
             self._check(scope)
+            if scope["method"] == "GET" and scope["path"] not in HEALTH:
+                # Others have their turn once their body has arrived, so that it does not pile up meanwhile.
+                await self.service.bodies.turns.take()
             await self.app(scope, receive, watch)
         except ClientDisconnected:
             status = 499
@@ -379,4 +380,5 @@ def _document(app: FastAPI, service: Service) -> None:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        return Response(await asyncio.to_thread(made), media_type="application/json")
+        text = made() if made.cache_info().currsize else await asyncio.to_thread(made)
+        return Response(text, media_type="application/json")
