@@ -12,6 +12,7 @@ from quire.calibrate.fit import KINDS
 from quire.config import CacheConfig
 from quire.errors import ConfigError
 from quire.models.embedded import cache_folder
+from quire.models.shape import ModelShape
 
 ALGORITHM = 1
 """Version of the algorithm; raised when the same settings give other tables."""
@@ -68,6 +69,10 @@ class CalibrationSettings:
     def of(cls, cache: CacheConfig) -> CalibrationSettings:
         """The default calibration settings for a cache with these settings."""
         return cls(outlier_slots=cache.outlier_slots, sink_tokens=cache.sink_tokens)
+
+    def tokens_of(self, shape: ModelShape) -> int:
+        """Tokens per window for a model."""
+        return self.window_tokens or min(WINDOW_TOKENS, shape.max_context)
 
     @property
     def skipped(self) -> int:
