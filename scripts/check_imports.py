@@ -20,8 +20,8 @@ from pathlib import Path
 LAYERS = (
     "version", "errors", "interrupt", "collecting", "folders", "cache.codecs", "habits", "arguments", "options",
     "config", "kernels", "models", "cache", "stores", "attention", "offload", "engine", "tools", "planning",
-    "calibrate", "check", "load", "importing", "engine_thread", "llm", "async_prefixes", "async_llm", "cluster",
-    "simulation", "evaluation", "server", "cli", "__main__",
+    "calibrate", "check", "load", "calibrating", "importing", "engine_thread", "llm", "async_prefixes",
+    "async_llm", "cluster", "simulation", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.

@@ -42,7 +42,7 @@ from quire.tools.reasoning import reasoning_of
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from quire.config import ServeConfig, SloConfig
+    from quire.config import EngineConfig, ServeConfig, SloConfig
     from quire.server.protocol import Engine
 
 T = TypeVar("T")
@@ -104,7 +104,6 @@ class Service:
         self.metrics = Metrics(engine.stats, slo)
         self.bodies = Bodies(config.max_request_bytes)
         self.created = int(time.time())
-        self.fingerprint = _fingerprint(engine)
         self.draining = False
         self.in_flight = 0
         self.num_answered = 0
@@ -230,7 +229,7 @@ class Service:
             "object": what,
             "created": int(time.time()),
             "model": self.engine.model_name,
-            "system_fingerprint": self.fingerprint,
+            "system_fingerprint": _fingerprint(self.engine.model_name, self.engine.config),
         }
 
     def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:
@@ -383,10 +382,10 @@ def tenants_of(config: ServeConfig, keys: ApiKeys) -> Tenants:
     return Tenants(() if config.tenants_share else keys.tenants)
 
 
-def _fingerprint(engine: Engine) -> str:
-    """Of the model and of all settings that may change its answers."""
-    config = engine.config
-    parts = (__version__, engine.model_name, config.model, config.cache, config.retain, config.attention)
+@functools.lru_cache(maxsize=4)
+def _fingerprint(model_name: str, config: EngineConfig) -> str:
+    """Of the model and of all settings that may change its answers. A server's change when it takes a codec."""
+    parts = (__version__, model_name, config.model, config.cache, config.retain, config.attention)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
