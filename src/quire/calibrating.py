@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import os
@@ -183,8 +184,10 @@ class Calibrating:
                 with_codec, config=resolved, fits=fits, calibration=calibration, preempts=preempts
             )
             if self._attempt(attempt):
-                return
+                break
             self._closed.wait(LOOK_SECONDS)
+        self._attempt(lambda loaded: None)  # by then the engine's thread has nothing of the old engine
+        _collect()
 
     def _attempt(self, attempt: Callable[[Loaded], Loaded | None]) -> bool:
         """Lets the engine's thread try to take the codec. Returns whether it did. Raises what the attempt raised."""
@@ -207,6 +210,15 @@ class Calibrating:
         if isinstance(found[0], Exception):
             raise found[0]
         return found[0] is not None
+
+
+def _collect() -> None:
+    """Frees the old cache. A server has frozen the objects of its start, and collections pass over these."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
 
 
 def _threads(config: EngineConfig) -> int:

@@ -373,6 +373,16 @@ def test_the_name_of_a_file_says_what_the_tables_are(kept: Path) -> None:
     assert CalibrationSettings.of(CacheConfig(codec="nuq2", sink_tokens=0)).skipped == 1
 
 
+@pytest.mark.parametrize(
+    ("parameters", "context", "tokens"),
+    [(0.13e9, 8192, 1024), (0.13e9, 512, 512), (0.4e9, 8192, 1024), (1.54e9, 32768, 256), (70e9, 8192, 256)],
+)
+def test_larger_models_read_shorter_windows(parameters: float, context: int, tokens: int) -> None:
+    shape: Any = SimpleNamespace(num_parameters=int(parameters), max_context=context)
+    assert CalibrationSettings().tokens_of(shape) == tokens
+    assert CalibrationSettings(window_tokens=96).tokens_of(shape) == 96
+
+
 # Without asking
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import importlib
 import json
 import logging
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -180,8 +182,12 @@ def test_an_engine_serves_dense_until_its_codec_is_there(
         assert (report["codec"], report["state"], report["reason"]) == ("nuq3", "calibrating", "")
         assert report["seconds_left"] >= 0 and report["done"] == 0
         assert len(await tokens_of(llm)) == 24
+        old = weakref.ref(llm._parts.engine.scheduler.manager.table.arena)
+        gc.freeze()  # as a server does
         process.may_end.set()
         await until(llm, "taken")
+        assert gc.get_freeze_count() and old() is None, "the old cache takes memory"
+        gc.unfreeze()
         assert llm.config.cache.codec == "nuq3" and llm.stats()["calibration"]["seconds_left"] == 0
         assert llm.stats()["cache"]["bytes_cached"] == 0, "the dense cache is dropped"
         found.append(await tokens_of(llm))

@@ -62,7 +62,12 @@ def add_arguments(parser: Arguments) -> None:
     )
     add("--sink-tokens", "number of first tokens kept exact (default: cache.sink_tokens)", type=int, metavar="N")
     add("--windows", "number of windows of text to read (default: 8)", type=shared.count, metavar="N")
-    add("--window", "tokens per window (default: 1,024)", type=shared.count, metavar="TOKENS")
+    add(
+        "--window",
+        "tokens per window (default: 1,024, for large models down to 256)",
+        type=shared.count,
+        metavar="TOKENS",
+    )
     add("--seed", "seed of the text that the model writes (default: 0)", type=int, metavar="N")
     add("--q-norm", "preserve the mean and deviation of keys and values", action="store_true")
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
