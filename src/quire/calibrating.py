@@ -148,7 +148,7 @@ class Calibrating:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # Ctrl-C reaches only us
+                process_group=0,  # Ctrl-C reaches only us; in a session of its own, systems would ignore its niceness
             )
         assert process.stdin is not None and process.stdout is not None
         failure = ""
