@@ -19,7 +19,7 @@ weights, 1.0 for the gradient, 0.2 to decode weights, and the rest of a layer.
 WRITTEN = 1.25
 """Time to write a token with seven others in a step, in the same units."""
 
-FITTED_SECONDS = 1.5e-3
+FITTED_SECONDS = 2e-3
 """Processor time to fit one channel of keys and values."""
 
 _SIZE = 1024

@@ -36,6 +36,7 @@ from quire.engine.calibration import Calibration
 from quire.engine.machine import usable_cores
 from quire.errors import ConfigError, UnwantedError
 from quire.kernels import runtime
+from quire.kernels.memory import trim
 from quire.models import images
 from quire.models.decoder import build_model
 from quire.models.fingerprint import fingerprint
@@ -195,6 +196,7 @@ def _gather(
     if windows is None:
         windows = _written(path, settings, config, progress)
         gc.collect()  # frees the engine that wrote the text, and its weights
+        trim()
         store.put_tokens(windows)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
