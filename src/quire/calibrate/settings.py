@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.models.embedded import cache_folder
 from quire.models.shape import ModelShape
 
-ALGORITHM = 1
+ALGORITHM = 2
 """Version of the algorithm; raised when the same settings give other tables."""
 
 CODEC_OF = {row.bits: row.name for row in CODECS.values() if row.is_calibrated}
