@@ -45,9 +45,9 @@ def _product_rate() -> float:
     torch.set_num_threads(1)
     try:
         for _ in range(_ROUNDS):
-            begun = time.perf_counter()
+            begun = time.thread_time()  # what others take of the core does not count
             a @ a
-            best = max(best, 2.0 * _SIZE**3 / (time.perf_counter() - begun))
+            best = max(best, 2.0 * _SIZE**3 / (time.thread_time() - begun))
     finally:
         torch.set_num_threads(threads)
     return best
