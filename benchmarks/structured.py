@@ -31,6 +31,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
@@ -112,9 +113,9 @@ class Served:
         def one(number: int) -> Answer:
             status, found = self._ask(schemas[number], number, self._args.max_tokens)
             if status != 200:
-                return Answer(False, f"{status}: {found}")
+                return Answer(False, f"{status}: {found}", {})
             (choice,) = found["choices"]
-            return Answer(choice["finish_reason"] == "stop", choice["message"]["content"] or "")
+            return Answer(choice["finish_reason"] == "stop", choice["message"]["content"] or "", {})
 
         with ThreadPoolExecutor(BATCH) as pool:
             return list(pool.map(one, range(len(schemas))))
@@ -142,7 +143,8 @@ class Answer(NamedTuple):
 
     has_ended: bool
     text: str
-    failed: Counter[str] = Counter()
+    failed: Mapping[str, int]
+    """Of all answers, the reasons of those whose grammar failed."""
 
 
 def messages(schema: Any) -> list[dict[str, str]]:

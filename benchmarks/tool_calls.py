@@ -91,9 +91,10 @@ async def converse(http: httpx.AsyncClient, number: int, args: argparse.Namespac
     choice = {"required": "required", "named": {"type": "function", "function": {"name": named}}, "auto": "auto"}[mode]
     messages: list[Body] = [{"role": "user", "content": f"Use the tool {named} for something, then tell me of it."}]
     for turn in range(2):
+        temperature = draw.choice([0.0, 0.7, 1.2])
         body = {
             "messages": messages, "tools": tools, "tool_choice": choice if not turn else "auto",
-            "stream": number % 2 == 1, "max_tokens": args.max_tokens, "temperature": draw.choice([0.0, 0.7, 1.2]), "seed": number,
+            "stream": number % 2 == 1, "max_tokens": args.max_tokens, "temperature": temperature, "seed": number,
             "parallel_tool_calls": draw.choice([True, False]),
         }  # fmt: skip
         try:
