@@ -14,7 +14,7 @@ import socket
 import pytest
 
 from quire.config import ServeConfig
-from quire.server import connection, run
+from quire.server import connection, half_closed, run
 from quire.server.connection import Stage
 from quire.server.edge import Edge, Limits
 from quire.server.run import connection_limits
@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_is_heard_though_it_has_sent_another_request_
 
 async def test_bodies_sent_ahead_are_read_no_further_than_one_body_is(edges):
     size = 16 * KIB
-    async with socket_server(FakeEngine(step_seconds=0.01)) as server:
+    async with socket_server(FakeEngine(step_seconds=0.01), limits=Limits(sweep_seconds=0.01)) as server:
         client = await server.connect(request(json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()))
         while not server.engine.live:
             await asyncio.sleep(0.005)
@@ -176,9 +176,50 @@ async def test_bodies_sent_ahead_are_read_no_further_than_one_body_is(edges):
             while not held.flow.read_paused:
                 await asyncio.sleep(0.005)
         assert 64 * KIB < sum(len(cycle.body) for cycle, _ in held.pipeline) <= 8 * size
+        assert edges[0].ahead == held.ahead
         client.close()
         await asyncio.gather(ahead, return_exceptions=True)
-        held.abort()
+        async with asyncio.timeout(3):
+            while server.engine.live:
+                await asyncio.sleep(0.005)
+        assert edges[0].ahead == 0
+
+
+@pytest.mark.parametrize("resets", [True, False])
+async def test_a_client_that_leaves_is_heard_though_its_next_body_is_not_read(edges, monkeypatch, resets):
+    monkeypatch.setattr(half_closed, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(half_closed, "FIRST_PROBE_SECONDS", 0.02)
+    async with socket_server(FakeEngine(step_seconds=0.01), limits=QUICK) as server:
+        long = json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            if resets:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            client.sendall(request(long))
+            async with asyncio.timeout(5):
+                while not server.engine.live:
+                    await asyncio.sleep(0.005)
+                client.sendall(request(b" " * 100 * KIB))
+                while not any(each.flow.read_paused for each in edges[0].open):
+                    await asyncio.sleep(0.005)
+        async with asyncio.timeout(2):
+            while server.engine.live:
+                await asyncio.sleep(0.005)
+
+
+async def test_bodies_sent_ahead_have_a_limit_over_all_connections(edges):
+    engine = FakeEngine(step_seconds=0.01)
+    async with socket_server(engine, limits=Limits(ahead_bytes=100 * KIB, sweep_seconds=0.01)) as server:
+        long = request(json.dumps(TEXT | {"max_tokens": 100, "ignore_eos": True}).encode())
+        first = await server.connect(long + request(b" " * 60 * KIB))
+        async with asyncio.timeout(5):
+            while not edges[0].ahead:
+                await asyncio.sleep(0.005)
+        second = await server.connect(long + request(b" " * 60 * KIB))
+        assert await second.ended()
+        assert 0 < edges[0].ahead <= 100 * KIB
+        assert (await first.answer()).status == 200
+        assert (await first.answer()).status == 400  # blanks are no JSON
+        assert edges[0].ahead == 0
 
 
 async def test_more_requests_sent_ahead_than_a_connection_may_hold_end_it():

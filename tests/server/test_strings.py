@@ -455,3 +455,9 @@ async def test_memory_is_given_back_once_after_large_bodies(monkeypatch):
                 assert (await ask(http, "POST", "/detokenize", content)).status_code == 400
             await asyncio.sleep(0.3)
             assert len(threads) == count and threading.main_thread() not in threads
+        monkeypatch.setattr(trims, "MANY_BYTES", 20_000)
+        threads.clear()
+        for _ in range(200):
+            assert (await ask(http, "POST", "/detokenize", small)).status_code == 400
+        await asyncio.sleep(0.3)
+        assert len(threads) == 1

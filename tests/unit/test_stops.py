@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.params import SamplingParams
-from quire.engine.stops import Stop, StopChecker
+from quire.engine.stops import Stop, StopChecker, StopStrings
 from tests.effort import examples
 
 EOS = 2
@@ -163,3 +164,20 @@ def test_long_repetitive_stop_strings_cost_linear_time():
     for _ in range(20):
         assert checker.push("a" * 1000, 5)[1] is None
     assert time.perf_counter() - started < 2.0
+
+
+def test_sequences_of_a_request_share_what_is_prepared_of_stop_strings() -> None:
+    stop = [(chr(97 + each) + "b") * 512 for each in range(16)]
+    params = SamplingParams(stop=stop)
+    strings = StopStrings(params)
+    tracemalloc.start()
+    try:
+        checkers = [StopChecker(params, [EOS], strings) for _ in range(128)]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / len(checkers) < 4000, f"{held} bytes for 128 sequences"
+    first, second = checkers[:2]
+    assert first.push(stop[0][:-1], 10) == ("", None)
+    assert second.push("z", 10) == ("z", None), "the text of another sequence counts"
+    assert first.push("b", 10) == ("", Stop("stop", stop[0]))

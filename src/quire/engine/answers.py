@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quire.engine.outputs import CompletionOutput, FinishReason, Logprob
 from quire.engine.request import Sequence
-from quire.engine.stops import StopChecker
+from quire.engine.stops import StopChecker, StopStrings
 
 
 class Detokenizer(Protocol):
@@ -39,11 +39,19 @@ class Tokenizer(Protocol):
 class Answer:
     """The visible side of one sequence: turns each sampled token into a delta."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, names: Names, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        tokenizer: Tokenizer,
+        names: Names,
+        eos_token_ids: tuple[int, ...],
+        strings: StopStrings | None = None,
+    ) -> None:
+        """strings: the stop strings of the request; see StopChecker."""
         params = sequence.request.params
         self._names = names
         self._index = sequence.index
-        self._stops = StopChecker(params, eos_token_ids)
+        self._stops = StopChecker(params, eos_token_ids, strings)
         self._detokenizer = (
             tokenizer.stream(sequence.request.prompt_ids, params.skip_special_tokens) if params.detokenize else None
         )

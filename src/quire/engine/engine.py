@@ -31,6 +31,7 @@ from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import Counters, Sampled, Scheduler
 from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
+from quire.engine.stops import StopStrings
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QuireError, RequestError
 from quire.stores.tiers import Tiers
@@ -162,8 +163,9 @@ class Engine:
             manager.pins.end(request.sequences[0].keys)
             self.moving.unpin(request.sequences[0].keys, len(prompt_ids))
             request.num_pinned_tokens = 0
+        strings = StopStrings(params)
         for sequence in request.sequences:
-            self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
+            self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids, strings)
             if continued is not None:
                 self._answers[sequence].resume(continued.token_ids, continued.cumulative)
         return request

@@ -83,6 +83,8 @@ class Gate:
         noted = access_of.set(access)
         trace = CURRENT.set(read_traceparent(Headers(scope=scope).get("traceparent")))
         try:
+            if scope["path"] not in HEALTH:
+                await self.service.bodies.turns.take()
             self._check(scope)
             await self.app(scope, receive, watch)
         except ClientDisconnected:

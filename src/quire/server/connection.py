@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from quire.server.errors import ApiError, bad_request
 from quire.server.framing import check_codings, is_old, unchunked
-from quire.server.half_closed import HalfClosed
+from quire.server.half_closed import HalfClosed, has_ended
 
 if TYPE_CHECKING:
     from quire.server.edge import Edge
@@ -47,6 +47,7 @@ class Connection(HttpToolsProtocol):
     stage  the event it waits for
     since  start of the wait, by the loop's clock; in a body, the time of its last byte
     spent  bytes of the current request outside the body
+    ahead  bytes of bodies that were read while earlier requests are answered
     """
 
     # uvicorn declares this field as optional.
@@ -68,6 +69,7 @@ class Connection(HttpToolsProtocol):
         self.address = ""
         self.keeps_alive = True
         self.answering: RequestResponseCycle | None = None
+        self.ahead = 0
         self.unsent = 0
         self.unsent_since = 0.0
         self.half_closed: HalfClosed | None = None
@@ -110,7 +112,7 @@ class Connection(HttpToolsProtocol):
         """The client sends no more. It gets its answers if all its requests are complete; otherwise it has left."""
         if self.stage is not Stage.ANSWER:
             return False
-        self.half_closed = HalfClosed(self, self.loop)
+        self._look_for_reset()
         self.cycle.keep_alive = False
         return True
 
@@ -194,8 +196,13 @@ class Connection(HttpToolsProtocol):
         """A part of the body."""
         if self.stage is Stage.BODY:
             super().on_body(body)
-            if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) > HIGH_WATER_LIMIT:
-                self.flow.pause_reading()
+            if self.pipeline:
+                self._count_ahead()
+                if self.ahead > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+                if self.edge.ahead > self.edge.limits.ahead_bytes:
+                    message = f"request bodies of {self.edge.ahead} bytes were sent before the answers to earlier ones"
+                    self.refuse(ApiError(503, message, code="too_many_large_bodies", headers={"Retry-After": "1"}))
             self.spent = max(0, self.spent - (1 + self.edge.limits.framing) * len(body))
 
     def on_message_complete(self) -> None:
@@ -219,6 +226,7 @@ class Connection(HttpToolsProtocol):
         if self.is_closed:
             return
         super().on_response_complete()
+        self._count_ahead()
         if self.stage is Stage.HEAD or (self.stage is Stage.BODY and not self.cycle.response_complete):
             self._enter_stage(self.stage)  # its timer starts now
         elif self.stage is Stage.ANSWER and self.cycle.response_complete:
@@ -251,6 +259,9 @@ class Connection(HttpToolsProtocol):
         elif now - self.unsent_since >= limits.write_seconds:
             self.abort()
             return
+        # Where nothing is read, nobody sees the end of the client's stream.
+        if self.flow.read_paused and not self._is_silent() and has_ended(self._descriptor):
+            self._look_for_reset()
         waited = now - self.since
         if self.is_closed and not unsent and waited >= limits.linger_seconds:
             self.abort()
@@ -281,6 +292,15 @@ class Connection(HttpToolsProtocol):
             lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
             self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
         self.close()
+
+    @property
+    def _descriptor(self) -> int:
+        number: int = self.transport.get_extra_info("socket").fileno()
+        return number
+
+    def _look_for_reset(self) -> None:
+        if self.half_closed is None:
+            self.half_closed = HalfClosed(self, self.loop)
 
     def _is_silent(self) -> bool:
         """Whether no request is being answered."""
@@ -327,6 +347,12 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
         self.flow.resume_writing()
         self.pipeline.clear()
+        self._count_ahead()
+
+    def _count_ahead(self) -> None:
+        now = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        self.edge.ahead += now - self.ahead
+        self.ahead = now
 
     def _enter_stage(self, stage: Stage) -> None:
         self.stage = stage

@@ -45,6 +45,9 @@ class Limits:
     pipelined: int = 16
     """Number of requests sent before their answers on one connection. Each takes 2 KB of objects; only load generators
     send any."""
+    ahead_bytes: int = 32 << 20
+    """Bytes of bodies, over all connections, that were read while earlier requests of the same connection are answered.
+    A connection reads up to 320 KiB ahead, which a thousand of them would make 300 MB."""
     connections: int = 1024
     """Number of connections."""
     per_address: int | None = None
@@ -63,6 +66,7 @@ class Edge:
         self.limits = limits
         self.refused = refused
         self.open: set[Connection] = set()
+        self.ahead = 0  # bytes; see Limits.ahead_bytes
         self.addresses: Counter[str] = Counter()
         # Connections without a complete request, the oldest first.
         self.unasked: dict[Connection, None] = {}

@@ -51,6 +51,17 @@ class HalfClosed:
 
 def is_reset(number: int) -> bool:
     """Whether a connected socket, by its descriptor, is of no use in either direction."""
+    return _has(number, 0)
+
+
+def has_ended(number: int) -> bool:
+    """Whether the client of a socket, by its descriptor, sends no more. There may be bytes that nobody has read. False
+    where the system does not tell: all but Linux.
+    """
+    return _has(number, getattr(select, "POLLRDHUP", 0))
+
+
+def _has(number: int, events: int) -> bool:
     poll = select.poll()
-    poll.register(number, 0)
+    poll.register(number, events)
     return bool(poll.poll(0))

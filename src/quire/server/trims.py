@@ -11,6 +11,9 @@ TRIM_BYTES = 1_000_000
 """Size from which a body, as text or parsed, or an answer with log-probabilities is followed by a trim. Prompts of
 250,000 tokens are as large."""
 
+MANY_BYTES = 64_000_000
+"""Size of many small bodies after which a trim follows, too."""
+
 TRIM_SECONDS = 3.0
 """Time from a large body or answer to the trim. Requests that come meanwhile use the memory again."""
 
@@ -23,13 +26,16 @@ class Trims:
     def __init__(self) -> None:
         self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._timer: asyncio.TimerHandle | None = None
+        self._num_bytes = 0  # of bodies and answers since the last trim
 
     def after(self, num_bytes: int) -> None:
         """A body or an answer of this size is not needed any more. Trims in TRIM_SECONDS, once for all until then."""
-        if num_bytes >= TRIM_BYTES and self._trim is not None and self._timer is None:
+        self._num_bytes += num_bytes
+        is_much = num_bytes >= TRIM_BYTES or self._num_bytes >= MANY_BYTES
+        if is_much and self._trim is not None and self._timer is None:
             with contextlib.suppress(RuntimeError):  # an answer that is dropped after the event loop has ended
                 self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._start, self._trim)
 
     def _start(self, trim: Callable[[int], int]) -> None:
-        self._timer = None
+        self._timer, self._num_bytes = None, 0
         asyncio.get_running_loop().run_in_executor(None, trim, 0)
