@@ -371,6 +371,8 @@ def test_an_answer_that_is_mostly_no_calls_is_the_same_however_it_is_cut(name: s
     whole = gathered(read(format_, text, []))
     for cuts in (list(range(1, len(text))), cuts_of(draw, text)):
         assert gathered(read(format_, text, cuts)) == whole
+    many = call + " so " + (opener.removesuffix(call) + "{") * 9000 + " then " + call
+    assert gathered(read(format_, many, [], most=1)) == gathered(read(format_, many, cuts_of(draw, many), most=1))
     if not format_.at_start:
         assert whole == ("so " + nest + " then " + call + " \n", [("add", '{"a": 1}')])
         few = nest[: len(opener) * 3 + 18] + closes * 3 + " then "

@@ -17,7 +17,7 @@ MEMBER_CHARS = 256
 """Characters of a member behind a call's arguments in which its key, or a number, has to end."""
 
 AGAIN_CHARS = 1 << 16
-"""Characters that may be read again in one answer, because what looked like a call was none. 1 << 16: 10 ms."""
+"""Characters of openers without a call, and of what is read again behind them, that an answer may have: 10 ms."""
 
 _BLANKS = re.compile(r"\s*")
 _OPENING = re.compile(r"[\s\[]*")
@@ -41,8 +41,8 @@ class CallParser:
     cannot be taken back. All of this is the same whether a call's arguments are sent while they arrive, as those right
     behind a name are, or with the whole call.
 
-    The time is linear in the answer's length. An answer in which what is no call has been read again for AGAIN_CHARS
-    characters is text from there on.
+    The time is linear in the answer's length. After AGAIN_CHARS characters of openers that open nothing, and of what
+    was read again because of them, the rest of an answer is text.
     """
 
     def __init__(
@@ -385,13 +385,14 @@ class CallParser:
         begin = self._num_chars - (len(self._held) - self._at)
         self._num_again += max(0, min(self._seen_to, begin + length) - begin)
         self._seen_to = max(self._seen_to, begin + length)
-        if self._num_again > AGAIN_CHARS:
-            self._state = "plain"
-            return True
         return self._is_none(found, length if self._is_bare else 1)
 
     def _is_none(self, found: list[Part], length: int = 1) -> bool:
         """What looked like a call is text, up to where another one may begin."""
+        self._num_again += len(self._raw)
+        if self._num_again > AGAIN_CHARS:
+            self._state = "plain"
+            return True
         self._say(self._raw + self._held[self._at : self._at + length], found)
         self._raw, self._at, self._state, self._num_lists = "", self._at + length, "text", 0
         return self._at < len(self._held)
