@@ -90,7 +90,8 @@ class Rewriting:
         """
         every = list(schemas)
         for own in every if not self._has_other_uses else ():
-            self._around.update((id(each), own) for each in _in_place(own))
+            for each in _in_place(own):
+                self._around.setdefault(id(each), own)  # copies share what is in them, and come last
         given = [own for own in every if not _REWRITTEN.isdisjoint(own) and isinstance(own.get("allOf", []), list)]
         words = {word for own in given for word in own if word in _REWRITTEN}
         for rules in (FIRST_RULES, RULES):
@@ -301,12 +302,7 @@ def ask_for_names(own: dict[str, Any], rewriting: Rewriting) -> None:
     if listed is not None and (isinstance(rest, bool) or rewriting.may_copy(rest, len(listed))):
         own["properties"] = {name: each for name, each in properties.items() if name in listed}
         own["properties"].update({name: rest for name in listed if name not in properties})
-    elif (
-        listed is None
-        and not properties
-        and isinstance(names, dict)
-        and (expression := _expression_of(names)) is not None
-    ):
+    elif listed is None and not properties and (expression := _expression_of(names)) is not None:
         own["patternProperties"] = {expression: rest}
     else:
         return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.engine.drafts import drop_unknown
 from quire.engine.ecma import HOSTNAME, Expression, NotTranslated, to_rust
+from quire.engine.negation import measured
 from quire.engine.references import has_resources, is_resource, pointed, target
 from quire.engine.rewrites import Rewriting, TooLong
 
@@ -55,6 +56,9 @@ _NAMED_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "dependencies", "p
 """Keywords with a schema, with a list of schemas, and with schemas by name."""
 
 
+_NAMES_AND_DEFINITIONS = frozenset({"$anchor", "$defs", "$dynamicAnchor", "$id", "definitions"})
+
+
 class Unhonoured(ValueError):
     """A schema asks for what llguidance does not hold texts to. The message begins with the keyword."""
 
@@ -90,10 +94,17 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
         has_controls |= _translate(own, link) or (may_have_controls and _has_controls(own))
+    copies = list[dict[str, Any]]()
+    for _, own in every:
         if left > 0 and isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
-            left -= _tell_apart(own, found, narrowed)
+            required = list[dict[str, Any]]()
+            left -= _tell_apart(own, found, required, left)
+            if required:
+                narrowed.add(id(own))
+                copies += required
+    inner_first = [*(own for _, own in reversed(every)), *copies]
     try:
-        Rewriting(found, lambda reference: pointed(reference, found), narrowed).apply(own for _, own in reversed(every))
+        Rewriting(found, lambda reference: pointed(reference, found), narrowed).apply(inner_first)
     except TooLong as error:
         raise Unhonoured(str(error)) from None
     style = dict(JSON_STYLE)
@@ -105,15 +116,15 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     return {**found, "x-guidance": style}
 
 
-def _tell_apart(schema: dict[str, Any], root: dict[str, Any], narrowed: set[int]) -> int:
+def _tell_apart(schema: dict[str, Any], root: dict[str, Any], copies: list[dict[str, Any]], left: int) -> int:
     """Turns a `oneOf` into an `anyOf` if its alternatives are objects, and each has its own values for the property
     that the discriminator names. The property is required there, even if it has a default, so that no text has two of
-    the forms: the schema is narrowed then. Returns the number of words that were read.
+    the forms. What it requires more stands in `copies`, because a definition may have other uses. Returns the effort:
+    the words and characters that were read, of which `left` are allowed.
     """
     name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
     objects, values, effort = [_definition(each, root) for each in alternatives], set[str](), len(alternatives)
-    chosen = list(alternatives)
-    for place, each in enumerate(objects):
+    for each in objects:
         if not isinstance(each, dict) or each.get("type") != "object" or "anyOf" in schema:
             return effort
         properties, required = each.get("properties"), each.get("required", [])
@@ -126,10 +137,16 @@ def _tell_apart(schema: dict[str, Any], root: dict[str, Any], narrowed: set[int]
             values.add(value)
             effort += 1
         effort += len(required)
-        if name not in required:
-            narrowed.add(id(schema))
-            # The definition itself may have other uses.
-            chosen[place] = {"allOf": [chosen[place], {"required": [name]}]}
+        effort += 0 if name in required else measured(each, left).size
+    if effort > left:
+        return effort
+    chosen = list(alternatives)
+    for place, each in enumerate(objects):
+        if name not in each.get("required", []):
+            # Not beside a $ref: llguidance takes no other keyword there if the definition refers to itself.
+            kept = {word: value for word, value in each.items() if word not in _NAMES_AND_DEFINITIONS}
+            chosen[place] = kept | {"required": [*each.get("required", []), name]}
+            copies.append(chosen[place])
     del schema["oneOf"]
     schema["anyOf"] = chosen
     del schema["discriminator"]  # which llguidance would not have beside references that go in circles
