@@ -148,6 +148,7 @@ class Negation:
             raise NotNegatable
         every = [known["const"]] if "const" in known else known.get("enum")
         self._effort.spend_on([values, every])
+        self._effort.spend(VISIT * (len(values) + (len(every) if isinstance(every, list) else 0)))
         listed = set(map(key_of, values))
         if isinstance(every, list):
             left = [each for each in every if key_of(each) not in listed]

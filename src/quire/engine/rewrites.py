@@ -149,6 +149,8 @@ class Rewriting:
 
 def _in_place(own: dict[str, Any]) -> list[Any]:
     """The schemas in a schema that are about the same value."""
+    if _IN_PLACE.isdisjoint(own):
+        return []
     found = [own.get(word) for word in ("if", "then", "else", "not")]
     for word in ("allOf", "anyOf", "oneOf"):
         found += own[word] if isinstance(own.get(word), list) else []
@@ -334,8 +336,10 @@ def _listed(names: Any, rewriting: Rewriting, depth: int = 0) -> dict[str, None]
     return {value: None for value in values if isinstance(value, str)}
 
 
-def _expression_of(names: dict[str, Any]) -> str | None:
+def _expression_of(names: Any) -> str | None:
     """The expression, in Rust's syntax, of the names that a schema describes; None if none is known."""
+    if not isinstance(names, dict):
+        return None
     words = ASSERTIONS & names.keys()
     if words == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]

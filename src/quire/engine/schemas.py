@@ -56,6 +56,12 @@ _NAMED_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "dependencies", "p
 """Keywords with a schema, with a list of schemas, and with schemas by name."""
 
 
+_CHECKED = frozenset(
+    (*_LIMITS, *_COUNTS, "$id", "$ref", "const", "dependencies", "dependentRequired", "dependentSchemas", "enum",
+     "format", "oneOf", "pattern", "patternProperties", "properties", "required")
+)  # fmt: skip
+"""Keywords that are checked or changed before any is rewritten."""
+
 _NAMES_AND_DEFINITIONS = frozenset({"$anchor", "$defs", "$dynamicAnchor", "$id", "definitions"})
 
 
@@ -80,6 +86,8 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         every.append((link, own))
     narrowed = set[int]()
     for link, own in every:
+        if _CHECKED.isdisjoint(own):
+            continue
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
         reference = own.get("$ref")
@@ -138,19 +146,29 @@ def _tell_apart(schema: dict[str, Any], root: dict[str, Any], copies: list[dict[
             effort += 1
         effort += len(required)
         effort += 0 if name in required else measured(each, left).size
-    if effort > left:
+    if effort > left or not isinstance(root.setdefault("$defs", {}), dict):
         return effort
     chosen = list(alternatives)
     for place, each in enumerate(objects):
         if name not in each.get("required", []):
-            # Not beside a $ref: llguidance takes no other keyword there if the definition refers to itself.
+            # No allOf with the $ref: llguidance takes no other keyword there if the definition refers to itself.
             kept = {word: value for word, value in each.items() if word not in _NAMES_AND_DEFINITIONS}
-            chosen[place] = kept | {"required": [*each.get("required", []), name]}
-            copies.append(chosen[place])
+            kept["required"] = [*each.get("required", []), name]
+            copies.append(kept)
+            chosen[place] = kept if each is alternatives[place] else _defined(kept, root)
     del schema["oneOf"]
     schema["anyOf"] = chosen
     del schema["discriminator"]  # which llguidance would not have beside references that go in circles
     return effort
+
+
+def _defined(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
+    """A reference to a schema, which becomes a definition."""
+    number = len(root["$defs"])
+    while f"narrowed-{number}" in root["$defs"]:
+        number += 1
+    root["$defs"][f"narrowed-{number}"] = schema
+    return {"$ref": f"#/$defs/narrowed-{number}"}
 
 
 def _definition(schema: Any, root: dict[str, Any]) -> Any:
@@ -223,7 +241,7 @@ def _translated(word: str, pattern: str, link: Link | None) -> Expression:
 
 def _rounded(schema: Mapping[str, Any]) -> str | None:
     """Why the numbers of a schema cannot be honoured, if so."""
-    values = [(word, schema.get(word)) for word in (*_LIMITS, "const", "enum")]
+    values = [(word, schema[word]) for word in (*_LIMITS, "const", "enum") if word in schema]
     while values:
         word, value = values.pop()
         if isinstance(value, int) and abs(value) > _EXACT:
