@@ -78,13 +78,11 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         return False
     text = "{}" if schema is True else json.dumps(schema)
     found: dict[str, Any] = json.loads(text)
-    left = len(text)  # effort, so that definitions that are used many times take no quadratic time
     may_have_controls, has_controls = _MAY_NEED_UNICODE_ESCAPES.search(text) is not None, False
     every = list[tuple[Link | None, dict[str, Any]]]()
     for link, own in _subschemas(found):  # which goes into each one after what is done here
         drop_unknown(own, found.get("$schema"))
         every.append((link, own))
-    narrowed = set[int]()
     for link, own in every:
         if _CHECKED.isdisjoint(own):
             continue
@@ -102,17 +100,13 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
         has_controls |= _translate(own, link) or (may_have_controls and _has_controls(own))
-    copies = list[dict[str, Any]]()
+    told_apart = _ToldApart(found, 2 * len(text))
     for _, own in every:
-        if left > 0 and isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
-            required = list[dict[str, Any]]()
-            left -= _tell_apart(own, found, required, left)
-            if required:
-                narrowed.add(id(own))
-                copies += required
-    inner_first = [*(own for _, own in reversed(every)), *copies]
+        if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
+            told_apart.apply(own)
+    inner_first = [*(own for _, own in reversed(every)), *told_apart.copies]
     try:
-        Rewriting(found, lambda reference: pointed(reference, found), narrowed).apply(inner_first)
+        Rewriting(found, lambda reference: pointed(reference, found), told_apart.narrowed).apply(inner_first)
     except TooLong as error:
         raise Unhonoured(str(error)) from None
     style = dict(JSON_STYLE)
@@ -124,51 +118,85 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     return {**found, "x-guidance": style}
 
 
-def _tell_apart(schema: dict[str, Any], root: dict[str, Any], copies: list[dict[str, Any]], left: int) -> int:
-    """Turns a `oneOf` into an `anyOf` if its alternatives are objects, and each has its own values for the property
-    that the discriminator names. The property is required there, even if it has a default, so that no text has two of
-    the forms. What it requires more stands in `copies`, because a definition may have other uses. Returns the effort:
-    the words and characters that were read, of which `left` are allowed.
+class _ToldApart:
+    """Turns a `oneOf` whose alternatives a discriminator tells apart into an `anyOf`.
+
+    root      the whole schema
+    left      words and characters that may be read: definitions that are used many times take no quadratic time
+    copies    the alternatives that ask for more than was given; a definition itself may have other uses
+    narrowed  ids of schemas that have such alternatives
     """
-    name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
-    objects, values, effort = [_definition(each, root) for each in alternatives], set[str](), len(alternatives)
-    for each in objects:
-        if not isinstance(each, dict) or each.get("type") != "object" or "anyOf" in schema:
-            return effort
-        properties, required = each.get("properties"), each.get("required", [])
-        own = properties.get(name) if isinstance(name, str) and isinstance(properties, dict) else None
-        if not isinstance(own, dict) or not isinstance(required, list):
-            return effort
-        for value in own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]:
-            if not isinstance(value, str) or value in values:
-                return effort
-            values.add(value)
-            effort += 1
-        effort += len(required)
-        effort += 0 if name in required else measured(each, left).size
-    if effort > left or not isinstance(root.setdefault("$defs", {}), dict):
-        return effort
-    chosen = list(alternatives)
-    for place, each in enumerate(objects):
-        if name not in each.get("required", []):
-            # No allOf with the $ref: llguidance takes no other keyword there if the definition refers to itself.
-            kept = {word: value for word, value in each.items() if word not in _NAMES_AND_DEFINITIONS}
-            kept["required"] = [*each.get("required", []), name]
-            copies.append(kept)
-            chosen[place] = kept if each is alternatives[place] else _defined(kept, root)
-    del schema["oneOf"]
-    schema["anyOf"] = chosen
-    del schema["discriminator"]  # which llguidance would not have beside references that go in circles
-    return effort
 
+    def __init__(self, root: dict[str, Any], left: int) -> None:
+        self._root = root
+        self._left = left
+        self._references: dict[tuple[int, str], dict[str, str]] = {}  # to copies of definitions
+        self.copies: list[dict[str, Any]] = []
+        self.narrowed = set[int]()
 
-def _defined(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
-    """A reference to a schema, which becomes a definition."""
-    number = len(root["$defs"])
-    while f"narrowed-{number}" in root["$defs"]:
-        number += 1
-    root["$defs"][f"narrowed-{number}"] = schema
-    return {"$ref": f"#/$defs/narrowed-{number}"}
+    def apply(self, schema: dict[str, Any]) -> None:
+        """Changes a schema if its alternatives are objects, and each has its own values for the property that the
+        discriminator names. The property is required then, even if it has a default, so that no text has two of the
+        forms.
+        """
+        name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
+        self._left -= len(alternatives)
+        if self._left < 0 or not isinstance(name, str) or "anyOf" in schema:
+            return
+        objects = [_definition(each, self._root) for each in alternatives]
+        if not self._are_apart(name, objects) or not isinstance(self._root.get("$defs", {}), dict):
+            return
+        chosen = [self._requiring(name, *pair) for pair in zip(alternatives, objects, strict=True)]
+        if self._left < 0:
+            return
+        if any(each is not given for each, given in zip(chosen, alternatives, strict=True)):
+            self.narrowed.add(id(schema))
+        del schema["oneOf"]
+        schema["anyOf"] = chosen
+        del schema["discriminator"]  # which llguidance would not have beside references that go in circles
+
+    def _are_apart(self, name: str, objects: list[Any]) -> bool:
+        values = set[str]()
+        for each in objects:
+            if self._left < 0 or not isinstance(each, dict) or each.get("type") != "object":
+                return False
+            properties, required = each.get("properties"), each.get("required", [])
+            own = properties.get(name) if isinstance(properties, dict) else None
+            if not isinstance(own, dict) or not isinstance(required, list):
+                return False
+            for value in own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]:
+                self._left -= 1
+                if not isinstance(value, str) or value in values:
+                    return False
+                values.add(value)
+            self._left -= len(required)
+        return True
+
+    def _requiring(self, name: str, given: Any, definition: dict[str, Any]) -> Any:
+        """An alternative that requires a property: the given one if it does, else a copy or a reference to one.
+        llguidance takes no other keyword beside a reference to a definition that refers to itself.
+        """
+        required = definition.get("required", [])
+        if name in required:
+            return given
+        if (known := self._references.get((id(definition), name))) is not None:
+            return known
+        self._left -= measured(definition, max(self._left, 0)).size
+        if self._left < 0:
+            return given
+        copy = {word: value for word, value in definition.items() if word not in _NAMES_AND_DEFINITIONS}
+        copy["required"] = [*required, name]
+        self.copies.append(copy)
+        if given is definition:
+            return copy
+        definitions = self._root.setdefault("$defs", {})
+        number = len(definitions)
+        while f"narrowed-{number}" in definitions:
+            number += 1
+        definitions[f"narrowed-{number}"] = copy
+        reference = {"$ref": f"#/$defs/narrowed-{number}"}
+        self._references[id(definition), name] = reference
+        return reference
 
 
 def _definition(schema: Any, root: dict[str, Any]) -> Any:
