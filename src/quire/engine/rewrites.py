@@ -35,7 +35,7 @@ from quire.engine.number_bounds import separate_bounds
 MAX_COPIED = 65_536
 """Characters of a schema's JSON that are written a second time, all rules together."""
 
-MAX_EFFORT = 300_000
+MAX_EFFORT = 200_000
 """Characters that rules read and write in one schema; see Effort. They take about 0.1 s."""
 
 MAX_GROWTH = 4

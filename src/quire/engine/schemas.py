@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.engine.drafts import drop_unknown
 from quire.engine.ecma import HOSTNAME, Expression, NotTranslated, to_rust
 from quire.engine.negation import measured
-from quire.engine.references import has_resources, is_resource, pointed, target
+from quire.engine.references import has_resources, is_resource, target
+from quire.engine.references import pointed as pointed
 from quire.engine.rewrites import Rewriting, TooLong
 
 if TYPE_CHECKING:
