@@ -346,7 +346,39 @@ def test_control_characters_can_be_asked_for(llm: LLM, text: str) -> None:
         {"type": "string", "pattern": f"^{escaped}$"},
     ):  # fmt: skip
         assert allows(llm, schema, json.dumps([text] if "enum" in schema else text)), schema
-    assert allows(llm, {"properties": {text: {"const": 1}}, "type": "object"}, json.dumps({text: 1}))
+    named = {"properties": {text: {"const": 1}}, "type": "object", "additionalProperties": False}
+    assert allows(llm, named, json.dumps({text: 1}, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    "control", [{"pattern": r"^\x01$"}, {"const": "\x01"}, {"enum": ["a", ["\x7f"]]}, {"const": {"\x1f": 1}}], ids=str
+)
+def test_a_control_character_is_refused_where_a_listed_name_could_then_come_twice(llm: LLM, control: Any) -> None:
+    """The escape that it needs writes any letter, wherever names are not closed."""
+    open_ones: list[Any] = [
+        {"properties": {"a": {"const": 1}}}, {"patternProperties": {"^a": {"const": 1}}}, {"required": ["a"]},
+        {"properties": {"a": {}}, "patternProperties": {"^b": {}}, "additionalProperties": False},
+        {"dependentRequired": {"a": ["b"]}}, {"not": {"required": ["a"]}},
+    ]  # fmt: skip
+    for each in open_ones:
+        for schema in ({"anyOf": [each, {"items": control}]}, {**each, "allOf": [{"items": control}]}):
+            with pytest.raises(schemas.Unhonoured, match="properties: a control character"):
+                schemas.written(schema)
+    closed = {"properties": {"a": {"const": 1}}, "additionalProperties": False, "type": "object"}
+    for each in (closed, {"type": "object", "additionalProperties": {"type": "null"}}):
+        schema = {"anyOf": [each, {"type": "array", "items": control}]}
+        llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
+
+
+def test_control_characters_that_are_not_asked_for_refuse_nothing() -> None:
+    for own in (
+        {"description": "\x01"},
+        {"pattern": r"^[^\u0000-\u001f]*$"},
+        {"const": r"\u0001"},
+        {"default": "\x01"},
+    ):
+        found: Any = schemas.written({"properties": {"a": {"const": 1}, "b": own}, "type": "object"})
+        assert found["x-guidance"] == schemas.JSON_STYLE
 
 
 def test_what_a_reference_points_to_is_a_schema_wherever_it_stands(llm: LLM) -> None:
