@@ -19,6 +19,9 @@ MEMBER_CHARS = 256
 AGAIN_CHARS = 1 << 16
 """Characters of openers without a call, and of what is read again behind them, that an answer may have: 10 ms."""
 
+BARE_CHARS = 4
+"""Characters that a brace without a call counts for at least: Llama's calls have no other opener."""
+
 _BLANKS = re.compile(r"\s*")
 _OPENING = re.compile(r"[\s\[]*")
 _INNER = re.compile(r"\{\s*(\S)")
@@ -66,8 +69,7 @@ class CallParser:
         self._openers = sorted(openers, key=len, reverse=True)
         self._is_bare_opener = format_.at_start and not is_exact
         self._opener = re.compile("|".join(map(re.escape, self._openers)) or r"(?!)")
-        # A brace with anything but a name behind it is passed over.
-        self._opener_or_brace = re.compile("|".join([*map(re.escape, self._openers), r'\{(?!\s*[^\s"])']))
+        self._opener_or_brace = re.compile("|".join([*map(re.escape, self._openers), r"\{"]))
         self._opener_begins = re.compile("|".join(re.escape(each[0]) for each in self._openers) or r"(?!)")
         self._most_opener = max(map(len, self._openers), default=0)
         self._seps = self._separators()
@@ -389,7 +391,7 @@ class CallParser:
 
     def _is_none(self, found: list[Part], length: int = 1) -> bool:
         """What looked like a call is text, up to where another one may begin."""
-        self._num_again += len(self._raw)
+        self._num_again += len(self._raw) + BARE_CHARS
         if self._num_again > AGAIN_CHARS:
             self._state = "plain"
             return True
