@@ -5,10 +5,11 @@ import time
 
 import pytest
 
+from quire.server import app as app_module
 from quire.server import turns
 from quire.server.turns import Turns
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import RawCall, application
+from tests.server.harness import RawCall, application, asgi_client
 from tests.server.harness import turns as loop_turns
 
 pytestmark = pytest.mark.anyio
@@ -92,3 +93,29 @@ async def test_small_bodies_of_many_values_take_room_like_large_ones_and_others_
         assert plain.status == 200 and room.num_waiting == 1 and dense.status is None
     await asyncio.wait_for(dense.task, 5)
     assert dense.status == 404 and room.free == room.size
+
+
+async def test_requests_give_way_to_connections_that_arrive_but_not_for_long(monkeypatch):
+    monkeypatch.setattr(turns, "ARRIVAL_SECONDS", 0.05)
+    line, begun = Turns(), []
+    line.give_way()
+    asking = asyncio.ensure_future(line.take())
+    asking.add_done_callback(lambda _: begun.append(time.monotonic()))
+    since = time.monotonic()
+    while not begun:
+        line.give_way()
+        await asyncio.sleep(0)
+    assert 0.05 <= begun[0] - since < 1
+    async with asyncio.timeout(1):
+        await line.take()
+    await asyncio.sleep(0.01)
+    assert not line._is_counting, "an idle loop has no rest"
+
+
+async def test_the_description_of_the_api_is_encoded_once(monkeypatch):
+    app = application(FakeEngine())
+    async with asgi_client(app) as http:
+        first = await http.get("/openapi.json")
+        assert first.status_code == 200 and first.json() == app.openapi()
+        monkeypatch.setattr(app_module, "json_response", None)
+        assert (await http.get("/openapi.json")).content == first.content

@@ -60,11 +60,18 @@ class Edge:
     """The connections of one server, and their limits. uvicorn creates connections with `protocol`.
 
     refused  called with the status of each refusal, to count it
+    arrived  called for each new connection
     """
 
-    def __init__(self, limits: Limits, refused: Callable[[int], None] = lambda status: None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        refused: Callable[[int], None] = lambda status: None,
+        arrived: Callable[[], None] = lambda: None,
+    ) -> None:
         self.limits = limits
         self.refused = refused
+        self.arrived = arrived
         self.open: set[Connection] = set()
         self.ahead = 0  # bytes; see Limits.ahead_bytes
         self.addresses: Counter[str] = Counter()
@@ -112,6 +119,7 @@ class Edge:
         If all places are taken, the oldest connection without a complete request is closed. So silent connections and
         slow bodies, however many, keep no client out. Refused connections take no place.
         """
+        self.arrived()
         self.open.add(connection)
         self.addresses[address] += 1
         if self.is_full and self.lingering:
