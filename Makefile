@@ -51,7 +51,7 @@ peers: ready  ## Compare with the peer engines on this machine (installs them in
 	@test -x scripts/peers.sh || { echo "scripts/peers.sh is not there: nothing to compare with"; exit 1; }
 	scripts/peers.sh $(ARGS)
 
-clients: ready  ## Run real clients (openai, lm-eval, guidellm, vllm bench) against the server
+clients: ready  ## Run real clients (openai, litellm, LangChain, the AI SDK, lm-eval and more): ARGS="--model FILE"
 	scripts/clients.sh $(ARGS)
 
 bench: ready  ## Run quire's own benchmarks: ARGS="throughput smollm2"

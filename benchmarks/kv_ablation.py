@@ -48,7 +48,8 @@ from kv_simulation import SimulatedPlan, per_channel, per_token, rotation, simul
 from quire.attention.reference import rotate
 from quire.calibrate import CalibrationSettings
 from quire.calibrate.fit import KINDS, LayerFit, fit_layer
-from quire.calibrate.samples import GradientOps, LayerSamples, gather
+from quire.calibrate.gradients import GradientOps
+from quire.calibrate.samples import LayerSamples, gather
 from quire.calibrate.settings import CODEC_OF, WINDOW_TOKENS
 from quire.calibrate.tables import make_tables
 from quire.calibrate.text import cut, write

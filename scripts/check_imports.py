@@ -20,7 +20,7 @@ from pathlib import Path
 LAYERS = (
     "version", "errors", "reading", "extras", "interrupt", "repeats", "tied", "collecting", "folders", "cache.codecs",
     "habits", "arguments", "options", "config", "kernels", "models", "cache", "stores", "attention", "offload",
-    "engine", "tools", "planning", "calibrate", "check", "load", "importing", "engine_thread", "llm",
+    "engine", "tools", "planning", "calibrate", "check", "load", "calibrating", "importing", "engine_thread", "llm",
     "async_prefixes", "async_llm", "cluster", "simulation", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 

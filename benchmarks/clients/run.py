@@ -1,17 +1,21 @@
-"""Runs real, unmodified clients against `quire serve smollm2`. scripts/clients.sh installs them and runs this.
+"""Runs real, unmodified clients against `quire serve MODEL`. scripts/clients.sh installs them and runs this.
 
-    python benchmarks/clients/run.py [--clients DIR] [--frameworks DIR] [--vllm DIR] [--logs DIR] [--only openai,...]
+    python benchmarks/clients/run.py [--model NAME|FILE ...] [--only openai,...] [--folder DIR] [--logs DIR]
 
 openai     the package: chat, completions, streams, logprobs, n, errors, forms, tools, responses, embeddings, closing
            (check_openai.py)
 instructor, langchain, llamaindex
            classes as answers, tools, streams, both endpoints of chats, embeddings (check_frameworks.py)
+litellm, pydantic-ai
+           the same, and what each sends back of calls and their results (check_agents.py)
+ai-sdk     the Vercel AI SDK: text, tools, loops of tools, objects with z.record (check_ai_sdk.mjs); left out without
+           Node.js
 lm-eval    three small tasks over token-id prompts (tasks/): choices scored with echo and logprobs; whole texts; greedy
            answers, also over chat. Its results must equal those that `quire.LLM` computes here from the same questions
 guidellm   a short benchmark each of completions and chat: every request succeeds, with the requested number of tokens
 vllm       the same with `vllm bench serve`; left out if vLLM is not installed
 
-Prints client, check and result. The exit status is 1 if anything failed. Nothing is downloaded.
+Prints client, check and result for each model. The exit status is 1 if anything failed. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -41,10 +45,20 @@ from quire.models.embedded import cached_path  # noqa: E402
 from quire.models.gguf_file import read_header  # noqa: E402
 from quire.models.vocabulary import from_gguf  # noqa: E402
 
-MODEL = "smollm2"
-FRAMEWORKS = ("instructor", "langchain", "llamaindex")
+EMBEDDED = "smollm2"
+# Clients whose checks are a script: its environment in .peers, and its file.
+CHECKED = {
+    "openai": ("agents", "check_openai.py"),
+    "litellm": ("agents", "check_agents.py"),
+    "pydantic-ai": ("agents", "check_agents.py"),
+    "instructor": ("frameworks", "check_frameworks.py"),
+    "langchain": ("frameworks", "check_frameworks.py"),
+    "llamaindex": ("frameworks", "check_frameworks.py"),
+}
+EVERY = (*CHECKED, "ai-sdk", "lm-eval", "guidellm", "vllm")
 TASKS = HERE / "tasks"
-CLIENT_SECONDS = 600
+# A 1.5B model on a busy machine of two cores decodes a few tokens per second.
+CLIENT_SECONDS = 1800
 OPTIONS = {"cache.memory": "512MiB"}
 # Both sides run one request at a time: in bf16 another batch rounds differently, and greedy texts diverge at near ties.
 MAX_DIFFERENCE = 1e-3
@@ -80,19 +94,23 @@ def run_client(command: Sequence[object], log: Path, environment: Mapping[str, s
 
 
 @contextmanager
-def server(log: Path) -> Iterator[str]:
+def server(model: str, log: Path) -> Iterator[str]:
     """The address of a server in its own process. At the end it is drained and must exit with code 0."""
     options = [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
-    with quire_server(log, MODEL, *options) as found:
+    with quire_server(log, model, *options) as found:
         yield found.url
         found.drain()
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Saves the embedded model's tokenizer for `transformers`, for clients that count or make tokens."""
-    path = cached_path()
+def save_tokenizer(model: str, folder: Path) -> None:
+    """Saves a model's tokenizer for `transformers`, for clients that count or make tokens. Raises ClientError."""
+    path = cached_path() if model == EMBEDDED else Path(model)
     if path is None:
         raise ClientError("the embedded model is not there: quire pull smollm2")
+    if path.suffix != ".gguf":
+        raise ClientError(
+            f"lm-eval, guidellm and vllm need a GGUF file's tokenizer, not {path}: choose others with --only"
+        )
     metadata = read_header(path).metadata
     folder.mkdir(parents=True, exist_ok=True)
     from_gguf(metadata, path).save(str(folder / "tokenizer.json"))
@@ -107,8 +125,9 @@ def save_tokenizer(folder: Path) -> None:
 class Clients:
     """The clients, each a method that runs it against the server and returns rows."""
 
-    def __init__(self, bin_folder: Path, frameworks: Path, vllm: Path, logs: Path, url: str) -> None:
-        self.bin, self.frameworks, self.vllm, self.logs, self.url = bin_folder, frameworks, vllm, logs, url
+    def __init__(self, model: str, folder: Path, logs: Path, url: str) -> None:
+        self.model, self.folder, self.logs, self.url = model, folder, logs, url
+        self.bin = folder / "clients/bin"
         self.tokenizer = logs / "tokenizer"
         self.environment = {
             "HF_HUB_OFFLINE": "1",
@@ -118,21 +137,36 @@ class Clients:
             "VLLM_NO_USAGE_STATS": "1",
         }
 
-    def openai(self) -> list[Row]:
-        """The package's own checks, one row each."""
-        return self._checked("openai", [self.bin / "python", HERE / "check_openai.py", f"{self.url}/v1"])
+    def run(self, name: str) -> list[Row]:
+        """Runs one of EVERY."""
+        if name in CHECKED:
+            environment, script = CHECKED[name]
+            words = [] if name == "openai" else [name]
+            return self._checked(name, [self.folder / environment / "bin/python", HERE / script, *words])
+        match name:
+            case "ai-sdk":
+                return self.ai_sdk()
+            case "lm-eval":
+                return self.lm_eval()
+            case "guidellm":
+                return self.guidellm()
+            case "vllm":
+                return self.vllm_bench()
+        raise ValueError(name)
 
-    def framework(self, name: str) -> list[Row]:
-        """The checks of a framework, one row each."""
-        python = self.frameworks / "bin" / "python"
-        return self._checked(name, [python, HERE / "check_frameworks.py", name, f"{self.url}/v1"])
+    def ai_sdk(self) -> list[Row]:
+        """The Vercel AI SDK's checks, one row each."""
+        modules = self.folder / "ai-sdk"
+        if shutil.which("node") is None or not (modules / "node_modules").is_dir():
+            return [("ai-sdk", "-", "left out: node or npm is missing", True)]
+        return self._checked("ai-sdk", ["node", HERE / "check_ai_sdk.mjs", modules])
 
     def _checked(self, name: str, command: Sequence[object]) -> list[Row]:
-        """Runs a script that prints its checks."""
+        """Runs a script that prints its checks, with the address of the API as its last argument."""
         log = self.logs / f"{name}.log"
         ended: ClientError | None = None
         try:
-            output = run_client(command, log, self.environment)
+            output = run_client([*command, f"{self.url}/v1"], log, self.environment)
         except ClientError as error:
             ended, output = error, log.read_text()
         rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"what"')]
@@ -154,7 +188,13 @@ class Clients:
         return []
 
     def _lm_eval(self, name: str, kind: str, endpoint: str, tasks: str, more: Mapping[str, object]) -> None:
-        arguments = {"model": MODEL, "base_url": self.url + endpoint, "num_concurrent": 1, "max_retries": 1, **more}
+        arguments = {
+            "model": self.model,
+            "base_url": self.url + endpoint,
+            "num_concurrent": 1,
+            "max_retries": 1,
+            **more,
+        }
         command = [
             self.bin / "lm_eval", "run", "--model", kind,
             "--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()),
@@ -173,7 +213,7 @@ class Clients:
         result = self.logs / f"{name}.json"
         command = [
             self.bin / "guidellm", "run",
-            "--backend", f"kind=openai_http,target={self.url},model={MODEL},request_format={endpoint}",
+            "--backend", f"kind=openai_http,target={self.url},model={self.model},request_format={endpoint}",
             "--profile", "kind=concurrent,streams=3",
             "--constraint", f"kind=max_requests,count={REQUESTS}",
             "--tokenizer", f"kind=huggingface_auto,model={self.tokenizer}",
@@ -191,7 +231,7 @@ class Clients:
 
     def vllm_bench(self) -> list[Row]:
         """Both endpoints, a few requests each."""
-        if not (self.vllm / "bin/vllm").exists():
+        if not (self.folder / "vllm/bin/vllm").exists():
             return [("vllm bench serve", "-", "left out: scripts/peers.sh installs it", True)]
         return [
             self._vllm_bench("openai", "/v1/completions"),
@@ -201,8 +241,8 @@ class Clients:
     def _vllm_bench(self, backend: str, endpoint: str) -> Row:
         result = self.logs / f"vllm_{backend}.json"
         command = [
-            self.vllm / "bin/vllm", "bench", "serve", "--backend", backend, "--base-url", self.url,
-            "--endpoint", endpoint, "--model", MODEL, "--tokenizer", self.tokenizer, "--dataset-name", "random",
+            self.folder / "vllm/bin/vllm", "bench", "serve", "--backend", backend, "--base-url", self.url,
+            "--endpoint", endpoint, "--model", self.model, "--tokenizer", self.tokenizer, "--dataset-name", "random",
             "--random-input-len", PROMPT_TOKENS, "--random-output-len", OUTPUT_TOKENS, "--num-prompts", REQUESTS,
             "--max-concurrency", 3, "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed",
             "--result-dir", result.parent, "--result-filename", result.name,
@@ -237,10 +277,10 @@ def server_rows(url: str, log: Path) -> list[Row]:
     return [("server", "responses", text, clean), ("server", "requests left", "none" if idle else str(running), idle)]
 
 
-def compare_with_library(logs: Path) -> list[Row]:
+def compare_with_library(model: str, logs: Path) -> list[Row]:
     """Compares lm-eval's reports with the library's own probabilities and answers for the same questions."""
     questions = [json.loads(line) for line in (TASKS / "questions.jsonl").read_text().splitlines()]
-    with LLM(MODEL, options=OPTIONS) as llm:
+    with LLM(model, options=OPTIONS) as llm:
         return [
             _compare_choices(llm, questions, logs),
             _compare_texts(llm, questions, logs),
@@ -339,21 +379,8 @@ def _lm_eval_results(logs: Path, task: str, run: str = "lm_eval") -> tuple[list[
     return sorted(lines, key=lambda line: line["doc_id"]), json.loads(report.read_text())["results"][task]
 
 
-def main() -> int:
-    """Starts the server, runs the clients in turn, stops it, compares, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=Path, default=ROOT / ".peers/clients", help="their virtual environment")
-    parser.add_argument("--frameworks", type=Path, default=ROOT / ".peers/frameworks", help="theirs")
-    parser.add_argument("--vllm", type=Path, default=ROOT / ".peers/vllm", help="vLLM's virtual environment")
-    parser.add_argument("--logs", type=Path, default=ROOT / ".peers/logs/clients", help="emptied first")
-    every = ",".join(["openai", *FRAMEWORKS, "lm-eval", "guidellm", "vllm"])
-    parser.add_argument("--only", default=every, help=f"clients, comma-separated (default: {every})")
-    args = parser.parse_args()
-    # Ending this script also ends the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    shutil.rmtree(args.logs, ignore_errors=True)
-    args.logs.mkdir(parents=True)
-    only = args.only.split(",")
+def run_model(model: str, only: Sequence[str], folder: Path, logs: Path) -> list[Row]:
+    """Starts the server, runs the clients in turn, stops it, compares."""
     rows: list[Row] = []
 
     def attempt(client: str, work: Callable[[], list[Row]]) -> None:
@@ -365,29 +392,43 @@ def main() -> int:
         print(f"{client}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
 
     def with_server() -> list[Row]:
-        save_tokenizer(args.logs / "tokenizer")
-        with server(args.logs / "server.log") as url:
-            clients = Clients(args.clients / "bin", args.frameworks, args.vllm, args.logs, url)
-            table = {
-                "openai": clients.openai,
-                **{name: functools.partial(clients.framework, name) for name in FRAMEWORKS},
-                "lm-eval": clients.lm_eval,
-                "guidellm": clients.guidellm,
-                "vllm": clients.vllm_bench,
-            }
-            unknown = set(only) - set(table)
-            if unknown:
-                raise ClientError(f"no client {sorted(unknown)}; there are {list(table)}")
+        if {"lm-eval", "guidellm", "vllm"} & set(only):
+            save_tokenizer(model, logs / "tokenizer")
+        with server(model, logs / "server.log") as url:
+            clients = Clients(model, folder, logs, url)
             for name in only:
-                attempt(name, table[name])
-            rows.extend(server_rows(url, args.logs / "server.log"))
+                attempt(name, functools.partial(clients.run, name))
+            rows.extend(server_rows(url, logs / "server.log"))
         return [("server", "drain", "exit code 0", True)]
 
     attempt("server", with_server)
     if "lm-eval" in only and not any(client == "lm-eval" for client, *_ in rows):
-        attempt("lm-eval", lambda: compare_with_library(args.logs))
-    print(_table(rows))
-    return 0 if rows and all(ok for *_, ok in rows) else 1
+        attempt("lm-eval", lambda: compare_with_library(model, logs))
+    return rows
+
+
+def main() -> int:
+    """Runs the clients against each model, and prints a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", help=f"what `quire serve` takes; again for more ({EMBEDDED})")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".peers", help="the clients' environments")
+    parser.add_argument("--logs", type=Path, default=ROOT / ".peers/logs/clients", help="emptied first")
+    parser.add_argument("--only", default=",".join(EVERY), help=f"clients, comma-separated ({','.join(EVERY)})")
+    args = parser.parse_args()
+    only = args.only.split(",")
+    if unknown := set(only) - set(EVERY):
+        parser.error(f"--only: no client {', '.join(sorted(unknown))}; there are {', '.join(EVERY)}")
+    # Ending this script also ends the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    shutil.rmtree(args.logs, ignore_errors=True)
+    ok = True
+    for number, model in enumerate(args.model or [EMBEDDED], 1):
+        logs = args.logs / f"{number}-{Path(model).stem}"
+        logs.mkdir(parents=True)
+        rows = run_model(model, only, args.folder, logs)
+        print(f"{model}\n\n{_table(rows)}\n", flush=True)
+        ok &= bool(rows) and all(row[3] for row in rows)
+    return 0 if ok else 1
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from quire.async_prefixes import AsyncPrefixes
+from quire.calibrating import Calibrating
 from quire.engine.engine import Engine
 from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
@@ -42,6 +43,8 @@ class AsyncLLM(AsyncPrefixes):
 
     model, options, config_file, unknown  as for `LLM`
     pins_at_start                         whether `start` pins the prefixes of cache.pin; otherwise call `pin`
+    calibrates_beside                     whether a codec without a calibration is calibrated while the engine runs with
+                                          dense pages, where that can be; otherwise `start` calibrates first
     `async with AsyncLLM(model) as llm` starts and closes the engine, as `start` and `close` do. It runs once: closing
     frees its memory, and later requests and queries raise QuireError.
     """
@@ -53,11 +56,14 @@ class AsyncLLM(AsyncPrefixes):
         config_file: str | Path | None = None,
         *,
         pins_at_start: bool = True,
+        calibrates_beside: bool = False,
         **unknown: Any,
     ) -> None:
         self._config = config_of(options, config_file, unknown)
         self._model = model
         self._pins_at_start = pins_at_start
+        self._calibrates_beside = calibrates_beside
+        self._calibrating: Calibrating | None = None
         self._engine_thread: EngineThread | None = None
         self._started: asyncio.Future[None] | None = None
         self._streams: dict[str, asyncio.Queue[RequestOutput | BaseException] | None] = {}
@@ -107,7 +113,13 @@ class AsyncLLM(AsyncPrefixes):
             raise QuireError("this AsyncLLM was started or closed before; make a new one")
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
-        load = partial(load_engine, self._model, self._config, unwanted=lambda: self._closing)
+        load = partial(
+            load_engine,
+            self._model,
+            self._config,
+            unwanted=lambda: self._closing,
+            may_calibrate_later=self._calibrates_beside,
+        )
         self._engine_thread = thread = EngineThread(load, self)
         thread.start()
         try:
@@ -128,6 +140,14 @@ class AsyncLLM(AsyncPrefixes):
                 await self.close()
                 raise
         self._accepts = True
+        if self._parts.later is not None:
+            self._calibrating = Calibrating(lambda: self._parts, self._submit, self._replace)
+            self._calibrating.start()
+
+    def _replace(self, loaded: Loaded) -> None:
+        """On the engine's thread: goes on with another engine."""
+        assert self._engine_thread is not None
+        self._engine_thread.loaded = loaded
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -238,8 +258,11 @@ class AsyncLLM(AsyncPrefixes):
         self._on_loop(lambda: self._streams.pop(request_id, None))
 
     def stats(self) -> dict[str, Any]:
-        """See `LLM.stats`. Raises QuireError before `start` and after `close`."""
-        return self._parts.engine.stats()
+        """See `LLM.stats`, and `calibration` as long as the codec was not there from the start. Raises QuireError
+        before `start` and after `close`.
+        """
+        found = self._parts.engine.stats()
+        return found if self._calibrating is None else found | {"calibration": self._calibrating.report()}
 
     async def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
         """Runs a query on the engine's thread, between two steps. Raises its QuireError; the engine goes on."""
@@ -292,6 +315,8 @@ class AsyncLLM(AsyncPrefixes):
         aborted. A second call does nothing.
         """
         self._closing = True
+        if self._calibrating is not None:
+            await asyncio.to_thread(self._calibrating.close)
         thread = self._engine_thread
         if thread is None:
             return

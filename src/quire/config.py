@@ -59,8 +59,8 @@ class CacheConfig(Group):
     codec: Annotated[str, OneOf(CODECS)] = DENSE
     """Format of sealed pages."""
     calibration: str | None = None
-    """File made by `quire calibrate` for this model. none: the earlier calibration with the same settings; if there is
-    none yet, Quire calibrates first."""
+    """File made by `quire calibrate` for this model. none: the earlier calibration with the same settings, else the one
+    that comes with Quire (for smollm2); if there is none yet, Quire makes one, a server as calibrate.when says."""
     check: bool = True
     """Check a codec the first time that this model runs with it: read one short text through the codec and through a
     dense cache, and refuse to start if the predictions differ by more than 0.5 nats per token. The result is
@@ -556,6 +556,23 @@ class SloConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(Group):
+    """When `quire serve` calibrates a codec that has no calibration of the model yet."""
+
+    key: ClassVar[str] = "calibrate"
+
+    when: Literal["beside", "start"] = "beside"
+    """beside: serve at once with dense pages, calibrate meanwhile at low priority, and take the codec when it is there.
+    start: calibrate before serving. Instances of a cluster, a GPU, tiers, offloading, cache.pin and runtime.step_log
+    calibrate at start in any case."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> CalibrateConfig:
+        """See EngineConfig.from_options."""
+        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Every setting of one engine. Immutable: the engine fills automatic values in a new object."""
 
@@ -619,7 +636,14 @@ ENGINE_GROUPS: tuple[type[Group], ...] = (
     SchedulerConfig,
     RuntimeConfig,
 )
-_ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig, ClusterConfig, SloConfig, PlanConfig)
+_ALL_GROUPS: tuple[type[Group], ...] = (
+    *ENGINE_GROUPS,
+    CalibrateConfig,
+    ServeConfig,
+    ClusterConfig,
+    SloConfig,
+    PlanConfig,
+)
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 
 

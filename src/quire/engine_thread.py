@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.errors import QuireError
 from quire.load import Loaded
@@ -85,6 +86,12 @@ class EngineThread:
         self._commands.clear()
         self.loaded = None
 
+    @property
+    def _engine(self) -> Engine:
+        """The engine as it is now: a command may put another one in its place."""
+        assert self.loaded is not None
+        return self.loaded.engine
+
     def _main(self) -> None:
         try:
             self.loaded = self._load()
@@ -94,9 +101,9 @@ class EngineThread:
             return
         threading.current_thread().name = ENGINE_THREAD
         self._listener.has_started(None)
-        engine = self.loaded.engine
         try:
             while True:
+                engine = self._engine
                 if not self._commands and not engine.has_work:
                     assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
                     self._wake.wait(engine.idle())
@@ -105,6 +112,7 @@ class EngineThread:
                 self._wake.clear()
                 while self._commands:
                     self._commands.popleft()()
+                engine = self._engine
                 if steps is None:
                     self._listener.has_stepped(engine.step())
                     continue

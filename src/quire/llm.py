@@ -32,7 +32,6 @@ from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.engine.schemas import Unhonoured
 from quire.engine.stock import Stock
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.habits import key_answer
 from quire.load import Loaded, load_engine
@@ -309,24 +308,20 @@ class LLM(Face):
 
     def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:
         """Parameters of an answer that may call: it is calls, or a text with the form that it has without tools."""
-        wanted, form, reasoning = params.structured_outputs, None, None
-        if isinstance(wanted, StructuredOutputsParams):
+        wanted = params.structured_outputs
+        assert not isinstance(wanted, Mapping), "it was checked"
+        if wanted is not None:
             if wanted.way == "grammar" and not any(tool.strict for tool in tools):
                 return params
-            form, reasoning = self._term_of(wanted), wanted.reasoning
+            try:
+                term_of(wanted)
+            except Unhonoured as error:
+                raise RequestError(f"the schema cannot be honoured: {error}", "structured_outputs") from None
         try:
-            grammar = format_.grammar(tools, ToolChoice(), self.tokenizer.added_id, form)
+            structure = format_.structure(tools, ToolChoice(), self.tokenizer.added_id, wanted)
         except Unhonoured as error:
             raise RequestError(f"a schema cannot be honoured: {error}", "tools") from None
-        if grammar is None:
-            return params
-        return replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar, reasoning=reasoning))
-
-    def _term_of(self, wanted: StructuredOutputsParams) -> str:
-        try:
-            return term_of(wanted)
-        except Unhonoured as error:
-            raise RequestError(f"the schema cannot be honoured: {error}", "structured_outputs") from None
+        return params if structure is None else replace(params, structured_outputs=structure)
 
     def embed(
         self,

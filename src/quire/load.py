@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.cache.codecs import DENSE
 from quire.check import check_codec
 from quire.collecting import uncollected
-from quire.config import EngineConfig, format_bytes
+from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, ops_type, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.control import namespace_of
 from quire.engine.engine import Engine
 from quire.engine.footprint import footprint
+from quire.engine.machine import device_type_of, usable_cores
 from quire.engine.pins import read_lines
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, UnwantedError
@@ -33,6 +36,9 @@ from quire.models.weights import Checkpoint, open_model
 from quire.stores.opening import open_tiers
 from quire.stores.tiers import Tier, Tiers
 
+if TYPE_CHECKING:
+    from quire.calibrate import CalibrationSettings
+
 log = logging.getLogger("quire")
 
 
@@ -41,6 +47,8 @@ class Loaded:
     """An engine and its context. `config` has no automatic values left.
 
     path, asked_for  the model's path, and the name by which it was requested
+    later            the configuration with the codec that waits for its calibration, while pages are dense; None
+                     without one
     """
 
     engine: Engine
@@ -51,6 +59,7 @@ class Loaded:
     model_name: str
     path: Path
     asked_for: str
+    later: EngineConfig | None = None
 
 
 def load_engine(
@@ -61,6 +70,7 @@ def load_engine(
     unwanted: Callable[[], bool] = lambda: False,
     tiers: Tiers | None = None,
     neighbours: Sequence[Tier] = (),
+    may_calibrate_later: bool = False,
 ) -> Loaded:
     """Loads the model and allocates the cache. Calibrates first if the codec needs a calibration and there is none.
     Checks a codec that has not been checked on this model.
@@ -69,6 +79,8 @@ def load_engine(
     unwanted       polled between phases and during calibration; True cancels loading
     tiers          stores in place of those that the configuration names, for good: nothing is measured
     neighbours     stores that come after those that the configuration names
+    may_calibrate_later  whether the engine may begin with dense pages, for a caller who calibrates meanwhile and then
+                         calls `with_codec`; see `Loaded.later`
     Raises ModelError or ConfigError with one line, and UnwantedError if cancelled.
     """
     if config.cache.pin is not None:
@@ -79,9 +91,19 @@ def load_engine(
         resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         if not fits.fit_the_machine:
             raise ConfigError(fits.fails_first)
+        later = None
         if calibration is None and config.cache.is_calibrated:
             _ask(unwanted)
+            reason = "" if not may_calibrate_later else _must_wait(config, resolved)
+            if may_calibrate_later and not reason:
+                # What an automatic cache gets is decided once: later the weights and this cache are in memory.
+                later = replace(config, cache=replace(config.cache, memory=resolved.cache.memory))
+                config = replace(config, cache=_dense(config.cache))
+            elif reason:
+                log.warning("cache.codec %s is calibrated before serving begins: %s", config.cache.codec, reason)
+        if calibration is None and config.cache.is_calibrated:
             calibration = _calibrated(path, config, show_progress, unwanted)
+        if calibration is not None or later is not None:
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         _ask(unwanted)
         # In parallel with the weights: packing releases the GIL, and another process parses the chat template.
@@ -145,7 +167,63 @@ def load_engine(
         if tiers is not None and not is_given:
             tiers.close()
         raise
-    return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
+    return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model, later)
+
+
+def _must_wait(config: EngineConfig, resolved: EngineConfig) -> str:
+    """Why an engine cannot begin with dense pages and change its codec while it runs; empty if it can."""
+    if resolved.runtime.device != "cpu" or resolved.attention.backend != "cpu":
+        return f"on {resolved.runtime.device} with attention.backend {resolved.attention.backend} it needs the cores"
+    named = {
+        "tiers": config.tiers.is_on,
+        "offload": config.offload.is_on,
+        "cache.pin": config.cache.pin is not None,
+        "runtime.step_log": config.runtime.step_log is not None,
+    }
+    found = [name for name, is_on in named.items() if is_on]
+    return f"with {' and '.join(found)} the codec cannot change while the server runs" if found else ""
+
+
+def _dense(cache: CacheConfig) -> CacheConfig:
+    """The same cache with dense pages, without the settings that only other codecs have."""
+    return CacheConfig(
+        codec=DENSE,
+        memory=cache.memory,
+        share=cache.share,
+        lifetime=cache.lifetime,
+        sparse_values=cache.sparse_values,
+    )
+
+
+def with_codec(
+    loaded: Loaded, config: EngineConfig, fits: Sizes, calibration: Calibration, *, preempts: bool
+) -> Loaded | None:
+    """The same model with the codec that waited for its calibration. The new engine goes on with all requests, and
+    nothing of the old cache is kept. Both caches are allocated for a moment, but what is not written takes no memory.
+
+    config, fits  of `resolve` for `loaded.later`
+    preempts      whether running requests lose their pages and are computed again; otherwise there must be none
+    Returns None, and changes nothing, if there are requests that may not be preempted or would not fit the new cache.
+    Raises ConfigError if the codec does not work on this model. To be called by the thread that owns the engine.
+    """
+    old = loaded.engine
+    if old.has_work and not (preempts and old.longest_request <= fits.max_context):
+        return None
+    model_id = old.namespace.model
+    if config.cache.check:
+        check_codec(old.runner.model, loaded.tokenizer, config, model_id, calibration)
+    engine = assemble(old.runner.model, loaded.tokenizer, config, fits, model_id, calibration)
+    num_running = len(old.scheduler.running)
+    engine.take_over(old)
+    log.info(
+        "cache.codec %s is taken: cache %s for %d tokens, context %d; %d running requests are computed again",
+        config.cache.codec,
+        fits.cache_text,
+        fits.tokens,
+        fits.max_context,
+        num_running,
+    )
+    return replace(loaded, engine=engine, config=config, sizes=fits, later=None)
 
 
 def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
@@ -181,16 +259,25 @@ def _machine(resolved: EngineConfig) -> str:
     return f"{resolved.runtime.device} ({level}{slower and ': ' + slower})"
 
 
-def calibration_for(path: Path, config: EngineConfig) -> Calibration | None:
-    """The calibration for a cache with this configuration. Makes it if there is none; None if the codec needs none."""
+def calibration_for(
+    path: Path, config: EngineConfig, report: Callable[[str, int, int], None] | None = None
+) -> Calibration | None:
+    """The calibration for a cache with this configuration. Makes it if there is none; None if the codec needs none.
+
+    report  called with (phase, done, total); None: progress bars, or lines in the log
+    """
     found = find_calibration(path, config)
     if found is not None or not config.cache.is_calibrated:
         return found
-    return _calibrated(path, config, show_progress=None, unwanted=lambda: False)
+    return _calibrated(path, config, show_progress=None, unwanted=lambda: False, told=report)
 
 
 def _calibrated(
-    path: Path, config: EngineConfig, show_progress: bool | None, unwanted: Callable[[], bool]
+    path: Path,
+    config: EngineConfig,
+    show_progress: bool | None,
+    unwanted: Callable[[], bool],
+    told: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Makes a calibration; see `load_engine`."""
     from quire.calibrate import CalibrationSettings, calibrate
@@ -198,8 +285,13 @@ def _calibrated(
 
     settings = CalibrationSettings.of(config.cache)
     file = settings.file(fingerprint(path))
-    # A warning, because the user did not ask for this minute of work.
-    log.warning("cache.codec %s needs a calibration of this model; making it once, in %s", config.cache.codec, file)
+    # A warning, because the user did not ask for these minutes of work.
+    log.warning(
+        "cache.codec %s needs a calibration of this model; making it once, in %s%s",
+        config.cache.codec,
+        file,
+        calibration_time(path, config),
+    )
     begun = time.monotonic()
     of_another = None
 
@@ -208,7 +300,7 @@ def _calibrated(
         of_another = find_calibration(path, config)
         return of_another
 
-    with shown(show_progress) as progress:
+    with contextlib.nullcontext(told) if told is not None else shown(show_progress) as progress:
 
         def report(what: str, done: int, total: int) -> None:
             _ask(unwanted)
@@ -220,13 +312,35 @@ def _calibrated(
     return made
 
 
+def calibration_seconds(path: Path, config: EngineConfig, threads: int | None = None) -> float | None:
+    """Estimated seconds of the default calibration for a cache with this configuration; None if it is not on a CPU."""
+    from quire.calibrate import CalibrationSettings
+    from quire.calibrate.estimate import estimated_seconds
+
+    if device_type_of(config.runtime.device) != "cpu":
+        return None
+    with open_model(path) as checkpoint:
+        shape = checkpoint.shape
+    threads = threads or config.runtime.threads or usable_cores()
+    return estimated_seconds(shape, CalibrationSettings.of(config.cache), threads)
+
+
+def calibration_time(path: Path, config: EngineConfig) -> str:
+    """`: about 3 minutes`, the estimate for a log line; empty if there is none."""
+    from quire.calibrate.estimate import told
+
+    seconds = calibration_seconds(path, config)
+    return "" if seconds is None else f": {told(seconds)} while nothing else uses these cores"
+
+
 def _ask(unwanted: Callable[[], bool]) -> None:
     if unwanted():
         raise UnwantedError("loading was cancelled")
 
 
 def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:
-    """The existing calibration for a cache with this configuration, or None.
+    """The existing calibration for a cache with this configuration, or None: that of cache.calibration, else the kept
+    one, else the one that comes with Quire.
 
     Raises ConfigError if the file of cache.calibration is unusable. Ignores an unusable kept calibration, with a
     warning.
@@ -238,11 +352,18 @@ def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:
     model = fingerprint(path)
     if config.cache.calibration is not None:
         return Calibration.load(Path(config.cache.calibration), model)
-    file = CalibrationSettings.of(config.cache).file(model)
-    if not file.exists():
-        return None
+    return kept_calibration(model, CalibrationSettings.of(config.cache))
+
+
+def kept_calibration(model: str, settings: CalibrationSettings) -> Calibration | None:
+    """The kept calibration with these settings of the model with this fingerprint, else the one that comes with Quire,
+    or None. Ignores an unusable one, with a warning.
+    """
+    from quire.calibrate.shipped import shipped
+
+    file = settings.file(model)
     try:
-        return Calibration.load(file, model)
+        return Calibration.load(file, model) if file.exists() else shipped(model, settings)
     except ConfigError as error:
         log.warning("%s", error)
         return None

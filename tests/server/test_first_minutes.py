@@ -28,7 +28,7 @@ def served(monkeypatch, capsys):
         before = []
 
         @asynccontextmanager
-        async def loaded(_, pins_at_start):
+        async def loaded(_, pins_at_start, calibrates_beside):
             assert not pins_at_start, "the server pins once for each key"
             yield engine
 

@@ -208,6 +208,21 @@ async def test_what_is_not_taken_is_refused_by_name(body, param):
     assert answer.status_code == 400 and error_of(answer)["param"] == param, answer.text
 
 
+@pytest.mark.parametrize(
+    ("item", "way_out"),
+    [
+        ({"type": "item_reference", "id": "msg_1"}, "Nothing is stored here: send the item itself"),
+        ({"type": "computer_call", "id": "a"}, "message, function_call, function_call_output, reasoning"),
+    ],
+)
+async def test_an_item_that_is_not_taken_is_refused_with_the_way_out(item, way_out):
+    async with client() as http:
+        answer = await http.post(PATH, json={"input": [{"role": "user", "content": "a"}, item]})
+    error = error_of(answer)
+    assert answer.status_code == 400 and error["param"] == "input[1].type", answer.text
+    assert item["type"] in error["message"] and way_out in error["message"]
+
+
 async def test_scores_of_a_message_have_no_tokens_of_marks():
     engine = FakeEngine()
     engine.tokenizer.chat_template = "<think></think>"

@@ -119,7 +119,7 @@ def test_only_checked_strings_are_parsed_by_the_server():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in ("loads", "raw_decode", "b64decode", "literal_eval"):
                 found.add(path.name)
-    assert found == {"chat_schema.py", "trained.py"}
+    assert found == {"chat_schema.py"}
 
 
 # --- the event loop --------------------------------------------------------------------------------------------------
@@ -146,9 +146,9 @@ async def test_texts_that_may_grow_are_encoded_off_the_event_loop(text, monkeypa
     threads = []
     original = ByteTokenizer.encode
 
-    def encode(self, given, add_special=True):
+    def encode(self, given, add_special=True, escape=""):
         threads.append(threading.current_thread())
-        return original(self, given, add_special)
+        return original(self, given, add_special, escape)
 
     monkeypatch.setattr(ByteTokenizer, "encode", encode)
     async with client(FakeEngine(max_context=1_000_000)) as http:
@@ -163,9 +163,9 @@ def test_a_text_is_counted_as_normalized_before_it_is_encoded_as_a_whole(monkeyp
     tokenizer, sizes = Tokenizer(pipeline), []
     original = Tokenizer.encode
 
-    def encode(self, text, add_special=True):
+    def encode(self, text, add_special=True, escape=""):
         sizes.append(len(pipeline.normalizer.normalize_str(text).encode()))
-        return original(self, text, add_special)
+        return original(self, text, add_special, escape)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     engine = SimpleNamespace(tokenizer=tokenizer, max_context=100_000, context_limit="a test")

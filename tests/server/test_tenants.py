@@ -3,6 +3,8 @@
 import hmac
 import json
 import logging
+import re
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -163,3 +165,31 @@ async def test_a_key_stands_in_no_log_salt_or_answer(folder, caplog):
     shown = caplog.text + "".join(answer.text for answer in answers) + json.dumps(salts) + repr(found)
     assert all(salt.startswith(f"{A}/") for salt in salts)
     assert "key-of" not in shown
+
+
+async def test_a_grammar_is_compiled_for_each_tenant_again(folder):
+    """Also one that is refused: nobody can tell by an answer's time what another tenant has asked for."""
+    async with real_server(folder, keys=KEYS) as (llm, _, http):
+        grammars, tried = llm._parts.engine.grammars, []
+        try_one = grammars._try
+
+        def counted(wanted, seconds):
+            tried.append(wanted.text)
+            return try_one(wanted, seconds)
+
+        grammars._try = counted
+        for regex, status in (("[a-c]{3}", 200), ("(?=a)b", 400)):
+            for key, num_tried in (("key-of-a", 1), ("key-of-a", 1), ("key-of-b", 2), ("key-of-b", 2)):
+                body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": regex}}
+                headers = {"authorization": f"Bearer {key}"}
+                assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == status
+                assert tried.count(regex) == num_tried, (regex, key)
+
+
+def test_every_promise_of_the_page_has_its_test():
+    """The table in docs/server.md names tests that exist."""
+    root = Path(__file__).parents[2]
+    table = (root / "docs/server.md").read_text().partition("| promise | tests |")[2].partition("\n\n")[0]
+    names = re.findall(r"`(test_\w+)`", table)
+    written = "".join(file.read_text() for file in (root / "tests").rglob("test_*.py"))
+    assert len(names) >= 15 and all(f"def {name}(" in written for name in names)

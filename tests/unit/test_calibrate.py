@@ -70,9 +70,9 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
     original = samples.gather
 
-    def gather(model: Any, tokens: torch.Tensor) -> Iterator[Any]:
+    def gather(model: Any, tokens: torch.Tensor, *given: Any) -> Iterator[Any]:
         found.append(tokens.tolist())
-        yield from original(model, tokens)
+        yield from original(model, tokens, *given)
 
     monkeypatch.setattr(samples, "gather", gather)
     return found
@@ -167,8 +167,8 @@ def test_an_interruption_loses_no_window(
     gathered.clear()
     counted = samples.gather
 
-    def interrupted(model: Any, tokens: torch.Tensor) -> Iterator[Any]:
-        for item in counted(model, tokens):
+    def interrupted(model: Any, tokens: torch.Tensor, *given: Any) -> Iterator[Any]:
+        for item in counted(model, tokens, *given):
             if len(gathered) == 3:
                 raise KeyboardInterrupt
             yield item
@@ -197,10 +197,10 @@ def test_what_a_crash_left_damaged_is_gathered_again(
     gathered.clear()
     counted = samples.gather
 
-    def interrupted(model: Any, tokens: torch.Tensor) -> Iterator[Any]:
+    def interrupted(model: Any, tokens: torch.Tensor, *given: Any) -> Iterator[Any]:
         if gathered:
             raise KeyboardInterrupt
-        yield from counted(model, tokens)
+        yield from counted(model, tokens, *given)
 
     monkeypatch.setattr(samples, "gather", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -371,6 +371,16 @@ def test_the_name_of_a_file_says_what_the_tables_are(kept: Path) -> None:
     assert len(names | {name}) == 7
     assert CalibrationSettings.of(CacheConfig(codec="nuq2", sink_tokens=4)).skipped == 4
     assert CalibrationSettings.of(CacheConfig(codec="nuq2", sink_tokens=0)).skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "context", "tokens"),
+    [(0.13e9, 8192, 1024), (0.13e9, 512, 512), (0.4e9, 8192, 1024), (1.54e9, 32768, 256), (70e9, 8192, 256)],
+)
+def test_larger_models_read_shorter_windows(parameters: float, context: int, tokens: int) -> None:
+    shape: Any = SimpleNamespace(num_parameters=int(parameters), max_context=context)
+    assert CalibrationSettings().tokens_of(shape) == tokens
+    assert CalibrationSettings(window_tokens=96).tokens_of(shape) == 96
 
 
 # Without asking
@@ -565,10 +575,10 @@ def test_an_interrupted_command_says_what_it_keeps(
 ) -> None:
     counted = samples.gather
 
-    def interrupted(model: Any, tokens: torch.Tensor) -> Iterator[Any]:
+    def interrupted(model: Any, tokens: torch.Tensor, *given: Any) -> Iterator[Any]:
         if len(gathered) == kept_windows:
             raise KeyboardInterrupt
-        yield from counted(model, tokens)
+        yield from counted(model, tokens, *given)
 
     monkeypatch.setattr(samples, "gather", interrupted)
     assert command(folder, "--text", text) == 130
@@ -598,7 +608,7 @@ sys.exit(main(["serve", *sys.argv[2:]]))
 @pytest.mark.parametrize("presses", whole([1, 2], 1))
 def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(presses: int, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", head_dim=16, num_hidden_layers=12, max_position_embeddings=128)
-    cache = ("--cache.codec", "nuq2", "--cache.memory", "8MiB")
+    cache = ("--cache.codec", "nuq2", "--cache.memory", "8MiB", "--calibrate.when", "start")
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, str(tmp_path / "kept"), str(folder), "--port", "0", *FLAGS, *cache],

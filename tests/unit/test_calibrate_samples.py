@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.calibrate import samples
-from quire.calibrate.samples import GradientOps, SampleStore, gather
+from quire.calibrate import gradients, samples
+from quire.calibrate.gradients import GradientOps, PanelGradientOps
+from quire.calibrate.samples import SampleStore, gather
+from quire.kernels.memory import Carver
+from quire.models.cpu_panels import GATE_LANES, Panels
 from quire.models.decoder import build_model
+from quire.models.layers import Linear, Ops, TorchLinear
+from quire.models.loading import Form
 from quire.models.plan import Model
+from quire.models.quants import Blocks, Weight, plain, read
 from quire.models.weights import open_model
 
 from ..tiny_models import FAMILIES, RandomWeights, save_tiny, tiny_shape
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load(folder: Path, dtype: torch.dtype = torch.float32, ops: Ops | None = None) -> Model:
     with open_model(folder) as checkpoint:
-        return build_model(checkpoint.shape, checkpoint, GradientOps(), dtype)
+        return build_model(checkpoint.shape, checkpoint, ops or GradientOps(), dtype)
+
+
+class DecodedOps(GradientOps):
+    """Over packed weights that are decoded once, as plain tensors."""
+
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        weights = [plain(each, dtype) if isinstance(each, Blocks) else each for each in map(read, parts)]
+        return TorchLinear(torch.cat(weights), bias)
 
 
 def by_autograd(folder: Path, family: str, tokens: Tensor) -> dict[str, Tensor]:
@@ -51,11 +65,14 @@ def by_autograd(folder: Path, family: str, tokens: Tensor) -> dict[str, Tensor]:
     return {name: tensor.reshape(len(tokens), -1) for name, tensor in found.items()}
 
 
+@pytest.mark.parametrize("ops", [GradientOps, PanelGradientOps])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_those_of_the_whole_model(
+    family: str, ops: Callable[[], Ops], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(samples, "HEAD_ROWS", 16)
     folder = save_tiny(tmp_path, family)
-    model = load(folder)
+    model = load(folder, ops=ops())
     tokens = torch.randint(0, 256, (40,))
     expected = by_autograd(folder, family, tokens)
     layers = []
@@ -70,15 +87,80 @@ def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_gradients_in_bfloat16_are_close(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "_multiplies", lambda weight: multiplies)
+    for module in (gradients, samples):
+        monkeypatch.setattr(module, "multiplies", lambda dtype, device: multiplies)
     folder = save_tiny(tmp_path, "smollm")
     tokens = torch.randint(0, 256, (64,))
     exact = dict(gather(load(folder), tokens))
-    for layer, parts in gather(load(folder, torch.bfloat16), tokens):
+    for ops in (GradientOps(), PanelGradientOps()):
+        for layer, parts in gather(load(folder, torch.bfloat16, ops), tokens):
+            for name, tensor in parts.items():
+                wanted = exact[layer][name]
+                assert tensor.dtype == torch.bfloat16
+                assert float((tensor.float() - wanted).norm()) < 0.05 * float(wanted.norm()), name
+
+
+@pytest.mark.parametrize("form", ["native", "g4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt"])
+def test_gradients_over_packed_weights_are_those_over_decoded_ones(form: Form, family: str, tmp_path: Path) -> None:
+    """With sizes that fill no panel of gates, and a bias on every product that has one."""
+    shape = tiny_shape(family, hidden_size=64, ffn_size=72, head_dim=32)
+    weights = RandomWeights(shape)
+    tokens = torch.randint(0, 256, (40,))
+    panels = build_model(shape, weights, PanelGradientOps(), torch.float32, form=form)
+    plain = build_model(shape, weights, DecodedOps(), torch.float32, form=form)
+    exact = dict(gather(plain, tokens))
+    for layer, parts in gather(panels, tokens):
         for name, tensor in parts.items():
-            wanted = exact[layer][name]
-            assert tensor.dtype == torch.bfloat16
-            assert float((tensor.float() - wanted).norm()) < 0.05 * float(wanted.norm()), name
+            # Products of packed panels round their rows to 8 bits.
+            assert float((tensor - exact[layer][name]).norm()) < 0.05 * float(exact[layer][name].norm()), name
+
+
+def test_a_product_without_its_gate_has_the_gates_and_their_ups() -> None:
+    weight, bias = torch.randn(2 * 40, 64).bfloat16(), torch.randn(2 * 40).bfloat16()
+    panels = Panels([weight], bias, torch.bfloat16, Carver(), gated=True)
+    both = panels.without_gate()
+    x = torch.randn(5, 64).bfloat16()
+    sums = both(x).view(5, -1, 2, GATE_LANES)
+    wanted = functional.linear(x.float(), weight.float(), bias.float())
+    for part, half in zip((0, 1), wanted.chunk(2, 1), strict=True):
+        found = sums[:, :, part].flatten(1)
+        torch.testing.assert_close(found[:, :40].float(), half, atol=0.1, rtol=0.02)
+        assert not found[:, 40:].any()
+    rows = torch.cat(list(both.decoded(7, torch.float32))).view(-1, 2, GATE_LANES, 64)
+    assert torch.equal(rows[:, 0].flatten(0, 1)[:40], weight[:40])
+    assert torch.equal(rows[:, 1].flatten(0, 1)[:40], weight[40:])
+
+
+@pytest.mark.parametrize("family", ["llama", "opt_post"])
+def test_segments_of_layers_give_the_gradients_of_one_graph(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = family if family in FAMILIES else "opt"
+    shape = tiny_shape(family, num_layers=5)
+    model = build_model(shape, RandomWeights(shape), GradientOps(), torch.float32)
+    tokens = torch.randint(0, 256, (40,))
+    whole = dict(gather(model, tokens))
+    one = samples.GRAPH_BYTES
+    for layers in (1, 2):
+        per_layer = one
+        while len(samples._segments(shape, 40, 4)) * layers < shape.num_layers:
+            per_layer //= 2
+            monkeypatch.setattr(samples, "GRAPH_BYTES", per_layer)
+        found = dict(gather(model, tokens))
+        assert list(found) == [4, 3, 2, 1, 0]
+        for layer, parts in found.items():
+            for name, tensor in parts.items():
+                torch.testing.assert_close(tensor, whole[layer][name], msg=name)
+
+
+def test_one_segment_runs_no_layer_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    runs: list[int] = []
+    layer = model.layer
+    monkeypatch.setattr(model, "layer", lambda index, *given: (runs.append(index), layer(index, *given))[1])
+    dict(gather(model, torch.arange(20)))
+    assert runs == [0, 1]
 
 
 def tiny() -> Model:
@@ -95,7 +177,8 @@ def test_a_store_gives_back_what_was_gathered(tmp_path: Path) -> None:
         assert not store.has(window)
         store.put(window, model, tokens, progress.append)
         assert store.has(window)
-    assert progress == [1, 2, 1, 2]
+    # Also between the layers, so that whoever gives up does not wait for a window.
+    assert list(dict.fromkeys(progress)) == [0, 1, 2] and progress.count(0) > 4
     again = SampleStore(tmp_path / "work", skip=3)
     found = again.tokens()
     assert found is not None and torch.equal(found, windows)

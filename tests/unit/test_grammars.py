@@ -346,7 +346,39 @@ def test_control_characters_can_be_asked_for(llm: LLM, text: str) -> None:
         {"type": "string", "pattern": f"^{escaped}$"},
     ):  # fmt: skip
         assert allows(llm, schema, json.dumps([text] if "enum" in schema else text)), schema
-    assert allows(llm, {"properties": {text: {"const": 1}}, "type": "object"}, json.dumps({text: 1}))
+    named = {"properties": {text: {"const": 1}}, "type": "object", "additionalProperties": False}
+    assert allows(llm, named, json.dumps({text: 1}, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    "control", [{"pattern": r"^\x01$"}, {"const": "\x01"}, {"enum": ["a", ["\x7f"]]}, {"const": {"\x1f": 1}}], ids=str
+)
+def test_a_control_character_is_refused_where_a_listed_name_could_then_come_twice(llm: LLM, control: Any) -> None:
+    """The escape that it needs writes any letter, wherever names are not closed."""
+    open_ones: list[Any] = [
+        {"properties": {"a": {"const": 1}}}, {"patternProperties": {"^a": {"const": 1}}}, {"required": ["a"]},
+        {"properties": {"a": {}}, "patternProperties": {"^b": {}}, "additionalProperties": False},
+        {"dependentRequired": {"a": ["b"]}}, {"not": {"required": ["a"]}},
+    ]  # fmt: skip
+    for each in open_ones:
+        for schema in ({"anyOf": [each, {"items": control}]}, {**each, "allOf": [{"items": control}]}):
+            with pytest.raises(schemas.Unhonoured, match="properties: a control character"):
+                schemas.written(schema)
+    closed = {"properties": {"a": {"const": 1}}, "additionalProperties": False, "type": "object"}
+    for each in (closed, {"type": "object", "additionalProperties": {"type": "null"}}):
+        schema = {"anyOf": [each, {"type": "array", "items": control}]}
+        llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
+
+
+def test_control_characters_that_are_not_asked_for_refuse_nothing() -> None:
+    for own in (
+        {"description": "\x01"},
+        {"pattern": r"^[^\u0000-\u001f]*$"},
+        {"const": r"\u0001"},
+        {"default": "\x01"},
+    ):
+        found: Any = schemas.written({"properties": {"a": {"const": 1}, "b": own}, "type": "object"})
+        assert found["x-guidance"] == schemas.JSON_STYLE
 
 
 def test_what_a_reference_points_to_is_a_schema_wherever_it_stands(llm: LLM) -> None:
@@ -684,6 +716,19 @@ def test_an_answer_is_one_of_the_choices(choices: list[str]) -> None:
         assert tokenizer.decode(tokens[:-1]) in choices
 
 
+def count_trials(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The forms that are tried from now on."""
+    tried: list[str] = []
+    before = grammars._try
+
+    def counted(wanted: StructuredOutputsParams, seconds: float) -> int | None:
+        tried.append(wanted.text)
+        return before(wanted, seconds)
+
+    monkeypatch.setattr(grammars, "_try", counted)
+    return tried
+
+
 def make_grammars() -> Grammars:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
     return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
@@ -731,27 +776,20 @@ def test_bombs_make_way_for_what_has_not_been_tried() -> None:
     errors = [each.exception() for each in waiting if not each.cancelled()]
     assert [type(each) for each in errors] == [RequestError] * 3 + [type(None)]
     assert ended == ["bomb 20", "usual", "bomb 18", "bomb 19", "bomb 21"]
-    assert grammars._num_waiting == 0 and not grammars._todo
+    assert not grammars._waiting and not grammars._todo
 
 
 def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-    tried: list[str] = []
-    before = grammars._try
-
-    def counted(wanted: StructuredOutputsParams, seconds: float) -> int | None:
-        tried.append(wanted.text)
-        return before(wanted, seconds)
-
-    monkeypatch.setattr(grammars, "_try", counted)
+    tried = count_trials(grammars, monkeypatch)
     wanted = [StructuredOutputsParams(json={"const": f"number {number % 50}"}) for number in range(100)]
     wanted += [StructuredOutputsParams(json={"contains": {"const": 1}})] * 3
     found = [grammars.prepare(each) for each in wanted]
     assert all(each.result() is not None for each in found[:100])
     assert all("contains" in str(each.exception()) for each in found[100:])
     assert len(tried) == len({*tried}) == 51
-    assert grammars._num_waiting == 0
+    assert not grammars._waiting
 
 
 def children_seconds() -> float:
@@ -809,9 +847,9 @@ def test_grammars_that_are_held_leave_no_memory_for_others(monkeypatch: pytest.M
         StructuredOutputsParams(json={"enum": [{"a": n, "b": "x" * 20} for n in range(500)]})
     ).result()
     assert held.num_bytes > 1 << 20
-    monkeypatch.setattr(grammars_module, "MAX_BYTES", held.num_bytes + (64 << 10))
+    monkeypatch.setattr(grammars_module, "MAX_BYTES", 2 * held.num_bytes + (64 << 10))
     other = StructuredOutputsParams(json={"enum": [{"a": n, "b": "y" * 20} for n in range(400)]})
-    with pytest.raises(QueueFullError, match="grammars of other requests take"):
+    with pytest.raises(QueueFullError, match="leave no memory"):
         grammars.prepare(other).result()
     del held
     assert grammars.prepare(other).result() is not None
@@ -820,15 +858,8 @@ def test_grammars_that_are_held_leave_no_memory_for_others(monkeypatch: pytest.M
 def test_what_one_scope_has_used_another_tries_and_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was refused: a time tells nobody what others have asked for."""
     grammars = make_grammars()
-    tried: list[str] = []
-    before = grammars._try
-
-    def counted(wanted: StructuredOutputsParams, seconds: float) -> int | None:
-        tried.append(wanted.text)
-        return before(wanted, seconds)
-
-    monkeypatch.setattr(grammars, "_try", counted)
-    good, bad = StructuredOutputsParams(**WAYS["json"]), StructuredOutputsParams(json={"contains": True})
+    tried = count_trials(grammars, monkeypatch)
+    good, bad = StructuredOutputsParams(**WAYS["json"]), StructuredOutputsParams(json={"contains": {"const": 1}})
     held = [grammars.prepare(good, scope).result() for scope in ("one/", "one/", "two/")]
     assert held[0] is held[1] and held[1] is not held[2] and len(tried) == 2
     for scope in ("one/", "one/", "two/"):
@@ -841,7 +872,7 @@ HUNGRY = r".*[A-Z].{0,80}"
 
 
 def drawn(grammars: Grammars, grammar: CompiledGrammar, seed: int, most: int) -> list[int]:
-    """An answer of random tokens, of at most so many."""
+    """An answer of at most `most` random tokens."""
     draw, guide, tokens = random.Random(seed), grammars.guide(grammar, 0), list[int]()
     ends = grammars._eos_token_ids
     while len(tokens) < most and not (tokens and tokens[-1] in ends):

@@ -188,7 +188,7 @@ def test_a_description_shows_both_forms_and_their_residuals() -> None:
 
 
 def test_no_steps_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="there are none; raise --seconds"):
+    with pytest.raises(ConfigError, match="there are none; measure longer"):
         fit([], {})
 
 

@@ -115,7 +115,7 @@ sys.exit(3)
     assert still and all(line.endswith("s: still getting torch 2.13.0 (821.0 MB)") for line in still)
     assert [line for line in lines if "still" not in line] == [
         "  getting torch 2.13.0 (821.0 MB)",
-        "  building wheels for collected packages: quire",
+        "  building wheels for collected packages: quire-llm",
         "  building editable for quire (pyproject.toml): compiling the CPU kernels, which takes minutes",
         "  installing 3 packages",
     ]

@@ -126,8 +126,7 @@ def test_what_models_write_otherwise_is_read(name: str, text: str, calls: list[A
          '{"name": "add", "arguments": {}}\n</tool_call>', "<tool_call>\n{'name': 'add'}\n</tool_call>", ["add"]),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}}, 7]', ", 7]", ["add"]),
         ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": NaN}}\n</tool_call>', "", ["add"]),
-        ("hermes", '<tool_call>\n{"arguments": {"a": NaN}, "name": "add"}\n</tool_call>',
-         '<tool_call>\n{"arguments": {"a": NaN}, "name": "add"}\n</tool_call>', []),
+        ("hermes", '<tool_call>\n{"arguments": {"a": NaN}, "name": "add"}\n</tool_call>', "", ["add"]),
     ],
 )  # fmt: skip
 def test_calls_beside_what_is_none_are_read(name: str, text: str, said: str, calls: list[str], seed: int) -> None:
@@ -166,7 +165,11 @@ CALLS: list[tuple[str, str | None]] = [
     ('{"name": "add", "arguments": {}, "a": 1}', None),
     ('{"name": "add", "Arguments": {"a": 1}}', None),
     ('{"name": "add", "arguments": null, "city": "Bern"}', None),
-    ('{"arguments": {"a": 1}, "parameters": {"b": 1}, "name": "add"}', None),
+    ('{"arguments": {"a": 1}, "name": "add", "parameters": null, "input": {}}', '{"a": 1}'),
+    ('{"arguments": {"a": NaN}, "name": "add"}', '{"a": NaN}'),
+    ('{"name": "add", "arguments": {"a": NaN}}', '{"a": NaN}'),
+    ('{"function": {"name": "add"}, "city": "Bern"}', None),
+    ('{"name": "add", "type": {"a": 1}}', None),
     ('{"type": "function", "function": {"name": "add", "arguments": 5}}', None),
     ('{"name": 3, "arguments": {}}', None),
     ('{"name": "add", "name": "weather", "arguments": {}}', None),
@@ -187,6 +190,47 @@ def test_arguments_are_found_wherever_a_model_writes_them_and_never_lost(
                 assert (said, found) == (text, [])
             else:
                 assert (said, found) == ("", [("add", arguments)])
+
+
+OTHERS = [
+    ('"parameters": {"b": 2}', True), ('"b": 2', True), ('"b": "}"', True), ('"b": [{"c": "]"}]', True),
+    ('"name": "weather"', True), ('"function": "weather"', True), ('"id": {"b": 2}', True), ('"input": "5"', True),
+    ('"name": "add"', False), ('"id": "call_1"', False), ('"type": "function"', False), ('"index": 0', False),
+    ('"args": {}', False), ('"args": null', False), ('"input": ""', False), ('"function": null', False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_stands_beside_arguments_is_text_whether_they_are_streamed_or_not(name: str, seed: int) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    for _ in range(150):
+        others = draw.choices(OTHERS, k=draw.randrange(1, 4))
+        said = ", ".join(other for other, is_kept in others if is_kept)
+        call = ['"name": "add"', f'"{format_.key}": {{"a": {draw.choice(["1", "NaN"])}}}']
+        arguments = call[1].partition(": ")[2]
+        beside, blank = [other for other, _ in others], draw.choice(["", " "])
+        for members_ in ([*call, *beside], ['"id": 1', *call, *beside], [*reversed(call), *beside]):
+            text = f"{format_.opens}{{{(blank + ', ').join(members_)}{blank}}}{format_.closes}"
+            for cuts in ([], list(range(1, len(text))), cuts_of(draw, text)):
+                assert gathered(read(format_, text, cuts)) == (said, [("add", arguments)]), text
+            assert gathered(read(format_, text + text, [], most=1))[0] == said, "no text is of a call that is dropped"
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        (', "i', ""), (', "id": "x', ""), (', "type": "func', ""), (",", ""), (', "b": "x', '"b": "x'),
+        (', "parameters": {"b": 2', '"parameters": {"b": 2'), (', "b', '"b'),
+    ],
+)  # fmt: skip
+def test_what_stands_beside_arguments_is_not_lost_where_the_answer_is_cut_off(
+    name: str, rest: str, said: str, seed: int
+) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    text = f'{format_.opens}{{"name": "add", "{format_.key}": {{"a": 1}}{rest}'
+    for cuts in ([], list(range(1, len(text))), cuts_of(draw, text)):
+        assert gathered(read(format_, text, cuts)) == (said, [("add", '{"a": 1}')])
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -223,6 +267,27 @@ BOTH = [("add", '{"a": 1}'), ("weather", "{}")]
         ("hermes", f"a<tool_call>{ONE}</tool_call>b", "ab", BOTH[:1]),
         ("mistral", f"Let me. [TOOL_CALLS] [{ONE}, {OTHER}] Done.", "Let me. Done.", BOTH),
         ("generic", f'Let me. {{"tool_calls": [{ONE}, {OTHER}]}}\nDone.', "Let me.\nDone.", BOTH),
+        ("llama", f"{ONE}, {OTHER}", "", BOTH),
+        ("llama", f"{ONE} ,{OTHER} Done.", "Done.", BOTH),
+        ("llama", f"[{ONE}, {OTHER}]", "", BOTH),
+        ("llama", f"<|python_tag|>[{ONE},{OTHER}]\nDone.", "Done.", BOTH),
+        ("llama", f"\n[ {ONE}\n]", "", BOTH[:1]),
+        ("llama", f"{ONE}, and so on", ", and so on", BOTH[:1]),
+        ("llama", f"[{ONE}, {{\"name\": \"unknown\"}}]", ', {"name": "unknown"}]', BOTH[:1]),
+        ("llama", f"{ONE}, {{\"name\": \"unknown\", \"parameters\": {OTHER}}}",
+         f", {{\"name\": \"unknown\", \"parameters\": {OTHER}}}", BOTH[:1]),
+        ("llama", f"[1] {ONE}", f"[1] {ONE}", []),
+        ("llama", f"[{{\"name\": \"unknown\"}}, {ONE}]", f"[{{\"name\": \"unknown\"}}, {ONE}]", []),
+        ("hermes", f"<tool_call>\n{ONE}\n{OTHER}\n</tool_call>\nDone.", "Done.", BOTH),
+        ("hermes", f"<tool_call>{ONE}{OTHER}</tool_call><tool_call>{ONE}, {OTHER}</tool_call>", "", BOTH * 2),
+        ("hermes", f"<tool_call>\n[{ONE}, {OTHER}]\n</tool_call>\n<tool_call>\n{ONE}\n</tool_call>", "",
+         [*BOTH, BOTH[0]]),
+        ("hermes", f"<tool_call>[[{ONE}], [{OTHER}]]</tool_call>", "", BOTH),
+        ("hermes", f"<tool_call>\n{ONE}\n{{no call}}\n</tool_call>\n<tool_call>{OTHER}</tool_call>",
+         "{no call}\n</tool_call>", BOTH),
+        ("hermes", f"<tool_call>\n{ONE}\n</tool_call>\n{OTHER}", OTHER, BOTH[:1]),
+        ("mistral", f"[TOOL_CALLS] [{ONE} {OTHER}]", "", BOTH),
+        ("generic", f'{{"tool_calls": [{ONE}\n{OTHER}]}}', "", BOTH),
         ("hermes", '<tool_call>\n{"name": "add", "arguments": {}\n</tool_call>\nDone.', "Done.", [("add", "{}")]),
         ("llama", '{"name": "add", "parameters": {}', "", [("add", "{}")]),
         ("llama", '{"name": "add"', '{"name": "add"', []),
@@ -264,6 +329,54 @@ def test_any_long_text_is_read_in_linear_time(name: str, piece: str) -> None:
         parser.push(piece)
     parser.flush()
     assert time.process_time() - begun < 10
+
+
+CLOSES = {"hermes": "", "llama": "", "mistral": "]", "generic": "]}"}
+"""The brackets that close what opens calls."""
+
+NESTS = [("{", "}"), ("[", "]"), ('{"a": ', "}"), ('{"name": "add", "a": ', "}"),
+         ('{"name": "no", "arguments": {', "}}"), ('{"a": {}, "b', '"}'),
+         ('{"a": "', '"}'), ('{"function": ', "}"), (", ", ""), ("{}", ""),
+         ('{"name": "add", "arguments": {}, "x": ', "}"), ('{"x": 1}', "")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("opens", "closes"), NESTS, ids=[each for each, _ in NESTS])
+@pytest.mark.parametrize("most_chars", [5, 1 << 20])
+def test_any_nesting_is_read_in_linear_time(name: str, opens: str, closes: str, most_chars: int, seed: int) -> None:
+    draw, format_ = random.Random(seed), EVERY[name]
+    for opener in {format_.opens, ""}:
+        close = closes + (CLOSES[name] if opener else "")
+        count = 100_000 // len(opener + opens + close)
+        text = format_.write([Call("", "add", '{"a": 1}')]) * format_.at_start
+        text += (opener + opens) * count + close * count
+        parser, at, begun, found = CallParser(format_, NAMES), 0, time.process_time(), list[Part]()
+        while at < len(text):
+            size = draw.randrange(1, most_chars + 1)
+            found += parser.push(text[at : at + size])
+            at += size
+        found += parser.flush()
+        assert time.process_time() - begun < 1.5, (opener, opens)  # 0.03 to 0.2 s; quadratic reading took 50 s
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_answer_that_is_mostly_no_calls_is_the_same_however_it_is_cut(name: str, seed: int) -> None:
+    """What is read again too often makes the rest text, at the same place."""
+    draw, format_ = random.Random(seed), EVERY[name]
+    call = format_.write([Call("", "add", '{"a": 1}')])
+    opener = format_.opens or (format_.also[0] + call)
+    closes = "}" + CLOSES[name]
+    nest = (opener + '{"a": ') * 700 + closes * 700
+    text = call + "so " + nest + " then " + call + " \n"
+    whole = gathered(read(format_, text, []))
+    for cuts in (list(range(1, len(text))), cuts_of(draw, text)):
+        assert gathered(read(format_, text, cuts)) == whole
+    many = call + " so " + (opener.removesuffix(call) + "{") * 9000 + " then " + call
+    assert gathered(read(format_, many, [], most=1)) == gathered(read(format_, many, cuts_of(draw, many), most=1))
+    if not format_.at_start:
+        assert whole == ("so " + nest + " then " + call + " \n", [("add", '{"a": 1}')])
+        few = nest[: len(opener) * 3 + 18] + closes * 3 + " then "
+        assert gathered(read(format_, few + call, []))[1] == [("add", '{"a": 1}')]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -24,9 +24,10 @@ from torch import Tensor
 from quire.cache.codecs import CODECS
 from quire.cache.codecs.nuq import NuqTables
 from quire.calibrate.fit import LayerFit, fit_layer
+from quire.calibrate.gradients import GradientOps, PanelGradientOps
 from quire.calibrate.progress import WAITING
-from quire.calibrate.samples import GradientOps, SampleStore
-from quire.calibrate.settings import ALGORITHM, CODEC_OF, WINDOW_TOKENS, CalibrationSettings, folder
+from quire.calibrate.samples import SampleStore
+from quire.calibrate.settings import ALGORITHM, CODEC_OF, CalibrationSettings, folder
 from quire.calibrate.tables import make_tables
 from quire.calibrate.text import cut, write
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -35,12 +36,15 @@ from quire.engine.calibration import Calibration
 from quire.engine.machine import usable_cores
 from quire.errors import ConfigError, UnwantedError
 from quire.kernels import runtime
+from quire.kernels.memory import trim
+from quire.models import images
 from quire.models.decoder import build_model
 from quire.models.fingerprint import fingerprint
 from quire.models.layers import torch_dtype
+from quire.models.plan import Model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import load_tokenizer
-from quire.models.weights import open_model
+from quire.models.weights import Checkpoint, open_model
 
 log = logging.getLogger("quire")
 
@@ -85,7 +89,7 @@ def calibrate(
     config = config or EngineConfig()
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
-    tokens = settings.window_tokens or min(WINDOW_TOKENS, shape.max_context)
+    tokens = settings.tokens_of(shape)
     settings = dataclasses.replace(settings, window_tokens=tokens)
     if settings.num_windows * tokens < FEW_TOKENS:
         log.warning(
@@ -139,7 +143,7 @@ def calibrate(
                 "same_bits": not settings.spends,
                 "q_norm": settings.q_norm,
             }
-            made = Calibration(model_id, tables, recorded, report)
+            made = Calibration(model_id, tables, recorded, report, path.name)
             made.save(file)
             store.clear()
     except OSError as error:
@@ -197,10 +201,11 @@ def _gather(
     if windows is None:
         windows = _written(path, settings, config, progress)
         gc.collect()  # frees the engine that wrote the text, and its weights
+        trim()
         store.put_tokens(windows)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
-        model = build_model(shape, checkpoint, GradientOps(), dtype, device)
+        model = _model(checkpoint, config, dtype, device)
     total = settings.num_windows * shape.num_layers
 
     def report(before: int, done: int) -> None:
@@ -210,6 +215,19 @@ def _gather(
         if not store.has(window):
             done = functools.partial(report, window * shape.num_layers)
             store.put(window, model, windows[window].to(device), done)
+
+
+def _model(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Model:
+    """The model with gradients. On a CPU it multiplies with the panels that the engine serves from, and shares their
+    layer image, so that both have the weights in memory once.
+    """
+    shape, form = checkpoint.shape, config.model.weights
+    if device.type != "cpu":
+        return build_model(shape, checkpoint, GradientOps(), dtype, device)
+    image = images.image_of(checkpoint, dtype, form) if config.model.images else None
+    return images.load(
+        image, lambda memory: build_model(shape, checkpoint, PanelGradientOps(memory), dtype, device, form)
+    )
 
 
 def _written(path: Path, settings: CalibrationSettings, config: EngineConfig, progress: Progress) -> Tensor:

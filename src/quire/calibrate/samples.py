@@ -1,8 +1,8 @@
 """Gathers a model's keys and values, and the cost of an error in each, window by window.
 
 The cost of a squared error is the squared gradient of the loss with respect to that element, the diagonal of the Fisher
-information. Layers run a second time for their gradients, one at a time, so that memory holds the graph of one layer
-and the input of each layer.
+information. Memory holds the graph of one segment of layers, and the input of each segment: layers of all segments but
+the last run a second time for their gradients.
 
 Source: KVQuant, arXiv 2401.18079, equation 1 and section 4.1.
 """
@@ -12,117 +12,77 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.models.layers import TorchOps
-from quire.models.quants import read
+from quire.calibrate.gradients import multiplies
+from quire.kernels.memory import trim
 
 if TYPE_CHECKING:
-    from quire.models.layers import Linear
     from quire.models.plan import Model
-    from quire.models.quants import Weight
     from quire.models.shape import ModelShape
 
-HEAD_ROWS = 256
-"""Number of rows per block of logits."""
+HEAD_ROWS = 128
+"""Number of rows per block of logits: 74 MiB in float32 for a vocabulary of 151,936, three times. The gradient of each
+block decodes the whole head.
+"""
 
-
-class _Widened(torch.autograd.Function):
-    """A product with a frozen 16-bit weight, and its gradient, in float32. Both widen the weight anew, so that autograd
-    keeps no copy.
-    """
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        context.save_for_backward(weight)
-        return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-
-    @staticmethod
-    def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (weight,), (grad,) = context.saved_tensors, grads
-        return (grad.float() @ weight.float()).to(grad.dtype), None, None
-
-
-def _multiplies(weight: Tensor) -> bool:
-    """Whether the machine has products of the weight's dtype; without them torch computes number by number."""
-    if weight.device.type != "cpu" or weight.dtype == torch.float32:
-        return True
-    supported: dict[torch.dtype, Callable[[], bool]] = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return torch.backends.mkldnn.is_available() and supported[weight.dtype]()
-
-
-class GradientOps(TorchOps):
-    """TorchOps for autograd: no operation overwrites a tensor that a gradient needs."""
-
-    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """In float32 on CPUs without 16-bit products: without AVX-512 bfloat16 takes four times as long."""
-        if len(parts) > 1:
-            return super().linear(parts, bias, dtype)
-        weight = read(parts[0])
-        if not isinstance(weight, Tensor) or _multiplies(weight):
-            return super().linear([weight], bias, dtype)
-        apply: Callable[..., Tensor] = _Widened.apply
-        return lambda x: apply(x, weight, bias)
-
-    def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
-        """A product in the model's dtype, like its gradient. In float32 autograd would keep a copy of the matrix with
-        twice its bytes.
-        """
-        return self.linear([weight], None, dtype)
-
-    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See TorchOps. Later layers update the residual in place, so the norm keeps a copy."""
-        return functional.rms_norm(residual.add_(x).clone(), weight.shape, weight, eps)
-
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """See TorchOps."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+GRAPH_BYTES = 1 << 30
+"""Maximum bytes of a segment's graph. That of 512 tokens of Qwen2.5-1.5B in bfloat16 takes 0.7 GiB, so that all its
+layers are one segment, and none runs twice.
+"""
 
 
 class TappedPlan:
     """Causal attention over one whole window with torch. It remembers each layer's un-rotated keys and values [T, H,
     D].
+
+    tell  called in each layer, also when its gradient is computed
     """
 
-    def __init__(self, shape: ModelShape, num_tokens: int, device: torch.device | str) -> None:
+    def __init__(
+        self, shape: ModelShape, num_tokens: int, device: torch.device | str, tell: Callable[[], None] = lambda: None
+    ) -> None:
         self._groups = shape.num_q_heads // shape.num_kv_heads
         self._window = shape.sliding_window
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._tell = tell
         if shape.rope is not None:
             cos, sin = (torch.from_numpy(part)[:, None].to(device) for part in shape.rope.tables(num_tokens))
             self._tables = cos, sin
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.tapped: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See StepPlan."""
-        self.keys, self.values = k, v
+        tell = self._tell
+        tell()
+        if k.requires_grad:
+            k.register_hook(lambda grad: tell())  # not of self: a circle of references would keep the window
+        self.tapped[layer] = k, v
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See StepPlan."""
-        assert self.keys is not None and self.values is not None
-        q, k = (self._rotate(x).transpose(0, 1) for x in (q, self.keys))
-        v = self.values.transpose(0, 1)
+        keys, values = self.tapped[layer]
+        q, k = (self._rotate(x).transpose(0, 1) for x in (q, keys))
+        v = values.transpose(0, 1)
         mask = None
-        if self._window is not None and self._window < len(self.keys):
-            at = torch.arange(len(self.keys), device=q.device)
+        if self._window is not None and self._window < len(keys):
+            at = torch.arange(len(keys), device=q.device)
             behind = at[:, None] - at
             mask = (behind >= 0) & (behind < self._window)
+        dtype = q.dtype
+        if not multiplies(dtype, q.device):
+            q, k, v = q.float(), k.float(), v.float()
         out = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], mask, is_causal=mask is None, enable_gqa=self._groups > 1
         )
-        return out[0].transpose(0, 1).flatten(1)
+        return out[0].transpose(0, 1).flatten(1).to(dtype)
 
     def _rotate(self, x: Tensor) -> Tensor:
         if self._tables is None:
@@ -132,35 +92,61 @@ class TappedPlan:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def gather(model: Model, tokens: Tensor) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def gather(
+    model: Model, tokens: Tensor, tell: Callable[[], None] = lambda: None
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yields for every layer, from the last to the first: keys, values [T, H, D], and the gradients of the summed loss
     of one window with respect to both.
 
-    model   built with GradientOps
+    model   built with the operations of `gradients`
     tokens  int64 [T]
+    tell    called several times per layer; what it raises ends the work
     """
     shape, device = model.shape, tokens.device
     positions = torch.arange(len(tokens), device=device)
-    plan = TappedPlan(shape, len(tokens), device)
+    plan = TappedPlan(shape, len(tokens), device, tell)
+
+    def run(state: tuple[Tensor, ...], layers: range) -> tuple[Tensor, ...]:
+        state = tuple(part.clone() for part in state)
+        for index in layers:
+            state = model.layer(index, state, plan)
+        return state
+
     with torch.no_grad():
         states = [model.begin(tokens, positions)]
-        for index in range(shape.num_layers):
-            states.append(model.layer(index, tuple(part.clone() for part in states[-1]), plan))
-    top = tuple(part.detach().requires_grad_() for part in states.pop())
-    hidden = model.finish(top)
-    given = torch.autograd.grad(hidden, top, _loss_gradient(model, hidden.detach(), tokens), allow_unused=True)
-    for index in reversed(range(shape.num_layers)):
+        segments = _segments(shape, len(tokens), states[0][0].element_size())
+        for layers in segments[:-1]:
+            states.append(run(states[-1], layers))
+    given: tuple[Tensor | None, ...] | None = None
+    for layers in reversed(segments):
+        plan.tapped = {}
         inputs = tuple(part.detach().requires_grad_() for part in states.pop())
-        outputs = model.layer(index, tuple(part.clone() for part in inputs), plan)
-        keys, values = plan.keys, plan.values
-        assert keys is not None and values is not None
+        outputs = run(inputs, layers)
+        if given is None:
+            outputs = (model.finish(outputs),)
+            given = (_loss_gradient(model, outputs[0].detach(), tokens),)
+        tapped = [part for index in layers for part in plan.tapped[index]]
         pairs = [(out, grad) for out, grad in zip(outputs, given, strict=True) if grad is not None]
-        *given_list, key_grad, value_grad = torch.autograd.grad(
-            [out for out, _ in pairs], [*inputs, keys, values], [grad for _, grad in pairs], allow_unused=True
+        grads = torch.autograd.grad(
+            [out for out, _ in pairs], [*inputs, *tapped], [grad for _, grad in pairs], allow_unused=True
         )
-        given = tuple(given_list)
-        found = {"keys": keys, "values": values, "key_grads": key_grad, "value_grads": value_grad}
-        yield index, {name: tensor.detach() for name, tensor in found.items()}
+        given, of_tapped = grads[: len(inputs)], grads[len(inputs) :]
+        for index in reversed(layers):
+            at = 2 * (index - layers.start)
+            names = ("keys", "values", "key_grads", "value_grads")
+            found = zip(names, (*tapped[at : at + 2], *of_tapped[at : at + 2]), strict=True)
+            yield index, {name: tensor.detach() for name, tensor in found}
+
+
+def _segments(shape: ModelShape, num_tokens: int, itemsize: int) -> list[range]:
+    """The layers, in segments of equal length whose graphs take at most GRAPH_BYTES each, if one layer's does."""
+    heads = shape.num_q_heads + 2 * shape.num_kv_heads
+    # Kept of a layer: what is gated, the inputs of norms and products, and keys, values and queries, rotated and not.
+    kept = 2 * shape.ffn_size + 4 * shape.hidden_size + 3 * heads * shape.head_dim
+    most = max(1, GRAPH_BYTES // (kept * num_tokens * itemsize))
+    count = -(-shape.num_layers // most)
+    length = -(-shape.num_layers // count)
+    return [range(start, min(start + length, shape.num_layers)) for start in range(0, shape.num_layers, length)]
 
 
 def _loss_gradient(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -170,8 +156,11 @@ def _loss_gradient(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
         rows = slice(start, min(start + HEAD_ROWS, len(tokens) - 1))
         block = hidden[rows].clone().requires_grad_()
         targets = tokens[rows.start + 1 : rows.stop + 1]
-        loss = functional.cross_entropy(model.head(block).float(), targets, reduction="sum")
-        (gradient[rows],) = torch.autograd.grad(loss, block)
+        logits = model.head(block)
+        # The gradient of the summed cross entropy: the probabilities, less one at the targets.
+        of_logits = torch.softmax(logits.detach(), -1, torch.float32)
+        of_logits[torch.arange(len(targets), device=tokens.device), targets] -= 1
+        (gradient[rows],) = torch.autograd.grad(logits, block, of_logits.to(logits.dtype))
     return gradient
 
 
@@ -222,11 +211,14 @@ class SampleStore:
 
     def put(self, window: int, model: Model, tokens: Tensor, progress: Callable[[int], None]) -> None:
         """Gathers a window. Calls progress with the number of layers done."""
-        found = {}
-        for done, (layer, parts) in enumerate(gather(model, tokens), 1):
+        found: dict[str, Tensor] = {}
+        layers: list[int] = []
+        for layer, parts in gather(model, tokens, lambda: progress(len(layers))):
             for name, tensor in parts.items():
                 found[f"{layer}.{name}"] = tensor[self.skip :].to("cpu", torch.bfloat16).contiguous()
-            progress(done)
+            layers.append(layer)
+            progress(len(layers))
+        trim()
         self._save(found, self._path(window))
 
     def layer(self, layer: int, windows: int) -> LayerSamples:

@@ -12,8 +12,9 @@ from quire.calibrate.fit import KINDS
 from quire.config import CacheConfig
 from quire.errors import ConfigError
 from quire.models.embedded import cache_folder
+from quire.models.shape import ModelShape
 
-ALGORITHM = 1
+ALGORITHM = 2
 """Version of the algorithm; raised when the same settings give other tables."""
 
 CODEC_OF = {row.bits: row.name for row in CODECS.values() if row.is_calibrated}
@@ -22,6 +23,13 @@ CODEC_OF = {row.bits: row.name for row in CODECS.values() if row.is_calibrated}
 WIDTHS = tuple(sorted(CODEC_OF))
 
 WINDOW_TOKENS = 1024
+LEAST_WINDOW_TOKENS = 256
+
+MOST_WORK = 4e12
+"""Tokens times parameters above which windows are halved: 2,048 tokens of a model with 1.5 billion parameters are 3e12.
+More tokens gain less than another seed changes (docs/calibration.md).
+"""
+
 HELD_OUT = 4
 """One window in this many is held out from fitting, to measure the cost of books."""
 
@@ -34,7 +42,8 @@ class CalibrationSettings:
     outlier_slots  number of slots of each key and value vector
     sink_tokens    number of first tokens of a sequence that the cache keeps exact; they, and at least one, are left out
     num_windows    number of windows of text
-    window_tokens  tokens per window; None: 1,024, or the model's context if that is less
+    window_tokens  tokens per window; None: 1,024, or the model's context if that is less, and down to 256 for models so
+                   large that they exceed MOST_WORK
     seed           seed of the text that the model writes itself
     kinds          kinds of books to choose from, see `fit`
     spends         whether widths vary by channel and head; otherwise all are the same
@@ -68,6 +77,15 @@ class CalibrationSettings:
     def of(cls, cache: CacheConfig) -> CalibrationSettings:
         """The default calibration settings for a cache with these settings."""
         return cls(outlier_slots=cache.outlier_slots, sink_tokens=cache.sink_tokens)
+
+    def tokens_of(self, shape: ModelShape) -> int:
+        """Tokens per window for a model."""
+        if self.window_tokens is not None:
+            return self.window_tokens
+        tokens = WINDOW_TOKENS
+        while tokens > LEAST_WINDOW_TOKENS and self.num_windows * tokens * shape.num_parameters > MOST_WORK:
+            tokens //= 2
+        return min(tokens, shape.max_context)
 
     @property
     def skipped(self) -> int:

@@ -6,7 +6,8 @@ error in each key and value. One run makes the tables of all bit widths and writ
 Without --output the file goes where quire serve, chat and generate look for it. If they find none, they calibrate with
 these defaults themselves. --cache.calibration FILE makes them use another file.
 
-An interrupted calibration resumes with the windows gathered so far. See docs/calibration.md.
+An interrupted calibration resumes with the windows gathered so far. --export FILE writes the kept calibration for
+another machine, where --import FILE keeps it. See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ def add_arguments(parser: Arguments) -> None:
         group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
 
     group.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write")
+    travels = group.add_mutually_exclusive_group()
+    travels.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write the kept calibration to a file; make it first if there is none",
+    )
+    travels.add_argument(
+        "--import", type=Path, metavar="FILE", dest="import_file", help="keep a calibration that was exported elsewhere"
+    )
     group.add_argument(
         "--text", type=Path, metavar="FILE", help="text to read (default: the model writes a text itself)"
     )
@@ -52,7 +63,12 @@ def add_arguments(parser: Arguments) -> None:
     )
     add("--sink-tokens", "number of first tokens kept exact (default: cache.sink_tokens)", type=int, metavar="N")
     add("--windows", "number of windows of text to read (default: 8)", type=shared.count, metavar="N")
-    add("--window", "tokens per window (default: 1,024)", type=shared.count, metavar="TOKENS")
+    add(
+        "--window",
+        "tokens per window (default: 1,024, for large models down to 256)",
+        type=shared.count,
+        metavar="TOKENS",
+    )
     add("--seed", "seed of the text that the model writes (default: 0)", type=int, metavar="N")
     add("--q-norm", "preserve the mean and deviation of keys and values", action="store_true")
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -69,10 +85,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = EngineConfig.from_options(options_from(args, SECTIONS), args.config)
     text = None if args.text is None else _read(args.text)
-    if args.output is not None:
-        shared.check_writable(args.output)
+    for file in (args.output, args.export):
+        if file is not None:
+            shared.check_writable(file)
     from quire.calibrate import CalibrationSettings, calibrate
     from quire.calibrate.progress import shown
+    from quire.load import kept_calibration
     from quire.models.fingerprint import fingerprint
     from quire.models.resolve import resolve_model
 
@@ -85,11 +103,17 @@ def run(args: argparse.Namespace) -> int:
     settings = CalibrationSettings(**{**cache, **given})
     path = resolve_model(args.model)
     model = fingerprint(path)
+    if args.import_file is not None:
+        return _import(args, path, model, settings)
+    if args.export is not None and (kept := kept_calibration(model, settings)) is not None:
+        return _export(args, kept)
     file = settings.file(model) if args.output is None else args.output
     found = CalibrationSettings(outlier_slots=settings.outlier_slots, sink_tokens=settings.sink_tokens).file(model)
     replaces = file.exists()
     with shown() as progress:
         made = calibrate(path, settings, file, text=text, config=config, progress=progress)
+    if args.export is not None:
+        return _export(args, made)
     if args.json:
         facts = {"file": str(file), "hash": made.hash, "model": made.model, "settings": made.settings}
         print(json.dumps(facts | {"codecs": made.report}, indent=2))
@@ -97,6 +121,49 @@ def run(args: argparse.Namespace) -> int:
         _print(made)
         print(f"file: {file}{', replaces the earlier one' if replaces else ''}\nhash: {made.hash}")
         print("use:  " + _use(args.model, made, settings, None if file == found else file))
+    return 0
+
+
+def _export(args: argparse.Namespace, made: Calibration) -> int:
+    """Writes a calibration for another machine."""
+    try:
+        made.save(args.export)
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.export}: {error.strerror or error}") from None
+    print(f"file: {args.export}\nhash: {made.hash}\nuse:  quire calibrate {args.model} --import {args.export.name}")
+    return 0
+
+
+def _import(args: argparse.Namespace, path: Path, model: str, settings: CalibrationSettings) -> int:
+    """Keeps a calibration from another machine where engines look for it. Raises ConfigError for one of another model,
+    or of other settings.
+    """
+    from quire.engine.calibration import Calibration, check_tables
+    from quire.models.weights import open_model
+
+    made = Calibration.load(args.import_file, model)
+    with open_model(path) as checkpoint:
+        shape = checkpoint.shape
+    for tables in made.tables.values():
+        check_tables(tables, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    wanted = {
+        "bits": sorted(settings.bits), "outlier_slots": settings.outlier_slots, "skipped": settings.skipped,
+        "books": list(settings.kinds), "same_bits": not settings.spends, "q_norm": settings.q_norm,
+    }  # fmt: skip
+    for name, value in wanted.items():
+        if (found := made.settings.get(name)) != value:
+            raise ConfigError(
+                f"{args.import_file}: made with {name} {found}, not {value}; give the same flags as to the command that"
+                " made it, or use it as it is with --cache.calibration"
+            )
+    file = settings.file(model)
+    replaces = file.exists()
+    try:
+        made.save(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written ({error.strerror or error})") from None
+    print(f"file: {file}{', replaces the earlier one' if replaces else ''}\nhash: {made.hash}")
+    print("use:  " + _use(args.model, made, settings, None))
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import cluster, shared
 from quire.collecting import uncollected
-from quire.config import ClusterConfig, ServeConfig, SloConfig, options_from
+from quire.config import CalibrateConfig, ClusterConfig, ServeConfig, SloConfig, options_from
 from quire.errors import ConfigError
 from quire.extras import install_command
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    shared.add_engine_arguments(parser, (*shared.ENGINE_SECTIONS, "serve", "cluster", "slo"))
+    shared.add_engine_arguments(parser, (*shared.ENGINE_SECTIONS, "calibrate", "serve", "cluster", "slo"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,8 +76,9 @@ def _engine(args: argparse.Namespace, salts: list[str]) -> AsyncLLM | Cluster:
     """The engine of this process, or the cluster that the settings describe. salts: of the tenants."""
     settings = ClusterConfig.from_options(options_from(args, ("cluster",)), args.config)
     if not settings.is_on:
+        when = CalibrateConfig.from_options(options_from(args, ("calibrate",)), args.config).when
         # The server pins once for each API key.
-        return shared.engine(args, pins_at_start=False)
+        return shared.engine(args, pins_at_start=False, calibrates_beside=when == "beside")
     from quire.cluster.cluster import Cluster
 
     slo = SloConfig.from_options(options_from(args, ("slo",)), args.config)

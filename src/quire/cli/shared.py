@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.collecting import uncollected
 from quire.config import (
+    CalibrateConfig,
     ClusterConfig,
     EngineConfig,
     ServeConfig,
@@ -77,7 +78,8 @@ def printed_config(args: argparse.Namespace, *, server: bool = False, origins: d
     config = EngineConfig.from_options(options, args.config)
     text = describe(config, sources(options, args.config, ENGINE_SECTIONS) | (origins or {}))
     if server:
-        for section, group in (("serve", ServeConfig), ("cluster", ClusterConfig), ("slo", SloConfig)):
+        for group in (CalibrateConfig, ServeConfig, ClusterConfig, SloConfig):
+            section = group.key
             options = options_from(args, (section,))
             settings = group.from_options(options, args.config)
             text += "\n" + describe(settings, sources(options, args.config, (section,)))
@@ -86,17 +88,22 @@ def printed_config(args: argparse.Namespace, *, server: bool = False, origins: d
     return bool(args.print_config)
 
 
-def engine(args: argparse.Namespace, options: dict[str, Any] | None = None, *, pins_at_start: bool = True) -> AsyncLLM:
+def engine(
+    args: argparse.Namespace,
+    options: dict[str, Any] | None = None,
+    *,
+    pins_at_start: bool = True,
+    calibrates_beside: bool = False,
+) -> AsyncLLM:
     """An engine for the command line's model. `async with` loads, runs and closes it.
 
-    options        all settings by key, in place of flags and --config
-    pins_at_start  see AsyncLLM
+    options  all settings by key, in place of flags and --config
+    The others are as for AsyncLLM.
     """
     from quire.async_llm import AsyncLLM
 
-    if options is not None:
-        return AsyncLLM(args.model, options, pins_at_start=pins_at_start)
-    return AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config, pins_at_start=pins_at_start)
+    given = (options, None) if options is not None else (options_from(args, ENGINE_SECTIONS), args.config)
+    return AsyncLLM(args.model, *given, pins_at_start=pins_at_start, calibrates_beside=calibrates_beside)
 
 
 def read_stdin() -> bytes:

@@ -33,38 +33,33 @@ class Calibration:
     model     the checkpoint's fingerprint
     settings  the settings of the calibration
     report    for each tensor the choice, its reason and its expected cost
+    name      the checkpoint's file or folder, for messages
     """
 
     model: str
     tables: Mapping[str, NuqTables]
     settings: Mapping[str, Any]
     report: Mapping[str, Any]
+    name: str = ""
 
     @property
     def hash(self) -> str:
         """SHA-256 of everything that pages depend on, as hex."""
         digest = hashlib.sha256(json.dumps([FORMAT, self.model, self.settings], sort_keys=True).encode())
-        for name, tensor in sorted(self._tensors().items()):
+        for name, tensor in sorted(self.tensors().items()):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         """Writes the file atomically: under its name there is never half a file."""
         from safetensors.torch import save
 
-        metadata = {
-            "format": FORMAT,
-            "model": self.model,
-            "settings": json.dumps(self.settings, sort_keys=True),
-            "report": json.dumps(self.report, sort_keys=True),
-            "hash": self.hash,
-        }
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             # The file gets the permissions of the user's umask. The library's own writer would give it fewer.
-            unfinished.write_bytes(save({name: each.contiguous() for name, each in self._tensors().items()}, metadata))
+            unfinished.write_bytes(save(self.tensors(), self.metadata()))
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -84,26 +79,55 @@ class Calibration:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: not a calibration that can be read ({error})") from None
+        return cls.of(path, metadata, tensors, model)
+
+    @classmethod
+    def of(
+        cls, path: Path, metadata: Mapping[str, str], tensors: Mapping[str, torch.Tensor], model: str
+    ) -> Calibration:
+        """A calibration from the contents of a file. Raises the errors of `load`."""
         if metadata.get("format") != FORMAT:
             raise ConfigError(
                 f"{path}: not a calibration of this version; make one with quire calibrate MODEL -o {path}"
             )
         if metadata.get("model") != model:
-            raise ConfigError(f"{path}: made for another model; make one with quire calibrate MODEL -o FILE")
+            of = " ".join(filter(None, (metadata.get("name"), f"(fingerprint {str(metadata.get('model'))[:16]})")))
+            raise ConfigError(
+                f"{path}: made for another model, {of}, and this one has {model[:16]}; make one with quire calibrate"
+                " MODEL -o FILE"
+            )
         names = [field.name for field in fields(NuqTables)]
         codecs = sorted({name.partition(".")[0] for name in tensors})
         try:
             tables = {codec: NuqTables(**{name: tensors[f"{codec}.{name}"] for name in names}) for codec in codecs}
-            found = cls(model, tables, json.loads(metadata["settings"]), json.loads(metadata["report"]))
+            found = cls(
+                model,
+                tables,
+                json.loads(metadata["settings"]),
+                json.loads(metadata["report"]),
+                metadata.get("name", ""),
+            )
         except (KeyError, ValueError) as error:
             raise ConfigError(f"{path}: the calibration is damaged ({error}); make it again") from None
         if found.hash != metadata.get("hash"):
             raise ConfigError(f"{path}: the calibration is damaged: it does not have the hash it says; make it again")
         return found
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def metadata(self) -> dict[str, str]:
+        """The metadata of its file."""
         return {
-            f"{codec}.{field.name}": getattr(tables, field.name)
+            "format": FORMAT,
+            "model": self.model,
+            "name": self.name,
+            "settings": json.dumps(self.settings, sort_keys=True),
+            "report": json.dumps(self.report, sort_keys=True),
+            "hash": self.hash,
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of its file."""
+        return {
+            f"{codec}.{field.name}": getattr(tables, field.name).contiguous()
             for codec, tables in self.tables.items()
             for field in fields(tables)
         }

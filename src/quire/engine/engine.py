@@ -181,6 +181,32 @@ class Engine:
         """The namespace of a request's chunks."""
         return replace(self.namespace, salt=hints.cache_salt) if hints.cache_salt else self.namespace
 
+    @property
+    def longest_request(self) -> int:
+        """Most tokens that a request may come to have; 0 without requests."""
+        every = (sequence for request in self._requests.values() for sequence in request.sequences)
+        return max((sequence.num_prompt + sequence.max_tokens for sequence in every), default=0)
+
+    def take_over(self, other: Engine) -> None:
+        """Goes on with all requests of another engine over the same model, and with its counters. Those that run are
+        preempted: they lose their pages, and are computed again here. `other` has no requests afterwards.
+        """
+        assert not self.has_work and not other.exports and self.moving.tiers is other.moving.tiers is None
+        scheduler = other.scheduler
+        # The youngest first, because each is put before all others.
+        for sequence in sorted(scheduler.running, key=lambda each: each.sequence_id, reverse=True):
+            if sequence.state is State.RUNNING:
+                scheduler.preempt(sequence)
+        waiting, self.scheduler.counters = list(scheduler.waiting), scheduler.counters
+        scheduler.waiting.clear()
+        for sequence in waiting:
+            scheduler.manager.swapping.forget(sequence)
+            sequence.move(self.namespace_of(sequence.request.hints))
+        self.scheduler.add(waiting, is_admitted=True)
+        self._requests, other._requests = other._requests, {}
+        self._answers, other._answers = other._answers, {}
+        self._next_seed, self.grammars = other._next_seed, other.grammars
+
     def end_export(self, request_id: str) -> None:
         """Frees the chunks of a request that another engine goes on with, or that nobody will."""
         self.scheduler.manager.exports.end(self.exports.pop(request_id))

@@ -22,7 +22,7 @@ RENEWAL_TOKENS = 64
 """Tokens that a sequence must have written since its lexer was renewed before it is renewed again."""
 
 _REPLAYED = 32
-"""Tokens that are replayed in one call, which holds Python's lock."""
+"""Tokens that are taken in one call, which holds Python's lock."""
 
 
 class CompiledGrammar:
@@ -32,12 +32,13 @@ class CompiledGrammar:
     which they do not suffice continues with a lexer of its own.
 
     num_bytes  memory that it takes, as measured on trial; 0 if it was not tried
+    tenant     for whom it is
     """
 
-    def __init__(self, vocabulary: LLTokenizer, source: str, num_bytes: int = 0) -> None:
+    def __init__(self, vocabulary: LLTokenizer, source: str, num_bytes: int = 0, tenant: str = "") -> None:
         self._vocabulary, self._source = vocabulary, source
         self._beginning = self.compiled()
-        self.num_bytes = num_bytes
+        self.num_bytes, self.tenant = num_bytes, tenant
 
     @property
     def error(self) -> str:
@@ -108,9 +109,10 @@ class GrammarGuide:
         else:  # a step was not taken
             self._is_complete = False
             if not self._matcher.rollback(len(ahead)):  # some grammars cannot be
-                self._matcher, new = self._grammar.begin(), token_ids[self._num_prompt :]
+                begin = self._grammar.begin if self._renewed_at is None else self._grammar.compiled
+                self._matcher, new = begin(), token_ids[self._num_prompt :]
         if new and not self._is_complete:
-            self._matcher.consume_tokens(new)
+            _consume(self._matcher, new)
         return self._matcher
 
     def _renewed(self, token_ids: list[int], num_tokens: int, drafts: list[int]) -> LLMatcher | None:
@@ -122,8 +124,7 @@ class GrammarGuide:
             return None
         self._renewed_at = len(given)
         matcher = self._matcher = self._grammar.compiled()
-        for place in range(0, len(given), _REPLAYED):
-            matcher.consume_tokens(given[place : place + _REPLAYED])
+        _consume(matcher, given)
         return matcher
 
     def _ends(self, matcher: LLMatcher) -> bool:
@@ -131,3 +132,8 @@ class GrammarGuide:
         if not self._is_complete and matcher.is_stopped() and not matcher.is_error():
             self._is_complete = True
         return self._is_complete
+
+
+def _consume(matcher: LLMatcher, tokens: list[int]) -> None:
+    for place in range(0, len(tokens), _REPLAYED):
+        matcher.consume_tokens(tokens[place : place + _REPLAYED])

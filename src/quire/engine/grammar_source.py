@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from quire.engine import schemas
-from quire.engine.forced import MAX_FORCED_BYTES, lark_bytes, regex_bytes, schema_bytes
+from quire.engine.forced import MAX_FORCED_BYTES, regex_bytes, schema_bytes
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 
@@ -86,8 +87,12 @@ def _form(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
             term = regex_to_lark("|".join(map(escaped, wanted.choice)))
             return {"lark_grammar": f"start: /{term}/"}, max(len(each.encode()) for each in wanted.choice)
         case _:
-            grammar = _as_lark(wanted.text)
-            return {"lark_grammar": grammar}, lark_bytes(grammar)
+            return {"lark_grammar": _as_lark(wanted.text)}, 0.0 if wanted.may_force else inf
+
+
+def forced_bytes(wanted: StructuredOutputsParams) -> float:
+    """Bytes that the form can force in one piece; see forced."""
+    return _form(wanted)[1]
 
 
 def escaped(text: str) -> str:

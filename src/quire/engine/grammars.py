@@ -17,7 +17,7 @@ import json
 import re
 import threading
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,8 +55,11 @@ MAX_BYTES = 512 << 20
 """Memory that one grammar may take, and that all grammars of waiting and running requests may take together. A grammar
 takes up to 250 times its source: 5,000 objects to choose from, which are 200 KB, take 50 MB."""
 
-MAX_WAITING = 128
+MAX_WAITING = 256
 """Requests whose grammars wait to be compiled."""
+
+MOST_OF_ONE = 0.5
+"""Share of the waiting places and of the memory that one tenant may take."""
 
 _PROBE = Child(probe.__name__, (MAX_BYTES,))
 """One for all models of this process."""
@@ -97,7 +100,7 @@ class Grammars:
         self._todo: list[tuple[float, int, _Wanted, Future[CompiledGrammar]]] = []  # a heap
         self._numbers = itertools.count()
         self._compiler: ThreadPoolExecutor | None = None
-        self._num_waiting = 0
+        self._waiting = Counter[str]()  # by tenant
         self._masks = Masks(-(-vocab_size // 32), num_threads, begins_early=begins_early)
         self.ends = self._end()
 
@@ -121,12 +124,13 @@ class Grammars:
             if (known := self._known(item)) is not None:
                 _settle(found, known)
                 return found
-            if self._num_waiting >= MAX_WAITING:
-                raise QueueFullError(f"{self._num_waiting} grammars wait to be compiled; try again later")
-            self._num_waiting += 1
+            num_waiting, num_own = sum(self._waiting.values()), self._waiting[item.tenant]
+            if num_own >= MAX_WAITING * MOST_OF_ONE or num_waiting >= MAX_WAITING:
+                raise QueueFullError(f"{num_own} grammars wait to be compiled; try again later")
+            self._waiting[item.tenant] += 1
             if self._compiler is None:
                 self._compiler = ThreadPoolExecutor(1, "quire-grammars")
-        found.add_done_callback(self._has_compiled)
+        found.add_done_callback(lambda _: self._has_compiled(item.tenant))
         self._add(FIRST_SECONDS, item, found)
         return found
 
@@ -157,7 +161,7 @@ class Grammars:
             source = source_of(item.params, self._tokenizer.added_id)
         except Exception as error:  # the library's converters raise whatever comes
             raise _refused(item.params, str(error) or type(error).__name__) from None
-        made = CompiledGrammar(vocabulary, source, tried if isinstance(tried, int) else 0)
+        made = CompiledGrammar(vocabulary, source, tried if isinstance(tried, int) else 0, item.tenant)
         if made.error:
             raise _refused(item.params, made.error)
         with self._lock:
@@ -212,11 +216,11 @@ class Grammars:
     def _check_memory(self, item: _Wanted) -> None:
         with self._lock:
             wanted = self._tried.get(item.key)
-            held = sum(each.num_bytes for each in self._live.values())
-        if held and held + (wanted if isinstance(wanted, int) else 0) > MAX_BYTES:
-            raise QueueFullError(
-                f"the grammars of other requests take {held >> 20} MiB of at most {MAX_BYTES >> 20}; try again later"
-            )
+            live = [(each.tenant == item.tenant, each.num_bytes) for each in self._live.values()]
+        more = wanted if isinstance(wanted, int) else 0
+        own, held = sum(size for is_own, size in live if is_own), sum(size for _, size in live)
+        if (own and own + more > MAX_BYTES * MOST_OF_ONE) or (held and held + more > MAX_BYTES):
+            raise QueueFullError("the grammars of other requests leave no memory for this one; try again later")
 
     def _try(self, wanted: StructuredOutputsParams, seconds: float) -> int | None:
         """The memory that a grammar takes, if it can be compiled within `seconds`; None if it takes longer. Raises
@@ -239,13 +243,17 @@ class Grammars:
             return None
         if kind == probe.SLOW:
             raise _refused(wanted, f"compiling it takes more than {MAX_SECONDS:g} s of processor time")
-        if kind in (LATE, DIED):
+        if kind == probe.CRASHED:
+            raise _refused(wanted, "compiling it crashes llguidance")
+        if kind in (LATE, DIED, probe.LOST):
             raise QueueFullError("the process that tries grammars has not answered; try again later")
         return int(text)
 
-    def _has_compiled(self, _: Future[CompiledGrammar]) -> None:
+    def _has_compiled(self, tenant: str) -> None:
         with self._lock:
-            self._num_waiting -= 1
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
 
     def _end(self) -> Allowed:
         """The tokens that end a complete text."""
@@ -281,11 +289,13 @@ class _Wanted(NamedTuple):
 
     params: StructuredOutputsParams
     key: bytes
+    tenant: str
 
     @classmethod
     def of(cls, params: StructuredOutputsParams, scope: str) -> _Wanted:
-        text = repr((scope, params.way, params.text, params.reasoning))
-        return cls(params, hashlib.sha256(text.encode(errors="surrogatepass")).digest())
+        text = repr((scope, params.way, params.text, params.reasoning, params.may_force))
+        # Salts of a tenant begin with its name and a slash.
+        return cls(params, hashlib.sha256(text.encode(errors="surrogatepass")).digest(), scope.partition("/")[0])
 
 
 def _settle(found: Future[CompiledGrammar], result: CompiledGrammar | BaseException) -> None:

@@ -1,16 +1,24 @@
-"""What fits exactly where a JSON Schema does not, as far as llguidance can be asked for it."""
+"""Opposites of JSON Schemas: exactly the values that do not fit a schema fit its opposite."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 TYPES = ("null", "boolean", "string", "number", "array", "object")
 """All types of values. Integers are numbers."""
 
 MAX_DEPTH = 12
 """Schemas in one another that are negated."""
+
+VISIT = 24
+"""Characters that a visited schema counts for: some 5 us, as long as it takes to write them and to read them again."""
+
+ENTRY = 48
+"""Characters that the opposite of one property or of one required name takes."""
+
+_NAMES = frozenset({"$id", "$anchor", "$dynamicAnchor"})
 
 ASSERTIONS = frozenset(
     """$dynamicRef $recursiveRef $ref additionalItems additionalProperties allOf anyOf const contains dependencies
@@ -27,56 +35,140 @@ _OPPOSITES = {
     "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
     "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
 }  # fmt: skip
-"""The type that a limit is about, and the limit that a value keeps which breaks it: another keyword, and the distance
-of its number."""
+"""The type that a limit is about, the keyword of the opposite limit, and the distance between the two numbers."""
 
 
 class NotNegatable(Exception):
-    """Nothing that llguidance takes is the opposite."""
+    """llguidance has no keywords for the opposite, or the effort for it is spent."""
 
 
-Resolve = Callable[[Any], Any]
-"""Gives what a schema refers to, if it only refers to something; else the schema."""
+class Effort:
+    """Bounds the time and the memory that rewriting one schema takes.
 
-
-def negated(schema: Any, known: Any = True, *, resolve: Resolve, depth: int = 0) -> list[Any]:
-    """Schemas of which a value fits at least one if and only if it does not fit the given one; none: all values fit.
-
-    known    what all values fit anyway: with its `enum` the values are known that a `const` leaves
-    resolve  see Resolve
-    Raises NotNegatable.
+    left  characters of JSON that may still be read or written; a schema that is visited counts VISIT more
     """
-    schema, known = resolve(schema), resolve(known)
-    if isinstance(schema, bool):
-        return [] if schema else [True]
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        raise NotNegatable
-    around = known if isinstance(known, Mapping) else {}
-    found: list[Any] = []
-    for word in sorted(ASSERTIONS & schema.keys()):
-        value = schema[word]
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def spend(self, amount: int) -> None:
+        """Counts work before it is done. Raises NotNegatable once nothing is left."""
+        self.left -= amount
+        if self.left < 0:
+            raise NotNegatable
+
+    def spend_on(self, value: Any) -> None:
+        """Counts a value's JSON. Raises NotNegatable once nothing is left."""
+        self.spend(measured(value, max(self.left, 0)).size)
+
+
+class Measured(NamedTuple):
+    """The approximate length of a value's JSON, and whether a name in it makes it a target of references."""
+
+    size: int
+    is_named: bool
+
+
+def measured(value: Any, most: int) -> Measured:
+    """Measures a value. It stops at `most` characters, because parts may be shared: a small value can have a JSON of
+    any length.
+    """
+    size, is_named, todo = 0, False, [value]
+    while todo and size <= most:
+        each = todo.pop()
+        if isinstance(each, Mapping):
+            size += 2 + 6 * len(each) + sum(map(len, each))
+            is_named = is_named or not _NAMES.isdisjoint(each)
+            todo += each.values()
+        elif isinstance(each, list):
+            size += 2 + 2 * len(each)
+            todo += each
+        else:
+            size += len(each) + 2 if isinstance(each, str) else 5
+    return Measured(size, is_named)
+
+
+class Negation:
+    """Opposites of schemas.
+
+    resolve   gives what a schema refers to, if it only refers to something; else the schema
+    effort    is spent on each schema that is visited and on all that is written
+    narrowed  ids of schemas that other values fit than their author asked for, so that the opposite would be wrong
+    """
+
+    def __init__(self, resolve: Callable[[Any], Any], effort: Effort, narrowed: set[int]) -> None:
+        self._resolve = resolve
+        self._effort = effort
+        self._narrowed = narrowed
+
+    def of(self, schema: Any, known: Any = True, depth: int = 0) -> list[Any]:
+        """Schemas of which a value fits at least one if and only if it does not fit the given one; none: all values
+        fit. With the `enum` in `known`, a schema that all values fit anyway, the values are known that a `const`
+        leaves. Raises NotNegatable.
+        """
+        self._effort.spend(VISIT)
+        schema, known = self._resolve(schema), self._resolve(known)
+        if isinstance(schema, bool):
+            return [] if schema else [True]
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH or id(schema) in self._narrowed:
+            raise NotNegatable
+        around = known if isinstance(known, Mapping) else {}
+        found: list[Any] = []
+        for word in sorted(ASSERTIONS & schema.keys()):
+            found += self._of_keyword(word, schema[word], around, depth)
+        return found
+
+    def _of_keyword(self, word: str, value: Any, around: Mapping[str, Any], depth: int) -> list[Any]:
         match word:
             case "type":
-                found += _other_types(value, around.get("type"))
+                self._effort.spend_on([value, around.get("type")])
+                return _other_types(value, around.get("type"))
             case "const" | "enum":
-                found += _other_values([value] if word == "const" else value, around)
-            case "required" if isinstance(value, list):
-                found += [{"type": "object", "properties": {name: False}} for name in value]
+                return self._other_values([value] if word == "const" else value, around)
+            case "required" if isinstance(value, list) and all(isinstance(each, str) for each in value):
+                self._effort.spend_on(value)
+                self._effort.spend(ENTRY * len(value))
+                return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties" if isinstance(value, Mapping):
-                found += _other_properties(value, around, resolve, depth)
+                return self._other_properties(value, around, depth)
             case "allOf" if isinstance(value, list):
-                for each in value:
-                    found += negated(each, known, resolve=resolve, depth=depth + 1)
+                return [other for each in value for other in self.of(each, around, depth + 1)]
             case "anyOf" if isinstance(value, list):
-                parts = [negated(each, known, resolve=resolve, depth=depth + 1) for each in value]
-                found += [{"allOf": [any_of(part) for part in parts]}] if all(parts) else []
+                parts = [self.of(each, around, depth + 1) for each in value]
+                return [{"allOf": [any_of(part) for part in parts]}] if all(parts) else []
             case "not":
-                found.append(value)
+                self._effort.spend_on(value)
+                return [value]
             case _ if word in _OPPOSITES:
-                found += _beyond(word, value)
-            case _:
-                raise NotNegatable
-    return found
+                return _beyond(word, value)
+        raise NotNegatable
+
+    def _other_values(self, values: Any, known: Mapping[str, Any]) -> list[Any]:
+        if not isinstance(values, list):
+            raise NotNegatable
+        every = [known["const"]] if "const" in known else known.get("enum")
+        self._effort.spend_on([values, every])
+        self._effort.spend(VISIT * (len(values) + (len(every) if isinstance(every, list) else 0)))
+        listed = set(map(key_of, values))
+        if isinstance(every, list):
+            left = [each for each in every if key_of(each) not in listed]
+            return [{"enum": left}] if left else []
+        if not all(each is None or isinstance(each, bool) for each in values):
+            raise NotNegatable
+        left = [each for each in (None, False, True) if key_of(each) not in listed]
+        others = [each for each in TYPES if each not in ("null", "boolean")]
+        return [{"type": others}, *([{"enum": left}] if left else [])]
+
+    def _other_properties(self, given: Mapping[str, Any], known: Mapping[str, Any], depth: int) -> list[Any]:
+        around = known.get("properties")
+        found = list[Any]()
+        for name, each in given.items():
+            own = around.get(name, True) if isinstance(around, Mapping) else True
+            self._effort.spend(2 * len(name) + ENTRY)
+            others = self.of(each, own, depth + 1)
+            if others:
+                found.append({"type": "object", "required": [name], "properties": {name: any_of(others)}})
+        return found
 
 
 def any_of(alternatives: list[Any]) -> Any:
@@ -100,31 +192,6 @@ def _other_types(value: Any, known: Any) -> list[Any]:
 def _kinds(value: Any) -> set[str]:
     kinds = {value} if isinstance(value, str) else set(map(str, value)) if isinstance(value, list) else set()
     return kinds | {"integer"} if "number" in kinds else kinds
-
-
-def _other_values(values: Any, known: Mapping[str, Any]) -> list[Any]:
-    if not isinstance(values, list):
-        raise NotNegatable
-    listed = set(map(key_of, values))
-    every = [known["const"]] if "const" in known else known.get("enum")
-    if isinstance(every, list):
-        left = [each for each in every if key_of(each) not in listed]
-        return [{"enum": left}] if left else []
-    if not all(each is None or isinstance(each, bool) for each in values):
-        raise NotNegatable
-    left = [each for each in (None, False, True) if key_of(each) not in listed]
-    return [{"type": [each for each in TYPES if each not in ("null", "boolean")]}, *([{"enum": left}] if left else [])]
-
-
-def _other_properties(given: Mapping[str, Any], known: Mapping[str, Any], resolve: Resolve, depth: int) -> list[Any]:
-    around = known.get("properties")
-    found = list[Any]()
-    for name, each in given.items():
-        own = around.get(name, True) if isinstance(around, Mapping) else True
-        others = negated(each, own, resolve=resolve, depth=depth + 1)
-        if others:
-            found.append({"type": "object", "required": [name], "properties": {name: any_of(others)}})
-    return found
 
 
 def _beyond(word: str, value: Any) -> list[Any]:

@@ -38,7 +38,13 @@ def _separate(schemas: list[dict[str, Any]], side: str, other: str) -> None:
         inclusive, bound = own.get(side), own.get(exclusive[side])
         if bound is True:  # as draft 4 writes it
             inclusive, bound = None, inclusive
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or bound not in near or bound * sign < 0:
+        if (
+            isinstance(inclusive, bool)
+            or isinstance(bound, bool)
+            or not isinstance(bound, int | float)
+            or bound not in near
+            or bound * sign < 0
+        ):
             continue
         del own[exclusive[side]]
         own[side] = bound + sign * 10.0 ** (len(str(abs(int(bound)))) - NUM_DIGITS) if bound else sign * NEAR_ZERO

@@ -11,6 +11,7 @@ A request is (name of the vocabulary, its TokenTable or None, source of a gramma
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -22,11 +23,13 @@ from quire.models.child import UNKNOWN, received, send
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-DONE, SLOW, LARGE = b"d", b"s", b"m"
+DONE, SLOW, LARGE, CRASHED, LOST = b"d", b"s", b"m", b"c", b"l"
 """Kinds of answers: the trial has ended, with whatever result, and its memory in bytes is the text; it took too much
-time; or too much memory. Also UNKNOWN: a vocabulary that was not sent yet."""
+time; too much memory; it crashed; or somebody killed it. Also UNKNOWN: a vocabulary that was not sent yet."""
 
 NUM_VOCABULARIES = 2
+
+_WARM = json.dumps({"grammars": [{"lark_grammar": "start: /a/"}]})
 
 
 def tried(
@@ -39,6 +42,7 @@ def tried(
         try:
             # The default action of SIGPROF ends the process, also in the middle of one long call.
             signal.setitimer(signal.ITIMER_PROF, seconds)
+            use(vocabulary, _WARM, limits)  # touches the library's own 6 MB, which are no grammar's
             size, resident = _memory()
             resource.setrlimit(resource.RLIMIT_AS, (size + max_bytes, size + max_bytes))
             use(vocabulary, source, limits)
@@ -53,7 +57,9 @@ def tried(
     num_bytes = int(os.read(ours, 32) or b"0")
     os.close(ours)
     if os.WIFSIGNALED(status):
-        return (SLOW if os.WTERMSIG(status) == signal.SIGPROF else LARGE), 0
+        # A failed allocation aborts, and SIGKILL comes from outside, such as from a machine without memory.
+        kinds = {signal.SIGPROF: SLOW, signal.SIGABRT: LARGE, signal.SIGKILL: LOST}
+        return kinds.get(signal.Signals(os.WTERMSIG(status)), CRASHED), 0
     return (LARGE if os.WEXITSTATUS(status) else DONE), num_bytes
 
 

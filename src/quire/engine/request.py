@@ -89,6 +89,12 @@ class Sequence:
         self.num_prompt = len(self.request.prompt_ids)
         self.keys = ChunkKeys(self.namespace, self.token_ids)
 
+    def move(self, namespace: Namespace) -> None:
+        """Makes a sequence that waits without pages one of another engine, whose chunks have this namespace."""
+        assert self.state is State.WAITING, f"a sequence that is {self.state.value}"
+        self.namespace, self.keys, self.path = namespace, ChunkKeys(namespace, self.token_ids), Path()
+        self.swapped, self.slice, self.is_begun, self.is_prefetched = None, None, False, False
+
     @property
     def name(self) -> str:
         """Its name in logs: the request's id, and its index if the request has several sequences."""

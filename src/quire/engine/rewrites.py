@@ -8,6 +8,7 @@ then.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -16,11 +17,29 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.engine.ecma import to_rust
-from quire.engine.negation import ASSERTIONS, TYPES, NotNegatable, any_of, key_of, negated
+from quire.engine.negation import (
+    ASSERTIONS,
+    ENTRY,
+    MAX_DEPTH,
+    TYPES,
+    VISIT,
+    Effort,
+    Negation,
+    NotNegatable,
+    any_of,
+    key_of,
+    measured,
+)
 from quire.engine.number_bounds import separate_bounds
 
 MAX_COPIED = 65_536
 """Characters of a schema's JSON that are written a second time, all rules together."""
+
+MAX_EFFORT = 200_000
+"""Characters that rules read and write in one schema; see Effort. They take about 0.1 s."""
+
+MAX_GROWTH = 4
+"""A schema may become this many times as long, and MAX_COPIED characters more. Shared parts count each time."""
 
 MAX_UNIQUE = 5
 """Values of which all lists are written out for `uniqueItems`: 326."""
@@ -30,8 +49,6 @@ _IN_PLACE = frozenset(
     then""".split()
 )
 """Keywords whose subschemas are about the same value, which makes them count for `unevaluated...`."""
-
-_NAMED = re.compile(r'"\$(id|anchor|dynamicAnchor)": ')
 
 _REFERRED = re.compile(
     r'"\$(id|anchor|dynamicAnchor|recursiveRef)": |"\$(ref|dynamicRef)": "[^"]*/'
@@ -43,16 +60,24 @@ _REFERRED = re.compile(
 class Rewriting:
     """The rules at work on one schema.
 
-    root   the whole schema
-    point  gives what a reference points to; None if that is not known
+    root      the whole schema
+    point     gives what a reference points to; None if that is not known
+    narrowed  ids of schemas that have no opposite; see Negation
     """
 
-    def __init__(self, root: dict[str, Any], point: Callable[[Any], Any]) -> None:
+    def __init__(self, root: dict[str, Any], point: Callable[[Any], Any], narrowed: set[int]) -> None:
+        self._root = root
         self._point = point
+        self._targets: dict[str, Any] = {}
         self._left = MAX_COPIED
+        self.narrowed = narrowed
+        self.effort = Effort(MAX_EFFORT)
+        self._negation = Negation(self.resolved, self.effort, narrowed)
         # The name of the whole schema is no other use of a part of it.
         text = json.dumps({name: each for name, each in root.items() if name != "$id"})
+        self._most = MAX_GROWTH * len(text) + MAX_COPIED
         self.is_old = re.match(r"https?://json-schema\.org/draft-0", str(root.get("$schema"))) is not None
+        self.is_newer = re.match(r"https?://json-schema\.org/draft/", str(root.get("$schema"))) is not None
         self.is_one_resource = '"$id": ' not in text
         self.has_dynamic = '"$dynamicRef": ' in text or '"$recursiveRef": ' in text
         self._has_other_uses = _REFERRED.search(text) is not None
@@ -60,27 +85,40 @@ class Rewriting:
         self._known: dict[int, dict[str, Any]] = {}
 
     def apply(self, schemas: Iterable[dict[str, Any]]) -> None:
-        """Applies all rules to schemas that are given with inner ones first."""
+        """Applies all rules to schemas that are given with inner ones first. A rule that has no effort left changes
+        nothing. Raises TooLong.
+        """
         every = list(schemas)
         for own in every if not self._has_other_uses else ():
-            self._around.update((id(each), own) for each in _in_place(own))
+            for each in _in_place(own):
+                self._around.setdefault(id(each), own)  # copies share what is in them, and come last
+        given = [own for own in every if not _REWRITTEN.isdisjoint(own) and isinstance(own.get("allOf", []), list)]
+        words = {word for own in given for word in own if word in _REWRITTEN}
         for rules in (FIRST_RULES, RULES):
-            for own in every:
-                if isinstance(own.get("allOf", []), list):
-                    for rule in rules:
+            for own in given:
+                for rule in rules:
+                    with contextlib.suppress(NotNegatable):
                         rule(own, self)
         separate_bounds(every)
+        if words and measured(self._root, self._most).size > self._most:
+            raise TooLong(
+                f"{', '.join(sorted(words))}: without them the schema has more than {self._most:,} characters"
+            )
 
     def resolved(self, schema: Any) -> Any:
         """What a schema refers to, if it only refers to something; else the schema."""
         for _ in range(8):
             if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and len(schema) == 1):
                 return schema
-            schema = self._point(schema["$ref"])
+            reference = schema["$ref"]
+            if reference not in self._targets:
+                self._targets[reference] = self._point(reference)
+            schema = self._targets[reference]
         return None
 
     def known(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What values fit anyway that come to a schema: it, and those around it."""
+        """What values fit anyway that come to a schema: it, and those around it. Raises NotNegatable."""
+        self.effort.spend(VISIT)
         chain = [own]
         while id(chain[-1]) not in self._known and (outer := self._around.get(id(chain[-1]))) is not None:
             chain.append(outer)
@@ -89,34 +127,40 @@ class Rewriting:
             if each.keys() & {"type", "const", "enum", "properties"}:
                 inner, outer = each.get("properties"), found.get("properties", {})
                 found = {**found, **{word: each[word] for word in ("type", "const", "enum") if word in each}}
-                found["properties"] = {**outer, **inner} if isinstance(inner, dict) else outer
+                found["properties"] = outer
+                if isinstance(inner, dict) and inner:
+                    self.effort.spend(4 * (len(outer) + len(inner)))
+                    found["properties"] = {**outer, **inner}
             self._known[id(each)] = found
         return found
 
-    def negated(self, schema: Any, own: dict[str, Any] | None = None) -> list[Any] | None:
-        """The opposite of a schema, for values that come to another one; None for what has none. See negation."""
-        try:
-            return negated(schema, True if own is None else self.known(own), resolve=self.resolved)
-        except NotNegatable:
-            return None
+    def negated(self, schema: Any, own: dict[str, Any] | None = None) -> list[Any]:
+        """The opposite of a schema, for values that come to another one. Raises NotNegatable."""
+        return self._negation.of(schema, True if own is None else self.known(own))
 
     def may_copy(self, schema: Any, times: int = 1) -> bool:
         """Whether a schema may be written some times more. What has a name of its own may not."""
         if self._left <= 0:
             return False
-        text = json.dumps(schema)
-        self._left -= len(text) * times
-        return self._left > 0 and not _NAMED.search(text)
+        size, is_named = measured(schema, self._left)
+        self._left -= size * times
+        return self._left > 0 and not is_named
 
 
 def _in_place(own: dict[str, Any]) -> list[Any]:
     """The schemas in a schema that are about the same value."""
+    if _IN_PLACE.isdisjoint(own):
+        return []
     found = [own.get(word) for word in ("if", "then", "else", "not")]
     for word in ("allOf", "anyOf", "oneOf"):
         found += own[word] if isinstance(own.get(word), list) else []
     for word in ("dependentSchemas", "dependencies"):
         found += own[word].values() if isinstance(own.get(word), dict) else []
     return [each for each in found if isinstance(each, dict)]
+
+
+class TooLong(ValueError):
+    """A schema is too long without the keywords that rules rewrite. The message begins with these."""
 
 
 Rule = Callable[[dict[str, Any], Rewriting], None]
@@ -200,6 +244,7 @@ def _evaluated(
     """Adds the names and the patterns of names that a schema evaluates. Returns whether these are known, and whether
     all names are evaluated.
     """
+    rewriting.effort.spend(VISIT)
     if isinstance(own, bool) or depth > 8:
         return isinstance(own, bool), False
     properties, own_patterns = own.get("properties", {}), own.get("patternProperties", {})
@@ -211,6 +256,7 @@ def _evaluated(
         return True, True
     if own.keys() & (_IN_PLACE - {"allOf", "$ref", "not", "contains"}):
         return False, False
+    rewriting.effort.spend_on([[*properties], [*own_patterns]])
     names.update(dict.fromkeys(properties, True))
     patterns.update(dict.fromkeys(own_patterns, True))
     found = [_evaluated(each, rewriting, names, patterns, depth + 1) for each in parts]
@@ -245,6 +291,7 @@ def ask_for_names(own: dict[str, Any], rewriting: Rewriting) -> None:
         return
     names, patterns = rewriting.resolved(own["propertyNames"]), own.get("patternProperties")
     if isinstance(names, dict) and "type" in names:
+        rewriting.effort.spend_on([names["type"], [*names]])
         kinds = names["type"] if isinstance(names["type"], list) else [names["type"]]
         names = {word: each for word, each in names.items() if word != "type"} if "string" in kinds else False
     if _is_true(names):
@@ -265,9 +312,12 @@ def ask_for_names(own: dict[str, Any], rewriting: Rewriting) -> None:
     del own["propertyNames"]
 
 
-def _listed(names: Any, rewriting: Rewriting) -> dict[str, None] | None:
+def _listed(names: Any, rewriting: Rewriting, depth: int = 0) -> dict[str, None] | None:
     """The names that a schema lists; None if it lists none."""
+    rewriting.effort.spend(VISIT)
     names = rewriting.resolved(names)
+    if depth > MAX_DEPTH:
+        return None
     if _is_false(names):
         return {}
     words = ASSERTIONS & names.keys() - {"type"} if isinstance(names, dict) else set()
@@ -277,34 +327,44 @@ def _listed(names: Any, rewriting: Rewriting) -> dict[str, None] | None:
         case ["enum"] if isinstance(names["enum"], list):
             values = names["enum"]
         case ["anyOf"] if isinstance(names["anyOf"], list):
-            parts = [_listed(each, rewriting) for each in names["anyOf"]]
+            parts = [_listed(each, rewriting, depth + 1) for each in names["anyOf"]]
             return None if None in parts else {name: None for part in parts for name in part or ()}
         case _:
             return None
+    rewriting.effort.spend_on(values)
+    rewriting.effort.spend(ENTRY * len(values))
     return {value: None for value in values if isinstance(value, str)}
 
 
-def _expression_of(names: dict[str, Any]) -> str | None:
+def _expression_of(names: Any) -> str | None:
     """The expression, in Rust's syntax, of the names that a schema describes; None if none is known."""
+    if not isinstance(names, dict):
+        return None
     words = ASSERTIONS & names.keys()
     if words == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
-    least, most = names.get("minLength", 0), names.get("maxLength", "")
-    if words <= {"minLength", "maxLength"} and isinstance(least, int) and isinstance(most, int | str):
-        return to_rust(f"^[^]{{{least},{most}}}$").rust if least >= 0 else None
+    counts = [names[word] for word in ("minLength", "maxLength") if word in names]
+    if words <= {"minLength", "maxLength"} and all(_count(each, -1) >= 0 for each in counts):
+        most = _count(names["maxLength"], 0) if "maxLength" in names else ""
+        return to_rust(f"^[^]{{{_count(names.get('minLength'), 0)},{most}}}$").rust
     return None
 
 
-def ask_for_dependencies(own: dict[str, Any], _: Rewriting) -> None:
+def ask_for_dependencies(own: dict[str, Any], rewriting: Rewriting) -> None:
     """If a property is there, something else must be: either it is not there, or that is."""
+    found: list[Any] = []
     for word in ("dependentRequired", "dependentSchemas", "dependencies"):
         given = own.get(word)
         if not isinstance(given, dict) or not all(isinstance(each, bool | dict | list) for each in given.values()):
             continue
+        if word == "dependencies" and rewriting.is_newer:
+            rewriting.narrowed.add(id(own))  # from 2019-09 on implementations may ignore it
         for name, each in own.pop(word).items():
             wanted = {"required": each} if isinstance(each, list) else each
             if wanted != {"required": []} and not _is_true(wanted):
-                _also(own, any_of([{"properties": {name: False}}, *([] if _is_false(wanted) else [wanted])]))
+                found.append(any_of([{"properties": {name: False}}, *([] if _is_false(wanted) else [wanted])]))
+    if found:
+        _also(own, *found)
 
 
 def ask_for_conditions(own: dict[str, Any], rewriting: Rewriting) -> None:
@@ -313,7 +373,7 @@ def ask_for_conditions(own: dict[str, Any], rewriting: Rewriting) -> None:
         return
     condition, then, other = own["if"], own.get("then", True), own.get("else", True)
     opposite = [] if _is_true(then) else rewriting.negated(condition, own)
-    if opposite is None or not rewriting.may_copy(condition):
+    if not rewriting.may_copy(condition):
         return
     for word in ("if", "then", "else"):
         own.pop(word, None)
@@ -325,8 +385,9 @@ def ask_for_conditions(own: dict[str, Any], rewriting: Rewriting) -> None:
 
 def ask_for_the_opposite(own: dict[str, Any], rewriting: Rewriting) -> None:
     """`not`, by the opposites of the keywords in it."""
-    if "not" not in own or (opposite := rewriting.negated(own["not"], own)) is None:
+    if "not" not in own:
         return
+    opposite = rewriting.negated(own["not"], own)
     if rewriting.may_copy(own["not"]):
         del own["not"]
         _also(own, any_of(opposite))
@@ -337,14 +398,14 @@ def ask_for_one(own: dict[str, Any], rewriting: Rewriting) -> None:
     given = own.get("oneOf")
     if not isinstance(given, list) or not 1 < len(given) <= 16 or isinstance(own.get("discriminator"), dict):
         return
-    opposites = [rewriting.negated(each) for each in given]
-    if _have_own_types(given) or not all(each is not None for each in opposites):
+    if _have_own_types(given) or not rewriting.may_copy(given, len(given)):
         return
-    if not rewriting.may_copy([given, opposites], len(given)):
+    opposites = [rewriting.negated(each) for each in given]
+    if not rewriting.may_copy(opposites, len(given)):
         return
     found = []
     for place, each in enumerate(given):
-        others = [any_of(opposite or []) for number, opposite in enumerate(opposites) if number != place]
+        others = [any_of(opposite) for number, opposite in enumerate(opposites) if number != place]
         if False not in (each, *others):
             found.append({"allOf": [each, *others]})
     del own["oneOf"]
@@ -374,10 +435,8 @@ def list_unique(own: dict[str, Any], rewriting: Rewriting) -> None:
     values = _values(rewriting.resolved(own.get("items")))
     if values is None or len(values) > MAX_UNIQUE or own.get("prefixItems"):
         return
-    try:
-        values = list({key_of(value): value for value in values}.values())
-    except NotNegatable:
-        return
+    rewriting.effort.spend_on(values)
+    values = list({key_of(value): value for value in values}.values())
     counts = range(_count(own.get("minItems"), 0), min(_count(own.get("maxItems"), len(values)), len(values)) + 1)
     if rewriting.may_copy(values, sum(math.perm(len(values), count) for count in counts)):
         lists = [list(each) for count in counts for each in itertools.permutations(values, count)]
@@ -401,3 +460,10 @@ RULES: tuple[Rule, ...] = (
     drop_neutral, ask_for_items, ask_for_names, ask_for_dependencies, ask_for_conditions, ask_for_the_opposite,
     ask_for_one, list_unique,
 )  # fmt: skip
+
+_REWRITTEN = frozenset(
+    """$anchor $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef contains dependencies dependentRequired
+    dependentSchemas else if maxContains minContains not oneOf propertyNames then unevaluatedItems unevaluatedProperties
+    uniqueItems""".split()
+)
+"""Keywords that rules rewrite."""

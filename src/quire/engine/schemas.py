@@ -1,4 +1,4 @@
-"""JSON Schemas as llguidance takes them: how JSON is written, and which annotations mean nothing here."""
+"""Prepares JSON Schemas for llguidance: sets how JSON is written, drops annotations, refuses what would not be held."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.engine.drafts import drop_unknown
 from quire.engine.ecma import HOSTNAME, Expression, NotTranslated, to_rust
-from quire.engine.rewrites import Rewriting
+from quire.engine.negation import measured
+from quire.engine.references import has_resources, is_resource, target
+from quire.engine.references import pointed as pointed
+from quire.engine.rewrites import Rewriting, TooLong
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 JSON_STYLE: dict[str, Any] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
@@ -21,8 +27,11 @@ JSON_STYLE: dict[str, Any] = {
 """How JSON is written, and that schemas are honoured whole or refused. Unicode escapes are off: with `\\u0061` a model
 could write a listed name a second time."""
 
-_NEEDS_UNICODE_ESCAPES = re.compile(r"\\u00(?:[01]|7f)")
-"""In the JSON of schemas with control characters that no other escape writes."""
+_NEEDS_UNICODE_ESCAPES = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Control characters that no other escape writes."""
+
+_MAY_NEED_UNICODE_ESCAPES = re.compile(r"\\u00(?:[01]|7f)")
+"""In the JSON of schemas with such characters, and of some others."""
 
 KNOWN_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
@@ -48,6 +57,15 @@ _NAMED_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "dependencies", "p
 """Keywords with a schema, with a list of schemas, and with schemas by name."""
 
 
+_CHECKED = frozenset(
+    (*_LIMITS, *_COUNTS, "$id", "$ref", "const", "dependencies", "dependentRequired", "dependentSchemas", "enum",
+     "format", "oneOf", "pattern", "patternProperties", "properties", "required")
+)  # fmt: skip
+"""Keywords that are checked or changed before any is rewritten."""
+
+_NAMES_AND_DEFINITIONS = frozenset({"$anchor", "$defs", "$dynamicAnchor", "$id", "definitions"})
+
+
 class Unhonoured(ValueError):
     """A schema asks for what llguidance does not hold texts to. The message begins with the keyword."""
 
@@ -61,55 +79,125 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         return False
     text = "{}" if schema is True else json.dumps(schema)
     found: dict[str, Any] = json.loads(text)
-    left = len(text)  # effort, so that definitions that are used many times take no quadratic time
-    has_controls = _NEEDS_UNICODE_ESCAPES.search(text) is not None
-    every = list(_subschemas(found))
+    may_have_controls, has_controls = _MAY_NEED_UNICODE_ESCAPES.search(text) is not None, False
+    every = list[tuple[Link | None, dict[str, Any]]]()
+    for link, own in _subschemas(found):  # which goes into each one after what is done here
+        drop_unknown(own, found.get("$schema"))
+        every.append((link, own))
     for link, own in every:
+        if _CHECKED.isdisjoint(own):
+            continue
         if isinstance(own.get("format"), str) and own["format"] not in KNOWN_FORMATS:
             del own["format"]
+        reference = own.get("$ref")
         if own is not found and "$id" in own and "$ref" in own:
             # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
             raise Unhonoured("$id beside $ref: drafts disagree about what it means" + _at(link))
+        if isinstance(reference, str) and "#/" in reference[1:] and has_resources(found):
+            raise Unhonoured("$ref: a pointer into another schema that has an $id; use an $anchor there" + _at(link))
         if (reason := _rounded(own) or _repeated(own)) is not None:
             raise Unhonoured(reason + _at(link))
         own.update(
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
-        has_controls |= _translate(own, link)
-        if left > 0 and isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
-            left -= _tell_apart(own, found)
-    Rewriting(found, lambda reference: pointed(reference, found)).apply(own for _, own in reversed(every))
+        has_controls |= _translate(own, link) or (may_have_controls and _has_controls(own))
+    told_apart = _ToldApart(found, 2 * len(text))
+    for _, own in every:
+        if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
+            told_apart.apply(own)
+    inner_first = [*(own for _, own in reversed(every)), *told_apart.copies]
+    try:
+        Rewriting(found, lambda reference: pointed(reference, found), told_apart.narrowed).apply(inner_first)
+    except TooLong as error:
+        raise Unhonoured(str(error)) from None
     style = dict(JSON_STYLE)
     if has_controls:
+        if (named := _place(found, _names_in_the_open)) is not None or _names_in_the_open(found):
+            reason = "a control character in the schema needs the escape \\u, with which a name could come twice"
+            raise Unhonoured(f"properties: {reason}; use additionalProperties: false{_at(named)}")
         del style["json_allowed_escapes"]
     return {**found, "x-guidance": style}
 
 
-def _tell_apart(schema: dict[str, Any], root: dict[str, Any]) -> int:
-    """Turns a `oneOf` into an `anyOf` if its alternatives are objects, and each has its own values for the property
-    that the discriminator names. The property is required then, even if it has a default, so that no text has two of
-    the forms. Returns the number of words that were looked at.
+class _ToldApart:
+    """Turns a `oneOf` whose alternatives a discriminator tells apart into an `anyOf`.
+
+    root      the whole schema
+    left      words and characters that may be read: definitions that are used many times take no quadratic time
+    copies    the alternatives that ask for more than was given; a definition itself may have other uses
+    narrowed  ids of schemas that have such alternatives
     """
-    name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
-    objects, values, effort = [_definition(each, root) for each in alternatives], set[str](), len(alternatives)
-    for each in objects:
-        if not isinstance(each, dict) or each.get("type") != "object" or "anyOf" in schema:
-            return effort
-        properties, required = each.get("properties"), each.get("required", [])
-        own = properties.get(name) if isinstance(name, str) and isinstance(properties, dict) else None
-        if not isinstance(own, dict) or not isinstance(required, list):
-            return effort
-        effort += len(required)
-        for value in own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]:
-            if not isinstance(value, str) or value in values:
-                return effort
-            values.add(value)
-            effort += 1
-    for each in objects:
-        each["required"] = [*(word for word in each.get("required", []) if word != name), name]
-    schema["anyOf"] = schema.pop("oneOf")
-    del schema["discriminator"]  # which llguidance would not have beside references that go in circles
-    return effort
+
+    def __init__(self, root: dict[str, Any], left: int) -> None:
+        self._root = root
+        self._left = left
+        self._references: dict[tuple[int, str], dict[str, str]] = {}  # to copies of definitions
+        self.copies: list[dict[str, Any]] = []
+        self.narrowed = set[int]()
+
+    def apply(self, schema: dict[str, Any]) -> None:
+        """Changes a schema if its alternatives are objects, and each has its own values for the property that the
+        discriminator names. The property is required then, even if it has a default, so that no text has two of the
+        forms.
+        """
+        name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
+        self._left -= len(alternatives)
+        if self._left < 0 or not isinstance(name, str) or "anyOf" in schema:
+            return
+        objects = [_definition(each, self._root) for each in alternatives]
+        if not self._are_apart(name, objects) or not isinstance(self._root.get("$defs", {}), dict):
+            return
+        chosen = [self._requiring(name, *pair) for pair in zip(alternatives, objects, strict=True)]
+        if self._left < 0:
+            return
+        if any(each is not given for each, given in zip(chosen, alternatives, strict=True)):
+            self.narrowed.add(id(schema))
+        del schema["oneOf"]
+        schema["anyOf"] = chosen
+        del schema["discriminator"]  # which llguidance would not have beside references that go in circles
+
+    def _are_apart(self, name: str, objects: list[Any]) -> bool:
+        values = set[str]()
+        for each in objects:
+            if self._left < 0 or not isinstance(each, dict) or each.get("type") != "object":
+                return False
+            properties, required = each.get("properties"), each.get("required", [])
+            own = properties.get(name) if isinstance(properties, dict) else None
+            if not isinstance(own, dict) or not isinstance(required, list):
+                return False
+            for value in own["enum"] if isinstance(own.get("enum"), list) else [own.get("const")]:
+                self._left -= 1
+                if not isinstance(value, str) or value in values:
+                    return False
+                values.add(value)
+            self._left -= len(required)
+        return True
+
+    def _requiring(self, name: str, given: Any, definition: dict[str, Any]) -> Any:
+        """An alternative that requires a property: the given one if it does, else a copy or a reference to one.
+        llguidance takes no other keyword beside a reference to a definition that refers to itself.
+        """
+        required = definition.get("required", [])
+        if name in required:
+            return given
+        if (known := self._references.get((id(definition), name))) is not None:
+            return known
+        self._left -= measured(definition, max(self._left, 0)).size
+        if self._left < 0:
+            return given
+        copy = {word: value for word, value in definition.items() if word not in _NAMES_AND_DEFINITIONS}
+        copy["required"] = [*required, name]
+        self.copies.append(copy)
+        if given is definition:
+            return copy
+        definitions = self._root.setdefault("$defs", {})
+        number = len(definitions)
+        while f"narrowed-{number}" in definitions:
+            number += 1
+        definitions[f"narrowed-{number}"] = copy
+        reference = {"$ref": f"#/$defs/narrowed-{number}"}
+        self._references[id(definition), name] = reference
+        return reference
 
 
 def _definition(schema: Any, root: dict[str, Any]) -> Any:
@@ -118,20 +206,34 @@ def _definition(schema: Any, root: dict[str, Any]) -> Any:
     return pointed(schema["$ref"], root) if is_reference else schema
 
 
-def pointed(reference: Any, root: dict[str, Any]) -> Any:
-    """What a JSON pointer points to (RFC 6901, section 6); None if it is another reference, or points nowhere."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    found: Any = root
-    for word in reference[2:].split("/"):
-        name = unquote(word).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
-    return found
+def _has_controls(schema: Mapping[str, Any]) -> bool:
+    """Whether a text that fits can need the escape \\u for a value or a name that the schema lists."""
+    todo: list[Any] = [schema.get(word) for word in ("const", "enum", "required")]
+    for word in ("properties", "dependentRequired", "dependentSchemas", "dependencies"):
+        if isinstance(named := schema.get(word), dict):
+            todo += named
+            todo += [each for each in named.values() if isinstance(each, list)]
+    while todo:
+        match todo.pop():
+            case str() as text if _NEEDS_UNICODE_ESCAPES.search(text):
+                return True
+            case list() as values:
+                todo += values
+            case dict() as values:
+                todo += values
+                todo += values.values()
+    return False
+
+
+def _names_in_the_open(schema: Mapping[str, Any]) -> bool:
+    """Whether objects can have further properties beside those that a schema names."""
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        return False
+    patterns = schema.get("patternProperties")
+    if schema.get("properties") or schema.get("required"):
+        return schema.get("additionalProperties") is not False or bool(patterns)
+    return bool(patterns) and schema.get("additionalProperties") is not False
 
 
 def _translate(schema: dict[str, Any], link: Link | None) -> bool:
@@ -142,7 +244,7 @@ def _translate(schema: dict[str, Any], link: Link | None) -> bool:
     given, plain, length = HOSTNAME
     if schema.get("pattern") == given and schema.get("format") == "hostname":
         most = schema.get("maxLength", length)
-        schema |= {"pattern": plain, "maxLength": min(most, length) if isinstance(most, int) else most}
+        schema |= {"pattern": plain, "maxLength": min(most, length) if _is_count(most) else most}
     if isinstance(schema.get("pattern"), str):
         found = _translated("pattern", schema["pattern"], link)
         schema["pattern"], has_controls = found.rust, found.has_controls
@@ -168,7 +270,7 @@ def _translated(word: str, pattern: str, link: Link | None) -> Expression:
 
 def _rounded(schema: Mapping[str, Any]) -> str | None:
     """Why the numbers of a schema cannot be honoured, if so."""
-    values = [(word, schema.get(word)) for word in (*_LIMITS, "const", "enum")]
+    values = [(word, schema[word]) for word in (*_LIMITS, "const", "enum") if word in schema]
     while values:
         word, value = values.pop()
         if isinstance(value, int) and abs(value) > _EXACT:
@@ -181,12 +283,16 @@ def _rounded(schema: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _is_count(value: Any) -> TypeIs[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _repeated(schema: Mapping[str, Any]) -> str | None:
     """Why the number of properties cannot be honoured, if so. Names that are not listed may come twice."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
-    if isinstance(least, int | float) and least > max(1, num_required) and is_open:
+    if _is_count(least) and least > max(1, num_required) and is_open:
         return "minProperties: names that are not listed may come twice, so only required ones are counted"
     return None
 
@@ -273,20 +379,21 @@ def _subschemas(root: Any) -> Iterator[tuple[Link | None, dict[str, Any]]]:
     """All schemas in a schema that are objects, with their places, outer ones first: where keywords have schemas, and
     where references point to.
     """
-    todo: deque[tuple[Link | None, Any]] = deque([(None, root)])
+    todo: deque[tuple[Link | None, Any, Any]] = deque([(None, root, root)])  # place, schema, and what pointers start at
     seen = set[int]()
     while todo:
-        link, own = todo.popleft()
+        link, own, base = todo.popleft()
         if not isinstance(own, dict) or id(own) in seen:
             continue
         seen.add(id(own))
         yield link, own
+        base = own if is_resource(own, root) else base
         if isinstance(reference := own.get("$ref"), str):
-            todo.append((Link(None, reference), pointed(reference, root)))
-        todo += ((Link(link, word), own[word]) for word in _SCHEMA if word in own)
-        for word in _SCHEMAS:
-            if isinstance(several := own.get(word), list):
-                todo += ((Link(link, f"{word}[{place}]"), each) for place, each in enumerate(several))
-        for word in _NAMED_SCHEMAS:
-            if isinstance(named := own.get(word), dict):
-                todo += ((Link(link, f"{word}.{name}"), each) for name, each in named.items())
+            todo.append((Link(None, reference), target(reference, base), base))
+        for word, value in own.items():
+            if isinstance(value, list) and word in _SCHEMAS:
+                todo += ((Link(link, f"{word}[{place}]"), each, base) for place, each in enumerate(value) if each)
+            elif isinstance(value, dict) and word in _NAMED_SCHEMAS:
+                todo += ((Link(link, f"{word}.{name}"), each, base) for name, each in value.items() if each)
+            elif isinstance(value, dict) and word in _SCHEMA:
+                todo.append((Link(link, word), value, base))

@@ -15,6 +15,9 @@ MAX_GRAMMAR_CHARS = 262_144
 
 MAX_CHOICES = 4096
 
+OF_SERVER = ("reasoning", "may_force")
+"""Fields that a server sets and its clients do not."""
+
 WAYS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -41,6 +44,9 @@ class StructuredOutputsParams:
     """A context-free grammar, in Lark's or in GBNF's syntax."""
     disable_any_whitespace: bool = False
     """Accepted for vLLM's sake."""
+    may_force: bool = False
+    """Whether the tokens that a grammar forces are proposed as drafts: it is known to force little in one piece. Of a
+    client's grammar nothing is known."""
     reasoning: tuple[str, str] | list[str] | None = None
     """Marks around reasoning that may stand before the text. An empty first one: it stands there, and the prompt has
     begun it."""
@@ -65,9 +71,7 @@ class StructuredOutputsParams:
             if given.get(name) is False:
                 del given[name]
         if unknown := sorted(given.keys() - known):
-            raise _wrong(
-                f"{reprlib.repr(unknown[0])} is not known; it takes {', '.join(sorted(known - {'reasoning'}))}"
-            )
+            raise _wrong(f"{reprlib.repr(unknown[0])} is not known; it takes {', '.join(sorted(known - {*OF_SERVER}))}")
         return cls(**given)
 
     @property

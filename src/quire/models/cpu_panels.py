@@ -5,8 +5,9 @@ kernels/linear.cpp and kernels/packed.h have the layouts.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -35,6 +36,9 @@ LAYOUT = 1
 """Version of the packed bytes. Files of packed weights with another version are written again. It is also raised if the
 input of packing changes: `quants.group_codes`, `quants.eight_bit_codes`, the order of rows in `weights`."""
 
+
+GATE_LANES = 16
+"""Gates of a panel; as many ups follow them."""
 
 MOST_PARTS = 4
 """Maximum number of parts of a product, as in linear.h."""
@@ -172,15 +176,56 @@ class Panels:
         assert index.dtype == torch.int64 and index.is_contiguous(), f"{index.dtype}, strides {index.stride()}"
         out = torch.empty(len(index), self.shape[1], dtype=self._dtype)
         (panels,), (part,) = self._panels, self._parts
-        runtime.kernels().quire_panel_rows(
-            part.kind, panels.data_ptr(), self.shape[1], index.data_ptr(), len(index), self._kind, out.data_ptr()
-        )
+        self._read(part.kind, panels, index, out)
         return out
+
+    def decoded(self, step: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The rows of the matrix in the order of the outputs, at most `step` of them at a time, [n, K].
+
+        dtype  of rows that are decoded from packed blocks; rows of 16 bits keep their own
+        """
+        assert not self.matrix.gated, "the outputs of a gated product are not rows"
+        for panels, part in zip(self._panels, self._parts, strict=True):
+            found = dtype if part.kind in _PACKED.values() else self._dtype
+            for start in range(0, part.outputs, step):
+                index = torch.arange(start, min(start + step, part.outputs))
+                out = torch.empty(len(index), self.shape[1], dtype=found)
+                self._read(part.kind, panels, index, out)
+                yield out
+
+    def without_gate(self) -> Panels:
+        """The sums of a gated product [R, 2 * N'], before the gate: `gate_lanes` gates, their ups, and so on. N' is N
+        rounded up to a multiple of gate_lanes; the sums beyond N are 0.
+        """
+        count, inputs = self.shape
+        assert self.matrix.gated, "there is no gate"
+        found = copy.copy(self)
+        lanes = -(-count // GATE_LANES) * GATE_LANES
+        found.shape = 2 * lanes, inputs
+        if self.bias is not None:
+            both = torch.nn.functional.pad(self.bias.view(2, count), (0, lanes - count))
+            found.bias = both.view(2, -1, GATE_LANES).transpose(0, 1).reshape(-1)
+        (part,) = self._parts
+        found._parts = (Part * 1)(Part(part.panels, part.kind, 2 * lanes))
+        bias = None if found.bias is None else found.bias.data_ptr()
+        found.matrix = Matrix(found._parts, 1, bias, *found.shape, 0)
+        return found
+
+    def _read(self, kind: int, panels: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+        runtime.kernels().quire_panel_rows(
+            kind,
+            panels.data_ptr(),
+            self.shape[1],
+            index.data_ptr(),
+            len(index),
+            runtime.DTYPE_IDS[out.dtype],
+            out.data_ptr(),
+        )
 
 
 def panel_bytes(kind: str | torch.dtype, outputs: int, inputs: int, *, gated: bool = False) -> int:
     """Bytes of a matrix [outputs, inputs] in panels; gated: of 2 * outputs rows."""
-    count = -(-outputs // (16 if gated else 32))
+    count = -(-outputs // (GATE_LANES if gated else 2 * GATE_LANES))
     return count * int(runtime.kernels().quire_panel_bytes(_number(kind), inputs))
 
 

@@ -7,30 +7,27 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
-    from quire.server.shapes import Error
 
 log = logging.getLogger("quire.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Refusal(Protocol):
-    """An error of the API."""
+class Refusal(NamedTuple):
+    """The status of an error and what its answer says. The exception itself would keep the body."""
 
     status: int
-
-    def body(self) -> Error:
-        """The JSON of the answer."""
-        ...
+    error: Mapping[str, Any]
 
 
 @dataclass
@@ -71,9 +68,8 @@ class Access:
         """A line about the error that the request was answered with; None if it was none."""
         if (refusal := self.refusal) is None:
             return None
-        error = refusal.body()["error"]
         # As JSON, because the message may quote the request: line breaks of it must not begin another line.
-        return f"refused id={self.request_id} status={refusal.status} error={json.dumps(error)}"
+        return f"refused id={self.request_id} status={refusal.status} error={json.dumps(refusal.error)}"
 
     def line(self, scope: Scope, status: int) -> str:
         """The line of a request that has ended: name=value, and what has no value is left out."""

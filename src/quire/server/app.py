@@ -304,7 +304,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         if service.draining:
             raise shutting_down()
         service.check_ready()
-        return json_response(shapes.Status(status="ready"))
+        status = shapes.Status(status="ready")
+        if (calibration := service.engine.stats().get("calibration")) is not None:
+            status["calibration"] = calibration
+        return json_response(status)
 
     @app.get("/version", **operation(shapes.Version, 401, 403, 503))
     async def show_version() -> Response:

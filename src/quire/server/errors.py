@@ -25,7 +25,7 @@ from quire.errors import (
     RequestError,
 )
 from quire.habits import parameter_answer
-from quire.server.access import CURRENT
+from quire.server.access import CURRENT, Refusal
 from quire.server.shapes import Error
 
 log = logging.getLogger("quire.server")
@@ -112,7 +112,7 @@ def api_error(error: Exception) -> ApiError:
     """
     answer = _converted(error)
     if (access := CURRENT.get()) is not None:
-        access.refusal = answer
+        access.refusal = Refusal(answer.status, answer.body()["error"])
     return answer
 
 

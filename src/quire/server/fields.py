@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Vali
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
-from quire.engine.structured import MAX_CHOICES, StructuredOutputsParams
+from quire.engine.structured import MAX_CHOICES, OF_SERVER, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.errors import bad_request, shown
 from quire.server.structure import check_string
@@ -130,8 +130,8 @@ def _structure(value: Any, info: ValidationInfo) -> StructuredOutputsParams | No
     if isinstance(schema := value.get("json"), str):
         check_string(schema, info)
     try:
-        if "reasoning" in value:
-            raise RequestError("structured_outputs: 'reasoning' is not known", "structured_outputs")
+        if foreign := [name for name in OF_SERVER if name in value]:
+            raise RequestError(f"structured_outputs: {foreign[0]!r} is not known", "structured_outputs")
         return StructuredOutputsParams.from_options(value)
     except RequestError as error:
         raise bad_request(str(error), error.param) from None

@@ -40,6 +40,8 @@ LAG_PERIOD = 0.05
 LAG_WINDOW = 60.0
 """Minimum seconds for which the worst lag is shown; the maximum is twice that."""
 
+CALIBRATION_STATES = ("calibrating", "waiting", "taken", "failed")
+
 SHARES = tuple(count / 10 for count in range(1, 11))
 
 
@@ -246,6 +248,24 @@ class _EngineCollector(Collector):
             "Bytes that retention freed in running requests.",
             cache["bytes_retention_freed"],
         )
+        yield from _calibration_metrics(stats)
         yield from tier_metrics(stats)
         yield from offload_metrics(stats)
         yield from cluster_metrics(stats)
+
+
+def _calibration_metrics(stats: dict[str, Any]) -> Iterable[Metric]:
+    """Of a codec that the server began without."""
+    report = stats.get("calibration")
+    if report is None:
+        return
+    state = GaugeMetricFamily(
+        "quire_calibration_state", "1 for the state of the calibration beside requests.", labels=["codec", "state"]
+    )
+    for name in CALIBRATION_STATES:
+        state.add_metric([report["codec"], name], float(name == report["state"]))
+    yield state
+    yield GaugeMetricFamily("quire_calibration_done_ratio", "Share of the calibration that is done.", report["done"])
+    yield GaugeMetricFamily(
+        "quire_calibration_seconds_left", "Estimated seconds until it is done.", report["seconds_left"]
+    )

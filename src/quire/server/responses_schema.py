@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.engine.structured import StructuredOutputsParams
@@ -39,10 +40,23 @@ def written(content: str | list[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _is_message(value: Any) -> Any:
+    """Refuses an item of a type that is not taken. Clients refer to an item by its id where they believe it stored."""
+    if value == "item_reference":
+        said = "Nothing is stored here: send the item itself, as clients do that are told `store: false`"
+        raise PydanticCustomError("literal_error", said)
+    if isinstance(value, str) and value not in _KINDS:
+        raise PydanticCustomError("literal_error", f"An item is one of {', '.join(_KINDS)}")
+    return value
+
+
 class InputMessage(Replayed):
     """What somebody has said, an earlier answer included."""
 
-    type: Literal["message"] = "message"
+    type: Annotated[Literal["message"], BeforeValidator(_is_message)] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Written
     id: Ignored = None
@@ -98,7 +112,7 @@ class InputReasoning(Replayed):
 
 def _kind(value: Any) -> str:
     given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"={given}" if given in ("function_call", "function_call_output", "reasoning") else "=message"
+    return f"={given}" if given in _KINDS else "=message"
 
 
 InputItem = Annotated[

@@ -44,7 +44,7 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from starlette.types import Receive
 
-    from quire.config import ServeConfig, SloConfig
+    from quire.config import EngineConfig, ServeConfig, SloConfig
     from quire.server.protocol import Engine
 
     Blamed = Callable[[Engine, str], Awaitable[RequestError | None]]
@@ -111,7 +111,6 @@ class Service:
         self.metrics = Metrics(engine.stats, slo)
         self.bodies = Bodies(config.max_request_bytes)
         self.created = int(time.time())
-        self.fingerprint = _fingerprint(engine)
         self.draining = False
         self.in_flight = 0
         self.num_answered = 0
@@ -244,7 +243,7 @@ class Service:
             "object": what,
             "created": int(time.time()),
             "model": self.engine.model_name,
-            "system_fingerprint": self.fingerprint,
+            "system_fingerprint": _fingerprint(self.engine.model_name, self.engine.config),
         }
 
     def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:
@@ -407,10 +406,10 @@ def tenants_of(config: ServeConfig, keys: ApiKeys) -> Tenants:
     return Tenants(() if config.tenants_share else keys.tenants)
 
 
-def _fingerprint(engine: Engine) -> str:
-    """Of the model and of all settings that may change its answers."""
-    config = engine.config
-    parts = (__version__, engine.model_name, config.model, config.cache, config.retain, config.attention)
+@functools.lru_cache(maxsize=4)
+def _fingerprint(model_name: str, config: EngineConfig) -> str:
+    """Of the model and of all settings that may change its answers. A server's change when it takes a codec."""
+    parts = (__version__, model_name, config.model, config.cache, config.retain, config.attention)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 

@@ -395,9 +395,20 @@ class Text(TypedDict):
 
 
 class Status(TypedDict):
-    """How the server is."""
+    """How the server is. calibration: of the codec that the server began without; absent if there is none."""
 
     status: str
+    calibration: NotRequired[CalibrationStatus]
+
+
+class CalibrationStatus(TypedDict):
+    """A calibration beside requests. state: calibrating, waiting (for a moment without requests), taken or failed."""
+
+    codec: str
+    state: str
+    done: float
+    seconds_left: int
+    reason: str
 
 
 class Version(TypedDict):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quire.engine.grammar_source import term_of
 from quire.engine.schemas import Unhonoured, written
 from quire.engine.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from quire.errors import RequestError
@@ -78,10 +77,9 @@ class Tooling:
             reason = f"parameters of tools have {num_chars:,} characters; at most {MAX_GRAMMAR_CHARS:,} are allowed"
             raise RequestError(f"'tools': {reason}", "tools")
         try:
-            grammar = format_.grammar(tools, choice, tokenizer.added_id, None if wanted is None else term_of(wanted))
+            structure = format_.structure(tools, choice, tokenizer.added_id, wanted)
         except Unhonoured as error:
             raise _refused(error, dict(zip(params, tools, strict=True)), body.structure_param) from None
-        structure = None if grammar is None else StructuredOutputsParams(grammar=grammar)
         marks = (*format_.marks, *([] if reasoning is None else [reasoning.ends]))
         shows = any(tokenizer.added_id(mark) in tokenizer.special_ids for mark in marks)
         has_form = wanted is not None and choice.mode == "auto"

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine import schemas
-from quire.engine.grammar_source import TokenOf, escaped, mark, text_without
+from quire.engine.forced import MAX_FORCED_BYTES, SCALAR_BYTES, schema_bytes
+from quire.engine.grammar_source import TokenOf, escaped, forced_bytes, mark, term_of, text_without
+from quire.engine.structured import StructuredOutputsParams
 from quire.tools.calls import Call, Tool, ToolChoice
 
 Message = Mapping[str, Any]
@@ -121,6 +123,28 @@ class ToolFormat:
             start = [f"start: {'calls*' if choice.parallel else 'calls?'} TEXT?"]
             start += [f"calls: head {' '.join(opens[1:])} {calls}", *head]
         return "\n".join(["%llguidance {}", *start, *rules])
+
+    def structure(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        token_of: TokenOf,
+        wanted: StructuredOutputsParams | None = None,
+    ) -> StructuredOutputsParams | None:
+        """What an answer must be; None: anything. wanted: what a text without calls must be. See `grammar`."""
+        grammar = self.grammar(tools, choice, token_of, None if wanted is None else term_of(wanted))
+        if grammar is None:
+            return None
+        most = max(self._forced_bytes(tools, choice), 0.0 if wanted is None else forced_bytes(wanted))
+        reasoning = None if wanted is None else wanted.reasoning
+        return StructuredOutputsParams(grammar=grammar, may_force=most <= MAX_FORCED_BYTES, reasoning=reasoning)
+
+    def _forced_bytes(self, tools: Sequence[Tool], choice: ToolChoice) -> float:
+        """Bytes that calls can force in one piece; see forced. Between two calls there is a choice."""
+        held = [tool for tool in tools if choice.mode == "required" or tool.strict]
+        around = len(self.opens + (self.between or "") + self.closes) + len(self.key)
+        sizes = (schema_bytes(schemas.written(tool.arguments)) + 6 * len(tool.name) for tool in held)
+        return around + SCALAR_BYTES + max(sizes, default=0.0)
 
     def _terms(self, text: str, token_of: TokenOf) -> list[str]:
         """A text in a grammar, with the marks in it as tokens where they are."""

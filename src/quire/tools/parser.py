@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
+from itertools import groupby
 
 from quire.tools.calls import CallArguments, CallBegins, Part, Text
 from quire.tools.format import ToolFormat
-from quire.tools.written import KEYS, call_of
+from quire.tools.written import KEYS, STRING, Scan, call_of, decoded, is_beside, may_be_beside, scalar_end
 
 HEAD_CHARS = 4096
 """Characters of a call in which its name and the beginning of its arguments are looked for."""
 
+MEMBER_CHARS = 256
+"""Characters of a member behind a call's arguments in which its key, or a number, has to end."""
 
-class _Depth:
-    """Follows JSON text character by character to the end of its first value, an object or a list."""
+AGAIN_CHARS = 1 << 16
+"""Characters of openers without a call, and of what is read again behind them, that an answer may have: 10 ms."""
 
-    def __init__(self, depth: int = 0) -> None:
-        self._depth, self._in_string, self._is_escaped = depth, False, False
-        self._seen = 0
+BARE_CHARS = 4
+"""Characters that a brace without a call counts for at least: Llama's calls have no other opener."""
 
-    def end(self, text: str) -> int:
-        """Where the value ends in a text that begins with the one of the call before; -1 if it goes on."""
-        for place in range(self._seen, len(text)):
-            char = text[place]
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif char == "\\":
-                    self._is_escaped = True
-                elif char == '"':
-                    self._in_string = False
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    return place + 1
-        self._seen = len(text)
-        return -1
-
-    def forget(self) -> None:
-        """What it has seen is not given again."""
-        self._seen = 0
+_BLANKS = re.compile(r"\s*")
+_OPENING = re.compile(r"[\s\[]*")
+_INNER = re.compile(r"\{\s*(\S)")
+_UNSURE = re.compile(r"\{\s*(?:\}\s*)?")
+_CLOSING = re.compile(r"\s*\}")
+_MEMBER = re.compile(rf"\s*,\s*({STRING})\s*:\s*(?=\S)", re.DOTALL)
+_MEMBER_BEGINS = re.compile(r'\s*(?:,\s*(?:"[^"\\]*(?:\\.[^"\\]*)*(?:\\?|"\s*(?::\s*)?))?)?', re.DOTALL)
 
 
 class CallParser:
@@ -54,6 +37,15 @@ class CallParser:
 
     What begins like a call and is none, or is of no known tool, is text. Blanks beside calls are dropped, but for those
     between two texts.
+
+    Of a call, the first name and the first arguments that are not empty count. Arguments are passed on as they are
+    written: of those in an object, only the brackets and the quotes are checked. Ids, types, indices, the same name
+    again and empty arguments beside them are dropped. Any other member is text behind the call, for what has been sent
+    cannot be taken back. All of this is the same whether a call's arguments are sent while they arrive, as those right
+    behind a name are, or with the whole call.
+
+    The time is linear in the answer's length. After AGAIN_CHARS characters of openers that open nothing, and of what
+    was read again because of them, the rest of an answer is text.
     """
 
     def __init__(
@@ -75,35 +67,39 @@ class CallParser:
         self._is_either = is_either
         openers = {format_.opens, *(() if is_exact else format_.also)} - {""}
         self._openers = sorted(openers, key=len, reverse=True)
-        between, closes = (format_.between or "").strip(), format_.closes.strip()
-        # Where what stands between two calls begins like what stands behind the last one, the next opener decides.
-        self._seps = [(closes, "text")] if closes else []
-        if between and not between.startswith(closes or between + " "):
-            self._seps.append((between, "head"))
-        # Llama's models join calls with semicolons, or write a line for each.
         self._is_bare_opener = format_.at_start and not is_exact
-        if self._is_bare_opener:
-            self._seps.append((";", "tail"))
+        self._opener = re.compile("|".join(map(re.escape, self._openers)) or r"(?!)")
+        self._opener_or_brace = re.compile("|".join([*map(re.escape, self._openers), r"\{"]))
+        self._opener_begins = re.compile("|".join(re.escape(each[0]) for each in self._openers) or r"(?!)")
+        self._most_opener = max(map(len, self._openers), default=0)
+        self._seps = self._separators()
         self._keys = (format_.key,) if is_exact else (format_.key, *KEYS)
-        name = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")'
-        key = rf'"(?:{"|".join(self._keys)})"'
+        head = rf'\{{\s*"name"\s*:\s*({STRING})\s*,\s*"(?:{"|".join(self._keys)})"\s*:\s*'
+        self._head = re.compile(head, re.DOTALL)
         # Empty arguments are read with the whole call, if it goes on: others may stand under another key.
-        begins = r"\{" if is_exact else r'\{\s*(?:"|\}\s*[^\s,}])'
-        self._head = re.compile(rf"{name}\s*,\s*{key}\s*:\s*(?={begins})", re.DOTALL)
-        self._empty = re.compile(rf"{name}\s*,\s*{key}\s*:\s*\{{\s*\}}\s*", re.DOTALL)
-        self._held = ""  # not yet decided on
+        self._filled = re.compile(r"\{" if is_exact else r'\{\s*(?:"|\}\s*[^\s,}])')
+        self._empty = re.compile(head + r"\{\s*\}\s*", re.DOTALL)
+        self._held, self._at = "", 0  # what is not yet decided on begins at `at`
+        self._later: list[str] = []  # pieces behind it, while a value goes on
+        self._is_waiting = False  # whether the value that `scan` follows goes on
+        self._num_chars = 0  # of the answer
+        self._num_again, self._seen_to = 0, 0  # characters read again, and where in the answer reading has been
         self._raw = ""  # of a call that has just begun, from its opener on
-        self._blank = ""  # at the end of the text so far
+        self._blank: list[str] = []  # at the end of the text so far
         self._before = ""  # blanks between the last text and a call behind it
-        self._behind = ""  # blanks behind the last call
+        self._behind: list[str] = []  # blanks behind the last call
         self._is_behind = False  # whether a call was last
         self._has_called = False  # whether there was a call
+        self._name = ""  # of the last call
         self._is_dropped = False  # whether the call is one too many
         self._is_bare = False  # whether nothing but its brace opens what may be a call
+        self._num_lists = 0  # lists around calls that the format does not have
         self._has_text = False  # whether there was text
+        self._has_others = False  # whether members of the last call were text
         self._is_start = format_.at_start
-        self._has_members = False  # whether a call's object goes on behind its arguments
-        self._depth = _Depth()
+        self._is_unsure = True  # whether a call's arguments may stand right behind its name
+        self._member: tuple[str, int, int] | None = None  # key, begin and value of one behind the arguments
+        self._scan = Scan()
         self._state = "head" if format_.at_start else "text"
         self._steps: dict[str, Callable[[list[Part]], bool]] = {
             "text": self._text_step,
@@ -111,12 +107,35 @@ class CallParser:
             "arguments": self._arguments_step,
             "rest": self._rest_step,
             "tail": self._tail_step,
+            "plain": self._plain_step,
         }
         self.num_calls = 0
 
+    def _separators(self) -> list[tuple[str, str]]:
+        """What may stand behind a call, and the state that it leads to."""
+        between, closes = (self._format.between or "").strip(), self._format.closes.strip()
+        # Where what stands between two calls begins like what stands behind the last one, the next opener decides.
+        found = [(closes, "text")] if closes else []
+        if between and not between.startswith(closes or between + " "):
+            found.append((between, "head"))
+        if self._is_bare_opener:
+            found.append((";", "tail"))
+        if not self._is_exact:
+            # Models join calls with commas or semicolons, or write a line for each.
+            found += [(text, "head") for text in (",", "{") if (text, "head") not in found]
+        return found
+
     def push(self, text: str) -> list[Part]:
         """What a piece of the answer adds."""
-        self._held += text
+        if self._state == "plain":
+            return [Text(text)] if text else []
+        self._num_chars += len(text)
+        if self._is_waiting:
+            self._later.append(text)
+            if self._scan.find(text, -self._scan.num_seen) < 0:
+                return []
+            text, self._is_waiting = self._taken_later(), False
+        self._held, self._at = self._held[self._at :] + text, 0
         found: list[Part] = []
         while self._steps[self._state](found):
             pass
@@ -135,17 +154,30 @@ class CallParser:
     def flush(self) -> list[Part]:
         """What is left when the answer has ended."""
         found: list[Part] = []
+        self._held, self._at = self._held[self._at :] + self._taken_later(), 0
         if self._state == "head" and self._empty.fullmatch(self._held):
+            self._begin_head(self._raw, 0)
             self._held += "}"  # which small models forget
-            self._head_step(found)
-        left = self._raw + self._held
+            while self._state == "head" and self._head_step(found):
+                pass
+        if self._state == "rest":
+            left = self._held.lstrip(" \t\r\n,")
+            if left.startswith('"') and not may_be_beside(left, self._keys):
+                self._say_member(left, found)
+        left = self._raw + self._held[self._at :]
         is_syntax = self._is_exact and not self._is_either and self._is_syntax(left.strip())
         if self._state in ("head", "text") and not is_syntax:
             self._say(left, found)
             if self._blank:
-                found.append(Text(self._blank))
-        self._held = self._raw = self._blank = ""
+                found.append(Text("".join(self._blank)))
+        self._held = self._raw = ""
+        self._at, self._blank = 0, []
         return _joined(found)
+
+    def _taken_later(self) -> str:
+        text = "".join(self._later)
+        self._later.clear()
+        return text
 
     def _is_syntax(self, left: str) -> bool:
         """Whether what is left belongs to a call that was cut off: a grammar writes nothing else there."""
@@ -156,127 +188,184 @@ class CallParser:
 
     def _text_step(self, found: list[Part]) -> bool:
         if self._is_either and not self._may_begin():
-            self._say(self._held, found)
-            self._held = ""
+            self._take_text(len(self._held), found)
             return False
-        openers = [*self._openers, *(["{"] if self._is_bare_opener and self._has_called else [])]
-        places = [(self._held.find(opener), opener) for opener in openers]
-        if there := [each for each in places if each[0] >= 0]:
-            place, opener = min(there, key=lambda each: (each[0], -len(each[1])))
-            self._say(self._held[:place], found)
-            self._held = self._held[place:]
-            if any(each.startswith(self._held) and each != opener for each in openers):
+        is_brace = self._is_bare_opener and self._has_called
+        match = (self._opener_or_brace if is_brace else self._opener).search(self._held, self._at)
+        if match is not None:
+            opener = match[0]
+            self._take_text(match.start(), found)
+            begins = self._held[self._at : self._at + self._most_opener + 1]
+            if any(each.startswith(begins) and each != opener for each in self._openers):
                 return False  # it may become a longer opener, which this one begins
             self._is_bare = opener == "{"
-            self._begin_head("" if self._is_bare else opener, self._held[0 if self._is_bare else len(opener) :])
+            self._begin_head("" if self._is_bare else opener, self._at + (0 if self._is_bare else len(opener)))
             return True
-        keep = max((_overlap(self._held, opener) for opener in self._openers), default=0)
-        cut = len(self._held) - keep
-        self._say(self._held[:cut], found)
-        self._held = self._held[cut:]
+        begin, keep = max(self._at, len(self._held) - self._most_opener), 0
+        if self._opener_begins.search(self._held, begin) is not None:
+            keep = max(_overlap(self._held[begin:], opener) for opener in self._openers)
+        self._take_text(len(self._held) - keep, found)
+        return False
+
+    def _plain_step(self, found: list[Part]) -> bool:
+        self._say(self._raw + self._held[self._at :], found)
+        found.append(Text("".join(self._blank)))
+        self._held = self._raw = ""
+        self._at, self._blank = 0, []
         return False
 
     def _may_begin(self) -> bool:
         """Whether a call may begin here, as far as the text goes."""
         if self._has_text or self._blank:
             return False
-        held = self._held.lstrip() if self._is_behind else self._held
+        held = self._held[self._at :]
+        held = held.lstrip() if self._is_behind else held
         return any(opener.startswith(held) or held.startswith(opener) for opener in self._openers)
 
     def _head_step(self, found: list[Part]) -> bool:
         """Reads a call up to its arguments, or whole if they are not last."""
-        blank = len(self._held) - len(self._held.lstrip())
-        if blank:
-            self._raw, self._held = self._raw + self._held[:blank], self._held[blank:]
-        if not self._held:
+        # Some models write a list of calls where their format has one call.
+        opening = _BLANKS if self._is_start or self._is_exact else _OPENING
+        end, most = _end(opening, self._held, self._at), self._at + HEAD_CHARS - len(self._raw)
+        taken = self._held[self._at : min(end, most)]
+        if not self._format.opens.endswith("["):
+            self._num_lists += taken.count("[")
+        self._raw, self._at = self._raw + taken, self._at + len(taken)
+        if end > most:
+            return self._is_none(found, 0)
+        if self._at == len(self._held):
             return False
         if self._is_start and self._is_exact and self._raw:
             return self._is_none(found)
         if self._is_start:
-            opener = next((each for each in self._openers if self._held.startswith(each)), "")
-            if not opener and any(each.startswith(self._held) for each in self._openers):
+            opener = next((each for each in self._openers if self._held.startswith(each, self._at)), "")
+            begins = self._held[self._at : self._at + self._most_opener + 1]
+            if not opener and any(each.startswith(begins) for each in self._openers):
                 return False
             self._is_start = False
-            self._begin_head(self._raw + opener, self._held[len(opener) :])
+            self._begin_head(self._raw + opener, self._at + len(opener))
             return True
-        if self._held[0] == "[" and self._format.opens.endswith("[") and not self._is_exact:
-            self._begin_head(self._raw + "[", self._held[1:])
-            return True
-        if self._held[0] != "{":
+        if self._held[self._at] != "{":
             return self._is_none(found)
-        head = self._head.match(self._held, 0, HEAD_CHARS)
-        name = _decoded(head[1]) if head is not None else None
-        if head is not None and name is not None and name in self._names:
-            self._begin(name, found)
-            self._held, self._state, self._depth = self._held[head.end() :], "arguments", _Depth()
-            return True
-        if head is not None and not self._is_bare:
-            return self._is_none(found)
-        end = self._depth.end(self._held)
-        if end < 0:
+        return self._streamed_step(found) if self._is_unsure else self._whole_step(found)
+
+    def _streamed_step(self, found: list[Part]) -> bool:
+        """Begins a call with arguments right behind its name."""
+        held, at, scan = self._held, self._at, self._scan
+        last, is_all = at + HEAD_CHARS, len(held) - at >= HEAD_CHARS
+        inner = _INNER.match(held, at, last)
+        if inner is None and not is_all:
             return False
-        call = call_of(self._held[:end], self._keys)
-        if call is None or call[0] not in self._names:
-            return self._is_none(found, end if self._is_bare else 1)
-        self._begin(call[0], found)
-        self._add(call[1], found)
-        self._held, self._state = self._held[end:], "tail"
+        if inner is None or inner[1] != '"':
+            return self._is_none(found)
+        scan.find(held, at, last, to_nested=True)
+        if scan.nested < 0 and scan.end < 0 and not is_all:
+            return False
+        head = self._head.fullmatch(held, at, at + scan.nested) if scan.nested >= 0 else None
+        name = decoded(head[1]) if head is not None else None
+        if head is not None and name not in self._names and not self._is_bare:
+            return self._fails(found, scan.nested)
+        self._is_unsure = False
+        if head is not None and name is not None and name in self._names:
+            if self._filled.match(held, head.end(), last) is not None:
+                self._begin(name, found)
+                self._at, self._state, self._scan = head.end(), "arguments", Scan()
+                return True
+            self._is_unsure = not is_all and _UNSURE.fullmatch(held, head.end()) is not None
+        return not self._is_unsure
+
+    def _whole_step(self, found: list[Part]) -> bool:
+        end = self._scan.find(self._held, self._at)
+        if end < 0:
+            self._is_waiting = True
+            return False
+        call = call_of(self._held[self._at : self._at + end], self._keys)
+        if call is None or call.name not in self._names:
+            return self._fails(found, end)
+        self._begin(call.name, found)
+        self._add(call.arguments, found)
+        for member in call.others:
+            self._say_member(member, found)
+        self._at, self._state = self._at + end, "tail"
         return True
 
     def _arguments_step(self, found: list[Part]) -> bool:
-        end = self._depth.end(self._held)
-        piece, self._held = (self._held, "") if end < 0 else (self._held[:end], self._held[end:])
-        if piece:
-            self._add(piece, found)
-        self._depth.forget()
+        begin = self._at - self._scan.num_seen
+        end = self._scan.find(self._held, begin)
+        last = len(self._held) if end < 0 else begin + end
+        if last > self._at:
+            self._add(self._held[self._at : last], found)
+        self._at = last
         if end < 0:
             return False
-        self._state, self._depth, self._has_members = "rest", _Depth(1), False
+        self._state, self._member = "rest", None
         return True
 
     def _rest_step(self, found: list[Part]) -> bool:
-        """What stands in a call's object behind its arguments: usually its brace alone. Small models forget it."""
-        if not self._has_members:
-            self._held = self._held.lstrip()
-            if not self._held:
-                return False
-            behind = self._held[1:].lstrip() if self._held[0] == "," else "-"
-            if not behind:
-                return False
-            self._has_members = behind[0] == '"'
-            if not self._has_members:
-                self._held, self._state = self._held.removeprefix("}"), "tail"
+        """Reads a member behind a call's arguments, or the brace that ends the call. Small models forget it."""
+        held, at = self._held, self._at
+        if self._member is None:
+            match = _MEMBER.match(held, at, at + MEMBER_CHARS)
+            key = decoded(match[1]) if match is not None else None
+            if match is None or key is None:
+                if len(held) - at < MEMBER_CHARS and _MEMBER_BEGINS.fullmatch(held, at):
+                    return False
+                self._at, self._state = max(at, _end(_CLOSING, held, at)), "tail"
                 return True
-        end = self._depth.end(self._held)
-        self._depth.forget()
-        if end < 0:
-            self._held = ""
+            self._member, self._scan = (key, match.start(1) - at, match.end() - at), Scan()
+        key, begin, value = self._member[0], at + self._member[1], at + self._member[2]
+        if held[value] in '"{[':
+            length = self._scan.find(held, value)
+            self._is_waiting = length < 0
+        else:
+            length = scalar_end(held, value, value + MEMBER_CHARS) - value
+            if length == 0 or length == MEMBER_CHARS:
+                self._state = "tail"
+                return True
+            length = length if value + length < len(held) else -1
+        if length < 0:
             return False
-        self._held, self._state = self._held[end:], "tail"
+        if not is_beside(key, held[value : value + length], self._name, self._keys):
+            self._say_member(held[begin : value + length], found)
+        self._at, self._member = value + length, None
         return True
 
     def _tail_step(self, found: list[Part]) -> bool:
         """What stands behind a call: another one, or the end of the calls."""
-        held = self._held.lstrip()
+        begin = _end(_BLANKS, self._held, self._at)
+        if begin - self._at > HEAD_CHARS:
+            self._state = "text"
+            return True
+        if self._num_lists and self._held.startswith("]", begin):
+            self._num_lists, self._at = self._num_lists - 1, begin + 1
+            return True
         for text, state in self._seps:
-            if held.startswith(text):
-                self._begin_head(text if state == "head" else "", held[len(text) :])
-                self._state, self._is_bare = state, False
+            if self._held.startswith(text, begin):
+                end = begin + len(text)
+                self._is_bare = text == "{" or (text == "," and self._is_bare_opener)
+                raw = self._held[self._at : begin] + text
+                if text == "{":
+                    end, raw = begin, self._held[self._at : begin]
+                self._begin_head(raw if state == "head" else "", end)
+                self._state = state
                 return True
-        if not held or any(text.startswith(held) for text, _ in self._seps):
+        left = self._held[begin : begin + max((len(text) for text, _ in self._seps), default=0)]
+        if not left or any(text.startswith(left) for text, _ in self._seps):
             return False
         self._state = "text"
         return True
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _begin_head(self, raw: str, held: str) -> None:
-        self._raw, self._held, self._state, self._depth = raw, held, "head", _Depth()
+    def _begin_head(self, raw: str, at: int) -> None:
+        self._raw, self._at, self._state = raw, at, "head"
+        self._scan, self._is_unsure, self._is_waiting = Scan(), True, False
 
     def _begin(self, name: str, found: list[Part]) -> None:
         if self._has_text:
-            self._before = self._before or self._blank
-        self._raw, self._blank, self._behind, self._is_behind, self._has_called = "", "", "", True, True
+            self._before = self._before or "".join(self._blank)
+        self._raw, self._blank, self._behind, self._is_behind, self._has_called = "", [], [], True, True
+        self._name, self._has_others = name, False
         self._is_dropped = self.num_calls == self._most
         if not self._is_dropped:
             found.append(CallBegins(self.num_calls, self._format.new_id(), name))
@@ -287,36 +376,60 @@ class CallParser:
         if not self._is_dropped:
             found.append(CallArguments(self.num_calls - 1, arguments))
 
+    def _say_member(self, member: str, found: list[Part]) -> None:
+        """Adds a member of the last call as text."""
+        if not self._is_dropped:
+            self._say(", " + member if self._has_others else member, found)
+            self._has_others = True
+
+    def _fails(self, found: list[Part], length: int) -> bool:
+        """What looked like a call for this long is none. What is read again of it is counted."""
+        begin = self._num_chars - (len(self._held) - self._at)
+        self._num_again += max(0, min(self._seen_to, begin + length) - begin)
+        self._seen_to = max(self._seen_to, begin + length)
+        return self._is_none(found, length if self._is_bare else 1)
+
     def _is_none(self, found: list[Part], length: int = 1) -> bool:
         """What looked like a call is text, up to where another one may begin."""
-        self._say(self._raw + self._held[:length], found)
-        self._raw, self._held, self._state = "", self._held[length:], "text"
-        return bool(self._held)
+        self._num_again += len(self._raw) + BARE_CHARS
+        if self._num_again > AGAIN_CHARS:
+            self._state = "plain"
+            return True
+        self._say(self._raw + self._held[self._at : self._at + length], found)
+        self._raw, self._at, self._state, self._num_lists = "", self._at + length, "text", 0
+        return self._at < len(self._held)
+
+    def _take_text(self, end: int, found: list[Part]) -> None:
+        """Adds the held text up to `end`."""
+        self._say(self._held[self._at : end], found)
+        self._at = end
 
     def _say(self, text: str, found: list[Part]) -> None:
         """Adds text, but for blanks at its end, which may stand before a call, and for those behind one. Between two
         texts, those before the first call are kept or those behind the last one: what has more lines, or is longer.
         """
-        text = self._blank + text
         if self._is_behind:
             begun = text.lstrip()
-            self._behind += text[: len(text) - len(begun)]
+            self._behind.append(text[: len(text) - len(begun)])
             text = begun
         kept = text.rstrip()
-        self._blank = text[len(kept) :]
-        if kept:
-            if self._is_behind and self._has_text:
-                kept = max(self._before, self._behind, key=lambda blanks: (blanks.count("\n"), len(blanks))) + kept
-            self._before, self._is_behind, self._has_text = "", False, True
-            found.append(Text(kept))
+        blank = [text[len(kept) :]] if len(text) > len(kept) else []
+        if not kept:
+            self._blank += blank
+            return
+        kept = "".join(self._blank) + kept
+        self._blank = blank
+        if self._is_behind and self._has_text:
+            behind = "".join(self._behind)
+            kept = max(self._before, behind, key=lambda blanks: (blanks.count("\n"), len(blanks))) + kept
+        self._before, self._is_behind, self._has_text = "", False, True
+        found.append(Text(kept))
 
 
-def _decoded(text: str) -> str | None:
-    """The text of a JSON string; None if it is none."""
-    try:
-        return str(json.loads(text, strict=False))
-    except ValueError:
-        return None
+def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
+    """Where the match of a pattern that begins here ends; -1 if there is none."""
+    match = pattern.match(text, begin)
+    return -1 if match is None else match.end()
 
 
 def _overlap(text: str, opener: str) -> int:
@@ -327,13 +440,11 @@ def _overlap(text: str, opener: str) -> int:
 
 def _joined(parts: list[Part]) -> list[Part]:
     """Neighbouring pieces of the same text as one."""
+    if len(parts) < 2:
+        return parts
     found: list[Part] = []
-    for part in parts:
-        match found[-1] if found else None, part:
-            case Text(before), Text(text):
-                found[-1] = Text(before + text)
-            case CallArguments(index, before), CallArguments(_, text):
-                found[-1] = CallArguments(index, before + text)
-            case _:
-                found.append(part)
+    for (kind, index), group in groupby(parts, key=lambda part: (type(part), getattr(part, "index", -1))):
+        run = list(group)
+        text = "".join(part.text for part in run if isinstance(part, Text | CallArguments))
+        found += [Text(text)] if kind is Text else [CallArguments(index, text)] if kind is CallArguments else run
     return found

@@ -4,88 +4,198 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 KEYS = ("arguments", "parameters", "args", "input")
 """Keys that models write arguments under, whatever their format says."""
 
-_BESIDE = frozenset({"name", "type", "id", "call_id", "index", "function"})
-"""Members of a call that are no arguments."""
+STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+"""A JSON string, as a regular expression. Needs re.DOTALL."""
 
-_COMMA = re.compile(r"[ \t\n\r]*[,:{}]?[ \t\n\r]*")
+_BESIDE = frozenset({"type", "id", "call_id", "index"})
+"""Members of a call that say nothing a caller needs."""
+
+_KEY = re.compile(rf"\s*({STRING})\s*:\s*(?=\S)", re.DOTALL)
+_BEHIND = re.compile(r"\s*([,}])")
+_EMPTY = re.compile(r"\{\s*\}")
+_FILLED = re.compile(r'\{\s*"')
+_SCALAR = re.compile(r"[-+.\w]*")
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+class Scan:
+    """Follows the text of one JSON string, object or list to its end, however the text is cut. Brackets and strings
+    count; it does not look at anything else.
+
+    num_seen  characters of the value so far
+    end       its length; -1: it goes on
+    nested    where its first inner bracket is; -1: none so far
+    """
+
+    def __init__(self) -> None:
+        self.num_seen, self.end, self.nested = 0, -1, -1
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def find(self, text: str, begin: int, upto: int | None = None, *, to_nested: bool = False) -> int:
+        """The length of the value that begins at `begin`; -1 if it goes on. What earlier calls saw is skipped.
+
+        upto       where it stops looking
+        to_nested  whether it stops behind the first inner bracket
+        """
+        if self.end >= 0 or (to_nested and self.nested >= 0):
+            return self.end
+        depth, in_string, is_escaped = self._depth, self._in_string, self._is_escaped
+        last = len(text) if upto is None else min(upto, len(text))
+        place = last
+        for place in range(begin + self.num_seen, last):
+            char = text[place]
+            if in_string:
+                if is_escaped:
+                    is_escaped = False
+                elif char == "\\":
+                    is_escaped = True
+                elif char == '"':
+                    in_string = False
+                    if not depth:
+                        self.end = place + 1 - begin
+                        break
+            elif char == '"':
+                in_string = True
+            elif char in "{[":
+                depth += 1
+                if depth == 2 and self.nested < 0:
+                    self.nested = place - begin
+                    if to_nested:
+                        last = place + 1
+                        break
+            elif char in "}]":
+                depth -= 1
+                if not depth:
+                    self.end = place + 1 - begin
+                    break
+        self._depth, self._in_string, self._is_escaped = depth, in_string, is_escaped
+        self.num_seen = max(self.num_seen, last - begin) if self.end < 0 else self.end
+        return self.end
 
 
-# Numbers stay as they are written: long ones take time, and nobody looks at them.
-_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=str, parse_float=str)
+class WholeCall(NamedTuple):
+    """The name and the arguments, as JSON text, of a call, and the other members that it has, as they are written."""
+
+    name: str
+    arguments: str
+    others: list[str]
 
 
-def call_of(text: str, keys: Sequence[str] = KEYS) -> tuple[str, str] | None:
-    """The name and the arguments, as JSON text, of a call; None if it is none, or if its arguments cannot be told.
+def call_of(text: str, keys: Sequence[str] = KEYS) -> WholeCall | None:
+    """What a call says; None if it is none, or if its arguments cannot be told.
 
-    text  a JSON object, or what looks like one
+    text  an object from its brace to the brace that closes it
     keys  that arguments may stand under
 
-    A call without arguments, or with null, has {}, unless it has other members that could be meant as arguments.
+    The first name and the first arguments that are not empty count. A call without arguments, or with null, has {},
+    unless it has other members that could be meant as arguments.
     """
     try:
-        members = _members(text)
-        inner = members.get("function", "")
-        if inner.startswith("{"):
-            # As APIs write it: {"type": "function", "function": {"name": ..., "arguments": ...}}.
-            return call_of(inner, keys) if not members.keys() & {"name", *keys} else None
-        written = members.get("name") or inner
-        if not written.startswith('"'):
-            return None
-        name = str(_DECODER.decode(written))
-        given = [_object(members[key]) for key in dict.fromkeys(keys) if key in members]
-    except (ValueError, RecursionError):
+        members = list(_members(text))
+        return _call(members, keys) or _inner_call(members, keys)
+    except ValueError:
         return None
-    full = {each for each in given if each}
-    if len(full) > 1 or (not full and members.keys() - _BESIDE - set(keys)):
+
+
+def _call(members: list[tuple[str, str, str]], keys: Sequence[str]) -> WholeCall | None:
+    names = [value for wanted in ("name", "function") for key, value, _ in members if key == wanted]
+    if not names or (name := decoded(names[0])) is None:
         return None
-    return name, full.pop() if full else "{}"
+    arguments, others = "", list[str]()
+    for key, value, written in members:
+        if key in keys and not arguments and (found := arguments_of(value)):
+            arguments = found
+        elif not is_beside(key, value, name, keys):
+            others.append(written)
+    return WholeCall(name, arguments or "{}", others) if arguments or not others else None
 
 
-def _members(text: str) -> dict[str, str]:
-    """The members of a JSON object, with the text of each value. Raises ValueError for what is no object."""
-    if not isinstance(_DECODER.decode(text), dict):
-        raise ValueError("no object")
-    found: dict[str, str] = {}
-    place = text.index("{")
-    while True:
-        place = _behind(text, place)
-        if place >= len(text):
-            return found
-        name, place = _DECODER.raw_decode(text, place)
-        place = _behind(text, place)
-        begin = place
-        _, place = _DECODER.raw_decode(text, begin)
-        if name in found and found[name] != text[begin:place]:
-            raise ValueError(f"{name} is there twice")
-        found[name] = text[begin:place]
+def _inner_call(members: list[tuple[str, str, str]], keys: Sequence[str]) -> WholeCall | None:
+    """A call as APIs write it: {"type": "function", "function": {"name": ..., "arguments": ...}}."""
+    inner = [value for key, value, _ in members if key == "function"]
+    if len(inner) != 1 or not inner[0].startswith("{") or {key for key, _, _ in members} & {"name", *keys}:
+        return None
+    call = _call(list(_members(inner[0])), keys)
+    if call is None:
+        return None
+    others = [written for key, value, written in members if key != "function" and not is_beside(key, value, "", keys)]
+    if others and call.arguments == "{}":
+        return None
+    return call._replace(others=call.others + others)
 
 
-def _behind(text: str, place: int) -> int:
-    found = _COMMA.match(text, place)
-    assert found is not None
-    return found.end()
+def is_beside(key: str, value: str, name: str, keys: Sequence[str]) -> bool:
+    """Whether a member of a call of this name may be dropped: it says nothing that its name and arguments do not."""
+    if key in ("name", "function"):
+        return value == "null" or decoded(value) == name
+    if key in keys:
+        return arguments_of(value) == ""
+    return key in _BESIDE and value[0] not in "{["
 
 
-def _object(text: str) -> str:
-    """Arguments as the text of an object: they are one, or a text that is one. Empty if there are none. Raises
-    ValueError.
+def may_be_beside(begins: str, keys: Sequence[str]) -> bool:
+    """Whether a member that the answer's end cut off may be one to drop.
+
+    begins  its text: `"id": "x` or less
     """
-    value = _DECODER.decode(text)
-    if isinstance(value, str):
-        text = value.strip() or "null"
-        value = _DECODER.decode(text)
-    if value is None or value in ([], {}):
+    key = begins[1:].partition('"')
+    dropped = {"name", "function", *keys, *_BESIDE}
+    return key[0] in _BESIDE if key[1] else any(each.startswith(key[0]) for each in dropped)
+
+
+def arguments_of(value: str) -> str | None:
+    """Arguments as the text of an object: they are one, or a text that is one. "" if there are none, None for what
+    is no object. Only the brackets are checked: what a model writes within is passed on.
+    """
+    if value.startswith('"'):
+        value = (decoded(value) or "").strip()
+    if value in ("", "null") or _EMPTY.fullmatch(value) or (value.startswith("[") and not value[1:-1].strip()):
         return ""
-    if not isinstance(value, dict):
-        raise ValueError("no object")
-    return text
+    return value if _FILLED.match(value) and Scan().find(value, 0) == len(value) else None
+
+
+def decoded(text: str) -> str | None:
+    """The text of a JSON string; None if it is none."""
+    try:
+        found = json.loads(text, strict=False) if text.startswith('"') else None
+    except ValueError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _value_end(text: str, begin: int) -> int:
+    """Where a value ends in a text. Raises ValueError if it does not."""
+    is_nested = text[begin] in '"{['
+    end = begin + Scan().find(text, begin) if is_nested else scalar_end(text, begin)
+    if end <= begin:
+        raise ValueError("no JSON")
+    return end
+
+
+def scalar_end(text: str, begin: int, upto: int | None = None) -> int:
+    """Where a number or a word like null ends."""
+    match = _SCALAR.match(text, begin, len(text) if upto is None else upto)
+    assert match is not None
+    return match.end()
+
+
+def _members(text: str) -> Iterator[tuple[str, str, str]]:
+    """The members of an object: each one's key, the text of its value, and all of its text. Raises ValueError."""
+    place, mark = 1, "," if not _EMPTY.fullmatch(text) else "}"
+    while mark == ",":
+        match = _KEY.match(text, place)
+        if match is None or (key := decoded(match[1])) is None:
+            raise ValueError("no member")
+        end = _value_end(text, match.end())
+        behind = _BEHIND.match(text, end)
+        if behind is None:
+            raise ValueError("no member")
+        yield key, text[match.end() : end], text[match.start(1) : end]
+        place, mark = behind.end(), behind[1]
+    if place != len(text) and not _EMPTY.fullmatch(text):
+        raise ValueError("text behind an object")

@@ -1,0 +1,175 @@
+"""Calibrations that go from machine to machine, and the one that comes with Quire."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.cache.codecs.nuq import NuqTables
+from quire.calibrate import CalibrationSettings, shipped
+from quire.cli import main
+from quire.config import EngineConfig
+from quire.engine.calibration import Calibration, check_tables
+from quire.errors import ConfigError
+from quire.load import find_calibration, load_engine
+from quire.models.fingerprint import fingerprint
+from quire.models.weights import open_model
+
+from ..engines import keep_calibration
+from ..nuq_tables import random_tables
+from ..real_model import embedded_gguf
+from ..tiny_models import save_tiny
+
+FLAGS = ("--runtime.threads", "1", "--runtime.device", "cpu")
+NUQ3 = EngineConfig.from_options({"cache.codec": "nuq3", "cache.memory": "4MiB", "cache.check": False})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16, max_position_embeddings=256)
+
+
+@pytest.fixture(autouse=True)
+def move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Goes to another machine: calibrations are kept elsewhere."""
+
+    def go(name: str) -> None:
+        monkeypatch.setattr("quire.calibrate.settings.cache_folder", lambda: tmp_path / name / "models")
+
+    go("here")
+    return go
+
+
+def made_up(model: str = "m", **settings: Any) -> Calibration:
+    tables = {f"nuq{bits}": random_tables(2, 2, 16, seed=bits, reach=1.0) for bits in (2, 3, 4)}
+    return Calibration(model, tables, {"outlier_slots": 1, **settings}, {"why": "not"}, "model.gguf")
+
+
+def test_an_exported_calibration_is_taken_elsewhere(
+    folder: Path, tmp_path: Path, move: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_calibration(folder)
+    file = tmp_path / "travels.safetensors"
+    assert main(["calibrate", str(folder), "--export", str(file), *FLAGS]) == 0
+    made = find_calibration(folder, NUQ3)
+    assert made is not None and made.name == folder.name
+    assert made.hash in (out := capsys.readouterr().out) and "--import travels.safetensors" in out
+    move("there")
+    assert find_calibration(folder, NUQ3) is None
+    assert main(["calibrate", str(folder), "--import", str(file), *FLAGS]) == 0
+    assert f"quire serve {folder} --cache.codec nuq4" in capsys.readouterr().out
+    found = find_calibration(folder, NUQ3)
+    assert found is not None and found.hash == made.hash and found.report == made.report
+    assert load_engine(str(folder), NUQ3).engine.namespace.calibration == made.hash
+
+
+def test_an_export_makes_the_calibration_if_there_is_none(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "travels.safetensors"
+    words = ["calibrate", str(folder), "--windows", "2", "--window", "64", "--export", str(file), *FLAGS]
+    assert main(words) == 0
+    found = find_calibration(folder, NUQ3)
+    assert found is not None and Calibration.load(file, fingerprint(folder)).hash == found.hash
+
+
+def test_a_calibration_of_another_model_is_refused_by_name(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.safetensors"
+    made_up("0123456789abcdef0123").save(file)
+    assert main(["calibrate", str(folder), "--import", str(file), *FLAGS]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line and "another model, model.gguf (fingerprint 0123456789abcdef)" in line
+    assert fingerprint(folder)[:16] in line
+    assert find_calibration(folder, NUQ3) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "said"),
+    [
+        ({"outlier_slots": 2}, [], "made with outlier_slots 2, not 1"),
+        ({"skipped": 4}, [], "made with skipped 4, not 1"),
+        ({"q_norm": True}, [], "made with q_norm True, not False"),
+        ({}, ["--outlier-slots", "2"], "made with outlier_slots 1, not 2"),
+        ({}, ["--bits", "3"], "made with bits"),
+    ],
+)
+def test_a_calibration_with_other_settings_is_refused(
+    settings: dict[str, Any], flags: list[str], said: str, folder: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    usual = CalibrationSettings()
+    known = {"bits": [2, 3, 4], "skipped": 1, "books": list(usual.kinds), "same_bits": False, "q_norm": False}
+    file = tmp_path / "made.safetensors"
+    made_up(fingerprint(folder), **{**known, **settings}).save(file)
+    assert main(["calibrate", str(folder), "--import", str(file), *flags, *FLAGS]) == 2
+    assert said in capsys.readouterr().err
+    if not flags and not settings:
+        assert main(["calibrate", str(folder), "--import", str(file), *FLAGS]) == 0
+
+
+def test_a_calibration_of_another_shape_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = made_up(fingerprint(folder))
+    wide = {"nuq3": random_tables(2, 2, 32, seed=0, reach=1.0)}
+    file = tmp_path / "made.safetensors"
+    dataclasses.replace(made, tables=wide).save(file)
+    assert main(["calibrate", str(folder), "--import", str(file), *FLAGS]) == 2
+    assert "head size 16 needs" in capsys.readouterr().err
+
+
+def test_packing_loses_nothing(tmp_path: Path) -> None:
+    made = made_up()
+    file = tmp_path / "packed"
+    file.write_bytes(shipped.packed(made))
+    found = shipped.unpacked(file, "m")
+    assert found.hash == made.hash and found.settings == made.settings and found.report == made.report
+    for codec, tables in made.tables.items():
+        for field in dataclasses.fields(NuqTables):
+            assert torch.equal(getattr(found.tables[codec], field.name), getattr(tables, field.name)), field.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: lzma.compress(lzma.decompress(content)[:-100]),
+        lambda content: lzma.compress(lzma.decompress(content)[:-1] + b"x"),
+        lambda content: lzma.compress(json.dumps({"tensors": 3}).encode()),
+    ],
+)
+def test_a_damaged_packed_file_is_one_line(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    file = tmp_path / "packed"
+    file.write_bytes(change(shipped.packed(made_up())))
+    with pytest.raises(ConfigError, match=r"not a calibration that can be read|damaged") as refused:
+        shipped.unpacked(file, "m")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_embedded_models_calibration_comes_with_quire(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = embedded_gguf()
+    found = find_calibration(path, NUQ3)
+    assert found is not None and found.model == fingerprint(path) and set(found.tables) == {"nuq2", "nuq3", "nuq4"}
+    with open_model(path) as checkpoint:
+        shape = checkpoint.shape
+    for tables in found.tables.values():
+        check_tables(tables, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    usual = CalibrationSettings()
+    assert found.settings["windows"] == usual.num_windows and found.settings["window_tokens"] == usual.tokens_of(shape)
+    assert find_calibration(path, EngineConfig.from_options({"cache.codec": "nuq3", "cache.outlier_slots": 2})) is None
+    # Whoever calibrates gets their own.
+    made_up(found.model).save(usual.file(found.model))
+    assert find_calibration(path, NUQ3).name == "model.gguf"  # type: ignore[union-attr]
+
+
+def test_what_comes_with_quire_is_small() -> None:
+    files = list(shipped.FOLDER.iterdir())
+    assert len(files) == 1 and files[0].stat().st_size < 1_000_000
