@@ -80,7 +80,7 @@ async def test_small_bodies_that_come_at_once_leave_turns_for_others():
         calls = [RawCall(app, "/v1/chat/completions", body) for _ in range(60)]
         await asyncio.gather(*(call.task for call in calls))
     assert {call.status for call in calls} == {400}
-    assert max(found) < sum(found) / 10, f"{max(found):.2f} s of {sum(found):.2f} s in one turn"
+    assert max(found) < sum(found) / 3, f"{max(found):.2f} s of {sum(found):.2f} s in one turn"
 
 
 async def test_small_bodies_of_many_values_take_room_like_large_ones_and_others_take_none():
