@@ -146,6 +146,7 @@ def test_usual_forms_force_what_they_can(name: str) -> None:
 
 
 def some_schema(draw: random.Random, depth: int) -> dict[str, Any]:
+    """A schema of at most `depth` nested ones."""
     kinds = ["const", "enum", "string", "pattern", "integer", "boolean"]
     match draw.choice([*kinds, *(["object", "array", "tuple", "anyOf", "allOf", "beside"] if depth else [])]):
         case "const":
@@ -159,6 +160,8 @@ def some_schema(draw: random.Random, depth: int) -> dict[str, Any]:
                 "type": "string",
                 "pattern": draw.choice(["^(ab){5}$", "^[xy]{3}z{8}$", "^a(bc){2,3}$", "^(p|pq)r{4}$"]),
             }
+        case "boolean":
+            return {"type": "boolean"}
         case "integer":
             low = draw.randrange(99)
             return {"type": "integer", "minimum": low, "maximum": low + draw.choice([0, 0, 9])}
@@ -178,8 +181,10 @@ def some_schema(draw: random.Random, depth: int) -> dict[str, Any]:
         case "beside":
             word, count = draw.choice(["minItems", "minProperties", "minLength"]), draw.randrange(3)
             return {**some_schema(draw, depth - 1), "anyOf": [some_schema(draw, depth - 1), {word: count}]}
-        case _:
+        case "anyOf":
             return {"anyOf": [some_schema(draw, depth - 1) for _ in range(draw.randrange(1, 4))]}
+        case kind:
+            raise AssertionError(kind)
 
 
 def test_nothing_forces_more_than_its_bound(grammars: Grammars, seed: int) -> None:
