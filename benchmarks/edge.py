@@ -15,7 +15,7 @@ Columns
     busy       processor seconds of the server in the answer with the most: at most the stall, and the same however
                busy the machine is
     memory     maximum growth of the server's processes since the start of the bomb, in MB
-    arena      the part of it in newly touched pages of Quire's arena, whose memory `cache.memory` grants
+    arena      the part of it in pages of Quire's arena, whose memory `cache.memory` grants
     left       growth without the arena after at most 10 s, in MB: waits until it is below 50
     health     number of probes that were not answered 200
 
@@ -45,7 +45,7 @@ from bombs import BOMBS as FRAMING_BOMBS  # noqa: E402
 from bombs import Target, ask, named  # noqa: E402
 from common import ROOT, append_record, commit, format_table, hardware, hardware_line  # noqa: E402
 from crowd_bombs import CROWD_BOMBS  # noqa: E402
-from probe import family, resident  # noqa: E402
+from probe import family, resident, resident_of  # noqa: E402
 from servers import Server, ServerError, answers, peer_server, quire_server  # noqa: E402
 from text_bombs import TEXT_BOMBS  # noqa: E402
 
@@ -55,7 +55,7 @@ MAX_STALL, MAX_GROWTH, MAX_LEFT = 0.5, 100e6, 50e6
 BACK_SECONDS = 10.0
 MODES = {"open": "without keys", "keys": "with keys, bombs without one"}
 SOAK_ARENA = "512MiB"
-ARENA = ('quire_cache_bytes{state="used"}', 'quire_cache_bytes{state="cached"}')
+ARENA = tuple(f'quire_cache_bytes{{state="{state}"}}' for state in ("used", "cached", "free"))
 KEY = "the-key-of-the-benchmark"
 WARM = b'{"model":"%s","messages":[{"role":"user","content":"Say hi."}],"max_tokens":8}'
 
@@ -122,14 +122,19 @@ def server(name: str, mode: str, given: argparse.Namespace) -> AbstractContextMa
 
 
 class Probe:
-    """The process that watches a server, and the peak of the server's cache."""
+    """The process that watches a server."""
 
     def __init__(self, found: Server, path: str) -> None:
         words = [sys.executable, HERE / "edge/probe.py", found.port, path, found.process.pid]
         self.process = subprocess.Popen(
             list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        self.most_cached = cached(found)
+        self._size = arena_size(found)
+        self._pid = found.process.pid
+
+    def arena(self) -> int:
+        """Resident bytes of Quire's arena, which is a mapping of its own, in huge pages."""
+        return resident_of(self._pid, self._size) if self._size else 0
 
     def ask(self) -> dict[str, float]:
         """Its observations since the last call."""
@@ -146,6 +151,7 @@ class Probe:
 def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
     """Sends one bomb and observes the server until it has recovered or the time is over."""
     probe.ask()
+    before = probe.arena()
     begun = time.monotonic()
     try:
         outcome = BOMBS[name](target)
@@ -155,15 +161,9 @@ def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
     time.sleep(1.0)  # for the effects that follow the bomb
     seen = probe.ask()
     growth = seen["peak"] - seen["before"]
-    try:
-        now = cached(found)
-    except OSError:  # no answer excuses no growth
-        now = 0.0
-    # Only newly touched pages of the arena count: pages used before are resident already.
-    arena = min(growth, max(0.0, now - probe.most_cached))
-    probe.most_cached = max(now, probe.most_cached)
+    arena = probe.arena() - before
     until = time.monotonic() + BACK_SECONDS
-    while (left := resident(family(found.process.pid)) - seen["before"] - arena) > MAX_LEFT:
+    while (left := resident(family(found.process.pid)) - seen["before"] - (probe.arena() - before)) > MAX_LEFT:
         if time.monotonic() > until:
             break
         time.sleep(0.25)
@@ -171,8 +171,8 @@ def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
     return Seen(outcome, seconds, seen["worst"], seen["busy"], growth, arena, max(0.0, left), failed, probes)
 
 
-def cached(found: Server) -> float:
-    """Used bytes of the cache's arena; 0 for servers that do not report them. Raises OSError without an answer."""
+def arena_size(found: Server) -> float:
+    """Bytes of the cache's arena; 0 for servers that do not report them."""
     request = urllib.request.Request(found.url + "/metrics", headers={"Authorization": f"Bearer {KEY}"})
     with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(request, timeout=60) as answer:
         lines = (line.rpartition(" ") for line in answer.read().decode().splitlines())

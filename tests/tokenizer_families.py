@@ -162,5 +162,5 @@ def save_family_model(folder: Path, family: str) -> Path:
     """A tiny random Llama with a family's tokenizer."""
     tokenizer = family_tokenizer(folder, family)
     size, eos = tokenizer.vocab_size, tokenizer.eos_ids[0]
-    changes = {"vocab_size": size, "bos_token_id": None, "eos_token_id": eos, "max_position_embeddings": 2048}
+    changes = {"vocab_size": size, "bos_token_id": None, "eos_token_id": eos, "max_position_embeddings": 4096}
     return save_tiny(folder, tokenizer=False, **changes)

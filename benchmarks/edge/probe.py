@@ -45,6 +45,19 @@ def resident(pids: list[int]) -> int:
     return total
 
 
+def resident_of(pid: int, size: float) -> int:
+    """Resident bytes of a process's mappings of at least this size; 0 if it has ended."""
+    total, is_large = 0, False
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Size":
+                is_large = int(value.split()[0]) * 1024 >= size
+            elif name == "Rss" and is_large:
+                total += int(value.split()[0]) * 1024
+    return total
+
+
 def computed(pid: int) -> float:
     """Processor seconds that a process has used in all its threads."""
     try:

@@ -31,6 +31,7 @@ from quire.engine.request import NO_HINTS
 from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.engine.schemas import Unhonoured
+from quire.engine.shared_ids import SharedIds
 from quire.engine.stock import Stock
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.habits import key_answer
@@ -86,6 +87,8 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
         prompt = prompt["prompt"] if given is None else given
     if isinstance(prompt, str):
         return ReadPrompt(prompt, encode(prompt), hints)
+    if isinstance(prompt, SharedIds):
+        return ReadPrompt(None, prompt, hints)
     prompt = _unwrapped(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import time
 
 import pytest
 
@@ -18,6 +19,7 @@ from quire.server import connection, half_closed, run
 from quire.server.connection import Stage
 from quire.server.edge import Edge, Limits
 from quire.server.run import connection_limits
+from quire.server.service import Service
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import TEXT, post_head, socket_server
 
@@ -585,3 +587,60 @@ async def test_a_slow_body_does_not_hold_a_drain_and_a_running_request_does():
         assert [(each.status, each.code) for each in answers] == [(503, "shutting_down")] * 3
         assert (await running.answer(2)).status == 200
         await asyncio.wait_for(server.serving, 3)
+
+
+async def test_a_turn_of_the_loop_accepts_many_connections(edges):
+    async with socket_server() as server:
+        with contextlib.ExitStack() as ends:
+            for _ in range(64):
+                ends.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(12):
+                await asyncio.sleep(0)
+            assert len(edges[0].open) == 64
+
+
+async def test_health_passes_requests_that_have_not_begun_and_their_bodies_are_counted(edges, monkeypatch):
+    """Each takes 5 ms to begin, and so the others wait for their turns."""
+    entered = Service.entered
+    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), time.sleep(0.005)))
+    body = json.dumps(TEXT | {"prompt": "a" * 20_000, "max_tokens": 1}).encode()
+    async with socket_server(FakeEngine(max_context=30_000)) as server:
+        clients = [await server.connect() for _ in range(40)]
+        for each in clients:
+            each.writer.write(request(body))
+        async with asyncio.timeout(10):
+            while edges[0].ahead < 20_000:
+                await asyncio.sleep(0)
+            assert (await server.ask(GET)).status == 200
+            assert sum(each.waits for each in edges[0].open) > 20
+            assert {(await each.answer()).status for each in clients} == {200}
+        assert edges[0].ahead == 0
+
+
+async def test_bodies_of_requests_that_wait_for_their_turn_have_a_limit(edges, monkeypatch):
+    entered = Service.entered
+    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), time.sleep(0.005)))
+    body = json.dumps(TEXT | {"prompt": "a" * 20_000, "max_tokens": 1}).encode()
+    async with socket_server(FakeEngine(max_context=30_000), limits=Limits(ahead_bytes=100 * KIB)) as server:
+        clients = [await server.connect() for _ in range(40)]
+        for each in clients:
+            each.writer.write(request(body))
+        async with asyncio.timeout(10):
+            found = {(await each.answer()).status for each in clients}
+            assert found == {200, 503} and await is_alive(server)
+        assert edges[0].ahead == 0
+
+
+async def test_what_a_connection_received_is_told_when_it_is_not_needed_any_more(edges):
+    async with socket_server() as server:
+        freed = []
+        edges[0].freed = freed.append
+        client = await server.connect(request())
+        assert (await client.answer()).status == 200
+        assert sum(freed) == len(request())
+        await client.send(GET[:20])
+        client.close()
+        async with asyncio.timeout(2):
+            while edges[0].open:
+                await asyncio.sleep(0.01)
+        assert sum(freed) == len(request()) + 20

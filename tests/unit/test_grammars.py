@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 import tracemalloc
 from concurrent.futures import Future
@@ -777,6 +778,26 @@ def test_bombs_make_way_for_what_has_not_been_tried() -> None:
     assert [type(each) for each in errors] == [RequestError] * 3 + [type(None)]
     assert ended == ["bomb 20", "usual", "bomb 18", "bomb 19", "bomb 21"]
     assert not grammars._waiting and not grammars._todo
+
+
+def test_tenants_take_turns_however_many_grammars_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, held = make_grammars(), threading.Event()
+    monkeypatch.setattr(grammars, "_try", lambda wanted, seconds: held.wait(30) and 0)
+    ended: list[str] = []
+
+    def ask(tenant: str, number: int) -> Future[Any]:
+        found = grammars.prepare(StructuredOutputsParams(json={"const": number}), f"{tenant}/")
+        found.add_done_callback(lambda _: ended.append(f"{tenant}{number}"))
+        return found
+
+    waiting = [ask("a", number) for number in range(5)]
+    while len(grammars._todo["a"]) > 4:  # the thread has taken the first one
+        time.sleep(0.001)
+    waiting += [ask(tenant, number) for tenant in "bc" for number in range(2)]
+    held.set()
+    assert all(each.result() is not None for each in waiting)
+    assert ended == ["a0", "a1", "b0", "c0", "a2", "b1", "c1", "a3", "a4"]
+    assert not grammars._todo and not grammars._waiting
 
 
 def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:

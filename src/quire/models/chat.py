@@ -106,6 +106,9 @@ _renderer = Child(render.__name__, (MAX_BYTES,), last=render.MEMORY)
 _numbers = itertools.count()
 
 
+_ATOMS = {type(None), str, int, float, bool}
+
+
 class _Copy:
     """Copies the values of one rendering. An untrusted template must not get objects with methods, so that a copy is
     made only of JSON types.
@@ -123,12 +126,13 @@ class _Copy:
             message = f"messages, tools and other variables of the chat template have more than {MAX_VALUES:,} values"
             param = name if name in ("messages", "tools") else "chat_template_kwargs"
             raise RequestError(f"{message} together; send less in one request", param)
-        if value is None or type(value) in (str, int, float, bool):
+        kind = type(value)
+        if kind in _ATOMS:
             return value
-        if isinstance(value, str):
-            return str.__str__(value)
+        if kind is list or isinstance(value, list | tuple):  # before mappings, which it takes 1 us to recognize
+            return [self.plain(item, name) for item in value]
         if isinstance(value, Mapping):
             return {str(key): self.plain(item, name) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.plain(item, name) for item in value]
+        if isinstance(value, str):
+            return str.__str__(value)
         raise RequestError(f"{name} has a {type(value).__name__}; a chat template takes only JSON values", name)

@@ -59,6 +59,7 @@ class ControlTokens:
         self._names = sorted({token.content for token in tokens})
         self._longest = max(map(len, self._names), default=0)
         self._heads = frozenset(name[0] for name in self._names)
+        self._head = re.compile("|".join(map(re.escape, sorted(self._heads))) or r"(?!)")
         self._beginnings = _beginnings(self._names)
         # Tokens with `normalized` are matched in normalized text, where another text may have become their name.
         normalized = [token.content for token in tokens if token.normalized]
@@ -118,6 +119,8 @@ class ControlTokens:
         return found
 
     def _has_name(self, text: str) -> bool:
+        if self._head.search(text) is None and self._normalizer is None:
+            return False
         pieces = map(self._name_begins, repeat(text), range(0, len(text), _PIECE_CHARS))
         return any(map(any, pieces)) or any(self._cut_names(text)) or self._has_hidden_name(text)
 

@@ -29,6 +29,7 @@ from quire.server.chat_schema import ChatRequest, TokenizeRequest
 from quire.server.cluster import Operator
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.completions import create_completion
+from quire.server.connection import HEALTH
 from quire.server.debug import LIMIT, show_cache
 from quire.server.embeddings import create_embeddings, create_ranking, create_scores
 from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
@@ -47,8 +48,6 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
     from quire.server.protocol import Engine
-
-HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 
 QUIET = HEALTH | {"/metrics"}
 """What machines ask for again and again: it is not in the access log."""
@@ -85,9 +84,6 @@ class Gate:
         trace = CURRENT.set(read_traceparent(Headers(scope=scope).get("traceparent")))
         try:
             self._check(scope)
-            if scope["method"] == "GET" and scope["path"] not in HEALTH:
-                # Others have their turn once their body has arrived, so that it does not pile up meanwhile.
-                await self.service.bodies.turns.take()
             await self.app(scope, receive, watch)
         except ClientDisconnected:
             status = 499

@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from quire.server.connection import Connection
 from quire.server.errors import ApiError
+from quire.server.turns import Turns
 
 log = logging.getLogger("quire")
 
@@ -46,8 +47,8 @@ class Limits:
     """Number of requests sent before their answers on one connection. Each takes 2 KB of objects; only load generators
     send any."""
     ahead_bytes: int = 32 << 20
-    """Bytes of bodies, over all connections, that were read while earlier requests of the same connection are answered.
-    A connection reads up to 320 KiB ahead, which a thousand of them would make 300 MB."""
+    """Bytes of bodies, over all connections, that were read while earlier requests of the same connection are answered,
+    or before the request had its turn. A connection reads up to 320 KiB ahead: a thousand of them, 300 MB."""
     connections: int = 1024
     """Number of connections."""
     per_address: int | None = None
@@ -60,18 +61,21 @@ class Edge:
     """The connections of one server, and their limits. uvicorn creates connections with `protocol`.
 
     refused  called with the status of each refusal, to count it
-    arrived  called for each new connection
+    turns    of all requests
+    freed    called with the bytes of requests that are answered or gone
     """
 
     def __init__(
         self,
         limits: Limits,
         refused: Callable[[int], None] = lambda status: None,
-        arrived: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
+        freed: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.limits = limits
         self.refused = refused
-        self.arrived = arrived
+        self.turns = turns or Turns()
+        self.freed = freed
         self.open: set[Connection] = set()
         self.ahead = 0  # bytes; see Limits.ahead_bytes
         self.addresses: Counter[str] = Counter()
@@ -119,7 +123,7 @@ class Edge:
         If all places are taken, the oldest connection without a complete request is closed. So silent connections and
         slow bodies, however many, keep no client out. Refused connections take no place.
         """
-        self.arrived()
+        self.turns.give_way()
         self.open.add(connection)
         self.addresses[address] += 1
         if self.is_full and self.lingering:

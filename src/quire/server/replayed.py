@@ -35,7 +35,8 @@ class Replayed(Model):
 
     @model_validator(mode="after")
     def _say(self) -> Replayed:
-        for name in self.model_fields_set & self.passed_over - _said:
+        # Most messages have none; the log has said it of most others.
+        for name in self.passed_over.intersection(self.__pydantic_fields_set__).difference(_said):
             if getattr(self, name) is not None:
                 _said.add(name)
                 log.info("a conversation has %r, which is passed over here; this is said once", name)

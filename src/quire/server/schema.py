@@ -7,7 +7,7 @@ OpenAPI document is generated from these classes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -30,11 +30,18 @@ class Model(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    _num_fields: ClassVar[int] = 0
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Counts the fields once: a conversation has thousands of objects."""
+        cls._num_fields = len(cls.model_fields)
+
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_name(cls, value: Any) -> Any:
         """Keeps only one of many unknown names, because pydantic makes an error for each."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        if not isinstance(value, dict) or len(value) <= cls._num_fields:
             return value
         known = {name: value[name] for name in cls.model_fields if name in value}
         unknown = next(name for name in value if name not in cls.model_fields)

@@ -10,9 +10,10 @@ import functools
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from quire.engine.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
+from quire.engine.shared_ids import SharedIds
 from quire.engine.structured import WAYS, StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_WAITING_TOKENS = 1 << 22
+"""Tokens of prompts that may wait for their first token: 70 MB. Of several tenants each has at most half of them. One
+request may always wait."""
+
 
 class Wishes(Protocol):
     """What a body asks of the cache; see `CacheHints`."""
@@ -78,6 +84,14 @@ class Job:
     grammar: object = None
     """What the engine has made for that form; held until the answer has ended."""
 
+    def __post_init__(self) -> None:
+        self.prompt_ids = SharedIds(self.prompt_ids)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that wait with the job: its prompt, and for each further answer half as many bytes."""
+        return len(self.prompt_ids) * (1 + self.params.n) // 2
+
     @property
     def prompt(self) -> dict[str, Any]:
         """The prompt in the engine's form."""
@@ -99,6 +113,7 @@ class Service:
     num_answered  number of prompts answered completely
     num_cut_off   number of prompts cut off by the shutdown
     listing       held by the one request that reads the indexes of a disk
+    waiting       by tenant, the tokens of its jobs that wait for their first token
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None) -> None:
@@ -121,6 +136,7 @@ class Service:
         self.texts = Texts(engine, config.special_tokens_in_text == "tokens")
         self.unsent = Unsent(self.bodies.trims.after)
         self.scores = Room(PROMPT_SCORES_AT_ONCE)
+        self.waiting: Counter[str] = Counter()
         self.listing = asyncio.Lock()
         # One at a time: each may use a core and much memory.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
@@ -291,13 +307,24 @@ class Service:
         if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
-        for job in jobs:
+        self._check_room(jobs)
+        for index, job in enumerate(jobs):
+            if index:
+                await self.bodies.turns.take()  # a million token ids take 0.1 s
             job.form = structure_param
             self.engine.prepare(job.prompt, job.params)
         formed = [job for job in jobs if job.params.structured_outputs is not None]
         if formed:
             assert receive is not None
             await unless_disconnected(receive, self._check_forms(formed, structure_param, blamed))
+
+    def _check_room(self, jobs: Sequence[Job]) -> None:
+        """Raises QueueFullError if too many tokens wait already."""
+        more = sum(job.num_waiting_tokens for job in jobs)
+        own, held = sum(self.waiting[job.tenant] for job in jobs[:1]), self.waiting.total()
+        most = MAX_WAITING_TOKENS // 2 if len(self.tenants.names) > 1 else MAX_WAITING_TOKENS
+        if (own and own + more > most) or (held and held + more > MAX_WAITING_TOKENS):
+            raise QueueFullError(f"prompts of {held:,} tokens wait, {own:,} of them yours; try again later")
 
     async def _check_forms(self, jobs: Sequence[Job], structure_param: str, blamed: Blamed | None) -> None:
         for job in jobs:
@@ -333,17 +360,20 @@ class Service:
         try:
             async with AsyncExitStack() as ends:
                 # Released before the first yield, so that a client that does not read its answer blocks nobody.
-                async with self.scores.hold(job.num_prompt_scores):
-                    generated = self.engine.generate(job.prompt, job.params, request_id)
-                    items = await ends.enter_async_context(aclosing(generated))
-                    item = await anext(items)
-                    timer.saw(item)
-                    self._check_outputs(item, job.form)
-                    self._count_found(job, item)
-                    if access is not None:
-                        access.saw(item)
-                    await opens(item)
-                    item.prompt_logprobs = None
+                with ExitStack() as waits:
+                    waits.enter_context(self._waits(job))
+                    async with self.scores.hold(job.num_prompt_scores):
+                        generated = self.engine.generate(job.prompt, job.params, request_id)
+                        items = await ends.enter_async_context(aclosing(generated))
+                        item = await anext(items)
+                        waits.close()
+                        timer.saw(item)
+                        self._check_outputs(item, job.form)
+                        self._count_found(job, item)
+                        if access is not None:
+                            access.saw(item)
+                        await opens(item)
+                        item.prompt_logprobs = None
                 yield item
                 async for item in items:
                     timer.saw(item)
@@ -368,6 +398,15 @@ class Service:
             if access is not None and job.params.pooling is None:
                 access.num_generated += timer.num_tokens
             timer.end(reason)
+
+    @contextmanager
+    def _waits(self, job: Job) -> Iterator[None]:
+        """A job waits for its first token within the context."""
+        self.waiting[job.tenant] += job.num_waiting_tokens
+        try:
+            yield
+        finally:
+            self.waiting[job.tenant] -= job.num_waiting_tokens
 
     def _count_found(self, job: Job, item: RequestOutput) -> None:
         found, cached = self.found.setdefault(job.tenant, Found()), item.num_cached_tokens or 0

@@ -200,6 +200,6 @@ def _num_chars(value: Any) -> int:
     """Characters of all texts in a JSON value, without names."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_num_chars, value.values()))
-    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
+    if isinstance(value, list | tuple):  # before mappings, which it takes 1 us to recognize
+        return sum(map(_num_chars, value))
+    return sum(map(_num_chars, value.values())) if isinstance(value, Mapping) else 0

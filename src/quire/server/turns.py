@@ -43,12 +43,18 @@ class Turns:
         """
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        waits = self._is_arriving  # who is woken has its turn, even if a connection has arrived since
+        waits = self.waits  # who is woken has its turn, even if a connection has arrived since
         while waits or (self._waiting and self._waiting[0][0] < number) or not self._has_time(loop):
             woken = loop.create_future()
             heapq.heappush(self._waiting, (number, woken))
             await woken
             waits = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether `take` would wait."""
+        is_over = self._until is not None and asyncio.get_running_loop().time() >= self._until
+        return self._is_arriving or bool(self._waiting) or is_over
 
     @property
     def _is_arriving(self) -> bool:
