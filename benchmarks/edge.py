@@ -45,7 +45,7 @@ from bombs import BOMBS as FRAMING_BOMBS  # noqa: E402
 from bombs import Target, ask, named  # noqa: E402
 from common import ROOT, append_record, commit, format_table, hardware, hardware_line  # noqa: E402
 from crowd_bombs import CROWD_BOMBS  # noqa: E402
-from probe import family, resident, resident_of  # noqa: E402
+from probe import family, mapped, resident  # noqa: E402
 from servers import Server, ServerError, answers, peer_server, quire_server  # noqa: E402
 from text_bombs import TEXT_BOMBS  # noqa: E402
 
@@ -129,12 +129,14 @@ class Probe:
         self.process = subprocess.Popen(
             list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        self._size = arena_size(found)
-        self._pid = found.process.pid
+        self._pid, size = found.process.pid, arena_size(found)
+        places = [place for place in mapped(self._pid) if size and place[1] - place[0] >= size]
+        self._arena = min(places, key=lambda place: place[1] - place[0], default=(0, 0))
 
     def arena(self) -> int:
         """Resident bytes of Quire's arena, which is a mapping of its own, in huge pages."""
-        return resident_of(self._pid, self._size) if self._size else 0
+        begin, end = self._arena
+        return sum(size for place, size in mapped(self._pid).items() if begin <= place[0] and place[1] <= end)
 
     def ask(self) -> dict[str, float]:
         """Its observations since the last call."""

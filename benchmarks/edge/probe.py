@@ -45,17 +45,19 @@ def resident(pids: list[int]) -> int:
     return total
 
 
-def resident_of(pid: int, size: float) -> int:
-    """Resident bytes of a process's mappings of at least this size; 0 if it has ended."""
-    total, is_large = 0, False
+def mapped(pid: int) -> dict[tuple[int, int], int]:
+    """Resident bytes of the mappings of a process, by their addresses; none if it has ended."""
+    found: dict[tuple[int, int], int] = {}
+    place = (0, 0)
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "Size":
-                is_large = int(value.split()[0]) * 1024 >= size
-            elif name == "Rss" and is_large:
-                total += int(value.split()[0]) * 1024
-    return total
+            words = line.split()
+            if "-" in words[0] and not words[0].endswith(":"):
+                begin, end = words[0].split("-")
+                place = int(begin, 16), int(end, 16)
+            elif words[0] == "Rss:":
+                found[place] = int(words[1]) * 1024
+    return found
 
 
 def computed(pid: int) -> float:

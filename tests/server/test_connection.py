@@ -217,10 +217,10 @@ async def test_bodies_sent_ahead_have_a_limit_over_all_connections(edges):
             while not edges[0].ahead:
                 await asyncio.sleep(0.005)
         second = await server.connect(long + request(b" " * 60 * KIB))
-        assert await second.ended()
+        assert await first.ended(), "it has the most"
         assert 0 < edges[0].ahead <= 100 * KIB
-        assert (await first.answer()).status == 200
-        assert (await first.answer()).status == 400  # blanks are no JSON
+        assert (await second.answer()).status == 200
+        assert (await second.answer()).status == 400  # blanks are no JSON
         assert edges[0].ahead == 0
 
 
@@ -629,6 +629,45 @@ async def test_bodies_of_requests_that_wait_for_their_turn_have_a_limit(edges, m
             found = {(await each.answer()).status for each in clients}
             assert found == {200, 503} and await is_alive(server)
         assert edges[0].ahead == 0
+
+
+async def test_a_flood_without_keys_keeps_no_key_out(edges, monkeypatch):
+    """Who has no key is refused before its body waits."""
+    entered = Service.entered
+    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), time.sleep(0.005)))
+    key = "k" * 32
+    body = json.dumps(TEXT | {"prompt": "a" * 20_000, "max_tokens": 1}).encode()
+    honest = post_head("/v1/completions", f"Content-Length: {len(BODY)}", f"Authorization: Bearer {key}") + BODY
+    async with socket_server(FakeEngine(), keys=[key], limits=Limits(ahead_bytes=100 * KIB)) as server:
+        clients = [await server.connect() for _ in range(40)]
+        for each in clients:
+            each.writer.write(request(body))
+        owner = await server.connect(honest)
+        async with asyncio.timeout(10):
+            assert (await owner.answer()).status == 200
+            assert {(await each.answer()).status for each in clients} == {401}
+
+
+async def test_requests_without_a_body_take_turns_on_open_connections(edges, monkeypatch):
+    begun, most, entered = [], [0], Service.entered
+    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), begun.append(0), time.sleep(0.002)))
+    async with socket_server() as server:
+        clients = [await server.connect(GET) for _ in range(40)]
+        assert {(await each.answer()).status for each in clients} == {200}
+
+        async def watch():
+            while len(begun) < 80:
+                before = len(begun)
+                await asyncio.sleep(0)
+                most[0] = max(most[0], len(begun) - before)
+
+        watching = asyncio.ensure_future(watch())
+        for each in clients:
+            each.writer.write(GET.replace(b"/health/live", b"/metrics"))
+        async with asyncio.timeout(10):
+            assert {(await each.answer()).status for each in clients} == {200}
+            await watching
+    assert most[0] <= 4, "5 ms of 2 ms each"
 
 
 async def test_what_a_connection_received_is_told_when_it_is_not_needed_any_more(edges):

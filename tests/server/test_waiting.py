@@ -52,7 +52,7 @@ async def test_prompts_that_wait_have_a_limit_in_tokens_and_one_request_always_w
     refused = RawCall(app, "/v1/completions", prompts(1))
     await refused.task
     assert refused.status == 429 and json.loads(refused.body)["error"]["code"] == "queue_full"
-    assert "150 tokens wait" in json.loads(refused.body)["error"]["message"]
+    assert "150 tokens of your prompts wait" in json.loads(refused.body)["error"]["message"]
     engine.told.set()
     await first.task
     again = RawCall(app, "/v1/completions", prompts(60))
@@ -90,6 +90,47 @@ async def test_one_of_several_tenants_takes_at_most_half():
     engine.told.set()
     await asyncio.gather(*(each.task for each in calls))
     assert refused.status == 429 and [each.status for each in calls] == [200, 200]
+
+
+async def test_a_request_counts_from_its_admission_on(monkeypatch):
+    """Compiling a form takes a while, and so do the turns of further prompts."""
+    engine, compiled = SlowEngine(), asyncio.Event()
+
+    async def check(wanted, salt=""):
+        await compiled.wait()
+        return object()
+
+    monkeypatch.setattr(engine, "check_structure", check)
+    app = application(engine)
+    bodies = [prompts(40, 2, structured_outputs={"choice": ["a"]}) for _ in range(5)]
+    calls = [RawCall(app, "/v1/completions", body) for body in bodies]
+    async with asyncio.timeout(5):
+        while sum(each.task.done() for each in calls) < 4:
+            await asyncio.sleep(0.001)
+    assert app.state.service.waiting.total() == 80
+    compiled.set()
+    engine.told.set()
+    await asyncio.gather(*(each.task for each in calls))
+    assert sorted(each.status for each in calls) == [200, 429, 429, 429, 429]
+    assert not app.state.service.waiting.total()
+
+
+async def test_a_tenant_with_nothing_waiting_is_taken_and_told_nothing_of_others():
+    app = create_app(engine := SlowEngine(), ServeConfig(), ApiKeys([ONE, OTHER]))
+
+    def call(key, body):
+        return RawCall(app, "/v1/completions", body, {"authorization": f"Bearer {key}"})
+
+    calls = [call(ONE, prompts(40, n=8))]
+    await running(engine, 1)
+    calls.append(call(OTHER, prompts(3)))
+    await running(engine, 2)
+    refused = call(OTHER, prompts(1))
+    await refused.task
+    assert refused.status == 429 and "3 tokens of your prompts" in json.loads(refused.body)["error"]["message"]
+    engine.told.set()
+    await asyncio.gather(*(each.task for each in calls))
+    assert [each.status for each in calls] == [200, 200]
 
 
 async def test_who_leaves_or_does_not_read_holds_no_place():

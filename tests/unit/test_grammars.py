@@ -777,7 +777,7 @@ def test_bombs_make_way_for_what_has_not_been_tried() -> None:
     errors = [each.exception() for each in waiting if not each.cancelled()]
     assert [type(each) for each in errors] == [RequestError] * 3 + [type(None)]
     assert ended == ["bomb 20", "usual", "bomb 18", "bomb 19", "bomb 21"]
-    assert not grammars._waiting and not grammars._todo
+    assert not grammars._waiting and not any(grammars._todo.values())
 
 
 def test_tenants_take_turns_however_many_grammars_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -791,13 +791,29 @@ def test_tenants_take_turns_however_many_grammars_one_has(monkeypatch: pytest.Mo
         return found
 
     waiting = [ask("a", number) for number in range(5)]
-    while len(grammars._todo["a"]) > 4:  # the thread has taken the first one
+    while len(grammars._todo[grammars_module.FIRST_SECONDS].get("a", ())) != 4:  # the thread has taken the first one
         time.sleep(0.001)
     waiting += [ask(tenant, number) for tenant in "bc" for number in range(2)]
     held.set()
     assert all(each.result() is not None for each in waiting)
     assert ended == ["a0", "a1", "b0", "c0", "a2", "b1", "c1", "a3", "a4"]
-    assert not grammars._todo and not grammars._waiting
+    assert not any(grammars._todo.values()) and not grammars._waiting
+
+
+def test_what_takes_long_of_others_holds_up_nothing_that_has_not_been_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, held, tried = make_grammars(), threading.Event(), list[str]()
+
+    def trial(wanted: StructuredOutputsParams, seconds: float) -> int | None:
+        held.wait(30)
+        tried.append(wanted.text)
+        return None if wanted.way == "regex" and seconds < grammars_module.MAX_SECONDS else 0
+
+    monkeypatch.setattr(grammars, "_try", trial)
+    waiting = [grammars.prepare(StructuredOutputsParams(regex=f"a{number}"), f"s{number}") for number in range(4)]
+    waiting.append(grammars.prepare(StructuredOutputsParams(json={"const": 1}), "other"))
+    held.set()
+    assert all(each.result() is not None for each in waiting)
+    assert [text[0] for text in tried[:5]] == ["a", "a", "a", "a", "{"] and len(tried) == 9
 
 
 def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import heapq
-import itertools
 import json
 import re
 import threading
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,9 +95,9 @@ class Grammars:
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._table: TokenTable | None = None
         self._vocabulary: LLTokenizer | RequestError | None = None
-        # By tenant, in the order of their turns; each has a heap.
-        self._todo: dict[str, list[tuple[float, int, _Wanted, Future[CompiledGrammar]]]] = {}
-        self._numbers = itertools.count()
+        # By the time that a trial may take, then by tenant in the order of their turns.
+        self._todo: dict[float, dict[str, deque[tuple[_Wanted, Future[CompiledGrammar]]]]]
+        self._todo = {FIRST_SECONDS: {}, MAX_SECONDS: {}}
         self._compiler: ThreadPoolExecutor | None = None
         self._waiting = Counter[str]()  # by tenant
         self._masks = Masks(-(-vocab_size // 32), num_threads, begins_early=begins_early)
@@ -113,8 +111,8 @@ class Grammars:
 
     def prepare(self, wanted: StructuredOutputsParams, scope: str = "") -> Future[CompiledGrammar]:
         """Compiles on a thread, one grammar after the other. First it tries in another process whether that takes too
-        much time or memory, and refuses what does. Tenants take turns. Of one tenant's, those that take long come after
-        those that have not been tried, so that they hold up nothing else. A future that is cancelled is not compiled.
+        much time or memory, and refuses what does. Those that take long come after those that have not been tried, so
+        that they hold up nothing else. Tenants take turns among either. A future that is cancelled is not compiled.
 
         The grammar stays compiled as long as somebody holds it. Raises QueueFullError if too many wait; the future
         does if the grammars that are held leave no memory.
@@ -179,17 +177,18 @@ class Grammars:
     def _add(self, seconds: float, item: _Wanted, found: Future[CompiledGrammar]) -> None:
         assert self._compiler is not None
         with self._lock:
-            heapq.heappush(self._todo.setdefault(item.tenant, []), (seconds, next(self._numbers), item, found))
+            self._todo[seconds].setdefault(item.tenant, deque()).append((item, found))
         self._compiler.submit(self._try_next)
 
     def _try_next(self) -> None:
         """Compiles the next grammar, if it takes neither too much time nor too much memory."""
         with self._lock:
-            tenant = next(iter(self._todo))
-            waiting = self._todo.pop(tenant)
-            seconds, _, item, found = heapq.heappop(waiting)
+            seconds, tenants = next(each for each in self._todo.items() if each[1])
+            tenant = next(iter(tenants))
+            waiting = tenants.pop(tenant)
+            item, found = waiting.popleft()
             if waiting:
-                self._todo[tenant] = waiting  # behind the others
+                tenants[tenant] = waiting  # behind the others
             result: CompiledGrammar | BaseException | None = self._known(item)  # another request may have wanted it
             was_tried = item.key in self._tried
         if found.cancelled():

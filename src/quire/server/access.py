@@ -23,6 +23,14 @@ log = logging.getLogger("quire.access")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+@dataclass(eq=False)
+class Held:
+    """Tokens of a tenant's prompt that wait for its first token; 0 once it is there."""
+
+    tenant: str
+    num_tokens: int
+
+
 class Refusal(NamedTuple):
     """The status of an error and what its answer says. The exception itself would keep the body."""
 
@@ -38,6 +46,7 @@ class Access:
     answer_id   of the completion, by which engines log it
     num_kept    tokens of the prompts that retention keeps; None without retention
     refusal     the error that it was answered with
+    held        what may wait of its prompts
     """
 
     request_id: str
@@ -49,6 +58,7 @@ class Access:
     num_generated: int = 0
     num_kept: float | None = None
     refusal: Refusal | None = None
+    held: list[Held] = field(default_factory=list)
 
     @classmethod
     def of(cls, headers: Headers) -> Access:

@@ -94,6 +94,7 @@ class Gate:
         finally:
             CURRENT.reset(trace)
             access_of.reset(noted)
+            self.service.let_go(access.held)
             self.service.left()
             if self.service.config.access_log and scope["path"] not in QUIET:
                 log.info("%s", access.line(scope, status))
@@ -106,11 +107,7 @@ class Gate:
         self.names.check(Headers(scope=scope).getlist("host"))
         if scope["path"] in HEALTH:
             return
-        headers = Headers(scope=scope)
-        given = headers.get("authorization", "")
-        if not given.lower().startswith("bearer "):  # a proxy may have put its own there
-            given = f"Bearer {headers.get('x-api-key', '')}"
-        tenant = self.service.keys.tenant(given.encode("latin-1"))
+        tenant = self.service.tenant(scope)
         if tenant is None:
             message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -53,7 +53,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     encoded = iter(await service.texts.encode_all(texts, body.add_special_tokens is not False, "prompt"))
     for prompt in body.prompt:
-        await service.bodies.turns.take()  # a million token ids take 0.3 s
+        await service.bodies.turns.take()  # checking and keeping a million token ids takes 0.1 s
         text, ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
             raise bad_request("'prompt' is empty: it has no token", "prompt")

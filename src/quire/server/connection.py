@@ -210,9 +210,6 @@ class Connection(HttpToolsProtocol):
                 self._count_ahead()
                 if self.ahead > HIGH_WATER_LIMIT:
                     self.flow.pause_reading()
-                if self.edge.ahead > self.edge.limits.ahead_bytes:
-                    message = f"request bodies of {self.edge.ahead} bytes were sent before the answers to earlier ones"
-                    self.refuse(ApiError(503, message, code="too_many_large_bodies", headers={"Retry-After": "1"}))
             self.spent = max(0, self.spent - (1 + self.edge.limits.framing) * len(body))
 
     def on_message_complete(self) -> None:
@@ -230,24 +227,30 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answering = cycle
         app = unchunked(app, cycle) if is_old(cycle) else app
-        # Health comes first: hundreds of requests may arrive at once, each of which takes 0.3 ms to begin.
-        self.waits = cycle.scope["path"] not in HEALTH and self.edge.turns.waits
-        super()._start_asgi_task(cycle, self._in_turn(app) if self.waits else app)
+        # Health comes first, and who is refused anyway leaves no body behind.
+        scope: Any = cycle.scope
+        is_first = scope["path"] in HEALTH or not self.edge.admits(scope)
+        super()._start_asgi_task(cycle, app if is_first else self._in_turn(cycle, app))
 
-    def _in_turn(self, app: Any) -> Any:
-        """The application, once the request has its turn. Until then little of its body is read."""
+    def _in_turn(self, cycle: RequestResponseCycle, app: Any) -> Any:
+        """The application, once the request has its turn: hundreds may arrive at once, each of which takes 0.3 ms to
+        begin. Until then little of its body is read.
+        """
 
         async def begin(scope: Any, receive: Any, send: Any) -> None:
-            if not self.is_closed:
+            if self.edge.turns.waits and not self.is_closed:
+                self.waits = True
                 self.flow.pause_reading()
-            try:
-                await self.edge.turns.take()
-            finally:
+                self._count_ahead()
+            await self.edge.turns.take()
+            if self.waits:
                 self.waits = False
                 self._count_ahead()
                 if not self.is_closed:
+                    self.since = self.loop.time()
                     self.flow.resume_reading()
-            await app(scope, receive, send)
+            if not cycle.disconnected:
+                await app(scope, receive, send)
 
         return begin
 
@@ -311,7 +314,7 @@ class Connection(HttpToolsProtocol):
         if self.is_closed:
             return
         self.edge.refused(error.status)
-        if self._is_silent() or self._may_answer():
+        if self._is_silent() or self._may_answer() or self.waits:
             body = json.dumps(error.body()).encode()
             headers = {
                 **error.headers,
@@ -375,17 +378,22 @@ class Connection(HttpToolsProtocol):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.waiting_for_100_continue = False
+                cycle.body = bytearray()
                 cycle.message_event.set()
         self.flow.resume_writing()
         self.pipeline.clear()
+        self.waits = False
         self._count_ahead()
 
     def _count_ahead(self) -> None:
         now = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if self.waits and self.answering is not None:
             now += len(self.answering.body)
+        grows = now > self.ahead
         self.edge.ahead += now - self.ahead
         self.ahead = now
+        if grows and self.edge.ahead > self.edge.limits.ahead_bytes:
+            self.edge.refuse_largest(self)
 
     def _count_freed(self) -> None:
         self.edge.freed(self.received)

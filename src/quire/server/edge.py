@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -46,9 +47,10 @@ class Limits:
     pipelined: int = 16
     """Number of requests sent before their answers on one connection. Each takes 2 KB of objects; only load generators
     send any."""
-    ahead_bytes: int = 32 << 20
+    ahead_bytes: int = 16 << 20
     """Bytes of bodies, over all connections, that were read while earlier requests of the same connection are answered,
-    or before the request had its turn. A connection reads up to 320 KiB ahead: a thousand of them, 300 MB."""
+    or before the request had its turn. A connection reads 64 KiB ahead and what comes with them, up to 256 KiB: a
+    thousand of them, 300 MB. Beyond this limit the connection with the most is refused."""
     connections: int = 1024
     """Number of connections."""
     per_address: int | None = None
@@ -63,6 +65,7 @@ class Edge:
     refused  called with the status of each refusal, to count it
     turns    of all requests
     freed    called with the bytes of requests that are answered or gone
+    admits   whether a request, by its ASGI scope, has the key that it needs
     """
 
     def __init__(
@@ -71,11 +74,13 @@ class Edge:
         refused: Callable[[int], None] = lambda status: None,
         turns: Turns | None = None,
         freed: Callable[[int], None] = lambda num_bytes: None,
+        admits: Callable[[Scope], bool] = lambda scope: True,
     ) -> None:
         self.limits = limits
         self.refused = refused
         self.turns = turns or Turns()
         self.freed = freed
+        self.admits = admits
         self.open: set[Connection] = set()
         self.ahead = 0  # bytes; see Limits.ahead_bytes
         self.addresses: Counter[str] = Counter()
@@ -111,6 +116,14 @@ class Edge:
         """Whether open files may run out."""
         return len(self.open) > self.limits.connections + self.limits.lingering
 
+    def refuse_largest(self, last: Connection) -> None:
+        """Refuses the connection with the most bytes ahead of its turn or of earlier answers; of equal ones the last
+        that got some.
+        """
+        largest = max(last, *self.open, key=lambda each: each.ahead)
+        message = f"bodies of {self.ahead} bytes wait for their turn or for the answers to earlier requests; try again"
+        largest.refuse(ApiError(503, message, code="too_many_large_bodies", headers={"Retry-After": "1"}))
+
     def close_unsent(self, error: ApiError) -> None:
         """Ends every connection with an incomplete request body. Answers `error`."""
         for connection in list(self.open):
@@ -123,7 +136,6 @@ class Edge:
         If all places are taken, the oldest connection without a complete request is closed. So silent connections and
         slow bodies, however many, keep no client out. Refused connections take no place.
         """
-        self.turns.give_way()
         self.open.add(connection)
         self.addresses[address] += 1
         if self.is_full and self.lingering:

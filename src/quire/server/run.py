@@ -54,6 +54,7 @@ class Listener:
         self.keys = ApiKeys.from_file(config.api_key_file)
         check_exposure(config.host, self.keys, config.allow_public)
         self.socket = _bind(config.host, config.port)
+        self._others: list[socket.socket] = []
         host, self.port = self.socket.getsockname()[:2]
         self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -71,19 +72,21 @@ class Listener:
         """What an event loop listens to: the socket, several times, because uvloop accepts one connection of each in
         a turn. With one of them /health would stand behind hundreds of turns when as many connections arrive at once.
         """
-        return [self.socket, *(self.socket.dup() for _ in range(ACCEPTED - 1))]
+        self._others = [self.socket.dup() for _ in range(ACCEPTED - 1)]
+        return [self.socket, *self._others]
 
     def close(self) -> None:
         """Releases the port."""
-        self.socket.close()
+        for each in (self.socket, *self._others):
+            each.close()
 
 
 ACCEPTED = 16
-"""Connections that are accepted in one turn of the event loop: 3 ms."""
+"""Connections that are accepted in one turn of uvloop: 3 ms. asyncio's own loop accepts all that wait."""
 
 SWITCH_SECONDS = 0.0002
 """Time after which a busy thread lets another one run, 5 ms by default. The event loop waits that long in each of its
-turns while a thread prepares conversations: 2 s for 400 connections, of which it accepts one in each turn."""
+turns while a thread prepares conversations."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,10 @@ async def serve(
     app = create_app(llm, config, listener.keys, slo)
     service: Service = app.state.service
     bodies = service.bodies
-    edge = Edge(limits or connection_limits(config), service.metrics.refused, bodies.turns, bodies.trims.after)
+    edge = Edge(
+        limits or connection_limits(config), service.metrics.refused, bodies.turns, bodies.trims.after,
+        lambda scope: service.tenant(scope) is not None,
+    )  # fmt: skip
     server = _Server(
         uvicorn.Config(
             app,
@@ -157,6 +163,7 @@ async def serve(
         for each in beside:
             each.add_done_callback(_log_failure)
         serving = asyncio.ensure_future(server.serve(sockets=listener.sockets()))
+        beside.append(serving)
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
         if server.started:

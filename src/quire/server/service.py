@@ -11,11 +11,13 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from starlette.datastructures import Headers
 
 from quire.engine.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
@@ -25,7 +27,7 @@ from quire.engine.shared_ids import SharedIds
 from quire.engine.structured import WAYS, StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
-from quire.server.access import CURRENT
+from quire.server.access import CURRENT, Held
 from quire.server.answers import FEW_NUMBERS, Unsent
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
@@ -44,7 +46,7 @@ from quire.tools.reasoning import reasoning_of
 from quire.version import __version__
 
 if TYPE_CHECKING:
-    from starlette.types import Receive
+    from starlette.types import Receive, Scope
 
     from quire.config import EngineConfig, ServeConfig, SloConfig
     from quire.server.protocol import Engine
@@ -55,8 +57,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_WAITING_TOKENS = 1 << 22
-"""Tokens of prompts that may wait for their first token: 70 MB. Of several tenants each has at most half of them. One
-request may always wait."""
+"""Tokens of prompts that may wait for their first token: 70 MB. Of several tenants each may have half of them. One
+request of each may always wait."""
 
 
 class Wishes(Protocol):
@@ -83,12 +85,14 @@ class Job:
     """Where the form of the answer is in the request."""
     grammar: object = None
     """What the engine has made for that form; held until the answer has ended."""
+    held: Held | None = None
+    """What it has in `Service.waiting`."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = SharedIds(self.prompt_ids)
 
     @property
-    def num_waiting_tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens that wait with the job: its prompt, and for each further answer half as many bytes."""
         return len(self.prompt_ids) * (1 + self.params.n) // 2
 
@@ -140,6 +144,14 @@ class Service:
         self.listing = asyncio.Lock()
         # One at a time: each may use a core and much memory.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
+
+    def tenant(self, scope: Scope) -> str | None:
+        """Whose key a request has, by its ASGI scope; None without a valid one."""
+        headers = Headers(scope=scope)
+        given = headers.get("authorization", "")
+        if not given.lower().startswith("bearer "):  # a proxy may have put its own there
+            given = f"Bearer {headers.get('x-api-key', '')}"
+        return self.keys.tenant(given.encode("latin-1"))
 
     def entered(self) -> None:
         """A request has arrived."""
@@ -307,7 +319,7 @@ class Service:
         if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
-        self._check_room(jobs)
+        self._hold(jobs)
         for index, job in enumerate(jobs):
             if index:
                 await self.bodies.turns.take()  # a million token ids take 0.1 s
@@ -318,13 +330,25 @@ class Service:
             assert receive is not None
             await unless_disconnected(receive, self._check_forms(formed, structure_param, blamed))
 
-    def _check_room(self, jobs: Sequence[Job]) -> None:
-        """Raises QueueFullError if too many tokens wait already."""
-        more = sum(job.num_waiting_tokens for job in jobs)
-        own, held = sum(self.waiting[job.tenant] for job in jobs[:1]), self.waiting.total()
+    def _hold(self, jobs: Sequence[Job]) -> None:
+        """Counts jobs as waiting. Raises QueueFullError if too many tokens wait already."""
+        more, tenant = sum(job.num_tokens for job in jobs), jobs[0].tenant
+        own, held = self.waiting[tenant], self.waiting.total()
         most = MAX_WAITING_TOKENS // 2 if len(self.tenants.names) > 1 else MAX_WAITING_TOKENS
-        if (own and own + more > most) or (held and held + more > MAX_WAITING_TOKENS):
-            raise QueueFullError(f"prompts of {held:,} tokens wait, {own:,} of them yours; try again later")
+        if own and (own + more > most or held + more > MAX_WAITING_TOKENS):
+            raise QueueFullError(f"{own:,} tokens of your prompts wait; try again later")
+        self.waiting[tenant] += more
+        access = CURRENT.get()
+        assert access is not None
+        for job in jobs:
+            job.held = Held(tenant, job.num_tokens)
+            access.held.append(job.held)
+
+    def let_go(self, held: Iterable[Held]) -> None:
+        """Prompts do not wait any more: their first tokens are there, or their requests have ended."""
+        for each in held:
+            self.waiting[each.tenant] -= each.num_tokens
+            each.num_tokens = 0
 
     async def _check_forms(self, jobs: Sequence[Job], structure_param: str, blamed: Blamed | None) -> None:
         for job in jobs:
@@ -360,20 +384,18 @@ class Service:
         try:
             async with AsyncExitStack() as ends:
                 # Released before the first yield, so that a client that does not read its answer blocks nobody.
-                with ExitStack() as waits:
-                    waits.enter_context(self._waits(job))
-                    async with self.scores.hold(job.num_prompt_scores):
-                        generated = self.engine.generate(job.prompt, job.params, request_id)
-                        items = await ends.enter_async_context(aclosing(generated))
-                        item = await anext(items)
-                        waits.close()
-                        timer.saw(item)
-                        self._check_outputs(item, job.form)
-                        self._count_found(job, item)
-                        if access is not None:
-                            access.saw(item)
-                        await opens(item)
-                        item.prompt_logprobs = None
+                async with self.scores.hold(job.num_prompt_scores):
+                    generated = self.engine.generate(job.prompt, job.params, request_id)
+                    items = await ends.enter_async_context(aclosing(generated))
+                    item = await anext(items)
+                    self.let_go(filter(None, [job.held]))
+                    timer.saw(item)
+                    self._check_outputs(item, job.form)
+                    self._count_found(job, item)
+                    if access is not None:
+                        access.saw(item)
+                    await opens(item)
+                    item.prompt_logprobs = None
                 yield item
                 async for item in items:
                     timer.saw(item)
@@ -398,15 +420,6 @@ class Service:
             if access is not None and job.params.pooling is None:
                 access.num_generated += timer.num_tokens
             timer.end(reason)
-
-    @contextmanager
-    def _waits(self, job: Job) -> Iterator[None]:
-        """A job waits for its first token within the context."""
-        self.waiting[job.tenant] += job.num_waiting_tokens
-        try:
-            yield
-        finally:
-            self.waiting[job.tenant] -= job.num_waiting_tokens
 
     def _count_found(self, job: Job, item: RequestOutput) -> None:
         found, cached = self.found.setdefault(job.tenant, Found()), item.num_cached_tokens or 0

@@ -11,7 +11,7 @@ TRIM_BYTES = 1_000_000
 """Size from which a body, as text or parsed, or an answer with log-probabilities is followed by a trim. Prompts of
 250,000 tokens are as large."""
 
-MANY_BYTES = 64_000_000
+MANY_BYTES = 16_000_000
 """Size of many small bodies after which a trim follows, too."""
 
 TRIM_SECONDS = 3.0
