@@ -134,9 +134,9 @@ class Probe:
         self._arena = min(places, key=lambda place: place[1] - place[0], default=(0, 0))
 
     def arena(self) -> int:
-        """Resident bytes of Quire's arena, which is a mapping of its own, in huge pages."""
+        """Resident bytes of Quire's arena, which is in huge pages, and of what the kernel has joined to its mapping."""
         begin, end = self._arena
-        return sum(size for place, size in mapped(self._pid).items() if begin <= place[0] and place[1] <= end)
+        return sum(size for place, size in mapped(self._pid).items() if place[0] < end and begin < place[1])
 
     def ask(self) -> dict[str, float]:
         """Its observations since the last call."""

@@ -95,6 +95,23 @@ async def test_small_bodies_of_many_values_take_room_like_large_ones_and_others_
     assert dense.status == 404 and room.free == room.size
 
 
+async def test_requests_give_way_to_connections_that_arrive_but_not_for_long(monkeypatch):
+    monkeypatch.setattr(turns, "ARRIVAL_SECONDS", 0.05)
+    line, begun = Turns(), []
+    line.give_way()
+    asking = asyncio.ensure_future(line.take())
+    asking.add_done_callback(lambda _: begun.append(time.monotonic()))
+    since = time.monotonic()
+    while not begun:
+        line.give_way()
+        await asyncio.sleep(0)
+    assert 0.05 <= begun[0] - since < 1
+    async with asyncio.timeout(1):
+        await line.take()
+    await asyncio.sleep(0.01)
+    assert not line._is_counting, "an idle loop has no rest"
+
+
 async def test_the_description_of_the_api_is_encoded_once(monkeypatch):
     app = application(FakeEngine())
     async with asgi_client(app) as http:

@@ -302,6 +302,8 @@ def test_bounds_that_are_not_reached_hold_for_all_numbers(llm: LLM, seed: int) -
         ({"$ref": "http://x/y"}, "$ref: http://x/y is not known, and nothing is fetched"),
         ({"$schema": "http://x/z", "type": "string"}, "$schema: http://x/z is not known, and nothing is fetched"),
         ({"items": {"const": 2**60}}, "const: integers beyond 2^53 are rounded (at items)"),
+        ({"type": "integer", "minimum": 1e20, "maximum": 2e20}, "maximum: integers beyond 2^53 are rounded"),
+        ({"enum": [1e20]}, "enum: integers beyond 2^53 are rounded"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )  # fmt: skip

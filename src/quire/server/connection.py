@@ -393,7 +393,7 @@ class Connection(HttpToolsProtocol):
         self.edge.ahead += now - self.ahead
         self.ahead = now
         if grows and self.edge.ahead > self.edge.limits.ahead_bytes:
-            self.edge.refuse_largest(self)
+            self.edge.refuse_ahead(self)
 
     def _count_freed(self) -> None:
         self.edge.freed(self.received)

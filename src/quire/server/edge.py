@@ -50,7 +50,7 @@ class Limits:
     ahead_bytes: int = 16 << 20
     """Bytes of bodies, over all connections, that were read while earlier requests of the same connection are answered,
     or before the request had its turn. A connection reads 64 KiB ahead and what comes with them, up to 256 KiB: a
-    thousand of them, 300 MB. Beyond this limit the connection with the most is refused."""
+    thousand of them, 300 MB. Beyond this limit some are refused."""
     connections: int = 1024
     """Number of connections."""
     per_address: int | None = None
@@ -116,11 +116,11 @@ class Edge:
         """Whether open files may run out."""
         return len(self.open) > self.limits.connections + self.limits.lingering
 
-    def refuse_largest(self, last: Connection) -> None:
-        """Refuses the connection with the most bytes ahead of its turn or of earlier answers; of equal ones the last
-        that got some.
+    def refuse_ahead(self, last: Connection) -> None:
+        """Too many bytes are ahead of turns and of answers. Refuses the last connection that got some if they are ahead
+        of its own answers, which no usual client does, and otherwise the connection with the most.
         """
-        largest = max(last, *self.open, key=lambda each: each.ahead)
+        largest = last if last.pipeline else max(last, *self.open, key=lambda each: each.ahead)
         message = f"bodies of {self.ahead} bytes wait for their turn or for the answers to earlier requests; try again"
         largest.refuse(ApiError(503, message, code="too_many_large_bodies", headers={"Retry-After": "1"}))
 
@@ -136,6 +136,7 @@ class Edge:
         If all places are taken, the oldest connection without a complete request is closed. So silent connections and
         slow bodies, however many, keep no client out. Refused connections take no place.
         """
+        self.turns.give_way()
         self.open.add(connection)
         self.addresses[address] += 1
         if self.is_full and self.lingering:
