@@ -84,7 +84,7 @@ class Listener:
 ACCEPTED = 16
 """Connections that are accepted in one turn of uvloop: 3 ms. asyncio's own loop accepts all that wait."""
 
-SWITCH_SECONDS = 0.0002
+SWITCH_SECONDS = 0.001
 """Time after which a busy thread lets another one run, 5 ms by default. The event loop waits that long in each of its
 turns while a thread prepares conversations."""
 
