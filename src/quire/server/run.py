@@ -285,4 +285,6 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); choose another with --port")
+    is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+    hint = "choose another with --port" if is_port else "--host is an address of this machine"
+    return ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {hint}")
