@@ -273,7 +273,9 @@ def _rounded(schema: Mapping[str, Any]) -> str | None:
     values = [(word, schema[word]) for word in (*_LIMITS, "const", "enum") if word in schema]
     while values:
         word, value = values.pop()
-        if _is_count(value) and abs(value) > _EXACT and value % 1 == 0:
+        # A bound of 1e20 is an integer, too; a constant is written as it is.
+        is_integer = isinstance(value, int) or (word in _LIMITS and isinstance(value, float) and value % 1 == 0)
+        if is_integer and abs(value) > _EXACT:
             return f"{word}: integers beyond 2^53 are rounded"
         is_fraction = isinstance(value, float) and value % 1 and word in _LIMITS
         if is_fraction and len(Decimal(repr(value)).as_tuple().digits) > _MAX_DIGITS:
