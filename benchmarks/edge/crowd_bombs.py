@@ -22,7 +22,7 @@ ASK_SECONDS = 20.0
 
 
 def crowd(count: int, path: str, make: Callable[[int], bytes]) -> Callable[[Target], str]:
-    """Different requests at once, each of which is given up after a while."""
+    """Requests at once, each of which is given up after a while. make: gives the body of each, by its number."""
 
     def send(target: Target) -> str:
         requests = [named(target, path, make(each)) for each in range(count)]

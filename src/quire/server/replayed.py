@@ -35,7 +35,6 @@ class Replayed(Model):
 
     @model_validator(mode="after")
     def _say(self) -> Replayed:
-        # Most messages have none; the log has said it of most others.
         for name in self.passed_over.intersection(self.__pydantic_fields_set__).difference(_said):
             if getattr(self, name) is not None:
                 _said.add(name)

@@ -388,7 +388,8 @@ class Service:
                     generated = self.engine.generate(job.prompt, job.params, request_id)
                     items = await ends.enter_async_context(aclosing(generated))
                     item = await anext(items)
-                    self.let_go(filter(None, [job.held]))
+                    if job.held is not None:
+                        self.let_go([job.held])
                     timer.saw(item)
                     self._check_outputs(item, job.form)
                     self._count_found(job, item)
