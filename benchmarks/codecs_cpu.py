@@ -142,7 +142,7 @@ def prefill(engines: dict[str, Engine], context: int, rounds: int, chance: rando
     for number in range(rounds + 1):
         prompt = prompt_of(context, chance)
         for codec, engine in engines.items():
-            engine.add("it", None, prompt, SamplingParams(max_tokens=1, **GREEDY))
+            engine.add("it", prompt, SamplingParams(max_tokens=1, **GREEDY))
             began = time.perf_counter()
             while engine.has_work:
                 engine.step()
@@ -207,7 +207,7 @@ def decode(
 def start_batch(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> None:
     """Computes all prompts. All later steps decode the whole batch."""
     for index, prompt in enumerate(prompts):
-        engine.add(str(index), None, prompt, SamplingParams(max_tokens=max_tokens, **GREEDY))
+        engine.add(str(index), prompt, SamplingParams(max_tokens=max_tokens, **GREEDY))
     scheduler = engine.scheduler
     while scheduler.waiting or any(sequence.num_pending > 1 for sequence in scheduler.running):
         engine.step()
@@ -240,7 +240,7 @@ def measure_capacity(codec: str, context: int, memory: str, threads: int) -> dic
     # Sequences computed first decode until the last prompt is computed.
     params = SamplingParams(max_tokens=PROMPT_STEPS * count + PAGE_TOKENS, **GREEDY)
     for index in range(count):
-        engine.add(str(index), None, prompt_of(context - 1, chance), params)
+        engine.add(str(index), prompt_of(context - 1, chance), params)
     scheduler, peak = engine.scheduler, 0
     while True:
         engine.step()

@@ -202,7 +202,7 @@ def engine(shape: ModelShape, model: Model, device: str, batch: int, prompt: int
         for index in range(batch):
             ids = torch.randint(0, shape.vocab_size, (prompt,), generator=generator).tolist()
             params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-            running.add(f"{number}-{index}", None, ids, params)
+            running.add(f"{number}-{index}", ids, params)
         started = time.perf_counter()
         first, at_first, tokens = 0.0, 0, 0
         while running.has_work:

@@ -110,7 +110,7 @@ def quire(shape: ModelShape, given: argparse.Namespace, device: str) -> dict[str
         for index in range(given.batch):
             ids = torch.randint(0, shape.vocab_size, (PROMPT,), generator=generator).tolist()
             params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
-            engine.add(f"{number}-{index}", None, ids, params)
+            engine.add(f"{number}-{index}", ids, params)
         begun, tokens, steps = time.perf_counter(), 0, 0
         told = begun
         while engine.has_work:

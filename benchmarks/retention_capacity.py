@@ -98,7 +98,7 @@ def measure(setting: str, given: argparse.Namespace) -> dict[str, float]:
         scheduler = engine.scheduler
         params = SamplingParams(max_tokens=AHEAD * 200, temperature=0.0, ignore_eos=True, detokenize=False)
         for index, prompt in enumerate(prompts[:250]):
-            engine.add(str(index), None, prompt, params)
+            engine.add(str(index), prompt, params)
         while True:
             engine.step()
             computed = [sequence for sequence in scheduler.running if sequence.num_computed >= given.context]

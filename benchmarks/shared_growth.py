@@ -95,7 +95,7 @@ def start_batch(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> None
     """Computes all prompts. All later steps decode the whole batch, until the first request has `max_tokens`."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     for index, prompt in enumerate(prompts):
-        llm.engine.add(str(index), None, prompt, params)
+        llm.engine.add(str(index), prompt, params)
     scheduler = llm.engine.scheduler
     while scheduler.waiting or any(sequence.num_pending > 1 for sequence in scheduler.running):
         llm.engine.step()

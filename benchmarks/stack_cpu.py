@@ -39,7 +39,7 @@ def main() -> None:
             for name, values in times.items():
                 engine.runner.model._stack = stack if name == "one call" else None
                 for index in range(batch):
-                    engine.add(str(index), None, [draw.randrange(1000, 40000) for _ in range(128)], params)
+                    engine.add(str(index), [draw.randrange(1000, 40000) for _ in range(128)], params)
                 while engine.scheduler.waiting or any(each.num_pending > 1 for each in engine.scheduler.running):
                     engine.step()
                 steps, start = engine.stats()["steps"], time.perf_counter()

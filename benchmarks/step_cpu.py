@@ -53,7 +53,7 @@ def measure(batch: int, steps: int) -> float:
         params = SamplingParams(max_tokens=steps + LENGTHS, temperature=0.0, ignore_eos=True, detokenize=False)
         for number in range(batch):
             prompt = [(7 * number + 3 * place) % 200 + 3 for place in range(100 + number % LENGTHS)]
-            engine.add(str(number), None, prompt, params)
+            engine.add(str(number), prompt, params)
         while len(engine.scheduler.running) < batch or any(not each.num_generated for each in engine.scheduler.running):
             engine.step()
         found = []

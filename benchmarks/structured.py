@@ -416,7 +416,7 @@ def waits_beside(llm: LLM, args: argparse.Namespace) -> tuple[float, float]:
         thread = threading.Thread(target=compile_all)
         if is_busy:
             thread.start()
-        llm.engine.add("beside", None, [1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+        llm.engine.add("beside", [1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
         longest = 0.0
         while llm.engine.has_work:
             begun = time.perf_counter()

@@ -22,15 +22,19 @@ from quire.cluster.instance import Instance, Order
 from quire.cluster.messages import ROUTER
 from quire.cluster.processes import END_SECONDS, Processes
 from quire.config import ClusterConfig
+from quire.engine.admission import PinLimits, Prompt, RequestLimits
 from quire.engine.capacity import Capacity
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.llm import Prompt, gather
+from quire.llm import gather
 
 from .poison import poison_free
 
 Answer = TypeVar("Answer")
+
+LIMITS = RequestLimits(1000, 512, "model.max_context", 100, PinLimits(4))
+"""Of instances that only say that they are ready."""
 
 SECONDS = 100.0
 """Longest time that a test waits for a cluster."""

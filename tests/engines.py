@@ -101,7 +101,7 @@ def drain(engine: Engine, collected: dict[str, RequestOutput] | None = None) -> 
 def generate(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     """Token ids of the first answer to each prompt."""
     for index, prompt in enumerate(prompts):
-        engine.add(str(index), None, prompt, params)
+        engine.add(str(index), prompt, params)
     outputs = drain(engine)
     return [outputs[str(index)].outputs[0].token_ids for index in range(len(prompts))]
 

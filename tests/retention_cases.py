@@ -134,7 +134,7 @@ class Witness:
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         """Queues a request."""
-        self.sequences[name] = list(self.engine.add(name, None, prompt, params).sequences)
+        self.sequences[name] = list(self.engine.add(name, prompt, params).sequences)
 
     def step(self, collected: dict[str, RequestOutput]) -> None:
         """One step of the engine, which then has to be whole."""

@@ -353,7 +353,7 @@ def run_alone(engine_of: EngineOf, stores: StoresOf, load: Sequence[Asking]) -> 
 
     def add(index: int, asking: Asking) -> None:
         try:
-            engine.add(str(index), None, asking.prompt, asking.params, asking.hints)
+            engine.add(str(index), asking.prompt, asking.params, asking.hints)
         except QuireError as error:
             notes.append(("refused", events.now, index, str(error)))
 

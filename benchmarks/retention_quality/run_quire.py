@@ -107,7 +107,7 @@ class Runner:
         params = SamplingParams(
             max_tokens=tokens, temperature=0.0, ignore_eos=True, stop_token_ids=list(stop), detokenize=False
         )
-        request = self.engine.add("task", None, list(prompt), params)
+        request = self.engine.add("task", list(prompt), params)
         (sequence,) = request.sequences
         written, end, self.resident = [], 1.0, 1.0
         while self.engine.has_work:

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from quire.async_prefixes import AsyncPrefixes
 from quire.calibrating import Calibrating
+from quire.engine.admission import AdmittedRequest, Prompt, admit
 from quire.engine.engine import Engine
 from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
@@ -22,8 +23,8 @@ from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
 from quire.engine.structured import StructuredOutputsParams
 from quire.engine_thread import EngineThread
-from quire.errors import EngineStoppedError, QueueFullError, QuireError, RequestError
-from quire.llm import Prompt, ReadPrompt, config_of, read_prompt
+from quire.errors import EngineStoppedError, QuireError, RequestError
+from quire.llm import config_of
 from quire.load import Loaded, load_engine
 
 log = logging.getLogger("quire")
@@ -71,7 +72,7 @@ class AsyncLLM(AsyncPrefixes):
         self._closing = False
         self._accepts = False  # from the end of `start` on, except while `pin` runs
         self._ids = itertools.count()
-        self._unread: dict[str, int] = {}  # request id -> sequences, until the engine's thread has queued them
+        self._unqueued: dict[str, int] = {}  # request id -> sequences, until the engine's thread has queued them
 
     @property
     def _parts(self) -> Loaded:
@@ -158,69 +159,77 @@ class AsyncLLM(AsyncPrefixes):
     ) -> None:
         await self.close()
 
-    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
-        """Raises RequestError if a text like this cannot be promised. Compiles its grammar on a thread, for requests
-        with this salt. It stays compiled as long as the result is held.
-        """
-        grammars = self._parts.engine.grammars
-        assert grammars is not None
-        return await asyncio.wrap_future(grammars.prepare(wanted, cache_salt))
+    async def admit(self, prompt: Prompt, params: SamplingParams) -> AdmittedRequest:
+        """Checks that a request can run, and compiles the grammar of its constraint on a thread. The one check of a
+        request: `generate` takes the result as it is. It has no place in the queue yet, which may fill up meanwhile.
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The token ids of a prompt. Raises the RequestError or QueueFullError that `generate` would raise, before a
-        byte is streamed.
+        Raises RequestError for a request that can never run, and QueueFullError if it cannot wait now.
         """
-        return self._admit(prompt, params).ids
+        return await self._admit(prompt, params)
 
-    def _admit(self, prompt: Prompt, params: SamplingParams, *, is_pin: bool = False) -> ReadPrompt:
-        """Checks that a request can run now, and returns its prompt. is_pin: whether it is a request of `pin`."""
+    async def _admit(self, prompt: Prompt, params: SamplingParams, *, is_pin: bool = False) -> AdmittedRequest:
+        """is_pin: whether it is a request of `pin`."""
         if self._failure is not None or self._closing:
             raise EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         parts = self._parts
         if not (self._accepts or is_pin):
             raise QuireError("the engine is not ready: it first pins the prefixes of cache.pin; try again later")
-        read = read_prompt(prompt, parts.tokenizer.encode)
-        parts.engine.check_request(read.ids, params, read.hints)
-        waiting = len(parts.engine.scheduler.waiting) + sum(list(self._unread.values()))
-        limit = parts.config.scheduler.max_queue
-        if waiting + params.n > limit:
-            raise QueueFullError(
-                f"{waiting} sequences wait and scheduler.max_queue is {limit}; try again later", retry_after=1.0
-            )
-        return read
+        engine, limits = parts.engine, parts.engine.limits
+        request = admit(prompt, params, limits, parts.tokenizer.encode)
+        limits.check_queue(len(engine.scheduler.waiting) + sum(list(self._unqueued.values())), params.n)
+        if params.structured_outputs is not None:
+            request.grammar = await self.compile_grammar(params.structured_outputs, request.hints.cache_salt)
+        return request
+
+    async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
+        """Compiles the grammar of a constraint on a thread, for requests with this salt. It stays compiled as long as
+        the result is held. Raises RequestError if no text can be promised to satisfy it.
+        """
+        grammars = self._parts.engine.grammars
+        assert grammars is not None
+        return await asyncio.wrap_future(grammars.prepare(wanted, cache_salt))
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt | AdmittedRequest,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the deltas of one request; the last one has `finished` set. Closing the generator, or cancelling its
-        task, aborts the request. Without sampling_params it has those that the model's authors recommend.
+        task, aborts the request. Without sampling_params it has those that the model's authors recommend; an admitted
+        request has its own.
         """
         return self._generate(prompt, sampling_params, request_id)
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, *, is_pin: bool = False
+        self,
+        prompt: Prompt | AdmittedRequest,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        *,
+        is_pin: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        if params is None:
-            params = self.get_default_sampling_params() if self._runs else SamplingParams()  # _admit says what is wrong
-        text, ids, hints = self._admit(prompt, params, is_pin=is_pin)
-        grammar = None
-        if params.structured_outputs is not None:
-            grammar = await self.check_structure(params.structured_outputs, hints.cache_salt)
+        if isinstance(prompt, AdmittedRequest):
+            request = prompt
+        else:
+            if params is None:
+                params = self.get_default_sampling_params() if self._runs else SamplingParams()
+            request = await self._admit(prompt, params, is_pin=is_pin)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         stream: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self._streams[request_id] = stream
-        self._unread[request_id] = params.n
+        self._unqueued[request_id] = request.params.n
 
-        def add() -> None:
-            self._unread.pop(request_id, None)
+        def queue() -> None:
+            self._unqueued.pop(request_id, None)
             try:
-                self._parts.engine.add(request_id, text, ids, params, hints, grammar=grammar)
+                self._parts.engine.queue(request_id, request)
             except QuireError as error:
                 self._post([(request_id, error)])
 
-        self._submit(add)
+        self._submit(queue)
         finished = False
         try:
             while not finished:

@@ -238,7 +238,7 @@ def _compute(engine: Engine, tokens: list[int], run: Run) -> None:
     """Runs a prompt of these tokens and one more, so that all their chunks are complete."""
     assert isinstance(run.namespace, Namespace), "a head without a namespace"
     hints = CacheHints(cache_salt=run.namespace.salt)
-    engine.add("import", None, [*tokens, tokens[-1]], ONE_TOKEN, hints)
+    engine.add("import", [*tokens, tokens[-1]], ONE_TOKEN, hints)
     while engine.has_work:
         engine.step()
 

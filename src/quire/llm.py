@@ -7,31 +7,29 @@ import gc
 import itertools
 import logging
 import math
-import operator
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from quire.cache.retention.retainer import Retainer
 from quire.config import ENGINE_GROUPS, EngineConfig, nearest
+from quire.engine.admission import Prompt, admit, as_list, tokenized
 from quire.engine.grammar_source import term_of
 from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, key_of, known_prefixes, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.params import SamplingParams
 from quire.engine.pins import pin_prefixes, read_pins
 from quire.engine.prefixes import Prefix
-from quire.engine.request import NO_HINTS
 from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.engine.schemas import Unhonoured
-from quire.engine.shared_ids import SharedIds
 from quire.engine.stock import Stock
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.habits import key_answer
@@ -44,72 +42,12 @@ from quire.tools.formats import format_of
 
 log = logging.getLogger("quire")
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. A dict may also have cache hints:
-cache_salt, a text (only requests with an equal salt share), cache_pin (True, False or seconds: how long the prompt's
-chunks stay cached), cache_priority and cache_lifetime; see `CacheHints`."""
-
 DROP_SECONDS = 5.0
 """Longest time that dropping a prefix waits until the index of a disk no longer names it."""
-
-_PROMPT_KEYS = {"prompt", "prompt_token_ids"}
-_HINT_KEYS = {field.name for field in fields(CacheHints) if field.init}
 
 
 def _all(salt: str) -> bool:
     return True
-
-
-class ReadPrompt(NamedTuple):
-    """A prompt in the engine's form: its text, if it was given as text, its token ids, and its cache hints."""
-
-    text: str | None
-    ids: list[int]
-    hints: CacheHints
-
-
-def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPrompt:
-    """Parses a prompt in any of its forms. Raises RequestError for anything else."""
-    hints = NO_HINTS
-    if isinstance(prompt, Mapping):
-        unknown = set(prompt) - _PROMPT_KEYS - _HINT_KEYS
-        if unknown or all(prompt.get(key) is None for key in _PROMPT_KEYS):
-            found = f"unknown: {', '.join(sorted(map(str, unknown)))}" if unknown else "both are missing"
-            raise RequestError(
-                "a prompt dict has the key prompt or prompt_token_ids, and optionally"
-                f" {', '.join(sorted(_HINT_KEYS))}; {found}",
-                "prompt",
-            )
-        if all(prompt.get(key) is not None for key in _PROMPT_KEYS):
-            raise RequestError("a prompt dict has either prompt or prompt_token_ids; both are given", "prompt")
-        hints = CacheHints(**{key: prompt[key] for key in _HINT_KEYS if prompt.get(key) is not None})
-        given = prompt.get("prompt_token_ids")
-        prompt = prompt["prompt"] if given is None else given
-    if isinstance(prompt, str):
-        return ReadPrompt(prompt, encode(prompt), hints)
-    if isinstance(prompt, SharedIds):
-        return ReadPrompt(None, prompt, hints)
-    prompt = _unwrapped(prompt)
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
-    return ReadPrompt(None, [_token_id(each) for each in prompt], hints)
-
-
-def _unwrapped(value: Any) -> Any:
-    """Converts an array or tensor to a list; returns anything else unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _token_id(value: Any) -> int:
-    if type(value) is int:
-        return value
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        found = f"{value!r:.100} ({type(value).__name__})"
-        raise RequestError(f"a prompt's token ids must be integers; it has {found}", "prompt") from None
 
 
 class Face(ABC):
@@ -154,7 +92,7 @@ class Face(ABC):
         """The key of a prompt's whole chunks of 64 tokens, by which it is listed and dropped. Raises RequestError for
         a shorter prompt.
         """
-        read = read_prompt(prompt, self.tokenizer.encode)
+        read = tokenized(prompt, self.tokenizer.encode)
         return key_of(self._parts.engine.namespace, read.ids, read.hints.cache_salt).hex()
 
     def _read_stock(self, visible: Callable[[str], bool]) -> Stock:
@@ -453,24 +391,19 @@ class LLM(Face):
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool | None
     ) -> list[RequestOutput]:
         engine = self._parts.engine
-        encoded = [read_prompt(prompt, self.tokenizer.encode) for prompt in prompts]
-        grammars = []  # compiled once for all prompts, and held until the last one has ended
-        for (_, ids, hints), param in zip(encoded, params, strict=True):
-            engine.check_request(ids, param, hints)
-            if param.structured_outputs is not None and engine.grammars is not None:
-                grammars.append(engine.grammars.compile(param.structured_outputs, hints.cache_salt))
-        todo = deque(
-            (f"request-{next(self._ids)}", text, ids, param, hints)
-            for (text, ids, hints), param in zip(encoded, params, strict=True)
-        )
-        order = [request_id for request_id, *_ in todo]
+        encode = self.tokenizer.encode
+        admitted = [admit(prompt, param, engine.limits, encode) for prompt, param in zip(prompts, params, strict=True)]
+        for request in admitted:
+            engine.compile_grammar(request)
+        todo = deque((f"request-{next(self._ids)}", request) for request in admitted)
+        order = [request_id for request_id, _ in todo]
         collected: dict[str, RequestOutput] = {}
         show = len(todo) > 8 and sys.stderr.isatty() if use_tqdm is None else use_tqdm
         with _Progress(len(todo), show) as advance:
             try:
                 while todo or engine.has_work:
-                    while todo and engine.scheduler.has_room(todo[0][3].n):
-                        engine.add(*todo.popleft())
+                    while todo and engine.scheduler.has_room(todo[0][1].params.n):
+                        engine.queue(*todo.popleft())
                     for delta in engine.step():
                         gather(collected, delta)
                         if delta.finished:
@@ -522,7 +455,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise RequestError(f"prompts must be texts or lists of token ids, not {type(prompts).__name__}", "prompt")
-    items = list(_unwrapped(prompts))
+    items = list(as_list(prompts))
     if items and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in items):
         return [items]
     return items

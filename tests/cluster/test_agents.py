@@ -47,6 +47,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.request import State
 from quire.errors import EngineStoppedError
 from quire.stores.seal import Seal
+from tests.clusters import LIMITS
 
 from ..engines import make_engine
 from ..stores import put_store
@@ -462,7 +463,7 @@ def router_of(tries: int = 3) -> tuple[Router, list[tuple[str, Any]], list[float
     sent, now = list[tuple[str, Any]](), [0.0]
     router = Router(lambda to, message: sent.append((to, message)), timeout=10, tries=tries, clock=lambda: now[0])
     for name, role in (("p.1", "prefill"), ("d.2", "decode")):
-        ready = Ready(name, "", 64, 8, 512, "", 1e-3, 1e-3)
+        ready = Ready(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
         router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
     return router, sent, now
 
@@ -574,7 +575,7 @@ def test_instances_with_which_an_attempt_failed_come_last() -> None:
     async def scenario() -> None:
         router, _, _ = router_of(tries=3)
         for name, role in (("p.3", "prefill"), ("d.4", "decode")):
-            ready = Ready(name, "", 64, 8, 512, "", 1e-3, 1e-3)
+            ready = Ready(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
             router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
         ticket, _ = begun(router)
         tried = [(ticket.state.source, ticket.state.receiver)]
@@ -594,7 +595,7 @@ def test_a_source_whose_receiver_has_ended_computes_again() -> None:
     async def scenario() -> None:
         router, _, _ = router_of()
         for name, role in (("p.3", "prefill"), ("d.4", "decode")):
-            ready = Ready(name, "", 64, 8, 512, "", 1e-3, 1e-3)
+            ready = Ready(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
             router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
         ticket, _ = begun(router)
         source, receiver = ticket.state.source, ticket.state.receiver
@@ -658,7 +659,7 @@ async def started(cluster: Cluster) -> asyncio.Task[None]:
 
 
 def ready(cluster: Cluster, name: str) -> None:
-    cluster.operations._hear(name, Ready(name, "shm://nowhere", 64, 8, 512, "", 1e-3, 1e-3))
+    cluster.operations._hear(name, Ready(name, "shm://nowhere", 64, 8, LIMITS, 1e-3, 1e-3))
 
 
 def alive(cluster: Cluster, name: str) -> None:

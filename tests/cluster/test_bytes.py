@@ -19,6 +19,7 @@ from quire.cluster.bodies import CacheState, ManifestOf, Told, WantPull, state_o
 from quire.cluster.messages import Attempt, Manifest
 from quire.cluster.transport import TRANSPORTS
 from quire.cluster.transport.local import LocalStream, LocalTransport
+from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
 from quire.engine.handover import Continued
 from quire.engine.outputs import CompletionOutput, RequestOutput
@@ -154,7 +155,7 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     """Policies, positions, sums, the local window and the counts of its path, as bytes: every field of them."""
     rng, shape = random.Random(seed), tiny_shape(head_dim=16)
     engine = make_engine(shape, **options_of(codec), **RETENTION[retention])
-    engine.add("x", None, prompt_of(rng, 300), GREEDY, continued=Continued(1, leaves=True))
+    engine.queue("x", AdmittedRequest(None, prompt_of(rng, 300), GREEDY), continued=Continued(1, leaves=True))
     drain(engine)
     swapped = engine.exports["x"].swapped
     table: Any = engine.scheduler.manager.table

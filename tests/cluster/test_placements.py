@@ -65,7 +65,7 @@ def model(config_file: Path | None = None, **options: Any) -> Model:
     """Of 100 MiB, beside which one engine alone would have a cache of 800 MiB."""
     keys = {key.replace("__", "."): value for key, value in options.items()}
     config = EngineConfig.from_options(keys, config_file)
-    return Model("tiny", keys, config_file, config, 100 * MIB, 800 * MIB, 1024)
+    return Model("tiny", keys, config_file, config, 100 * MIB, 800 * MIB)
 
 
 def options_of(spec: Spec) -> dict[str, Any]:

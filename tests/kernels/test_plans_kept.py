@@ -61,7 +61,7 @@ def test_a_plan_is_built_where_something_joins_leaves_or_crosses_a_boundary_and_
     for number in range(8):
         prompt = prefix + random.integers(0, 256, 5 + 7 * number).tolist()
         tokens = 90 if number == 3 else DECODE_STEPS + 40
-        engine.add(str(number), None, prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True))
+        engine.add(str(number), prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True))
     events = decode_steps = 0
     decoding: set[int] = set()
     while decode_steps < DECODE_STEPS:
@@ -71,7 +71,7 @@ def test_a_plan_is_built_where_something_joins_leaves_or_crosses_a_boundary_and_
             prompt = prefix + random.integers(0, 256, 9).tolist()
             name = f"late {decode_steps}"
             if name not in engine._requests:
-                engine.add(name, None, prompt, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True))
+                engine.add(name, prompt, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True))
         before = both.counts
         engine.step()
         batch = batches[-1]

@@ -32,7 +32,7 @@ def answers(shape: Any, stacked: bool, weights: Checkpoint | None = None) -> lis
     if not stacked:
         model._stack = None
     for index, length in enumerate((1, 63, 64, 65, 200)):
-        engine.add(str(index), None, [(7 * at + index) % 250 for at in range(length)], PARAMS)
+        engine.add(str(index), [(7 * at + index) % 250 for at in range(length)], PARAMS)
     outputs = [output.outputs[0] for output in drain(engine).values()]
     return [
         (

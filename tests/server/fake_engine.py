@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,12 +143,20 @@ def _embedding(ids: list[int], pooling: str) -> list[float]:
     return [float((ids if pooling == "mean" else ids[-1:]).count(ord(letter))) for letter in "abcd"]
 
 
+@dataclass(eq=False)
+class FakeRequest:
+    """What the engine has admitted."""
+
+    prompt: Any
+    grammar: object = None
+
+
 class FakeEngine:
     """Answer i of a prompt is the prompt turned by `i + seed` bytes, then the end token.
 
     step_seconds  time of a token
     fail_at       index of the token at which generate raises
-    queue_limit   requests that prepare takes
+    queue_limit   requests that it admits
     live          the ids of unfinished requests: what a leak would leave behind
     prompts       as they came
     cached        (salt, prefix): what it says its cache holds
@@ -187,10 +196,17 @@ class FakeEngine:
         self.pinned_salts: list[str] = []
         self.kept_fraction: float | None = None
 
-    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
+    async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
         return grammars().compile(wanted, cache_salt)
 
-    def prepare(self, prompt: Any, params: SamplingParams) -> None:
+    async def admit(self, prompt: Any, params: SamplingParams) -> Any:
+        self._check(prompt)
+        if params.structured_outputs is not None:
+            held = await self.compile_grammar(params.structured_outputs, prompt.get("cache_salt", ""))
+            return FakeRequest(prompt, held)
+        return FakeRequest(prompt)
+
+    def _check(self, prompt: Any) -> None:
         if len(prompt["prompt_token_ids"]) >= self.max_context:
             raise RequestError("prompt too long", param="prompt")
         if len(self.live) >= self.queue_limit:
@@ -200,10 +216,11 @@ class FakeEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         assert request_id not in self.live
+        if isinstance(prompt, FakeRequest):
+            prompt = prompt.prompt
         if "prompt" in prompt:
             hints = {name: value for name, value in prompt.items() if name != "prompt"}
             prompt = {"prompt_token_ids": self.tokenizer.encode(prompt["prompt"]), **hints}
-        self.prepare(prompt, sampling_params)
         self.live.add(str(request_id))
         self.started += 1
         self.prompts.append(prompt)

@@ -24,7 +24,7 @@ class SlowChecks(FakeEngine):
         super().__init__(max_context=100_000)
         self.seconds, self.num_checks, self.salts = seconds, 0, set()
 
-    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
+    async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
         self.num_checks += 1
         self.salts.add(cache_salt)
         await asyncio.sleep(self.seconds)

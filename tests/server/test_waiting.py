@@ -100,7 +100,7 @@ async def test_a_request_counts_from_its_admission_on(monkeypatch):
         await compiled.wait()
         return object()
 
-    monkeypatch.setattr(engine, "check_structure", check)
+    monkeypatch.setattr(engine, "compile_grammar", check)
     app = application(engine)
     bodies = [prompts(40, 2, structured_outputs={"choice": ["a"]}) for _ in range(5)]
     calls = [RawCall(app, "/v1/completions", body) for body in bodies]

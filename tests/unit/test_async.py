@@ -164,7 +164,7 @@ def test_requests_that_cannot_run_are_refused_before_anything_is_streamed(folder
     async def body(llm: AsyncLLM) -> None:
         for prompt in ("", [], [99999], {"text": "x"}, 5, [1.5]):
             with pytest.raises(RequestError):
-                llm.prepare(prompt, GREEDY)  # type: ignore[arg-type]
+                await llm.admit(prompt, GREEDY)  # type: ignore[arg-type]
             with pytest.raises(RequestError):
                 await collect(llm, prompt)
         stream = llm.generate("abc", GREEDY, "twice")
@@ -231,7 +231,7 @@ def test_close_drains_then_aborts(folder: Path) -> None:
         await llm.close(drain_seconds=30)
         assert len((await task)[1]) == 12
         with pytest.raises(QuireError):
-            llm.prepare("abc", GREEDY)
+            await llm.admit("abc", GREEDY)
         assert not llm.is_ready
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -268,7 +268,7 @@ def test_close_gives_the_memory_back_and_what_is_used_afterwards_says_closed(
             with pytest.raises(QuireError, match="closed"):
                 use()
         with pytest.raises(QuireError, match="stopped"):
-            llm.prepare("abc", GREEDY)
+            await llm.admit("abc", GREEDY)
         with pytest.raises(QuireError, match="stopped"):
             await collect(llm, "abc")
         with pytest.raises(QuireError, match="before"):

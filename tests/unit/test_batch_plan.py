@@ -204,7 +204,7 @@ def test_a_whole_block_of_an_encoded_cache_runs_at_once(profile: Path, tmp_path:
     with LLM(str(model), options) as llm:
         scheduler = llm.engine.scheduler
         for index, prompt in enumerate(prompts):
-            llm.engine.add(str(index), None, prompt, params)
+            llm.engine.add(str(index), prompt, params)
         while scheduler.waiting or scheduler.running:
             llm.engine.step()
             most = max(most, len(scheduler.running))

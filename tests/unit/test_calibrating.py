@@ -129,7 +129,7 @@ def test_requests_go_on_in_another_engine_with_the_tokens_that_one_engine_gives(
     def answers(move: bool) -> list[list[int]]:
         engine = make_engine(tiny_shape(), **options)
         for index, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
-            engine.add(str(index), None, prompt, params)
+            engine.add(str(index), prompt, params)
         found: dict[tuple[str, int], list[int]] = {}
 
         def step() -> None:
@@ -155,7 +155,7 @@ def test_requests_go_on_in_another_engine_with_the_tokens_that_one_engine_gives(
 
 def test_counters_go_on_and_each_token_counts_once() -> None:
     old, new = make_engine(tiny_shape()), make_engine(tiny_shape())
-    old.add("0", None, PROMPT, GREEDY)
+    old.add("0", PROMPT, GREEDY)
     for _ in range(5):
         old.step()
     new.take_over(old)
@@ -263,7 +263,7 @@ def test_a_request_that_the_new_cache_cannot_hold_ends_first(folder: Path, made:
     calibration = load_module.find_calibration(folder, loaded.later)
     config, fits = load_module.resolve(loaded.later, loaded.shape, None, calibration)
     engine = loaded.engine
-    engine.add("0", None, PROMPT, GREEDY)
+    engine.add("0", PROMPT, GREEDY)
     engine.step()
     small = dataclasses.replace(fits, max_context=len(PROMPT) + 23)
     take = load_module.with_codec

@@ -16,6 +16,7 @@ from quire.cluster.router import Router
 from quire.cluster.stages import BOUNDS, STAGES, Stages, StageTimes
 from quire.cluster.tracing import Span, Trace, Tracer, read_traceparent, trace_of
 from quire.engine.outputs import CompletionOutput
+from tests.clusters import LIMITS
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -50,7 +51,7 @@ class World:
             tracer=self.tracer,
         )  # fmt: skip
         for role in ("prefill", "decode"):
-            ready = Ready(f"{role}-0.1", "", 64, 8, 512, "", 1e-3, 1e-2)
+            ready = Ready(f"{role}-0.1", "", 64, 8, LIMITS, 1e-3, 1e-2)
             self.router.members[ready.instance] = Member(ready.instance, f"{role}-0", role, Health.SERVING, ready)
         trace = Trace(TRACE, PARENT)
         job = Job("chatcmpl-1", list(range(100)), {}, {}, 0, trace=trace.trace_id)

@@ -61,7 +61,7 @@ def test_every_codec_answers_alike_from_the_cache_and_after_a_preemption(codec: 
     engine = make_engine(codec, **options)
     outputs: dict[str, RequestOutput] = {}
     for index, prompt in enumerate(PROMPTS):
-        engine.add(str(index), None, prompt, PARAMS)
+        engine.add(str(index), prompt, PARAMS)
     for _ in range(12):
         for delta in engine.step():
             gather(outputs, delta)
@@ -87,7 +87,7 @@ def test_every_codec_answers_alike_from_a_store_and_after_a_swap(
     manager.table.arena.data.fill_(0xFF)
     outputs: dict[str, RequestOutput] = {}
     for index, prompt in enumerate(PROMPTS):
-        engine.add(str(index), None, prompt, PARAMS)
+        engine.add(str(index), prompt, PARAMS)
     num_swapped = 0
     while engine.has_work:
         for delta in engine.step():

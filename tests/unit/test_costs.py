@@ -170,7 +170,7 @@ class Chosen:
 
     def ask(self) -> Any:
         """A request for the far prompt, and one step."""
-        request = self.engine.add(f"far {len(self.engine._requests)}", None, self.prompt, GREEDY)
+        request = self.engine.add(f"far {len(self.engine._requests)}", self.prompt, GREEDY)
         self.engine.step()
         return request.sequences[0]
 
@@ -226,8 +226,8 @@ def test_chunks_that_are_not_fetched_ahead_either_count_once_as_computed(seed: i
     rng = random.Random(seed + 1)
     chosen, store = far_prompt(seed, **{"scheduler.max_running": 1})
     tell(chosen.fetching.costs, 1e3, 1e-6)
-    chosen.engine.add("first", None, [rng.randrange(VOCABULARY) for _ in range(70)], GREEDY)
-    chosen.engine.add("waits", None, chosen.prompt, GREEDY)
+    chosen.engine.add("first", [rng.randrange(VOCABULARY) for _ in range(70)], GREEDY)
+    chosen.engine.add("waits", chosen.prompt, GREEDY)
     drain(chosen.engine)
     assert store.num_got == 0 and chosen.fetching.counts.computed_instead == FAR
 
@@ -258,7 +258,7 @@ def test_transfers_that_are_under_way_delay_a_new_one(backlog: int, fetches: boo
     costs, seconds = chosen.fetching.costs, 64 * FAR * 1e-2
     if backlog:
         tell(costs, None, None)
-        engine.add("other", None, other, GREEDY)
+        engine.add("other", other, GREEDY)
         engine.step()
         assert len(store.asked) > 0
     # One takes 0.6 of the time of computing it, and one behind another 1.2. The other one is not computed before it.
@@ -279,7 +279,7 @@ def test_a_prompt_that_is_computed_before_makes_fetching_worth_more(waiting: int
     engine, fetching = chosen.engine, chosen.fetching
     seconds = 64 * FAR * 1e-2
     if waiting:
-        engine.add("before", None, [rng.randrange(VOCABULARY) for _ in range(64 * 6)], GREEDY)
+        engine.add("before", [rng.randrange(VOCABULARY) for _ in range(64 * 6)], GREEDY)
         engine.step()  # two of its six chunks
     tell(fetching.costs, chosen.num_bytes / (seconds * 1.5 - LATENCY), 1e-2)
     sequence = chosen.ask()  # it waits for its admission, because the step is full
@@ -293,7 +293,7 @@ def test_a_swap_pays_if_both_ways_take_less_time_than_computing_again(seed: int)
     for share, swaps in ((0.9, True), (1.1, False)):
         store = ToyStore(seed, delay=0.001)
         engine = with_store(store, chunks=40)
-        request = engine.add("x", None, [rng.randrange(VOCABULARY) for _ in range(64 * 2 + 20)], GREEDY)
+        request = engine.add("x", [rng.randrange(VOCABULARY) for _ in range(64 * 2 + 20)], GREEDY)
         sequence = request.sequences[0]
         while sequence.num_generated < 10:
             engine.step()
@@ -312,7 +312,7 @@ def test_a_swap_of_a_decided_sequence_is_compared_with_its_decode_steps(seed: in
     for share, swaps in ((0.9, True), (1.1, False)):
         store = ToyStore(seed, delay=0.001)
         engine = with_store(store, chunks=40, **{"retain.budget": 0.5, "retain.profile_rows": 32})
-        request = engine.add("x", None, [rng.randrange(VOCABULARY) for _ in range(150)], GREEDY)
+        request = engine.add("x", [rng.randrange(VOCABULARY) for _ in range(150)], GREEDY)
         sequence = request.sequences[0]
         while sequence.num_generated < 20:
             engine.step()
@@ -355,7 +355,7 @@ def test_nobody_follows_what_is_private(seed: int) -> None:
     rng = random.Random(seed)
     store = Unhurried(seed)
     engine = with_store(store, chunks=40)
-    sequence = engine.add("x", None, [rng.randrange(VOCABULARY) for _ in range(150)], GREEDY).sequences[0]
+    sequence = engine.add("x", [rng.randrange(VOCABULARY) for _ in range(150)], GREEDY).sequences[0]
     while sequence.num_generated < 5:
         engine.step()
     engine.scheduler.preempt(sequence)
@@ -389,14 +389,14 @@ def test_a_store_that_does_not_answer_holds_up_nobody_else(ends: str, seed: int)
     others = [[rng.randrange(VOCABULARY) for _ in range(90)] for _ in range(3)]
     params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
     *expected, first = generate(make_engine(SHAPE), [*others, chosen.prompt], params)
-    running = engine.add("0", None, others[0], params).sequences[0]
+    running = engine.add("0", others[0], params).sequences[0]
     collected: dict[str, Any] = {}
     while not running.num_generated:
         for delta in engine.step():
             gather(collected, delta)
-    stuck = engine.add("stuck", None, chosen.prompt, params).sequences[0]
+    stuck = engine.add("stuck", chosen.prompt, params).sequences[0]
     for number in (1, 2):
-        engine.add(str(number), None, others[number], params)
+        engine.add(str(number), others[number], params)
     num_steps = 0
     while not {"0", "1", "2"} <= {name for name, output in collected.items() if output.finished}:
         before = running.num_generated
@@ -479,7 +479,7 @@ def test_layers_are_computed_while_later_ones_arrive(seed: int, monkeypatch: pyt
             time.sleep(0.06)
 
     monkeypatch.setattr(reference, "wait_for", compute)
-    engine.add("far", None, prompt, replace(GREEDY, max_tokens=1))
+    engine.add("far", prompt, replace(GREEDY, max_tokens=1))
     engine.step()
     begun, thread = time.monotonic(), threading.Thread(target=bring)
     thread.start()

@@ -336,7 +336,7 @@ def test_column_sums_that_come_later_are_stored_with_a_last_chunk(seed: int) -> 
     engine.scheduler.manager.eviction.evict(99)
     assert store.num_put == num_put
     third = [*shared, *(rng.randrange(VOCABULARY) for _ in range(140))]
-    engine.add("third", None, third, once)
+    engine.add("third", third, once)
     output = drain(engine)["third"]
     assert output.num_cached_tokens == 64 * 3
     assert output.outputs[0].token_ids == generate(sums_engine(ToyStore(seed)), [third], once)[0]
@@ -351,7 +351,7 @@ def test_sums_are_evicted_to_the_store_with_their_chunk(seed: int) -> None:
     (answer,) = generate(engine, [prompt], replace(GREEDY, max_tokens=3))
     engine.scheduler.manager.eviction.evict(99)
     assert len(store.attached) == 1
-    engine.add("again", None, prompt, replace(GREEDY, max_tokens=3))
+    engine.add("again", prompt, replace(GREEDY, max_tokens=3))
     output = drain(engine)["again"]
     assert output.outputs[0].token_ids == answer and output.num_cached_tokens >= 64 * 4
 

@@ -69,7 +69,7 @@ def test_chunks_come_back_from_the_disk_with_the_same_answers(cache: str, tmp_pa
         engine, store = with_disk(tmp_path / "store", **options)
         for index, prompt in enumerate(prompts):
             for attempt in range(2):
-                engine.add(f"{index}-{attempt}", None, prompt, params)
+                engine.add(f"{index}-{attempt}", prompt, params)
                 output = drain(engine)[f"{index}-{attempt}"]
                 assert output.outputs[0].token_ids == expected[index], f"seed {seed}"
                 if is_restarted or attempt:
@@ -273,7 +273,7 @@ def test_closing_writes_what_is_still_in_the_arena_alone(tmp_path: Path, monkeyp
     prompt = list(range(64 * 3 + 5))
     monkeypatch.setattr(Demotion, "tick", lambda demotion, now: None)
     with LLM(model, options) as llm:
-        llm.engine.add("x", None, prompt, GREEDY)
+        llm.engine.add("x", prompt, GREEDY)
         while llm.engine.has_work:
             llm.engine.step()
         assert llm.stats()["tiers"]["disk"]["num_put"] == 0

@@ -53,7 +53,7 @@ def test_a_prompt_that_is_preempted_midway_has_the_same_embedding(options: dict[
 
     def embedded(preempts: bool) -> Any:
         engine = make_engine(**options)
-        request = engine.add("0", None, prompt, params)
+        request = engine.add("0", prompt, params)
         assert engine.step() == [], "the prompt does not take several slices"
         if preempts:
             engine.scheduler.preempt(request.sequences[0])

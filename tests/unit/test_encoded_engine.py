@@ -42,7 +42,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 def prompt_logprobs(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """The log-probability of every prompt token but the first."""
-    engine.add("it", None, prompt, PROMPT_LOGPROBS)
+    engine.add("it", prompt, PROMPT_LOGPROBS)
     found = drain(engine)["it"].prompt_logprobs
     assert found is not None
     return torch.tensor([next(iter(each.values())).logprob for each in found[1:] if each is not None])
@@ -147,7 +147,7 @@ def test_decoding_reads_what_prefill_reads() -> None:
     """A token's probability is the same whether it was generated or part of a prompt."""
     prompt = ids(100, 5)
     engine = make_engine(**{"cache.share": False})
-    engine.add("it", None, prompt, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=0))
+    engine.add("it", prompt, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=0))
     (answer,) = drain(engine)["it"].outputs
     assert answer.logprobs is not None
     said = torch.tensor([next(iter(each.values())).logprob for each in answer.logprobs])
@@ -224,7 +224,7 @@ def test_more_prompts_than_fit_evict_each_other() -> None:
 
 
 def finishes(engine: Engine, name: str, prompt: list[int], steps: int = 400) -> bool:
-    engine.add(name, None, prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    engine.add(name, prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
     return any(delta.finished for _ in range(steps) for delta in engine.step())
 
 
@@ -247,7 +247,7 @@ def test_what_is_kept_for_good_leaves_what_is_promised(sinks: int, chunks: int) 
     for prompt in kept:
         assert engine.may_pin(prompt)
         once = SamplingParams(max_tokens=1, temperature=0.0)
-        engine.add("pinned", None, prompt, once, hints=CacheHints(cache_pin=True))
+        engine.add("pinned", prompt, once, hints=CacheHints(cache_pin=True))
         drain(engine)
         engine.protect(prompt)
     assert finishes(engine, "long", ids(engine.max_context - 2, 7))
@@ -258,8 +258,8 @@ def test_aborting_at_every_step_leaks_nothing() -> None:
     prompt = ids(190, 9)
     for steps in range(1, 12):
         engine = make_engine(**{"scheduler.token_budget": 128, "scheduler.max_running": 2})
-        engine.add("it", None, prompt, LONG)
-        engine.add("other", None, prompt[:100], LONG)
+        engine.add("it", prompt, LONG)
+        engine.add("other", prompt[:100], LONG)
         for _ in range(steps):
             engine.step()
             engine.check()
@@ -275,7 +275,7 @@ def test_several_answers_to_one_prompt() -> None:
     answers = []
     for share in (True, False):
         engine = make_engine(**{"cache.share": share})
-        engine.add("it", None, ids(150, 10), params)
+        engine.add("it", ids(150, 10), params)
         answers.append([output.token_ids for output in drain(engine)["it"].outputs])
     assert answers[0] == answers[1]
     assert len({tuple(answer) for answer in answers[0]}) == 3

@@ -102,7 +102,7 @@ def test_overwriting_a_sealed_page_changes_the_next_logits() -> None:
     results = []
     for overwrite in (False, True):
         engine = make_engine()
-        request = engine.add("x", None, prompt, params)
+        request = engine.add("x", prompt, params)
         collected = {}
         for step in range(3):
             if overwrite and step == 1:
@@ -130,7 +130,7 @@ def test_prompt_logprobs_equal_the_oracle_whatever_the_slices() -> None:
     expected = torch.log_softmax(oracle_logits(shape, prompt), -1)
     for budget in (72, 1024):
         engine = make_engine(shape, **{"scheduler.token_budget": budget})
-        engine.add("x", None, prompt, SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0))
+        engine.add("x", prompt, SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0))
         found = drain(engine)["x"].prompt_logprobs
         assert found is not None
         assert len(found) == len(prompt)
@@ -151,7 +151,7 @@ def test_the_first_of_several_answers_computes_the_prompt_s_logprobs_and_the_oth
     answers = [*generate(make_engine(), [prompt])] * 4
     engine = make_engine(**{"scheduler.token_budget": 72, "cache.share": share})
     params = SamplingParams(n=4, max_tokens=len(answers[0]), prompt_logprobs=2, temperature=0.0)
-    engine.add("x", None, prompt, params)
+    engine.add("x", prompt, params)
     found: list[list[int]] = [[], [], [], []]
     begun: list[int] = []
     while engine.has_work:
@@ -171,7 +171,7 @@ def test_answers_wait_for_the_prompt_s_logprobs_though_its_computation_begins_ag
     (prompt,) = prompts_of([127], 6)
     engine = make_engine(**{"scheduler.token_budget": 200})
     params = SamplingParams(n=3, max_tokens=2, prompt_logprobs=1, temperature=0.0)
-    request = engine.add("x", None, prompt, params)
+    request = engine.add("x", prompt, params)
     step = engine.scheduler.next_step()
     assert step is not None and len(engine.scheduler.running) == 3
     engine.runner.run(step)
@@ -188,7 +188,7 @@ def test_a_first_answer_that_begins_again_has_the_room_that_others_found_for_it(
     options = {"scheduler.token_budget": 136, "model.max_context": 400}
     engine = make_engine(chunks=9, **options)
     params = SamplingParams(n=2, max_tokens=2, prompt_logprobs=1, temperature=0.0)
-    request = engine.add("x", None, prompt, params)
+    request = engine.add("x", prompt, params)
     first, other = request.sequences
     while other.num_computed == 0:
         step = engine.scheduler.next_step()
@@ -206,7 +206,7 @@ def test_no_steps_are_skipped_while_answers_wait_for_logprobs_of_the_first() -> 
     (prompt,) = prompts_of([65], 6)
     engine = make_engine(**{"scheduler.token_budget": 128, "scheduler.max_running": 2})
     scheduler = engine.scheduler
-    request = engine.add("x", None, prompt, SamplingParams(n=2, max_tokens=30, prompt_logprobs=1, temperature=0.0))
+    request = engine.add("x", prompt, SamplingParams(n=2, max_tokens=30, prompt_logprobs=1, temperature=0.0))
     scheduler.token_budget = 64  # the prompt in two slices, the last of one row
     step = scheduler.next_step()
     assert step is not None
@@ -230,7 +230,7 @@ def test_answers_that_wait_for_logprobs_of_the_first_go_on_when_it_fails(monkeyp
         return replace(sampled, errors={0: "broken"})
 
     monkeypatch.setattr(engine.runner.sampler, "sample", broken)
-    engine.add("x", None, prompt, SamplingParams(n=2, max_tokens=len(expected), prompt_logprobs=1, temperature=0.0))
+    engine.add("x", prompt, SamplingParams(n=2, max_tokens=len(expected), prompt_logprobs=1, temperature=0.0))
     outputs = drain(engine)["x"].outputs
     assert [each.finish_reason for each in outputs] == ["error", "length"]
     assert outputs[1].token_ids == expected
@@ -242,7 +242,7 @@ def test_a_preemption_in_the_middle_of_a_prompt_leaves_its_logprobs_as_they_were
     found = []
     for steps_before in (None, 1, 2):
         engine = make_engine(**{"scheduler.token_budget": 72})
-        request = engine.add("x", None, prompt, params)
+        request = engine.add("x", prompt, params)
         if steps_before is not None:
             for _ in range(steps_before):
                 engine.step()
@@ -258,7 +258,7 @@ def test_aborting_at_any_step_frees_everything_and_disturbs_nobody(abort_at: int
     alone = generate(make_engine(), [prompts[1]])[0]
     engine = make_engine(**{"scheduler.token_budget": 72})
     for index, prompt in enumerate(prompts):
-        engine.add(str(index), None, prompt, GREEDY)
+        engine.add(str(index), prompt, GREEDY)
     collected = {}
     from quire.llm import gather
 
@@ -281,7 +281,7 @@ def test_n_sequences_of_a_request_differ_and_the_first_equals_a_single_one() -> 
     params = SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
     (prompt,) = prompts_of([70], 8)
     engine = make_engine()
-    engine.add("x", None, prompt, params)
+    engine.add("x", prompt, params)
     outputs = drain(engine)["x"].outputs
     assert [output.index for output in outputs] == [0, 1, 2]
     assert len({tuple(output.token_ids) for output in outputs}) == 3
@@ -295,21 +295,19 @@ def test_length_stop_and_eos_end_a_sequence() -> None:
     (prompt,) = prompts_of([20], 9)
     (tokens,) = generate(make_engine(), [prompt])
     engine = make_engine()
-    engine.add(
-        "x", None, prompt, SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=[tokens[4]], ignore_eos=True)
-    )
+    engine.add("x", prompt, SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=[tokens[4]], ignore_eos=True))
     output = drain(engine)["x"].outputs[0]
     assert output.finish_reason == "stop"
     assert output.stop_reason == tokens[4]
     assert output.token_ids == tokens[: tokens.index(tokens[4]) + 1]
-    engine.add("y", None, prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    engine.add("y", prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
     assert drain(engine)["y"].outputs[0].finish_reason == "length"
 
 
 def test_a_request_may_fill_the_whole_arena_and_ends_by_length() -> None:
     engine = make_engine(chunks=4)
     (prompt,) = prompts_of([50], 10)
-    engine.add("x", None, prompt, SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True))
+    engine.add("x", prompt, SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True))
     output = drain(engine)["x"].outputs[0]
     assert output.finish_reason == "length"
     assert len(output.token_ids) + 50 == engine.max_context == 4 * 64
@@ -325,18 +323,18 @@ def test_requests_that_can_never_run_are_refused_by_name() -> None:
         ([1], SamplingParams(stop_token_ids=[99999]), "99999"),
     ]:
         with pytest.raises(RequestError, match=word):
-            engine.add("x", None, prompt, params)
+            engine.add("x", prompt, params)
     assert not engine.has_work
 
 
 def test_the_queue_is_bounded_and_nothing_of_a_refused_request_stays() -> None:
     engine = make_engine(**{"scheduler.max_queue": 2})
-    engine.add("a", None, [1], GREEDY)
+    engine.add("a", [1], GREEDY)
     with pytest.raises(QueueFullError):
-        engine.add("b", None, [1], SamplingParams(n=2, temperature=1.0))
-    engine.add("c", None, [1], GREEDY)
+        engine.add("b", [1], SamplingParams(n=2, temperature=1.0))
+    engine.add("c", [1], GREEDY)
     with pytest.raises(QueueFullError):
-        engine.add("d", None, [1], GREEDY)
+        engine.add("d", [1], GREEDY)
     assert set(drain(engine)) == {"a", "c"}
 
 
@@ -357,8 +355,8 @@ def test_prefill_is_counted_once_and_decode_by_token() -> None:
 def test_advance_stops_where_a_sequence_ends() -> None:
     engine = make_engine()
     scheduler: Scheduler = engine.scheduler
-    engine.add("a", None, [1] * 70, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
-    engine.add("b", None, [1] * 10, SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True))
+    engine.add("a", [1] * 70, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    engine.add("b", [1] * 10, SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True))
     assert scheduler.advance(100) == 1, "prompts are computed in a step by itself"
     assert scheduler.advance(10) == 10
     assert scheduler.advance(100) == 29, "request a ends with its 40th token, past a chunk of each"
@@ -461,9 +459,9 @@ def test_numbers_that_are_not_finite_end_the_request_with_an_error_and_disturb_n
         return out
 
     monkeypatch.setattr(engine.runner.model, "hidden", broken)
-    engine.add("good", None, good, GREEDY)
+    engine.add("good", good, GREEDY)
     asked = 1 if with_prompt_logprobs else None
-    engine.add("bad", None, bad, SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=asked))
+    engine.add("bad", bad, SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=asked))
     outputs = drain(engine)
     assert outputs["good"].outputs[0].token_ids == expected
     assert outputs["bad"].outputs[0].finish_reason == "error"
@@ -474,7 +472,7 @@ def test_numbers_that_are_not_finite_end_the_request_with_an_error_and_disturb_n
 def test_more_sequences_than_may_ever_wait_are_refused() -> None:
     engine = make_engine(**{"scheduler.max_queue": 4})
     with pytest.raises(RequestError, match="max_queue"):
-        engine.add("x", None, [1], SamplingParams(n=5, temperature=1.0))
+        engine.add("x", [1], SamplingParams(n=5, temperature=1.0))
 
 
 def test_steps_in_which_every_row_samples_may_run_elsewhere_and_no_others_do() -> None:

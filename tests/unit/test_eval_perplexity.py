@@ -176,7 +176,7 @@ def test_an_engine_is_left_as_it_was() -> None:
     measure({"dense": engine}, random_windows(2, 100))
     assert not engine.has_work and engine.runner.observer is None
     (prompt,) = random_windows(1, 40, 3)
-    engine.add("x", None, prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    engine.add("x", prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
     assert len(drain(engine)["x"].prompt_logprobs or ()) == 40
     assert generate(engine, [prompt], GREEDY) == generate(make_engine(), [prompt], GREEDY)
 
@@ -193,7 +193,7 @@ def test_an_observer_sees_its_prompts_rows_among_those_of_others() -> None:
     engine.runner.observer = observe
     wanted = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     for name, prompt, params in zip("abc", prompts, (wanted, GREEDY, wanted), strict=True):
-        engine.add(name, None, prompt, params)
+        engine.add(name, prompt, params)
     with torch.inference_mode():
         outputs = drain(engine)
         assert {name: [start for start, _ in parts] for name, parts in seen.items()} == {"a": [0], "c": [0, 64]}

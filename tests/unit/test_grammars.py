@@ -610,7 +610,7 @@ def test_answers_of_swapped_sequences_fit_and_are_the_same(seed: int) -> None:
     prompt = [7] * 90
     (expected,) = generate(make_engine(), [prompt], params)
     engine = put_store(make_engine(), ToyStore(seed, delay=0.0))
-    (sequence,) = engine.add("0", None, prompt, params).sequences
+    (sequence,) = engine.add("0", prompt, params).sequences
     collected: dict[str, Any] = {}
     num_swaps = 0
     while engine.has_work:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
 from quire.engine.handover import Continued
 from quire.engine.outputs import CompletionOutput
@@ -61,7 +62,7 @@ def guided(
     engine: Engine, prompts: list[list[int]], params: list[SamplingParams], guides: list[ToyGuide]
 ) -> dict[str, Any]:
     for number, (prompt, wanted, guide) in enumerate(zip(prompts, params, guides, strict=True)):
-        engine.add(str(number), None, prompt, wanted, guide=lambda guide=guide: guide)  # type: ignore[misc]
+        engine.add(str(number), prompt, wanted, guide=lambda guide=guide: guide)  # type: ignore[misc]
     return drain(engine)
 
 
@@ -96,7 +97,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str
         ]
         plain, engine = (make_engine(SHAPE, **CACHES[cache]) for _ in range(2))
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            plain.add(str(index), None, prompt, wanted)
+            plain.add(str(index), prompt, wanted)
         expected = drain(plain)
         answers = [expected[str(index)].outputs[0].token_ids for index in range(len(prompts))]
         guides = [
@@ -139,7 +140,7 @@ def test_drafts_leave_every_other_sequence_its_row_and_prompts_a_chunk() -> None
 
     engine = make_engine(**{"scheduler.max_running": 4, "scheduler.token_budget": 68})
     params = replace(GREEDY, max_tokens=150)
-    requests = [engine.add(str(n), None, [n + 1] * 5, params, guide=Eager if n < 2 else None) for n in range(3)]
+    requests = [engine.add(str(n), [n + 1] * 5, params, guide=Eager if n < 2 else None) for n in range(3)]
     while any(not request.sequences[0].num_generated for request in requests):
         engine.step()
     for _ in range(100):
@@ -158,7 +159,7 @@ def test_log_probabilities_are_those_of_the_tokens_that_stay(seed: int) -> None:
     params = replace(GREEDY, max_tokens=40, logprobs=2, prompt_logprobs=0)
     plain, engine = make_engine(), make_engine()
     for index, prompt in enumerate(prompts):
-        plain.add(str(index), None, prompt, params)
+        plain.add(str(index), prompt, params)
     expected = drain(plain)
     guides = [ToyGuide(prompt + expected[str(index)].outputs[0].token_ids, rng) for index, prompt in enumerate(prompts)]
     found = guided(engine, prompts, [params] * len(prompts), guides)
@@ -185,7 +186,7 @@ def test_a_stop_among_accepted_drafts_ends_the_answer_there() -> None:
 
     params = replace(GREEDY, max_tokens=30, stop_token_ids=[stop])
     engine = make_engine()
-    engine.add("x", None, prompt, params, guide=Right)
+    engine.add("x", prompt, params, guide=Right)
     output = drain(engine)["x"].outputs[0]
     assert output.token_ids == answer[: answer.index(stop) + 1] and output.finish_reason == "stop"
     assert engine.holds_nothing and engine.stats()["steps"] < 8
@@ -205,7 +206,7 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
         wanted = [replace(params, max_tokens=60, logprobs=5)] * len(prompts)
         plain, engine = make_engine(), make_engine()
         for index, (prompt, each) in enumerate(zip(prompts, wanted, strict=True)):
-            plain.add(str(index), None, prompt, each, guide=Few)
+            plain.add(str(index), prompt, each, guide=Few)
         expected = drain(plain)
         answers = [expected[str(index)].outputs[0].token_ids for index in range(len(prompts))]
         assert {*itertools.chain.from_iterable(answers)} <= few
@@ -246,7 +247,7 @@ def test_the_only_token_allowed_is_given_without_logits(seed: int) -> None:
                 engine = make_engine()
                 rows = counted_logits(engine)
                 for index, prompt in enumerate(prompts):
-                    engine.add(str(index), None, prompt, wanted, guide=lambda n=index, x=is_given: Forces(n, x))
+                    engine.add(str(index), prompt, wanted, guide=lambda n=index, x=is_given: Forces(n, x))
                 outputs = drain(engine)
                 answers = [outputs[str(index)].outputs[0] for index in range(len(prompts))]
                 assert [a.token_ids[: len(f)] for a, f in zip(answers, forced, strict=True)] == forced
@@ -269,7 +270,7 @@ def test_an_end_that_may_not_come_yet_is_no_token() -> None:
 
     engine = make_engine()
     for least, reason in ((0, "stop"), (3, "error")):
-        engine.add(str(least), None, [5], replace(GREEDY, min_tokens=least, ignore_eos=False), guide=Ends)
+        engine.add(str(least), [5], replace(GREEDY, min_tokens=least, ignore_eos=False), guide=Ends)
         assert drain(engine)[str(least)].outputs[0].finish_reason == reason
 
 
@@ -292,7 +293,7 @@ def test_a_sequence_that_leaves_after_its_next_token_has_no_drafts() -> None:
     for cache, given in (("dense", 0), ("retained", 3)):
         engine, guide = make_engine(SHAPE, **CACHES[cache]), AllRight([5, *answer], random.Random(0))
         continued = Continued(0, tuple(answer[:given]), leaves=True)
-        engine.add("r", None, [5], GREEDY, continued=continued, guide=lambda guide=guide: guide)  # type: ignore[misc]
+        engine.queue("r", AdmittedRequest(None, [5], GREEDY), lambda guide=guide: guide, continued)  # type: ignore[misc]
         told: list[int] = []
         while not engine.exports:
             told += [token for delta in engine.step() for output in delta.outputs for token in output.token_ids]

@@ -15,6 +15,7 @@ from quire.cluster.bodies import state_of, swapped_of
 from quire.cluster.cargo import Cargo
 from quire.cluster.messages import Attempt
 from quire.cluster.neighbours import Neighbours, Pull
+from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
 from quire.engine.handover import Continued
 from quire.engine.outputs import RequestOutput
@@ -75,7 +76,8 @@ class Pair:
         self.pulls.clear()
 
     def begin(self, number: int, prompt: list[int], params: SamplingParams, seed: int, tokens: Any = ()) -> None:
-        self.source.add(f"r{number}", None, prompt, params, continued=Continued(seed, tuple(tokens), leaves=True))
+        leaving = Continued(seed, tuple(tokens), leaves=True)
+        self.source.queue(f"r{number}", AdmittedRequest(None, prompt, params), continued=leaving)
 
     def go_on(self, number: int, prompt: list[int], params: SamplingParams, seed: int, tokens: list[int]) -> None:
         """The receiver's part, once the source holds the cache."""
@@ -84,7 +86,7 @@ class Pair:
         keys = export.keys
         self.neighbours.offer(Attempt(number, 1), "source", keys, swapped.num_shared, swapped.run)
         continued = Continued(seed, tuple(tokens), swapped=swapped)
-        self.receiver.add(f"r{number}", None, prompt, params, continued=continued)
+        self.receiver.queue(f"r{number}", AdmittedRequest(None, prompt, params), continued=continued)
 
     def let_go(self, number: int) -> None:
         """Ends what the source holds, and overwrites it."""
@@ -117,7 +119,7 @@ def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams, se
     """Of one engine, a request at a time."""
     found = []
     for prompt, seed in zip(prompts, seeds, strict=True):
-        engine.add("alone", None, prompt, params, continued=Continued(seed))
+        engine.queue("alone", AdmittedRequest(None, prompt, params), continued=Continued(seed))
         found.append(drain(engine)["alone"].outputs[0].token_ids)
     return found
 
@@ -264,13 +266,14 @@ def test_an_answer_goes_on_from_tokens_alone(retention: str, seed: int) -> None:
     prompts, params = prompts_of(rng, [150, 256]), replace(GREEDY, max_tokens=80, temperature=0.8, logprobs=0)
     for prompt in prompts:
         whole_engine = make_engine(SHAPE, **RETENTION[retention])
-        whole_engine.add("alone", None, prompt, params, continued=Continued(7))
+        whole_engine.queue("alone", AdmittedRequest(None, prompt, params), continued=Continued(7))
         alone = drain(whole_engine)["alone"].outputs[0]
         for stop in (1, 40, 79):
             engine = make_engine(SHAPE, **RETENTION[retention])
             head = alone.token_ids[:stop]
             so_far = float(np.sum([next(iter(each.values())).logprob for each in (alone.logprobs or [])[:stop]]))
-            engine.add("more", None, prompt, params, continued=Continued(7, tuple(head), so_far))
+            going_on = Continued(7, tuple(head), so_far)
+            engine.queue("more", AdmittedRequest(None, prompt, params), continued=going_on)
             rest = drain(engine)["more"].outputs[0]
             assert head + rest.token_ids == alone.token_ids and alone.text.endswith(rest.text)
             assert rest.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-4)

@@ -30,7 +30,7 @@ def biased(codec: str = "g4", seed: int = 0, **options: Any) -> Engine:
 
 
 def prompt_logprobs(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    engine.add("it", None, prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    engine.add("it", prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
     found = drain(engine)["it"].prompt_logprobs
     assert found is not None
     return torch.tensor([next(iter(each.values())).logprob for each in found[1:] if each is not None])
@@ -72,7 +72,7 @@ def test_hits_slices_and_decoding_read_the_same_keys() -> None:
     assert missed == hit == cut == generate(biased(**{"attention.backend": "reference"}), [PROMPT])[0]
     engine = biased(**{"cache.share": False})
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, logprobs=0)
-    engine.add("it", None, PROMPT[:100], params)
+    engine.add("it", PROMPT[:100], params)
     (answer,) = drain(engine)["it"].outputs
     assert answer.logprobs is not None
     said = torch.tensor([next(iter(each.values())).logprob for each in answer.logprobs])
@@ -89,7 +89,7 @@ def test_what_retention_keeps_of_such_pages_is_what_the_reference_keeps(retain: 
     answers, kept = [], []
     for backend in ("cpu", "reference"):
         engine = biased(**{"attention.backend": backend, "retain.profile_rows": 16, **retain})
-        engine.add("it", None, PROMPT, params)
+        engine.add("it", PROMPT, params)
         output = drain(engine)["it"]
         answers.append(output.outputs[0].token_ids)
         kept.append(output.kept_fraction)

@@ -357,7 +357,7 @@ def test_a_meter_counts_an_engine_s_steps_as_if_each_were_the_first(options: dic
     for index in range(10):
         own = draw.integers(0, 250, 5 + 9 * index).tolist()
         params = SamplingParams(max_tokens=40 + 13 * (index % 4), temperature=0.0, ignore_eos=True)
-        engine.add(f"{index}", None, [*beginnings[0], *beginnings[1]][: 80 * (index % 4)] + own, params)
+        engine.add(f"{index}", [*beginnings[0], *beginnings[1]][: 80 * (index % 4)] + own, params)
         for _ in range(7):
             engine.step()
     while engine.has_work:

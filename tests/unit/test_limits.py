@@ -27,16 +27,16 @@ LONG = [1] * 600
 def ask(count: int, params: SamplingParams | None = None, hints: CacheHints | None = None, **options: Any) -> None:
     """Asks a tiny engine, whose model was made for 512 tokens, for a prompt of `count` tokens."""
     engine = make_engine(**options)
-    engine.check_request([1] * count, params or SamplingParams(), hints or CacheHints())
+    engine.limits.check([1] * count, params or SamplingParams(), hints or CacheHints())
 
 
 def ask_beside_pins() -> None:
     engine = make_engine(chunks=8)
-    engine.add("pinned", None, [1] * 193, SamplingParams(max_tokens=1), CacheHints(cache_pin=True))
+    engine.add("pinned", [1] * 193, SamplingParams(max_tokens=1), CacheHints(cache_pin=True))
     while engine.has_work:
         engine.step()
     engine.protect([1] * 193)
-    engine.check_request([1] * 500, SamplingParams())
+    engine.limits.check([1] * 500, SamplingParams())
 
 
 def resolve_tiny(**options: Any) -> None:

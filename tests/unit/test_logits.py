@@ -64,7 +64,7 @@ def first_logits(engine: Engine) -> tuple[Tensor, int]:
         return sample(logits, rows)
 
     engine.runner.sampler.sample = tapped  # type: ignore[method-assign]
-    engine.add("it", None, PROMPT, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    engine.add("it", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     (answer,) = drain(engine)["it"].outputs
     return seen[0][0], answer.token_ids[0]
 

@@ -14,6 +14,7 @@ from quire.cluster import members as members_module
 from quire.cluster.bodies import Elsewhere, Load, Ready
 from quire.cluster.members import Choice, Health, Index, Member, Serving, index_keys
 from quire.cluster.messages import Attempt
+from tests.clusters import LIMITS
 from tests.effort import examples
 
 SECONDS_PER_ROW = 1e-3
@@ -22,7 +23,7 @@ SECONDS_PER_ROW = 1e-3
 def member(place: str, role: str, *, rows: int = 0, sequences: int = 0, free: float = 1.0, batch: int = 8) -> Member:
     """An instance with prompts of so many rows to compute, and so many sequences to decode."""
     found = Member(f"{place}.1", place, role, Health.SERVING)
-    found.starts(Ready(found.name, "", 512, batch, 4096, "", SECONDS_PER_ROW, 0.01))
+    found.starts(Ready(found.name, "", 512, batch, LIMITS, SECONDS_PER_ROW, 0.01))
     found.says(Load(found.name, 0, 0, 0, 0, int(free * 1000), 1000), 0.0)
     if rows:
         found.take(Attempt(1000, 1), rows)

@@ -216,7 +216,7 @@ def asked_of(made: Composition, rng: random.Random, most: int) -> tuple[list[lis
         roomy = make_engine(SHAPE, chunks=200, **made.options)
         prompts = prompts_of(rng, 4)
         for index, prompt in enumerate(prompts):
-            roomy.add(str(index), None, prompt, replace(GREEDY, max_tokens=most, logprobs=2))
+            roomy.add(str(index), prompt, replace(GREEDY, max_tokens=most, logprobs=2))
         found = drain(roomy)
         assert roomy.stats()["preemptions"] == 0
         answers = [found[str(index)].outputs[0] for index in range(len(prompts))]
@@ -252,7 +252,7 @@ def play(made: Composition, rng: random.Random) -> Counter[str]:
             name, prompt, answer = f"r{left}", prompts[index], expected[index]
             asked[name] = index, count
             guide = (lambda known: lambda: ToyGuide(known, rng))(prompt + answer) if made.drafts else None
-            engine.add(name, None, prompt, replace(GREEDY, max_tokens=count), guide=guide)
+            engine.add(name, prompt, replace(GREEDY, max_tokens=count), guide=guide)
         watched.step()
         if (name_of_aborted := watched.disturb()) is not None:
             aborted.add(name_of_aborted)
@@ -280,7 +280,7 @@ def swap_one(watched: Watched, prompt: list[int], answer: list[int]) -> None:
     watched.store.failing = watched.store.refusing = 0.0
     watched.manager.fetching.costs.__init__()  # type: ignore[misc]
     count = len(answer)
-    (sequence,) = engine.add("swapped", None, prompt, replace(GREEDY, max_tokens=count)).sequences
+    (sequence,) = engine.add("swapped", prompt, replace(GREEDY, max_tokens=count)).sequences
     while sequence.num_generated < count // 2:
         watched.step()
     engine.scheduler.preempt(sequence)
@@ -306,7 +306,7 @@ def make_it_move(watched: Watched, prompts: list[list[int]], expected: list[list
         for _ in range(10):  # until a step runs behind a transfer, of which a thread may be too fast
             costs.speed = 1e12
             manager.eviction.evict(99)
-            engine.add("followed", None, prompt, params)
+            engine.add("followed", prompt, params)
             watched.run_out()
             assert watched.collected.pop("followed").outputs[0].token_ids == answer
             store.delay = 0.02
@@ -318,9 +318,9 @@ def make_it_move(watched: Watched, prompts: list[list[int]], expected: list[list
     short = prompt[:3]
     roomy = make_engine(SHAPE, chunks=200, **made.options)
     (short_answer,) = generate(roomy, [short], replace(GREEDY, max_tokens=50))
-    engine.add("first", None, short, replace(GREEDY, max_tokens=50))
+    engine.add("first", short, replace(GREEDY, max_tokens=50))
     watched.step()
-    (waits,) = engine.add("waits", None, prompt, params).sequences
+    (waits,) = engine.add("waits", prompt, params).sequences
     assert isinstance(waits, Sequence) and waits.state is State.WAITING
     watched.run_out()
     engine.scheduler.max_running = running
@@ -338,8 +338,8 @@ def test_tokens_by_tier_add_up_though_what_was_fetched_ahead_is_evicted_again(se
     generate(engine, [prompt])
     manager.eviction.evict(99)
     collected: dict[str, RequestOutput] = {}
-    engine.add("first", None, other, GREEDY)
-    engine.add("waits", None, prompt, GREEDY)
+    engine.add("first", other, GREEDY)
+    engine.add("waits", prompt, GREEDY)
     while manager.fetching.counts.prefetched < 4:
         for delta in engine.step():
             gather(collected, delta)
@@ -363,8 +363,8 @@ def test_what_is_fetched_ahead_is_read_once_and_counted_by_its_store(rest: int, 
     manager.demotion.run(1 << 30)
     manager.eviction.evict(99)
     num_runs = len({*store.runs.values()})
-    engine.add("first", None, other, GREEDY)
-    engine.add("waits", None, prompt, GREEDY)
+    engine.add("first", other, GREEDY)
+    engine.add("waits", prompt, GREEDY)
     output = drain(engine)["waits"]
     assert output.cached_by_tier == {"toy": 64 * 4 - (rest == 0)} and store.num_got == num_runs
 
@@ -380,8 +380,8 @@ def test_what_is_fetched_in_two_parts_is_all_counted_by_its_store(seed: int) -> 
     manager.eviction.evict(2)
     late = {name: store.runs.pop(name) for name in list(store.runs)}
     manager.eviction.evict(99)
-    engine.add("first", None, other, GREEDY)
-    engine.add("waits", None, prompt, GREEDY)
+    engine.add("first", other, GREEDY)
+    engine.add("waits", prompt, GREEDY)
     collected: dict[str, RequestOutput] = {}
     while manager.fetching.counts.prefetched < 2:
         for delta in engine.step():
@@ -398,7 +398,7 @@ def test_all_swapped_sequences_of_a_prefix_that_is_far_come_back(seed: int) -> N
     params = replace(GREEDY, max_tokens=50)
     expected = generate(make_engine(SHAPE), prompts, params)
     engine = with_store(ToyStore(seed, delay=0.01), chunks=60)
-    sequences = [engine.add(str(index), None, prompt, params).sequences[0] for index, prompt in enumerate(prompts)]
+    sequences = [engine.add(str(index), prompt, params).sequences[0] for index, prompt in enumerate(prompts)]
     collected: dict[str, RequestOutput] = {}
     while min(each.num_generated for each in sequences) < 20:
         for delta in engine.step():
@@ -435,7 +435,7 @@ def test_a_prefix_that_is_lost_while_its_sequence_comes_back_is_computed(calls: 
     expected = generate(make_engine(SHAPE), [prompt], params)
     store = Losing(seed, delay=0.001)
     engine = with_store(store, chunks=40)
-    (sequence,) = engine.add("swapped", None, prompt, params).sequences
+    (sequence,) = engine.add("swapped", prompt, params).sequences
     collected: dict[str, RequestOutput] = {}
     while sequence.num_generated < 5:
         for delta in engine.step():
@@ -459,7 +459,7 @@ def test_a_sequence_that_comes_back_knows_the_segments_that_are_there_now(seed: 
     store = ToyStore(seed, delay=0.001)
     engine = with_store(store, chunks=40)
     scheduler, tree = engine.scheduler, engine.scheduler.manager.tree
-    (sequence,) = engine.add("swapped", None, [*shared, 1, 2], GREEDY).sequences
+    (sequence,) = engine.add("swapped", [*shared, 1, 2], GREEDY).sequences
     while sequence.num_generated < 5:
         engine.step()
     before = tree.shared(sequence.path)
@@ -467,7 +467,7 @@ def test_a_sequence_that_comes_back_knows_the_segments_that_are_there_now(seed: 
     assert sequence.swapped is not None
     scheduler.manager.eviction.evict(99)
     store.drop([name for name, run in store.runs.items() if run.is_shared])
-    engine.add("other", None, [*shared, 3], GREEDY)
+    engine.add("other", [*shared, 3], GREEDY)
     scheduler.waiting.reverse()
     scheduler.max_running = 1
     while sequence.state is State.WAITING:

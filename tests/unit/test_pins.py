@@ -115,7 +115,7 @@ def test_a_prefix_is_protected_before_there_are_requests(tmp_path: Path) -> None
     with LLM(str(save_tiny(tmp_path)), {"model.dtype": "float32", "cache.memory": "1MiB"}) as llm:
         llm.generate({"prompt": LONG, "cache_pin": True}, SamplingParams(max_tokens=1))
         ids = llm.tokenizer.encode(LONG)[:128]
-        llm.engine.add("running", None, [1, 2, 3], SamplingParams(max_tokens=2))
+        llm.engine.add("running", [1, 2, 3], SamplingParams(max_tokens=2))
         with pytest.raises(QuireError, match="before there are requests"):
             llm.engine.protect(ids)
         llm.engine.abort("running")

@@ -16,7 +16,7 @@ def groups_of(engine: Engine, lengths: list[int]) -> list[list[int]]:
     rng, found = random.Random(0), list[list[int]]()
     for number, length in enumerate(lengths):
         prompt = [rng.randrange(256) for _ in range(length)]
-        engine.add(str(number), None, prompt, replace(GREEDY, max_tokens=1))
+        engine.add(str(number), prompt, replace(GREEDY, max_tokens=1))
     run = engine.runner.run
 
     def noted(step: object) -> object:

@@ -85,7 +85,7 @@ def test_a_preemption_changes_no_token(codec: str, rule: dict[str, object]) -> N
     expected = generate(make_engine(codec, **rule), PROMPTS, USUAL)
     engine = make_engine(codec, **rule)
     for index, prompt in enumerate(PROMPTS):
-        engine.add(str(index), None, prompt, USUAL)
+        engine.add(str(index), prompt, USUAL)
     outputs: dict[str, RequestOutput] = {}
     every = 15 if EFFORT == "quick" else 30
     for step in range(3 * every + 5):
@@ -111,7 +111,7 @@ def test_bytes_are_those_of_pages_sums_positions_and_the_open_chunk(codec: str, 
     manager = engine.scheduler.manager
     table = manager.table
     sizes = table.page_sizes(table.sealed_codec).astype(int)
-    engine.add("x", None, ids(300, 1), LONG)
+    engine.add("x", ids(300, 1), LONG)
     num_checked = 0
     while engine.has_work:
         engine.step()

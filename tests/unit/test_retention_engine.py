@@ -275,7 +275,7 @@ def test_a_request_that_fails_disturbs_nobody_in_its_step(monkeypatch: pytest.Mo
     while engine.scheduler.manager.retention.slice_end(prompt) < 300 or not prompt.num_computed:
         bench.witness.step({})
     before = bench.witness.sequences["answer"][0].num_generated
-    (bad,) = engine.add("bad", None, prompt_of(60, 2), greedy(3, prompt_logprobs=0)).sequences
+    (bad,) = engine.add("bad", prompt_of(60, 2), greedy(3, prompt_logprobs=0)).sequences
     monkeypatch.setattr(engine.runner.sampler, "prompt_logprobs", lambda *asked: [{1: Logprob(math.nan)}])
     bench.witness.step({})
     assert bad.state is State.FINISHED and not bad.num_generated
@@ -430,7 +430,7 @@ def test_a_prompt_may_be_pinned_though_its_answer_keeps_less() -> None:
     bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), chunks=12, options={"cache.share": True})
     engine, prompt = bench.witness.engine, prompt_of(200, 14)
     bench.witness.sequences["pinned"] = list(
-        engine.add("pinned", None, prompt, greedy(70), CacheHints(cache_pin=True)).sequences
+        engine.add("pinned", prompt, greedy(70), CacheHints(cache_pin=True)).sequences
     )
     bench.witness.drain()
     for seed in range(20, 30):
@@ -460,7 +460,7 @@ def test_a_conversation_of_many_turns_keeps_what_each_turn_alone_would(budget: f
         engine = bench.witness.engine
         tokens = [token if token != BOS else 32 for token in prompt_of(64 * 26, 5)]
         for turn in range(1, 23):
-            (sequence,) = engine.add(str(turn), None, tokens[: 64 * turn + 20], greedy(1)).sequences
+            (sequence,) = engine.add(str(turn), tokens[: 64 * turn + 20], greedy(1)).sequences
             steps = 0
             while engine.has_work:
                 engine.step()
@@ -501,12 +501,12 @@ def test_sums_that_a_prompt_of_one_token_gave_back_are_no_longer_added_to(option
     for options in ({}, option):
         engine = make_engine(**options, **{"scheduler.token_budget": 1024})
         outputs: dict[str, RequestOutput] = {}
-        engine.add("other", None, [number % 90 + 5 for number in range(100)], greedy(150))
+        engine.add("other", [number % 90 + 5 for number in range(100)], greedy(150))
         for step in range(70):
             for delta in engine.step():
                 gather(outputs, delta)
             if step == 40:
-                engine.add("one", None, [7], greedy(60))
+                engine.add("one", [7], greedy(60))
         drain(engine, outputs)
         found.append({name: output.outputs[0].token_ids for name, output in outputs.items()})
     assert found[0] == found[1]

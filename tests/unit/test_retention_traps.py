@@ -70,7 +70,7 @@ def policies(bench: Bench, sequence: Sequence) -> list[list[int]]:
 
 def stepped(engine: Engine, prompt: list[int], params: SamplingParams) -> Sequence:
     """The sequence of a request whose prompt is computed, and what it keeps decided."""
-    (sequence,) = engine.add("x", None, prompt, params).sequences
+    (sequence,) = engine.add("x", prompt, params).sequences
     while sequence.num_generated == 0:
         engine.step()
     return sequence

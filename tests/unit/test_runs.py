@@ -224,13 +224,13 @@ def test_a_sequence_with_gaps_goes_on_in_another_engine(codec: str, backend: str
     store = ToyStore(seed, delay=0.001)
     first, second = with_store(store, 30, **options), with_store(store, 40, **options)
     generate(second, [prompt[100:250], prompt[::-1]])  # its arena is used otherwise
-    (sequence,) = first.add("x", None, prompt, params).sequences
+    (sequence,) = first.add("x", prompt, params).sequences
     while sequence.num_generated < 50:
         first.step()
     first.scheduler.preempt(sequence)
     swapped = sequence.swapped
     assert swapped is not None and ((swapped.run.masks != ALL_SLOTS).any() or swapped.run.placed.any())
-    (other,) = second.add("x", None, prompt, params).sequences
+    (other,) = second.add("x", prompt, params).sequences
     other.token_ids.extend(sequence.token_ids[len(prompt) :])
     other.swapped, sequence.swapped = Swapped(swapped.path, swapped.num_shared, swapped.run), None
     assert drain(second)["x"].outputs[0].token_ids == expected[50:]

@@ -98,13 +98,13 @@ def test_the_library_takes_the_advice_unless_it_is_given_parameters(tmp_path):
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 7, 16)
         given = []
-        check = llm.engine.check_request
+        queue = llm.engine.queue
 
-        def watched(ids, params, hints):
-            given.append(params)
-            return check(ids, params, hints)
+        def watched(request_id, request):
+            given.append(request.params)
+            return queue(request_id, request)
 
-        llm.engine.check_request = watched
+        llm.engine.queue = watched
         llm.generate("hello")
         llm.generate("hello", SamplingParams(max_tokens=2))
         assert (given[0], given[-1]) == (params, SamplingParams(max_tokens=2))

@@ -36,7 +36,7 @@ def test_no_step_has_more_rows_than_the_token_budget() -> None:
 def test_a_preempted_sequence_runs_again_before_those_that_came_after_it() -> None:
     engine = make_engine(**{"scheduler.max_running": 1})
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    first, *later = (engine.add(name, None, prompt_of(20, number), params) for number, name in enumerate("abc"))
+    first, *later = (engine.add(name, prompt_of(20, number), params) for number, name in enumerate("abc"))
     engine.step()
     engine.scheduler.preempt(first.sequences[0])
     while not first.finished:

@@ -73,7 +73,7 @@ def test_a_second_prompt_is_computed_from_where_it_differs() -> None:
     common = ids(1024, 3)
     generate(engine, [common + ids(32, 4)])
     rows = count_rows(engine)
-    engine.add("second", None, common + ids(32, 5), SamplingParams(max_tokens=1))
+    engine.add("second", common + ids(32, 5), SamplingParams(max_tokens=1))
     (output,) = drain(engine).values()
     assert sum(rows) == 32
     assert output.num_cached_tokens == len(common)
@@ -96,7 +96,7 @@ def test_answers_are_cached_too() -> None:
     prompt = ids(100, 7)
     (answer,) = generate(engine, [prompt], LONG)
     rows = count_rows(engine)
-    engine.add("turn 2", None, prompt + answer + ids(5, 8), SamplingParams(max_tokens=1))
+    engine.add("turn 2", prompt + answer + ids(5, 8), SamplingParams(max_tokens=1))
     drain(engine)
     # 190 tokens of the first turn, the last of which was never computed: two whole chunks.
     assert sum(rows) == 195 - 128
@@ -118,13 +118,13 @@ def test_what_others_computed_during_a_preemption_is_no_work_of_ours() -> None:
     """Every token of a prompt counts once, as computed or as found, however often it was preempted."""
     engine = make_engine(**{"scheduler.token_budget": 80, "scheduler.max_running": 4})
     prompt = ids(330, 30)
-    engine.add("first", None, prompt, GREEDY)
+    engine.add("first", prompt, GREEDY)
     engine.step()
     (sequence,) = engine.scheduler.running
     engine.scheduler.preempt(sequence)
     assert 0 < sequence.high_water < 320
     engine.scheduler.waiting.clear()
-    engine.add("second", None, prompt, GREEDY)
+    engine.add("second", prompt, GREEDY)
     while engine.scheduler.waiting or engine.scheduler.running:
         engine.step()
     engine.scheduler.waiting.append(sequence)
@@ -139,7 +139,7 @@ def test_samples_of_one_prompt_share_it() -> None:
     texts = []
     for share in (True, False):
         engine = make_engine(**{"cache.share": share})
-        engine.add("x", None, ids(200, 10), params)
+        engine.add("x", ids(200, 10), params)
         (output,) = drain(engine).values()
         texts.append([each.token_ids for each in output.outputs])
         if share:
@@ -152,7 +152,7 @@ def test_an_abort_at_any_moment_leaves_every_lock_undone(steps: int) -> None:
     engine = make_engine(**{"scheduler.token_budget": 80, "scheduler.max_running": 4})
     common = ids(130, 11)
     for index in range(3):
-        engine.add(str(index), None, common + ids(40, index), GREEDY)
+        engine.add(str(index), common + ids(40, index), GREEDY)
     collected: dict[str, RequestOutput] = {}
     for _ in range(steps):
         for delta in engine.step():
@@ -177,7 +177,6 @@ def test_bytes_of_sharers_are_those_of_the_unique_chunks() -> None:
     for index in range(32):
         engine.add(
             str(index),
-            None,
             common + ids(64, 100 + index),
             SamplingParams(max_tokens=30, temperature=0, ignore_eos=True),
         )
@@ -195,11 +194,11 @@ def test_overwriting_a_shared_page_changes_what_the_next_request_says() -> None:
     first = generate(engine, [prompt], params)
     arena = engine.scheduler.manager.table.arena
     arena.data.fill_(0x3C)
-    engine.add("again", None, prompt, params)
+    engine.add("again", prompt, params)
     (output,) = drain(engine).values()
     assert output.num_cached_tokens == 128
     clean = make_engine()
-    clean.add("again", None, prompt, params)
+    clean.add("again", prompt, params)
     (expected,) = drain(clean).values()
     assert output.outputs[0].logprobs != expected.outputs[0].logprobs or output.outputs[0].token_ids != first[0]
 
@@ -257,7 +256,7 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
             _, family, length, tail, count, n = event
             prompt = PREFIXES[family][:length] + [tail] * tail
             params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, n=n)
-            engine.add(str(number), None, prompt, params)
+            engine.add(str(number), prompt, params)
             asked[str(number)] = prompt, count
         elif event[0] == "step":
             for _ in range(event[1]):
@@ -281,9 +280,9 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
 def test_who_waits_for_room_is_no_sharer_and_has_no_hits() -> None:
     engine = make_engine(chunks=8)
     common = ids(128, 31)
-    engine.add("first", None, common + ids(64, 1), SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True))
+    engine.add("first", common + ids(64, 1), SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True))
     engine.step()
-    engine.add("second", None, common + ids(200, 2), GREEDY)
+    engine.add("second", common + ids(200, 2), GREEDY)
     tree = engine.scheduler.manager.tree
     assert tree is not None
     uses = tree.num_uses
@@ -329,14 +328,14 @@ def test_bytes_saved_are_those_that_sharers_would_take_on_top() -> None:
     engine = make_engine()
     common = ids(128, 14)
     for index in range(3):
-        engine.add(str(index), None, common + ids(5, index), GREEDY)
+        engine.add(str(index), common + ids(5, index), GREEDY)
     while any(sequence.num_pending > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     assert engine.stats()["cache"]["bytes_saved"] == 2 * 2 * engine.scheduler.manager.statistics.chunk_bytes
 
 
 def cached_tokens(engine: Engine, prompt: list[int], hints: CacheHints = NO_HINTS) -> int | None:
-    engine.add("x", None, prompt, SamplingParams(max_tokens=1), hints)
+    engine.add("x", prompt, SamplingParams(max_tokens=1), hints)
     return drain(engine)["x"].num_cached_tokens
 
 
@@ -399,9 +398,9 @@ def test_an_engine_with_nothing_but_endless_pins_need_not_look_at_the_clock() ->
 def test_a_request_that_cannot_wait_ends_no_pin() -> None:
     engine = make_engine(**{"scheduler.max_queue": 1})
     cached_tokens(engine, ids(130, 36), CacheHints(cache_pin=True))
-    engine.add("waits", None, ids(5, 37), GREEDY)
+    engine.add("waits", ids(5, 37), GREEDY)
     with pytest.raises(QueueFullError):
-        engine.add("refused", None, ids(130, 36), GREEDY, CacheHints(cache_pin=False))
+        engine.add("refused", ids(130, 36), GREEDY, CacheHints(cache_pin=False))
     assert engine.stats()["cache"]["bytes_pinned"] > 0
     drain(engine)
 
@@ -423,10 +422,10 @@ def test_a_window_that_no_request_outgrows_is_none(window: int | None) -> None:
 def test_pins_that_cannot_be_are_refused(hints: CacheHints, length: int, message: str) -> None:
     engine = make_engine(chunks=10)
     with pytest.raises(RequestError, match=message) as caught:
-        engine.add("x", None, ids(length, 19), GREEDY, hints)
+        engine.add("x", ids(length, 19), GREEDY, hints)
     assert caught.value.param == "cache_pin"
     with pytest.raises(RequestError, match="needs cache.share"):
-        make_engine(**{"cache.share": False}).add("x", None, ids(70, 19), GREEDY, CacheHints(cache_pin=True))
+        make_engine(**{"cache.share": False}).add("x", ids(70, 19), GREEDY, CacheHints(cache_pin=True))
 
 
 def test_pins_beyond_the_limit_are_not_kept_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -434,11 +433,11 @@ def test_pins_beyond_the_limit_are_not_kept_and_it_is_said(caplog: pytest.LogCap
     params = SamplingParams(max_tokens=3, n=2)
     kept = []
     for name, (length, pin) in {"a": (260, True), "b": (130, True), "c": (260, False), "d": (130, None)}.items():
-        engine.add(name, None, ids(length, 20), params, CacheHints(cache_pin=pin))
+        engine.add(name, ids(length, 20), params, CacheHints(cache_pin=pin))
         kept.append(drain(engine)[name].num_pinned_tokens)
     assert kept == [256, 128, 0, None], "the second is the beginning of the first"
     cached_tokens(engine, ids(260, 20), CacheHints(cache_pin=True))
-    engine.add("e", None, ids(130, 21), params, CacheHints(cache_pin=True))
+    engine.add("e", ids(130, 21), params, CacheHints(cache_pin=True))
     assert drain(engine)["e"].num_pinned_tokens == 0
     assert caplog.text.count("is not pinned") == 1
 

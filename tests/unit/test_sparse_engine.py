@@ -41,7 +41,7 @@ def preempted_answers() -> list[list[int]]:
     """The answers of an engine that computes two of them again, in part or almost whole."""
     engine = make_engine(SHAPE, **SHARE)
     for index, prompt in enumerate(PROMPTS):
-        engine.add(str(index), None, prompt, PARAMS)
+        engine.add(str(index), prompt, PARAMS)
     outputs: dict[str, RequestOutput] = {}
     for step in range(80):
         for delta in engine.step():
@@ -120,7 +120,7 @@ def test_a_preempted_answer_is_not_taken_from_prompts_that_begin_with_it(num_tok
     (answer,), _ = answers([prompt], **SHARE)
     engine = make_engine(SHAPE, **SHARE)
     generate(engine, [[*prompt, *answer][:128]], SamplingParams(max_tokens=1))
-    (sequence,) = engine.add("answer", None, prompt, SamplingParams(max_tokens=90, temperature=0.0)).sequences
+    (sequence,) = engine.add("answer", prompt, SamplingParams(max_tokens=90, temperature=0.0)).sequences
     while len(sequence.token_ids) < num_tokens:
         engine.step()
     tree = engine.scheduler.manager.tree

@@ -48,7 +48,7 @@ def answer(file: Path, *prompts: list[int], **options: Any) -> None:
 def drive(engine: Engine, log: StepLog, *prompts: list[int]) -> None:
     """Answers as an engine's thread does, with 4 tokens each."""
     for number, each in enumerate(prompts):
-        engine.add(str(number), None, each, dataclasses.replace(GREEDY, max_tokens=4))
+        engine.add(str(number), each, dataclasses.replace(GREEDY, max_tokens=4))
     while engine.has_work:
         log.begin()
         engine.step()

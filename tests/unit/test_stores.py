@@ -105,7 +105,7 @@ def test_a_fetched_prefix_counts_as_cached_and_is_not_computed(seed: int) -> Non
     generate(engine, [second])
     generate(engine, [third])
     before = engine.stats()
-    engine.add("again", None, first, GREEDY)
+    engine.add("again", first, GREEDY)
     output = drain(engine)["again"]
     after = engine.stats()
     assert output.outputs[0].token_ids == answer and output.num_cached_tokens == 64 * 6
@@ -127,7 +127,7 @@ def test_two_requests_for_the_same_run_fetch_it_once(seed: int) -> None:
     assert None not in runs, "the prompt is not in the store"
     store.num_got = 0
     for name in range(4):
-        engine.add(str(name), None, [*first, 5 + name], GREEDY)
+        engine.add(str(name), [*first, 5 + name], GREEDY)
     outputs = drain(engine)
     assert store.num_got == len(runs)
     assert sorted(output.num_cached_tokens for output in outputs.values()) == [64 * 7] * 4
@@ -145,7 +145,7 @@ def test_an_abort_while_chunks_are_under_way_gives_everything_back(steps: int, s
     engine = with_store(store, chunks=9)
     (answer,) = generate(engine, [first])
     generate(engine, [second])
-    engine.add("x", None, first, GREEDY)
+    engine.add("x", first, GREEDY)
     for _ in range(steps):
         engine.step()
         engine.check()
@@ -167,10 +167,10 @@ def test_somebody_else_goes_on_while_chunks_are_under_way(seed: int) -> None:
         generate(engine, [[rng.randrange(VOCABULARY) for _ in range(64 * 5)]])
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     expected = generate(make_engine(SHAPE), [other[:64]], params)
-    running = engine.add("running", None, other[:64], params)
+    running = engine.add("running", other[:64], params)
     while not running.sequences[0].num_generated:
         engine.step()
-    fetching = engine.add("fetching", None, first, GREEDY)
+    fetching = engine.add("fetching", first, GREEDY)
     collected: dict[str, Any] = {}
     for delta in engine.step():
         gather(collected, delta)
@@ -196,7 +196,7 @@ def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_sam
         store = ToyStore(seed + number, delay=0.002, failing=failing)
         engine = with_store(store, chunks=40, **options)
         for index, prompt in enumerate(prompts):
-            engine.add(str(index), None, prompt, params)
+            engine.add(str(index), prompt, params)
         collected: dict[str, Any] = {}
         swapped = num_steps = 0
         while engine.has_work:
@@ -226,7 +226,7 @@ def test_a_swapped_sequence_that_is_aborted_leaves_nothing(seed: int) -> None:
     rng = random.Random(seed)
     store = ToyStore(seed, delay=0.01)
     engine = with_store(store, chunks=40, **{"retain.budget": 0.5, "retain.profile_rows": 32})
-    request = engine.add("x", None, [rng.randrange(VOCABULARY) for _ in range(200)], replace(GREEDY, max_tokens=90))
+    request = engine.add("x", [rng.randrange(VOCABULARY) for _ in range(200)], replace(GREEDY, max_tokens=90))
     (sequence,) = request.sequences
     while sequence.num_generated < 20:
         engine.step()
@@ -251,7 +251,7 @@ def test_private_runs_are_in_no_index_and_shared_ones_are_lossless(seed: int) ->
 
     store.put = noted  # type: ignore[method-assign]
     for index, prompt in enumerate(prompts_of(rng, 8)):
-        engine.add(str(index), None, prompt, replace(GREEDY, max_tokens=120))
+        engine.add(str(index), prompt, replace(GREEDY, max_tokens=120))
     while engine.has_work:
         engine.step()
         if rng.random() < 0.05 and engine.scheduler.running:
@@ -270,12 +270,12 @@ def test_chunks_with_a_lifetime_of_their_own_never_reach_a_store(seed: int) -> N
     engine = with_store(store, chunks=30)
     manager = engine.scheduler.manager
     begin, rest = ([rng.randrange(VOCABULARY) for _ in range(64 * 3)] for _ in range(2))
-    engine.add("short", None, [*begin, 1], GREEDY, CacheHints(cache_lifetime=60))
+    engine.add("short", [*begin, 1], GREEDY, CacheHints(cache_lifetime=60))
     drain(engine)
     # A request that keeps its chunks goes on from there: the beginning is kept for it.
-    engine.add("branch", None, [*begin[:64], *rest, 1], GREEDY)
+    engine.add("branch", [*begin[:64], *rest, 1], GREEDY)
     drain(engine)
-    (sequence,) = engine.add("preempted", None, rest[:100], GREEDY, CacheHints(cache_lifetime=60)).sequences
+    (sequence,) = engine.add("preempted", rest[:100], GREEDY, CacheHints(cache_lifetime=60)).sequences
     while not sequence.num_generated:
         engine.step()
     engine.scheduler.preempt(sequence)
@@ -313,7 +313,7 @@ def test_a_request_with_a_lifetime_takes_nothing_from_the_store_that_others_left
     generate(engine, [prompt])
     engine.scheduler.manager.eviction.evict(99)
     assert len(store.runs) == 3
-    engine.add("short", None, prompt, GREEDY, CacheHints(cache_lifetime=0))
+    engine.add("short", prompt, GREEDY, CacheHints(cache_lifetime=0))
     assert drain(engine)["short"].cached_by_tier == {"toy": 64 * 3}
     engine.step()
     assert not engine.scheduler.manager.tree.num_chunks and len(store.runs) == 3
@@ -329,7 +329,7 @@ def test_what_is_fetched_ahead_has_priority_and_lifetime_of_its_request(seed: in
     manager.demotion.run(sys.maxsize)
     manager.eviction.evict(99)
     engine.scheduler.max_running = 0
-    engine.add("waits", None, prompt, GREEDY, CacheHints(cache_priority=7, cache_lifetime=60))
+    engine.add("waits", prompt, GREEDY, CacheHints(cache_priority=7, cache_lifetime=60))
     while not manager.fetching.counts.prefetched:
         engine.step()
         store.settle()

@@ -57,7 +57,7 @@ def write(
         params = SamplingParams(
             temperature=1.0, max_tokens=window_tokens - 1, ignore_eos=True, seed=seed + index, detokenize=False
         )
-        engine.add(str(index), None, [first], params)
+        engine.add(str(index), [first], params)
     total = num_windows * window_tokens
     while engine.has_work:
         for delta in engine.step():

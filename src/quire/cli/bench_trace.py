@@ -187,7 +187,7 @@ class Trace:
                     at, sent = todo.popleft()
                     sent.begun = now if speed is None else at
                     name = f"line {sent.request.line}"
-                    engine.add(name, None, sent.prompt, _params(forced, sent.request.output_tokens))
+                    engine.add(name, sent.prompt, _params(forced, sent.request.output_tokens))
                     running[name] = sent
                 if not running:
                     time.sleep(max(0.0, todo[0][0] - now))

@@ -121,7 +121,7 @@ def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, Ret
         for name, prompt in prompts.items():
             with _named(name, prompts):
                 ids[name] = _token_ids(llm.tokenizer, prompt)
-                llm.engine.check_request(ids[name], SamplingParams(max_tokens=1))
+                llm.engine.limits.check(ids[name], SamplingParams(max_tokens=1))
         with shared.progress("prompts") as progress:
             for name, token_ids in ids.items():
                 progress(len(found), len(ids))

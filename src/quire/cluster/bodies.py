@@ -19,6 +19,7 @@ from quire.cache.retention.retained import Retained
 from quire.cache.run import Run
 from quire.cluster import wire
 from quire.cluster.messages import Attempt, Compute, Manifest, Receive, Token, Want
+from quire.engine.admission import RequestLimits
 from quire.engine.outputs import CompletionOutput, Logprob
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ExtentError
@@ -335,7 +336,7 @@ class Ready:
     address      where others reach it
     prompt_rows  L_m: the fewest prompt rows that saturate the processor
     batch        the largest useful batch of decoding sequences
-    max_context  most tokens of a request
+    limits       what it accepts; None with an error
     error        why it could not be loaded; then the rest means nothing
     cache_bytes  size of the cache
     namespace    of its pages, without a salt
@@ -345,8 +346,7 @@ class Ready:
     address: str
     prompt_rows: int
     batch: int
-    max_context: int
-    context_limit: str
+    limits: RequestLimits | None
     seconds_per_row: float
     seconds_per_step: float
     error: str = ""

@@ -24,11 +24,11 @@ from quire.cluster.router import COUNTERS, Ticket
 from quire.cluster.supervisor import Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig, SloConfig
+from quire.engine.admission import AdmittedRequest, PinLimits, Prompt, RequestLimits, admit, tokenized
 from quire.engine.build import end_tokens, resolve
 from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.grammars import Grammars
 from quire.engine.known import DISK, KnownPrefix, Salts, key_of, read_key
-from quire.engine.limits import Limits
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import read_pins
@@ -38,7 +38,6 @@ from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defau
 from quire.engine.sizes import Sizes
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, EngineStoppedError, QueueFullError
-from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import find_calibration
 from quire.models.resolve import resolve_model, short_name
 from quire.models.shape import ModelShape
@@ -93,11 +92,14 @@ class Cluster:
         self._seed = int.from_bytes(os.urandom(6), "little")
         self._tracer = tracer()
         started_with = Model(
-            model, options, file, self.config, sizes.weight_bytes, sizes.cache_bytes, sizes.max_context,
+            model, options, file, self.config, sizes.weight_bytes, sizes.cache_bytes,
             () if self.config.cache.pin is None else tuple(read_pins(Path(self.config.cache.pin), self.tokenizer)),
             self._salts, sizes.available_bytes or 0, self._resolve,
         )  # fmt: skip
-        self.operations = Supervisor(started_with, settings, processes, transport, self._tracer, placement)
+        limits = RequestLimits(
+            self.shape.vocab_size, sizes.max_context, "model.max_context", self.config.scheduler.max_queue, PinLimits(0)
+        )
+        self.operations = Supervisor(started_with, settings, limits, processes, transport, self._tracer, placement)
         self.router = self.operations.router
         self._closing = False
         self._replanning = None
@@ -183,12 +185,12 @@ class Cluster:
     @property
     def max_context(self) -> int:
         """Most tokens of a request that every instance has room for."""
-        return self.operations.context[0]
+        return self.operations.limits.max_context
 
     @property
     def context_limit(self) -> str:
         """The setting that limits them."""
-        return self.operations.context[1]
+        return self.operations.limits.context_limit
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -202,40 +204,39 @@ class Cluster:
         """See Engine."""
         return read_sampling_defaults(self._path, self._model)
 
-    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
-        """See AsyncLLM.check_structure."""
+    async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
+        """See AsyncLLM.compile_grammar."""
         return await asyncio.wrap_future(self._grammars.prepare(wanted, cache_salt))
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The token ids of a prompt. Raises the RequestError or QueueFullError that `generate` would raise."""
-        return self._admit(prompt, params).ids
-
-    def _admit(self, prompt: Prompt, params: SamplingParams) -> ReadPrompt:
+    async def admit(self, prompt: Prompt, params: SamplingParams) -> AdmittedRequest:
+        """See AsyncLLM.admit. The limits are those that every instance keeps; instances check nothing again."""
         if self._closing:
             raise EngineStoppedError("the cluster is closed")
-        read = read_prompt(prompt, self.tokenizer.encode)
-        limit = self.config.scheduler.max_queue
-        Limits(self.shape.vocab_size, *self.operations.context, limit).check(read.ids, params)
-        if self.router.num_waiting + params.n > limit:
+        limits = self.operations.limits
+        request = admit(prompt, params, limits, self.tokenizer.encode)
+        try:
+            limits.check_queue(self.router.num_waiting, params.n)
+        except QueueFullError:
             self._note_arrivals(params)
-            raise QueueFullError(
-                f"{self.router.num_waiting} sequences wait and scheduler.max_queue is {limit}; try again later",
-                retry_after=1.0,
-            )
-        return read
+            raise
+        if params.structured_outputs is not None:
+            request.grammar = await self.compile_grammar(params.structured_outputs, request.hints.cache_salt)
+        return request
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt | AdmittedRequest,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the deltas of one request; the last one has `finished` set. Closing the generator aborts it."""
         return self._generate(prompt, sampling_params or SamplingParams(), request_id)
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+        self, prompt: Prompt | AdmittedRequest, params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        text, ids, hints = self._admit(prompt, params)
-        if params.structured_outputs is not None:
-            await self.check_structure(params.structured_outputs, hints.cache_salt)
+        request = prompt if isinstance(prompt, AdmittedRequest) else await self.admit(prompt, params)
+        ids, params, hints = request.prompt_ids, request.params, _hints(request.hints)
         self._note_arrivals(params)
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
@@ -248,9 +249,7 @@ class Cluster:
             own = dataclasses.replace(
                 params, n=1, seed=None, prompt_logprobs=params.prompt_logprobs if index == 0 else None
             )
-            job = Job(
-                name, ids, asdict(own), _hints(hints), sequence_seed(seed, index) % (1 << 64), trace=trace.trace_id
-            )
+            job = Job(name, ids, asdict(own), hints, sequence_seed(seed, index) % (1 << 64), trace=trace.trace_id)
             tickets.append(self.router.begin(job, partial(_put, items, index), trace))
         first, left = None, params.n
         held: list[tuple[int, Told]] = []  # until the answer that has the prompt's log-probabilities begins
@@ -267,7 +266,7 @@ class Cluster:
                 first = first or item.first
                 output = dataclasses.replace(item.output, index=index)
                 left -= output.finish_reason is not None
-                yield _output(request_id, text, ids, output, item, first, finished=left == 0)
+                yield _output(request_id, request.text, ids, output, item, first, finished=left == 0)
         finally:
             for ticket in tickets:
                 if not ticket.is_over:
@@ -313,7 +312,7 @@ class Cluster:
 
     def prefix_key(self, prompt: Prompt) -> str:
         """See `Face`. Raises EngineStoppedError if no instance serves."""
-        read = read_prompt(prompt, self.tokenizer.encode)
+        read = tokenized(prompt, self.tokenizer.encode)
         ready = next((each.ready for each in self.router.members.values() if each.ready is not None), None)
         if ready is None:
             raise EngineStoppedError("no instance serves; try again later")

@@ -23,12 +23,11 @@ from quire.cluster.bodies import CacheState, Elsewhere, First, Job, Load, Told, 
 from quire.cluster.cargo import Cargo, Shipment
 from quire.cluster.messages import Attempt
 from quire.cluster.neighbours import Neighbours, Pull
+from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
-from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.handover import Continued
 from quire.engine.outputs import RequestOutput
 from quire.engine.request import Request, Sequence, State
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QuireError
 from quire.stores.heads import common_digest
 from quire.stores.seal import Seal
@@ -167,7 +166,7 @@ class Desk:
         self._seal = seal
         self._neighbours = neighbours
         self._by_id: dict[str, Work] = {}
-        self._grammars: dict[Attempt, CompiledGrammar] = {}  # of attempts that have not begun
+        self._prepared: dict[Attempt, AdmittedRequest] = {}  # attempts that have not begun and have a grammar
         self._changing: dict[Attempt, Work] = {}  # those at which a step may change something
         self._asked: list[Pull] = []
         self._notices: list[Notice] = []
@@ -180,12 +179,16 @@ class Desk:
     # ---- commands --------------------------------------------------------------------------------------------------
 
     def prepare(self, attempt: Attempt, job: Job) -> None:
-        """Compiles the grammar of a request's text, on any thread. What is wrong with it shows when it begins."""
-        wanted = job.params.get("structured_outputs")
-        if wanted is not None and self.engine.grammars is not None:
+        """Compiles the grammar of a request's constraint, on any thread. An error shows when the request begins."""
+        if job.params.get("structured_outputs") is not None:
             with contextlib.suppress(QuireError):
-                params, salt = StructuredOutputsParams.from_options(wanted), job.wishes().cache_salt
-                self._grammars[attempt] = self.engine.grammars.compile(params, salt)
+                self._prepared[attempt] = self._admitted(job)
+
+    def _admitted(self, job: Job) -> AdmittedRequest:
+        """The request of a job, which the router has checked. Raises RequestError if its grammar cannot be compiled."""
+        request = AdmittedRequest(None, job.prompt_ids, job.sampling(), job.wishes())
+        self.engine.compile_grammar(request)
+        return request
 
     def compute(self, attempt: Attempt, job: Job, elsewhere: Elsewhere | None = None) -> None:
         """The source's part."""
@@ -241,7 +244,7 @@ class Desk:
 
     def end(self, attempt: Attempt) -> None:
         """Ends an attempt in any stage, and frees what it holds. Does nothing for one that has ended."""
-        self._grammars.pop(attempt, None)
+        self._prepared.pop(attempt, None)
         work = self.works.pop(attempt, None)
         if work is None:
             return
@@ -408,17 +411,9 @@ class Desk:
         return isinstance(self.engine.scheduler.manager.retention, Retainer)
 
     def _begin(self, work: Work, continued: Continued) -> Sequence | None:
-        job = work.job
         try:
-            request = self.engine.add(
-                work.request_id,
-                None,
-                job.prompt_ids,
-                job.sampling(),
-                job.wishes(),
-                grammar=self._grammars.pop(work.attempt, None),
-                continued=continued,
-            )
+            admitted = self._prepared.pop(work.attempt, None) or self._admitted(work.job)
+            request = self.engine.queue(work.request_id, admitted, continued=continued)
         except QuireError as error:
             self._fail(work, str(error))
             return None

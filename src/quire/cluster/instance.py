@@ -187,8 +187,8 @@ class Instance:
         if self.order.role == "prefill":
             engine.scheduler.prompt_rows = found.prompt_rows
         self._ready = Ready(
-            self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.max_context,
-            engine.context_limit, found.seconds_per_row, found.seconds_per_step,
+            self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.limits,
+            found.seconds_per_row, found.seconds_per_step,
             cache_bytes=engine.scheduler.manager.stats()["bytes_total"], namespace=engine.namespace,
         )  # fmt: skip
 
@@ -230,7 +230,7 @@ class Instance:
 
 def _failed(name: str, error: BaseException) -> Ready:
     text = str(error) or type(error).__name__
-    return Ready(name, "", 0, 0, 0, "", 0.0, 0.0, error=text)
+    return Ready(name, "", 0, 0, None, 0.0, 0.0, error=text)
 
 
 def run(is_ready: Callable[[], None]) -> int:

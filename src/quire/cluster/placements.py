@@ -49,7 +49,6 @@ class Model(NamedTuple):
     name, options, config_file  as for `LLM`
     config                      what they say together
     weight_bytes, cache_bytes   of one engine that has the machine alone
-    max_context                 of that engine, in tokens
     pins, salts                 prefixes that every instance pins, for each of the salts
     available_bytes             memory of the machine for all instances together
     check                       raises ConfigError for settings with which the model cannot be loaded
@@ -61,7 +60,6 @@ class Model(NamedTuple):
     config: EngineConfig
     weight_bytes: int
     cache_bytes: int
-    max_context: int
     pins: tuple[Pin, ...] = ()
     salts: tuple[str, ...] = ("",)
     available_bytes: int = 0

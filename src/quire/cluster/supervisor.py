@@ -42,6 +42,7 @@ from quire.cluster.processes import END_SECONDS, Processes, places_of
 from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
 from quire.config import ClusterConfig
+from quire.engine.admission import RequestLimits, narrowest
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError, RequestError
 from quire.options import format_count
 from quire.planning import candidates
@@ -87,7 +88,7 @@ class Supervisor:
     processes, transport  in place of the settings': for tests
     placement             which instances there are at first, in place of the settings' numbers
 
-    `context` is the most tokens of a request that every instance has room for, and the setting that limits them.
+    limits                what requests may ask for: as long as no instance is ready, this; then what every one accepts
     `replanning` tells how cluster.replan stands; None without it.
     """
 
@@ -95,6 +96,7 @@ class Supervisor:
         self,
         model: Model,
         settings: ClusterConfig,
+        limits: RequestLimits,
         processes: Processes | None = None,
         transport: str = "",
         tracer: Tracer | None = None,
@@ -108,7 +110,7 @@ class Supervisor:
         self._placement = placement
         self._switch: Switch | None = None
         self._turn = asyncio.Lock()
-        self.context: tuple[int, str] = (model.max_context, "model.max_context")
+        self.limits = limits
         self.replanning: Callable[[], dict[str, Any]] | None = None
         self._secret = os.urandom(32)
         self._starts = itertools.count(1)
@@ -367,7 +369,7 @@ class Supervisor:
                 self._switch = None
             raise
         self._switch, self._placement = None, placement
-        self._find_context()
+        self._find_limits()
 
     async def _take(self, actions: Sequence[Action], switch: Switch) -> None:
         try:
@@ -570,7 +572,7 @@ class Supervisor:
         member.health, member.seen = Health.SERVING, time.monotonic()
         self._pauses.pop(member.place, None)
         self._links.send(member.name, Role(member.role))  # it may be another one than when the instance was started
-        self._find_context()
+        self._find_limits()
         # The first ones are printed together when the server is ready.
         log.log(
             logging.INFO if self._all_ready.is_set() else logging.DEBUG,
@@ -582,9 +584,9 @@ class Supervisor:
         if all(each.serves for each in self.router.members.values()):
             self._all_ready.set()
 
-    def _find_context(self) -> None:
-        ready = [each.ready for each in self.router.members.values() if each.ready is not None]
-        self.context = min(((each.max_context, each.context_limit) for each in ready), default=self.context)
+    def _find_limits(self) -> None:
+        ready = (each.ready for each in self.router.members.values() if each.ready is not None)
+        self.limits = narrowest([each.limits for each in ready if each.limits is not None] or [self.limits])
 
     def _fail_to_start(self, member: Member, reason: str) -> None:
         if not self._all_ready.is_set():

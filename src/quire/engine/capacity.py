@@ -67,9 +67,7 @@ def _saturating_rows(engine: Engine) -> tuple[int, float]:
 
 def _prefill(engine: Engine, rows: int, trial: int) -> float:
     begun = engine.clock()
-    engine.add(
-        "measured", None, _prompt(engine, rows, 2 * rows + trial), SamplingParams(max_tokens=1, detokenize=False)
-    )
+    engine.add("measured", _prompt(engine, rows, 2 * rows + trial), SamplingParams(max_tokens=1, detokenize=False))
     while engine.has_work:
         engine.step()
     return engine.clock() - begun
@@ -93,7 +91,7 @@ def _decode(engine: Engine, batch: int) -> float | None:
     params = SamplingParams(max_tokens=NUM_STEPS + 2, temperature=0.0, ignore_eos=True, detokenize=False)
     rows = max(1, min(LEAST_ROWS, engine.max_context - NUM_STEPS - 3))
     for index in range(batch):
-        engine.add(f"measured-{index}", None, _prompt(engine, rows, index), params)
+        engine.add(f"measured-{index}", _prompt(engine, rows, index), params)
     scheduler, times = engine.scheduler, list[float]()
     while engine.has_work:
         is_whole = len(scheduler.running) == batch and not scheduler.waiting

@@ -15,13 +15,11 @@ import numpy as np
 from quire.cache.exports import Export
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
+from quire.engine.admission import AdmittedRequest, PinLimits, RequestLimits
 from quire.engine.answers import Answer, Names, Tokenizer
-from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.grammars import Grammars
 from quire.engine.handover import Continued
-from quire.engine.limits import Limits, counted
 from quire.engine.moving import Moving
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -32,7 +30,6 @@ from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import Counters, Sampled, Scheduler
 from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
 from quire.engine.stops import StopStrings
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QuireError, RequestError
 from quire.stores.tiers import Tiers
 
@@ -112,41 +109,67 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._requests)
 
-    def check_request(self, prompt_ids: list[int], params: SamplingParams, hints: CacheHints = NO_HINTS) -> None:
-        """Raises RequestError, naming the value and the limit, if a request can never run."""
-        limits = Limits(self.any_runner.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue)
-        limits.check(prompt_ids, params)
-        if hints.cache_pin:
-            self._check_pin(len(prompt_ids), hints.pin_tier)
+    @property
+    def limits(self) -> RequestLimits:
+        """What it accepts now."""
+        manager, tiers = self.scheduler.manager, self.moving.tiers
+        pins = PinLimits(
+            manager.pins.most if manager.tree.shares else None, has_disk=tiers is not None and tiers.outlives
+        )
+        return RequestLimits(self.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue, pins)
+
+    def compile_grammar(self, request: AdmittedRequest) -> None:
+        """Compiles the grammar of a request's constraint, unless it has none or is compiled. Raises RequestError."""
+        wanted = request.params.structured_outputs
+        if wanted is None or request.grammar is not None:
+            return
+        if self.grammars is None:
+            raise RequestError("structured_outputs: this engine has no tokenizer for grammars", "structured_outputs")
+        request.grammar = self.grammars.compile(wanted, request.hints.cache_salt)
 
     def add(
         self,
         request_id: str,
-        prompt: str | None,
         prompt_ids: list[int],
         params: SamplingParams,
         hints: CacheHints = NO_HINTS,
-        grammar: CompiledGrammar | None = None,
+        guide: Callable[[], Guide] | None = None,
+    ) -> Request:
+        """Admits and queues a request of the engine's own thread. Raises RequestError if it can never run,
+        QueueFullError if it cannot wait now.
+        """
+        self.limits.check(prompt_ids, params, hints)
+        request = AdmittedRequest(None, prompt_ids, params, hints)
+        if guide is None:
+            self.compile_grammar(request)
+        return self.queue(request_id, request, guide=guide)
+
+    def queue(
+        self,
+        request_id: str,
+        admitted: AdmittedRequest,
         guide: Callable[[], Guide] | None = None,
         continued: Continued | None = None,
     ) -> Request:
-        """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now.
+        """Queues an admitted request. Raises RequestError if its id is in use, QueueFullError if it cannot wait now.
 
-        grammar    of what the parameters want of the text; None: it is compiled here, if they want something
         guide      makes a guide for each sequence; None: one of the grammar, if there is one
         continued  of a request of one sequence that another engine began, or will go on with; None: it is all ours
         """
-        self.check_request(prompt_ids, params, hints)
+        prompt_ids, params, hints = admitted.prompt_ids, admitted.params, admitted.hints
         if request_id in self._requests:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         manager = self.scheduler.manager
         namespace = self.namespace_of(hints)
-        if guide is None and params.structured_outputs is not None:
-            guide = self._guided(params.structured_outputs, grammar, len(prompt_ids), hints.cache_salt)
-        request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
+        if guide is None and admitted.grammar is not None:
+            assert self.grammars is not None
+            guide = partial(self.grammars.guide, admitted.grammar, len(prompt_ids))
+        request = Request(request_id, admitted.text, prompt_ids, params, self.clock(), hints)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         room = self.max_context - len(prompt_ids)
+        if room < 1:  # another engine has taken the place of the one that admitted it
+            raise RequestError(f"the context holds {self.max_context} tokens now; send the request again", "prompt")
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.seed is None:
             self._next_seed += 1
@@ -169,13 +192,6 @@ class Engine:
             if continued is not None:
                 self._answers[sequence].resume(continued.token_ids, continued.cumulative)
         return request
-
-    def _guided(
-        self, wanted: StructuredOutputsParams, grammar: CompiledGrammar | None, num_prompt: int, scope: str
-    ) -> Callable[[], Guide]:
-        if self.grammars is None:
-            raise RequestError("structured_outputs: this engine has no tokenizer for grammars", "structured_outputs")
-        return partial(self.grammars.guide, grammar or self.grammars.compile(wanted, scope), num_prompt)
 
     def namespace_of(self, hints: CacheHints) -> Namespace:
         """The namespace of a request's chunks."""
@@ -272,7 +288,7 @@ class Engine:
             for index in range(2):  # the first one also warms up
                 self.scheduler.manager.fetching.costs.forget_prefill()
                 prompt = [(index + 7919 * each) % vocab_size for each in range(num_tokens)]
-                self.add(f"measure-{index}", None, prompt, SamplingParams(max_tokens=1, detokenize=False))
+                self.add(f"measure-{index}", prompt, SamplingParams(max_tokens=1, detokenize=False))
                 while self.has_work:
                     self.step()
 
@@ -336,27 +352,6 @@ class Engine:
         self.scheduler.check()
         assert self._requests or not self._answers, "answers of finished requests are kept"
         self.any_runner.check(self.scheduler.begun)
-
-    def _check_pin(self, num_tokens: int, tier: str) -> None:
-        manager = self.scheduler.manager
-        if not manager.tree.shares:
-            raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
-        if num_tokens < PAGE_TOKENS:
-            raise RequestError(
-                f"cache_pin: the prompt has {counted(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
-                "cache_pin",
-            )
-        if tier == "disk":
-            if self.moving.tiers is None or not self.moving.tiers.outlives:
-                raise RequestError("cache_pin names the disk, but there is none (tiers.disk)", "cache_pin")
-            return
-        most = manager.pins.most
-        if num_tokens // PAGE_TOKENS > most:
-            raise RequestError(
-                f"cache_pin: the prompt has {num_tokens} tokens; at most {most * PAGE_TOKENS}, {PINNED_SHARE:.0%}"
-                " of the cache (cache.memory), may be pinned",
-                "cache_pin",
-            )
 
     def _keep_prompt_logprobs(self, step: Step, result: Result) -> None:
         """Collects the log-probabilities of prompts."""

@@ -137,7 +137,7 @@ def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequenc
             check_room(engine.may_pin(pin.ids, salt))
             hints = CacheHints(cache_pin=True, cache_salt=salt)
             name = f"pin-{number}"
-            engine.add(name, None, pin.ids, PIN_PARAMS, hints)
+            engine.add(name, pin.ids, PIN_PARAMS, hints)
             try:
                 while engine.has_work:
                     engine.step()

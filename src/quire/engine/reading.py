@@ -34,7 +34,7 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
     engine.runner.observer = collect
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     try:
-        request = engine.add("window", None, list(tokens[:-1]), params)
+        request = engine.add("window", list(tokens[:-1]), params)
         # With room for a second token, the request still lives after the step that ends its prompt, so that its pages
         # can be counted. It is aborted before that token is computed.
         request.sequences[0].max_tokens += 1
@@ -63,7 +63,7 @@ def read_continuation(engine: Engine, tokens: Sequence[int], prompt_tokens: int)
         max_tokens=len(forced.token_ids), temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0
     )
     try:
-        request = engine.add("window", None, list(tokens[:prompt_tokens]), params)
+        request = engine.add("window", list(tokens[:prompt_tokens]), params)
         request.sequences[0].max_tokens += 1  # as in read_window
         while forced.num_steps < len(forced.token_ids):
             engine.step()

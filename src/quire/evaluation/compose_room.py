@@ -129,7 +129,7 @@ def fill(engine: Engine, asked: Iterator[Asked]) -> Held:
         while len(engine.scheduler.waiting) < AHEAD:
             one = next(asked)
             params = SamplingParams(max_tokens=one.num_out, temperature=0.0, ignore_eos=True, detokenize=False)
-            engine.add(f"request-{next(names)}", None, one.prompt, params)
+            engine.add(f"request-{next(names)}", one.prompt, params)
             longest = max(longest, one.num_out)
         for output in engine.step():
             (begun.discard if output.finished else begun.add)(output.request_id)

@@ -248,7 +248,7 @@ class _Driver:
         for prompt in prompts:
             self._num_requests += 1
             name = f"latency-{self._num_requests}"
-            self.engine.add(name, None, prompt, params)
+            self.engine.add(name, prompt, params)
             waiting.add(name)
         self._ids |= waiting
         while waiting:

@@ -176,7 +176,7 @@ def answers(engine: Engine, prompts: Sequence[list[int]], progress: Callable[[in
     while waiting or engine.has_work:
         while waiting and engine.scheduler.has_room(1):
             index, ids = waiting.popleft()
-            engine.add(str(index), None, ids, params)
+            engine.add(str(index), ids, params)
         for delta in engine.step():
             gather(collected, delta)
             num_done += delta.finished

@@ -163,8 +163,8 @@ class Embeddings:
         self._service = service
         self._tenant: str = request.state.tenant
         self._params = SamplingParams(max_tokens=1, pooling=pooling, detokenize=False)
-        # Four bytes a token, where a list of ids takes 36: a request may have a million tokens and wait long.
-        self._texts: list[array[int]] = []
+        self._hints = {"cache_salt": service.tenants.salt(self._tenant, None)}
+        self._jobs: list[Job] = []
         self._params_of: list[str] = []  # where each text is in the request
         self._usage = Usage()
 
@@ -180,24 +180,18 @@ class Embeddings:
                 raise bad_request(f"'{where}' is an empty text: it has no token", where)
             service.check_tokens(ids, param)
             self._params_of.append(f"{param}[{index}]")
-            self._texts.append(array("i", ids))
-
-    def _jobs(self, begin: int) -> list[Job]:
-        """Those of the next texts that the engine has at once."""
-        hints = {"cache_salt": self._service.tenants.salt(self._tenant, None)}
-        texts = self._texts[begin : begin + AT_ONCE]
-        return [Job(text.tolist(), self._params, hints, self._tenant) for text in texts]
+            self._jobs.append(Job(ids, self._params, self._hints, self._tenant))
 
     async def admit(self) -> None:
         """See Service. Raises QueueFullError for more texts than may wait."""
         for begin in range(0, self.count, AT_ONCE):
-            await self._service.admit(self._jobs(begin))
+            await self._service.admit(self._jobs[begin : begin + AT_ONCE])
             await asyncio.sleep(0)  # a million tokens take 0.1 s
 
     @property
     def count(self) -> int:
         """Number of texts."""
-        return len(self._texts)
+        return len(self._jobs)
 
     async def vectors(self) -> list[array[float]]:
         """One for each text, in their order, with length 1."""
@@ -213,7 +207,7 @@ class Embeddings:
         """Calls `take` with the index of a text and its embedding as soon as it is there. Raises ApiError 400 for an
         embedding that is not finite.
         """
-        self._usage.prompt_tokens = sum(map(len, self._texts))
+        self._usage.prompt_tokens = sum(len(job.prompt_ids) for job in self._jobs)
         name = f"embd-{uuid.uuid4().hex}"
         for begin in range(0, self.count, AT_ONCE):
 
@@ -224,7 +218,7 @@ class Embeddings:
                     raise _not_finite(self._params_of[begin + index])
                 await take(begin + index, vector)
 
-            group = self._jobs(begin)
+            group = self._jobs[begin : begin + AT_ONCE]
             try:
                 async with aclosing(self._service.run(group, f"{name}-{begin}", opens)) as items:
                     async for _ in items:

@@ -143,13 +143,15 @@ class Engine(Protocol):
     def operations(self) -> Operations | None:
         """For operators; None if there are no instances."""
 
-    async def check_structure(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
-        """Raises RequestError if a text like this cannot be promised, for requests with this salt. What is made for it
-        is kept as long as the result is held.
+    async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> object:
+        """Compiles the grammar of a constraint, for requests with this salt. It stays compiled as long as the result is
+        held. Raises RequestError if no text can be promised to satisfy it.
         """
 
-    def prepare(self, prompt: Any, params: SamplingParams) -> object:
-        """Raises RequestError for a request that can never run, and QueueFullError if the queue is full."""
+    async def admit(self, prompt: Any, params: SamplingParams) -> Any:
+        """The one check of a request: what it returns is given to `generate`. Raises RequestError for a request that
+        can never run, and QueueFullError if the queue is full.
+        """
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None

@@ -79,7 +79,7 @@ async def _tooling(engine: Engine, body: ResponsesRequest, salt: str) -> Tooling
     try:
         tooling = await Tooling.of(body, engine.tokenizer)
         if tooling.structure is not None:
-            await engine.check_structure(tooling.structure, salt)
+            await engine.compile_grammar(tooling.structure, salt)
         return tooling
     except RequestError:
         # Of tools that are only too many together, each one is at fault.

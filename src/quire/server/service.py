@@ -83,8 +83,8 @@ class Job:
     """The text of the prompt, if it was given as text."""
     form: str = "structured_outputs"
     """Where the form of the answer is in the request."""
-    grammar: object = None
-    """What the engine has made for that form; held until the answer has ended."""
+    admitted: Any = None
+    """The request as the engine has admitted it, with its grammar; held until the answer has ended."""
     held: Held | None = None
     """What it has in `Service.waiting`."""
 
@@ -320,15 +320,26 @@ class Service:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
         self._hold(jobs)
+        admission = self._admit(jobs, structure_param, blamed)
+        if all(job.params.structured_outputs is None for job in jobs):
+            await admission
+        else:
+            assert receive is not None
+            await unless_disconnected(receive, admission)
+
+    async def _admit(self, jobs: Sequence[Job], structure_param: str, blamed: Blamed | None) -> None:
         for index, job in enumerate(jobs):
             if index:
                 await self.bodies.turns.take()  # a million token ids take 0.1 s
             job.form = structure_param
-            self.engine.prepare(job.prompt, job.params)
-        formed = [job for job in jobs if job.params.structured_outputs is not None]
-        if formed:
-            assert receive is not None
-            await unless_disconnected(receive, self._check_forms(formed, structure_param, blamed))
+            try:
+                job.admitted = await self.engine.admit(job.prompt, job.params)
+            except RequestError as error:
+                if error.param != "structured_outputs":
+                    raise
+                salt = str(job.hints.get("cache_salt") or "")
+                own = None if blamed is None else await blamed(self.engine, salt)
+                raise own or refused_as(error, structure_param) from None
 
     def _hold(self, jobs: Sequence[Job]) -> None:
         """Counts jobs as waiting. Raises QueueFullError if too many tokens wait already."""
@@ -349,16 +360,6 @@ class Service:
         for each in held:
             self.waiting[each.tenant] -= each.num_tokens
             each.num_tokens = 0
-
-    async def _check_forms(self, jobs: Sequence[Job], structure_param: str, blamed: Blamed | None) -> None:
-        for job in jobs:
-            wanted, salt = job.params.structured_outputs, str(job.hints.get("cache_salt") or "")
-            assert wanted is not None
-            try:
-                job.grammar = await self.engine.check_structure(wanted, salt)
-            except RequestError as error:
-                own = None if blamed is None else await blamed(self.engine, salt)
-                raise own or refused_as(error, structure_param) from None
 
     def run(
         self, jobs: Sequence[Job], request_id: str, opens: Callable[[int, RequestOutput], Awaitable[None]]
@@ -385,7 +386,7 @@ class Service:
             async with AsyncExitStack() as ends:
                 # Released before the first yield, so that a client that does not read its answer blocks nobody.
                 async with self.scores.hold(job.num_prompt_scores):
-                    generated = self.engine.generate(job.prompt, job.params, request_id)
+                    generated = self.engine.generate(job.admitted, job.params, request_id)
                     items = await ends.enter_async_context(aclosing(generated))
                     item = await anext(items)
                     if job.held is not None:

@@ -125,7 +125,7 @@ async def refusals(engine: Engine, tools: Sequence[Tool], cache_salt: str, most:
         if len(found) == most or time.monotonic() > deadline:
             break
         try:
-            await engine.check_structure(StructuredOutputsParams(json=tool.arguments), cache_salt)
+            await engine.compile_grammar(StructuredOutputsParams(json=tool.arguments), cache_salt)
         except RequestError as error:
             found[place] = error
     return found

@@ -81,7 +81,7 @@ class _Bulk:
         # Of a single instance nobody asks what it can do.
         capacity = plan.capacity if count > 1 else Capacity(1, 1, 1e-3, 1e-3)
         ready = Ready(
-            "", "", capacity.prompt_rows, capacity.batch, plan.sizes.max_context, "", capacity.seconds_per_row,
+            "", "", capacity.prompt_rows, capacity.batch, None, capacity.seconds_per_row,
             capacity.seconds_per_step,
         )  # fmt: skip
         names = [f"mixed-{number}" for number in range(count)]

@@ -89,7 +89,7 @@ class Alone:
     def _add(self, name: str, prompt: list[int], num_out: int) -> None:
         try:
             check_length(len(prompt), num_out, self.engine.max_context)
-            self._waiting[name] = self.engine.add(name, None, prompt, params_of(num_out))
+            self._waiting[name] = self.engine.add(name, prompt, params_of(num_out))
         except QuireError as error:
             answered, ended = self._asked.pop(name)
             answered.error = str(error)
@@ -202,7 +202,7 @@ class SimulatedCluster:
 
     def _route(self, job: Job, answered: Answered, ended: Ended) -> None:
         try:
-            check_length(len(job.prompt_ids), answered.num_out, min(each.ready.max_context for each in self.instances))
+            check_length(len(job.prompt_ids), answered.num_out, min(each.engine.max_context for each in self.instances))
             if self.router.num_waiting >= self._max_queue:
                 raise QueueFullError("the queue is full")
         except QuireError as error:

@@ -148,7 +148,7 @@ class SimulatedInstance:
         )  # fmt: skip
         self._desk = Desk(engine, self.neighbours, SEAL, self._notice, self.loop.submit)
         self.ready = Ready(
-            name, "", capacity.prompt_rows, capacity.batch, engine.max_context, engine.context_limit,
+            name, "", capacity.prompt_rows, capacity.batch, engine.limits,
             capacity.seconds_per_row, capacity.seconds_per_step,
             cache_bytes=engine.scheduler.manager.stats()["bytes_total"], namespace=engine.namespace,
         )  # fmt: skip
