@@ -39,6 +39,7 @@ from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.policies import Chain
 from quire.cache.tree import PrefixTree
 from quire.engine.calendar import imagined_tokens
+from quire.engine.fast_forward import FastForward
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS, Request, Sequence
 from quire.engine.scheduler import Scheduler
@@ -126,7 +127,8 @@ def take(scheduler: Scheduler) -> None:
 
 def skip(scheduler: Scheduler) -> None:
     """Lets the scheduler advance by itself."""
-    while scheduler.advance(1 << 30, decided):
+    forward = FastForward(scheduler, decided)
+    while forward.advance(1 << 30):
         scheduler.manager.tick(scheduler.counters.steps * STEP_SECONDS)
 
 

@@ -54,7 +54,7 @@ _patching = threading.Lock()
 
 def _capacity(engine: Engine) -> Capacity:
     """Stands for a measurement that takes most of a start."""
-    return Capacity(64, engine.scheduler.max_running, 1e-4, 1e-3)
+    return Capacity(64, engine.scheduler.policy.max_running, 1e-4, 1e-3)
 
 
 class Poisoned(Instance):

@@ -342,7 +342,7 @@ def test_a_queue_may_be_longer_than_the_timeout(model: Path, lonely: LLM, role: 
     prompts = [prompt_of(rng, 300) for _ in range(24)]
     params = [replace(PARAMS, max_tokens=60 if role == "decode" else 2, seed=index) for index in range(24)]
     with threads(model, timeout=1.0, tries=10) as running, slowed(running, role, 0.1 if role == "prefill" else 0.004):
-        running.instance(role).engine.scheduler.max_running = 2
+        running.instance(role).engine.scheduler.policy.max_running = 2
         begun = time.monotonic()
         assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
         assert time.monotonic() - begun > 2.5, "the queue is too short to prove anything"

@@ -535,8 +535,8 @@ def test_options_by_role_are_in_effect(model: Path, cores: int, tmp_path: Path, 
         prefill, decode = running.cluster.operations.state()["instances"]
         assert (prefill["cores"], decode["cores"]) == ([0, 1], [2, 3])
         assert (prefill["cache_bytes"], decode["cache_bytes"]) == (2 * MIB, 4 * MIB)
-        assert engine_of(running, "prefill-0").scheduler.token_budget == 96
-        assert engine_of(running, "decode-0").scheduler.max_running == 5
+        assert engine_of(running, "prefill-0").scheduler.policy.token_budget == 96
+        assert engine_of(running, "decode-0").scheduler.policy.max_running == 5
         found = running.generate(PROMPTS, SEEDED)
         assert [each.outputs[0].token_ids for each in found] == right
         place(running, placement(("prefill", 1, {"cache.memory": "3MiB", **ONE}), ("decode", 1, ONE)))
@@ -697,7 +697,7 @@ def test_an_impossible_placement_changes_nothing(running: Running) -> None:
     before = names(running)
     for wanted, reason in (
         (placement(("mixed", 1, {"runtime.threads": 5})), "takes 5 cores .* may use 4"),
-        (placement(("mixed", 1, {"scheduler.token_budget": 1})), "role mixed: scheduler.token_budget is 1"),
+        (placement(("mixed", 1, {"scheduler.token_budget": 1})), "role mixed: scheduler.policy.token_budget is 1"),
         (placement(("mixed", 1, {"cache.memory": "1KiB"})), "role mixed: cache.memory of 1KiB holds"),
         (Placement((Instances("mixed", 1, tp=2),), PREDICTED), "the nearest placement that works"),
     ):
@@ -738,7 +738,7 @@ def test_elsewhere_roles_and_options_change_at_the_places_that_are_reserved(
     file = tmp_path / "plan.json"
     placement(("prefill", 1, {"scheduler.max_running": 6}), ("decode", 2)).write(file)
     with Running(model, SMALL, Elsewhere(), "local", mixed=0, placement=str(file)) as running:
-        assert engine_of(running, "prefill-0").scheduler.max_running == 6
+        assert engine_of(running, "prefill-0").scheduler.policy.max_running == 6
         assert all(not each["cores"] for each in running.cluster.operations.state()["instances"])
         place(running, placement(("mixed", 1)))
         place(running, placement(("mixed", 3, {"scheduler.max_running": 5})))

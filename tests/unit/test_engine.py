@@ -11,6 +11,7 @@ import torch
 
 from quire.engine.calendar import imagined_tokens
 from quire.engine.engine import Engine
+from quire.engine.fast_forward import FastForward
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence
 from quire.engine.sampler import SampleRow
@@ -207,15 +208,15 @@ def test_no_steps_are_skipped_while_answers_wait_for_logprobs_of_the_first() -> 
     engine = make_engine(**{"scheduler.token_budget": 128, "scheduler.max_running": 2})
     scheduler = engine.scheduler
     request = engine.add("x", prompt, SamplingParams(n=2, max_tokens=30, prompt_logprobs=1, temperature=0.0))
-    scheduler.token_budget = 64  # the prompt in two slices, the last of one row
+    scheduler.policy.token_budget = 64  # the prompt in two slices, the last of one row
     step = scheduler.next_step()
     assert step is not None
     scheduler.commit(step, Result())
-    scheduler.token_budget = 128
-    assert scheduler.advance(100) == 1, "the other one has a row to compute, and is to wait"
+    scheduler.policy.token_budget = 128
+    assert FastForward(scheduler).advance(100) == 1, "the other one has a row to compute, and is to wait"
     first, other = scheduler.running
     assert request.sequences == [first, other] and first.num_generated == 1
-    assert scheduler.advance(100) == 1 and other.num_generated == 1
+    assert FastForward(scheduler).advance(100) == 1 and other.num_generated == 1
 
 
 def test_answers_that_wait_for_logprobs_of_the_first_go_on_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,12 +358,12 @@ def test_advance_stops_where_a_sequence_ends() -> None:
     scheduler: Scheduler = engine.scheduler
     engine.add("a", [1] * 70, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     engine.add("b", [1] * 10, SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True))
-    assert scheduler.advance(100) == 1, "prompts are computed in a step by itself"
-    assert scheduler.advance(10) == 10
-    assert scheduler.advance(100) == 29, "request a ends with its 40th token, past a chunk of each"
+    assert FastForward(scheduler).advance(100) == 1, "prompts are computed in a step by itself"
+    assert FastForward(scheduler).advance(10) == 10
+    assert FastForward(scheduler).advance(100) == 29, "request a ends with its 40th token, past a chunk of each"
     scheduler.check()
     assert [sequence.num_generated for sequence in scheduler.running] == [40]
-    assert scheduler.advance(100) == 50 and scheduler.advance(100) == 0
+    assert FastForward(scheduler).advance(100) == 50 and FastForward(scheduler).advance(100) == 0
 
 
 def test_advance_equals_as_many_steps(seed: int) -> None:

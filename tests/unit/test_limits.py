@@ -13,7 +13,7 @@ from quire.calibrate.settings import CalibrationSettings
 from quire.config import CacheConfig, EngineConfig, ServeConfig
 from quire.engine.build import resolve
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.scheduler import check_budget
+from quire.engine.policy import check_budget
 from quire.engine.sizes import Capacity, sizes
 from quire.errors import QuireError
 from tests.engines import make_engine

@@ -314,7 +314,7 @@ def make_it_move(watched: Watched, prompts: list[list[int]], expected: list[list
                 break
     # Somebody waits for the only place in the batch, and his chunks come meanwhile: the other one needs little room.
     manager.eviction.evict(99)
-    store.delay, running, engine.scheduler.max_running = 0.001, engine.scheduler.max_running, 1
+    store.delay, running, engine.scheduler.policy.max_running = 0.001, engine.scheduler.policy.max_running, 1
     short = prompt[:3]
     roomy = make_engine(SHAPE, chunks=200, **made.options)
     (short_answer,) = generate(roomy, [short], replace(GREEDY, max_tokens=50))
@@ -323,7 +323,7 @@ def make_it_move(watched: Watched, prompts: list[list[int]], expected: list[list
     (waits,) = engine.add("waits", prompt, params).sequences
     assert isinstance(waits, Sequence) and waits.state is State.WAITING
     watched.run_out()
-    engine.scheduler.max_running = running
+    engine.scheduler.policy.max_running = running
     assert watched.collected["first"].outputs[0].token_ids == short_answer
     assert watched.collected["waits"].outputs[0].token_ids == answer
     check_tiers(watched.collected["waits"])
@@ -469,7 +469,7 @@ def test_a_sequence_that_comes_back_knows_the_segments_that_are_there_now(seed: 
     store.drop([name for name, run in store.runs.items() if run.is_shared])
     engine.add("other", [*shared, 3], GREEDY)
     scheduler.waiting.reverse()
-    scheduler.max_running = 1
+    scheduler.policy.max_running = 1
     while sequence.state is State.WAITING:
         engine.step()
     path = sequence.path

@@ -34,13 +34,13 @@ def test_prompts_are_grouped_in_order_of_arrival() -> None:
     section 3.1).
     """
     engine = make_engine(chunks=128, **{"scheduler.token_budget": 1024})
-    engine.scheduler.prompt_rows = 256
+    engine.scheduler.policy.prompt_rows = 256
     assert groups_of(engine, [50, 100, 150, 300, 25, 30]) == [[50, 100], [150], [300], [25, 30]]
 
 
 def test_a_prompt_longer_than_a_step_runs_alone_but_for_its_last_slice() -> None:
     engine = make_engine(chunks=128, **{"scheduler.token_budget": 128})
-    engine.scheduler.prompt_rows = 80
+    engine.scheduler.policy.prompt_rows = 80
     assert groups_of(engine, [300, 30, 40]) == [[300], [300], [300, 30], [40]]
 
 
@@ -49,7 +49,7 @@ def test_what_is_cached_does_not_count() -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(400)] for _ in range(2)]
     generate(engine, prompts)
-    engine.scheduler.prompt_rows = 128
+    engine.scheduler.policy.prompt_rows = 128
     before = engine.scheduler.counters.steps
     generate(engine, prompts, replace(GREEDY, max_tokens=1))
     assert engine.scheduler.counters.steps == before + 1, "16 rows each are left"

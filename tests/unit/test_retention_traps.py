@@ -111,7 +111,7 @@ def test_a_threshold_above_one_changes_no_bit(backend: str, share: bool) -> None
     found = []
     for threshold in (1.01, "off"):
         bench = Bench(SHAPE, WEIGHTS, rules, backend, options={"cache.share": share, "retain.threshold": threshold})
-        bench.witness.engine.scheduler.token_budget = 2048
+        bench.witness.engine.scheduler.policy.token_budget = 2048
         logits = []
         for index, prompt in enumerate(prompts):
             bench.witness.add(str(index), prompt, greedy(70 if backend == "cpu" else 10))

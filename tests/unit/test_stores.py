@@ -328,7 +328,7 @@ def test_what_is_fetched_ahead_has_priority_and_lifetime_of_its_request(seed: in
     generate(engine, [prompt])
     manager.demotion.run(sys.maxsize)
     manager.eviction.evict(99)
-    engine.scheduler.max_running = 0
+    engine.scheduler.policy.max_running = 0
     engine.add("waits", prompt, GREEDY, CacheHints(cache_priority=7, cache_lifetime=60))
     while not manager.fetching.counts.prefetched:
         engine.step()

@@ -185,7 +185,7 @@ class Instance:
             pin_prefixes(engine, Path(self.order.pin_file), self.order.pins, self.order.salts)
         found = measure_capacity(engine)
         if self.order.role == "prefill":
-            engine.scheduler.prompt_rows = found.prompt_rows
+            engine.scheduler.policy.prompt_rows = found.prompt_rows
         self._ready = Ready(
             self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.limits,
             found.seconds_per_row, found.seconds_per_step,
@@ -225,7 +225,7 @@ class Instance:
     def _set_role(self, role: str) -> None:
         assert self.thread.loaded is not None and self._ready is not None
         scheduler = self.thread.loaded.engine.scheduler
-        scheduler.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
+        scheduler.policy.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
 
 
 def _failed(name: str, error: BaseException) -> Ready:

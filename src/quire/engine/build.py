@@ -34,9 +34,9 @@ from quire.engine.offloading import (
     memory_of,
     with_offload,
 )
+from quire.engine.policy import check_budget
 from quire.engine.runner import Decode, LocalRunner
 from quire.engine.sampler import Sampler
-from quire.engine.scheduler import check_budget
 from quire.engine.sizes import Capacity, Sizes, page_counts, sizes
 from quire.errors import ConfigError
 from quire.kernels import runtime

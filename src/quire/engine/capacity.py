@@ -51,7 +51,7 @@ def measure_capacity(engine: Engine) -> Capacity:
 
 
 def _saturating_rows(engine: Engine) -> tuple[int, float]:
-    most = min(engine.scheduler.token_budget, engine.max_context - 2)
+    most = min(engine.scheduler.policy.token_budget, engine.max_context - 2)
     speeds: dict[int, float] = {}
     rows = min(LEAST_ROWS, most)
     while True:
@@ -74,7 +74,7 @@ def _prefill(engine: Engine, rows: int, trial: int) -> float:
 
 
 def _useful_batch(engine: Engine) -> tuple[int, float]:
-    most = min(engine.scheduler.max_running, engine.scheduler.max_queue)
+    most = min(engine.scheduler.policy.max_running, engine.scheduler.max_queue)
     batch, best, seconds = 1, 0.0, 0.0
     size = 1
     while size <= most:

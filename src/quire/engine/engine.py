@@ -18,6 +18,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
 from quire.engine.admission import AdmittedRequest, PinLimits, RequestLimits
 from quire.engine.answers import Answer, Names, Tokenizer
+from quire.engine.batch import Counters
 from quire.engine.grammars import Grammars
 from quire.engine.handover import Continued
 from quire.engine.moving import Moving
@@ -27,7 +28,7 @@ from quire.engine.prefixes import Prefix, prefixes
 from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
-from quire.engine.scheduler import Counters, Sampled, Scheduler
+from quire.engine.scheduler import Sampled, Scheduler
 from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
 from quire.engine.stops import StopStrings
 from quire.errors import QuireError, RequestError
@@ -213,7 +214,7 @@ class Engine:
         for sequence in sorted(scheduler.running, key=lambda each: each.sequence_id, reverse=True):
             if sequence.state is State.RUNNING:
                 scheduler.preempt(sequence)
-        waiting, self.scheduler.counters = list(scheduler.waiting), scheduler.counters
+        waiting, self.scheduler.batch.counters = list(scheduler.waiting), scheduler.counters
         scheduler.waiting.clear()
         for sequence in waiting:
             scheduler.manager.swapping.forget(sequence)
@@ -302,7 +303,7 @@ class Engine:
         manager.demotion.is_on = was_on
         manager.statistics.restart()
         manager.retention.bytes_freed = 0
-        self.scheduler.counters = Counters()
+        self.scheduler.batch.counters = Counters()
 
     def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
         """Whether pins have room for a prompt."""
@@ -351,7 +352,7 @@ class Engine:
         """Proves that nothing is leaked: scheduler, manager, table, ledger."""
         self.scheduler.check()
         assert self._requests or not self._answers, "answers of finished requests are kept"
-        self.any_runner.check(self.scheduler.begun)
+        self.any_runner.check(self.scheduler.batch.begun)
 
     def _keep_prompt_logprobs(self, step: Step, result: Result) -> None:
         """Collects the log-probabilities of prompts."""

@@ -81,9 +81,9 @@ class Limits:
         """The limits of an engine without requests."""
         scheduler = engine.scheduler
         return cls(
-            scheduler.token_budget,
+            scheduler.policy.token_budget,
             engine.max_context,
-            min(scheduler.max_running, scheduler.max_queue),
+            min(scheduler.policy.max_running, scheduler.max_queue),
             scheduler.manager.room.capacity() * PAGE_TOKENS,
             scheduler.manager.tree.shares,
         )

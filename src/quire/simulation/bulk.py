@@ -92,7 +92,7 @@ class _Bulk:
             for name, member in self._members.items()
         }
         for each in self._instances.values():
-            each.scheduler.prompt_rows = prompt_rows
+            each.scheduler.policy.prompt_rows = prompt_rows
         self._most, self._max_queue = plan.sizes.max_context, plan.config.scheduler.max_queue
         self._shares = plan.config.cache.share
         self._prefixes: dict[tuple[int, int, int], int] = {}

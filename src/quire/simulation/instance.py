@@ -140,7 +140,7 @@ class SimulatedInstance:
         stores = [*stores_of(events, self.arrivals), self.neighbours]
         self.engine = engine = with_stores(engine_of, clock, self.arrivals, stores)
         if role == "prefill":
-            engine.scheduler.prompt_rows = capacity.prompt_rows
+            engine.scheduler.policy.prompt_rows = capacity.prompt_rows
         self.loop = EngineLoop(events, engine, clock, self._has_stepped)
         self._agent = Agent(
             name, _Links(network, name), self.neighbours, self.loop.submit,  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ class Replicas:
         """See EngineOf."""
         engine = make_engine(self.plan, clock, arrivals, tiers)
         if self.role == "prefill":
-            engine.scheduler.prompt_rows = self.capacity.prompt_rows
+            engine.scheduler.policy.prompt_rows = self.capacity.prompt_rows
         return engine
 
     def stores(self, events: Events, arrivals: Arrivals) -> Sequence[Tier]:

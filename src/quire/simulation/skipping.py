@@ -1,6 +1,6 @@
 """Simulated instances that skip steps in which nothing happens, for loads of a million requests.
 
-An instance computes prompts and decodes them. It drives `Scheduler.advance`, over a chunk table that only counts. Steps
+An instance computes prompts and decodes them. It drives a `FastForward`, over a chunk table that only counts. Steps
 between two events (an arrival, a chunk that begins or is full, an end) are one event here, whose time follows from the
 latency model in closed form. It leaves out tiers, transfers, and messages, which take no time.
 """
@@ -16,6 +16,7 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.engine.control import retention_of, scheduler_of
+from quire.engine.fast_forward import FastForward
 from quire.engine.request import Sequence as Running
 from quire.engine.scheduler import Sampled, Scheduler
 from quire.errors import ConfigError
@@ -92,6 +93,7 @@ class SkippingInstance:
         told: Callable[[Running, bool], None],
     ) -> None:
         self.scheduler, self.latency = scheduler, latency
+        self._forward = FastForward(scheduler)
         self.busy = 0.0
         self.num_steps = 0
         self.num_out = 0
@@ -136,7 +138,7 @@ class SkippingInstance:
     def _pass_quiet(self, quiet: tuple[float, StepWork, int], count: int) -> float:
         """Takes the first `count` of skipped steps. Returns their seconds."""
         _, work, _ = quiet
-        passed = self.scheduler.advance(count)
+        passed = self._forward.advance(count)
         assert passed == count, f"{passed} steps of {count} were quiet"
         self._quiet = None
         return self._spend(self.latency.quiet(work, count), count, work)
@@ -160,7 +162,7 @@ class SkippingInstance:
             scheduler.add(self._arrived, is_admitted=True)
             self._arrived = []
         scheduler.manager.tick(now)
-        count = scheduler.num_quiet
+        count = self._forward.num_quiet
         if count:
             rows, context = len(scheduler.calendar), scheduler.calendar.context
             work = StepWork(0, 0.0, rows, context, context - self._num_shared, 0)
@@ -169,10 +171,10 @@ class SkippingInstance:
             self._events.at(now + self.latency.quiet(work, count), partial(self._wake, self._version))
             return
         num_shared = self._num_shared
-        if not scheduler.advance(1):
+        if not self._forward.advance(1):
             self._is_idle = True
             return
-        passed = scheduler.passed
+        passed = self._forward.report
         context = passed.context + sum(passed.decodes) + len(passed.decodes)
         num_rows = sum(rows for _, rows in passed.prompts)
         pairs = sum(rows * (start + rows / 2) for start, rows in passed.prompts)
@@ -203,7 +205,7 @@ class SkippingInstance:
     def _end(self, version: int) -> None:
         if version != self._version:
             return
-        self._tell(self.scheduler.passed.sampled)
+        self._tell(self._forward.report.sampled)
         self._turn()
 
     def _tell(self, sampled: list[Sampled]) -> None:

@@ -1,0 +1,230 @@
+"""The sequences of a scheduler by state, and every change of state. No torch and no clock of its own.
+
+waiting --admit--> running --finish--> finished
+   ^                  |
+   +---- preempt -----+          its generated tokens are replayed after the next admission
+
+A running sequence is either active, and every step examines it, or it rests in the calendar until its next event.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.cache.exports import Export
+from quire.cache.manager import CacheManager
+from quire.engine.calendar import Calendar
+from quire.engine.explain import explain
+from quire.engine.request import Sequence, State
+
+log = logging.getLogger("quire")
+
+_by_admission = operator.attrgetter("admitted")
+
+
+@dataclass
+class Counters:
+    """Counts since start. A token counts once, as prefilled, cached or decoded. Computed again after a preemption, it
+    counts as replayed.
+    """
+
+    prefill_tokens_computed: int = 0
+    prefill_tokens_cached: int = 0
+    decode_tokens: int = 0
+    replayed_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    def count_computed(self, sequence: Sequence, end: int, count: int) -> None:
+        """Rows of a step have computed the last `count` tokens before `end`."""
+        new = end - sequence.high_water
+        if new < count:
+            new = max(0, new)
+            self.replayed_tokens += count - new
+        sequence.high_water += new
+        # All prompt tokens are computed before the first generated one.
+        if len(sequence.token_ids) > sequence.num_prompt:
+            self.decode_tokens += new
+        else:
+            self.prefill_tokens_computed += new
+
+    def count_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        """Tokens were taken from the cache."""
+        new = max(0, sequence.num_computed - sequence.high_water)
+        sequence.high_water += new
+        self.prefill_tokens_cached += new
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens += num_tokens
+
+
+@dataclass
+class Batch:
+    """Invariant: every sequence is in exactly one of waiting, running, neither (finished); every running one is either
+    active or in the calendar.
+
+    waiting     first come, first served; preempted ones are put before all others
+    active      running sequences that the next step examines
+    joined      sequences that have joined the calendar since the last step was made
+    is_changed  whether the next step cannot be the last one with each row moved on by a token
+    """
+
+    manager: CacheManager
+    counters: Counters = field(default_factory=Counters)
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    active: dict[Sequence, None] = field(default_factory=dict)
+    calendar: Calendar = field(default_factory=Calendar)
+    joined: list[Sequence] = field(default_factory=list)
+    is_changed: bool = True
+    _num_queued: int = 0
+    _num_admitted: int = 0
+    _ended: list[int] = field(default_factory=list)
+
+    def queue(self, sequences: Iterable[Sequence]) -> None:
+        """Adds sequences to the end of the queue."""
+        for sequence in sequences:
+            sequence.sequence_id = self._num_queued
+            self._num_queued += 1
+            self.waiting.append(sequence)
+
+    def wake(self) -> list[Sequence]:
+        """The active sequences, with those whose next event is in the next step, in the order of admission."""
+        self.active.update(dict.fromkeys(self.calendar.due()))
+        return sorted(self.active, key=_by_admission)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Admits the first waiting sequence if it fits."""
+        if not self.manager.admit(sequence):
+            return False
+        self.waiting.popleft()
+        self.running.append(sequence)
+        self.active[sequence] = None
+        self._num_admitted += 1
+        sequence.admitted = self._num_admitted
+        sequence.state = State.RUNNING
+        self.counters.count_cached(sequence, sequence.path.num_tokens)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request %s: %d of %d tokens found in the cache: %s",
+                sequence.name,
+                sequence.path.num_tokens,
+                len(sequence.token_ids),
+                explain(self.manager, sequence),
+            )
+        return True
+
+    def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Extends the sequence. Preempts the youngest sequences until it fits; False if that is this one."""
+        while not self.manager.extend(sequence, num_tokens):
+            if self.manager.fetching.make_way():
+                continue
+            youngest = max(self.running, key=lambda running: running.sequence_id)
+            self.preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def rest(self, sequence: Sequence) -> None:
+        """Moves an active sequence to the calendar if its next step only adds a token. If the next row begins a chunk,
+        takes that chunk now.
+
+        Three kinds of sequences wait with a new chunk until their step: one with a packed path, whose budget counts
+        only chunks with tokens; one with its first token, whose bytes are those of its prompt; and one that another
+        engine will continue.
+        """
+        path = sequence.path
+        if not sequence.adds_a_token or sequence.guide is not None:
+            return
+        if path.free_until <= path.num_tokens:
+            waits = path.retained is not None or sequence.num_generated == 1 or sequence.leaves
+            if waits or not self.manager.extend(sequence, path.num_tokens + 1):
+                return
+        most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
+        if most > 0:
+            self.joined.append(sequence)
+            del self.active[sequence]
+            self.calendar.join(sequence, most)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Preempts a running sequence: it loses its pages and waits, before all others, to be computed again. So do the
+        sequences that wait for its log-probabilities, because they may hold the room that it needs.
+        """
+        if sequence.num_generated == 0:
+            for other in sequence.request.sequences[::-1]:
+                if other is not sequence and other.awaits_scores and other.state is State.RUNNING:
+                    self._preempt(other)
+        self._preempt(sequence)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Moves a running sequence to the head of the queue. It loses its pages."""
+        self._release(sequence)
+        sequence.state = State.WAITING
+        self.waiting.appendleft(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence in any state and frees its pages. Ending it twice does nothing."""
+        if sequence.state is State.RUNNING:
+            self._release(sequence)
+        elif sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+            self.manager.swapping.forget(sequence)
+        if sequence.is_begun and sequence.state is not State.FINISHED:
+            self._ended.append(sequence.sequence_id)
+        sequence.state = State.FINISHED
+
+    def export(self, sequence: Sequence) -> Export:
+        """Ends a running sequence that has just sampled a token, and keeps its chunks for another engine."""
+        self.calendar.leave(sequence)
+        export = self.manager.exports.add(sequence)
+        self._remove(sequence)
+        self._ended.append(sequence.sequence_id)
+        sequence.state = State.FINISHED
+        return export
+
+    def take_ended(self) -> list[int]:
+        """Ids of the sequences that have ended since the last call, and that the runner remembers."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def begun(self) -> set[int]:
+        """Ids of the sequences that the runner remembers after the last step."""
+        live = {each.sequence_id for each in (*self.running, *self.waiting) if each.is_begun}
+        return live | {*self._ended}
+
+    def check(self) -> None:
+        """Proves the invariant, and the manager's. Settles the calendar's sequences first."""
+        for sequence in self.calendar:
+            self.calendar.settle(sequence)
+        assert all(sequence.state is State.RUNNING for sequence in self.running), (
+            "a sequence that does not run is in the batch"
+        )
+        assert all(sequence.state is State.WAITING for sequence in self.waiting), (
+            "a sequence that does not wait is queued"
+        )
+        assert {*self.active, *self.calendar} == {*self.running} and not {*self.active} & {*self.calendar}, (
+            "a running sequence is neither active nor in the calendar, or both"
+        )
+        self.manager.check()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.calendar.leave(sequence)
+        self.manager.swapping.take_out(sequence)
+        self.restart(sequence)
+        sequence.num_preemptions += 1
+        self.counters.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        """Removes a running sequence and frees its pages."""
+        self.calendar.leave(sequence)
+        self._remove(sequence)
+        self.manager.release(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self.active.pop(sequence, None)
+        self.running.remove(sequence)
+        sequence.slice, self.is_changed = None, True
