@@ -1,6 +1,6 @@
 """Requests per second that the control plane can schedule: the real scheduler, manager and prefix tree, without bytes.
 
-    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--codec g4] [--retain] [--rounds 5]
+    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--codec g4] [--rounds 5]
 
 Prompts have 1,024 tokens; half of the requests are in eight groups that share 512 tokens. 64 to 192 tokens are
 generated. One request in 16 pins its prompt for ten seconds; a step counts as 20 ms. The model has 32 layers of 8 kv
@@ -9,8 +9,7 @@ heads of 128 numbers. Open chunks have 16 bits, sealed ones the 4 bits of the co
 `taken`: every step is made as data and committed, as for a runner. `skipped`: the scheduler advances by itself and
 skips steps in which nothing happens. Tokens differ between sequences. Both modes make the same decisions at the same
 steps, which is checked. The arena holds twice the running sequences, or these and the chunks of --cached, so that
-finished requests are cached and evicted. Seconds are processor time of this process. With --retain, half of the heads
-keep a part of each prompt.
+finished requests are cached and evicted. Seconds are processor time of this process.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,8 +33,6 @@ from quire.cache.codecs.group import GroupCodec
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.cache.manager import CacheManager
-from quire.cache.retention.decisions import Decided, Retention
-from quire.cache.retention.policies import Chain
 from quire.cache.tree import PrefixTree
 from quire.engine.calendar import imagined_tokens
 from quire.engine.fast_forward import FastForward
@@ -44,7 +40,6 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS, Request, Sequence
 from quire.engine.scheduler import Scheduler
 from quire.engine.step import Result
-from quire.planning.counted import Classes, CountedRetainer, CountedTable
 
 LAYERS, HEADS, DIM = 32, 8, 128
 PROMPT, SHARED, GROUPS = 1024, 512, 8
@@ -52,9 +47,6 @@ OUTPUT = (64, 192)
 VOCABULARY = 50_000
 PINNED, STEP_SECONDS = CacheHints(cache_pin=10.0), 0.02
 SEALED = {"dense": [], "g4": [GroupCodec(DIM)]}
-CHAIN = Chain(2.0, local=0.3, members=("special", "local"))
-CLASSES = Classes(np.resize(np.array([0, 2, 1, 2]), (LAYERS, HEADS)))
-POLICIES, RECOVERY = np.array([[0], [1], [2]], np.uint8), np.ones((3, 1, CHAIN.full + 1))
 BUDGET = 2048
 """Rows of a step besides those that decode."""
 
@@ -86,27 +78,15 @@ class Load:
         return found
 
 
-def scheduler_of(running: int, cached: int, codec: str, retain: bool) -> Scheduler:
+def scheduler_of(running: int, cached: int, codec: str) -> Scheduler:
     """A scheduler whose arena holds `running` requests and at least as many chunks again, or `cached` chunks."""
     opened, sealed = DenseCodec(DIM, torch.bfloat16), SEALED[codec]
     chunks = running * (-(-(PROMPT + OUTPUT[1]) // PAGE_TOKENS) + 1)
     chunks += max(cached, chunks)
     num_bytes = LAYERS * HEADS * (chunks * [opened, *sealed][-1].page_bytes + 2 * running * opened.page_bytes)
-    table: ChunkCounts = ChunkCounts(PageCounts(num_bytes), LAYERS, HEADS, opened, *sealed)
-    if retain:
-        table = CountedTable(PageCounts(num_bytes), CLASSES, opened, *sealed)
-    retention, tree = Retention(CHAIN) if retain else None, PrefixTree((LAYERS, HEADS))
-    manager = CacheManager(table, tree, retention=retention, retainer=CountedRetainer)
+    table = ChunkCounts(PageCounts(num_bytes), LAYERS, HEADS, opened, *sealed)
+    manager = CacheManager(table, PrefixTree((LAYERS, HEADS)))
     return Scheduler(manager, BUDGET + running, running, 1 << 30)
-
-
-def decided(sequence: Sequence) -> Decided:
-    """Of a class of heads each: the first token, the last 30 % of the tokens, everything."""
-    n = sequence.num_prompt
-    windows = np.array([[0], [CHAIN.num_local(n)], [n]])
-    kept = np.arange(n) >= n - windows[..., None]
-    kept[..., 0] = kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True
-    return Decided(POLICIES, kept, RECOVERY, CHAIN)
 
 
 def take(scheduler: Scheduler) -> None:
@@ -118,16 +98,13 @@ def take(scheduler: Scheduler) -> None:
             if piece.samples
             for token_id in imagined_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
         ]
-        found = {
-            index: decided(scheduler.sequence_of(index)) for index, piece in enumerate(step.slices) if piece.decides
-        }
-        scheduler.commit(step, Result(tokens, decided=found))
+        scheduler.commit(step, Result(tokens))
         scheduler.manager.tick(scheduler.counters.steps * STEP_SECONDS)
 
 
 def skip(scheduler: Scheduler) -> None:
     """Lets the scheduler advance by itself."""
-    forward = FastForward(scheduler, decided)
+    forward = FastForward(scheduler)
     while forward.advance(1 << 30):
         scheduler.manager.tick(scheduler.counters.steps * STEP_SECONDS)
 
@@ -148,9 +125,9 @@ def run(scheduler: Scheduler, requests: list[Request], mode: str) -> float:
     return seconds
 
 
-def decisions(running: int, mode: str, codec: str, retain: bool) -> str:
+def decisions(running: int, mode: str, codec: str) -> str:
     """A digest of admissions and ends with their steps, of evictions, and of all tokens."""
-    scheduler, digest = scheduler_of(running, 0, codec, retain), hashlib.blake2b(digest_size=6)
+    scheduler, digest = scheduler_of(running, 0, codec), hashlib.blake2b(digest_size=6)
     manager, tree = scheduler.manager, scheduler.manager.tree
     assert tree is not None
     admit, release, evict = manager.admit, manager.release, tree.vacate
@@ -184,16 +161,15 @@ def main() -> None:
     parser.add_argument("--running", default="32,128,256", help="sequences in the batch, comma-separated")
     parser.add_argument("--cached", type=int, default=0, help="chunks of other prompts, cached before")
     parser.add_argument("--codec", choices=SEALED, default="g4", help="of sealed chunks")
-    parser.add_argument("--retain", action="store_true", help="half of the heads keep a part of their tokens")
     args = parser.parse_args()
     table = []
     for running in map(int, args.running.split(",")):
-        if len({decisions(running, mode, args.codec, args.retain) for mode in MODES}) != 1:
+        if len({decisions(running, mode, args.codec) for mode in MODES}) != 1:
             raise SystemExit(f"{running} running: steps that are skipped decide otherwise than steps that are taken")
         found: dict[str, list[float]] = {mode: [] for mode in MODES}
         for number in range(args.rounds + 1):
             for mode, rates in found.items():
-                scheduler = scheduler_of(running, args.cached, args.codec, args.retain)
+                scheduler = scheduler_of(running, args.cached, args.codec)
                 # Half of the requests add half a prompt.
                 before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
                 run(scheduler, Load(before, seed=1, output=(1, 1)).requests(), "skipped")

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 
 from quire.cache.counts import ChunkCounts
-from quire.cache.eviction import Eviction
 from quire.cache.exports import Exports
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
@@ -24,8 +23,6 @@ from quire.cache.path import Path
 from quire.cache.paths import Paths
 from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Retention
-from quire.cache.retention.prefix_sums import make_retainer
-from quire.cache.retention.retainer import Retainer
 from quire.cache.store import Nowhere, Store
 from quire.cache.swapping import Swapping
 from quire.cache.tree import PrefixTree
@@ -55,10 +52,9 @@ class CacheManager(Paths):
         lifetime: float | None = None,
         retention: Retention | None = None,
         store: Store | None = None,
-        retainer: Callable[[Retention, Eviction], Retainer] = make_retainer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(table, tree, retention, store or Nowhere(), retainer)
+        super().__init__(table, tree, retention, store or Nowhere())
         tree.lifetime = lifetime
         self.fetching = Fetching(self, self.demotion.store, clock)
         self.swapping = Swapping(self.fetching)

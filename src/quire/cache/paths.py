@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from quire.cache.counts import ChunkCounts
@@ -14,6 +12,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.none import NoRetention
+from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Retainer
 from quire.cache.room import Room
 from quire.cache.segment import NO_ROWS
@@ -38,13 +37,12 @@ class Paths:
         tree: PrefixTree,
         retention: Retention | None,
         store: Store,
-        retainer: Callable[[Retention, Eviction], Retainer],
     ) -> None:
         self.table = table
         self.tree = tree
         self.demotion = Demotion(table, store)
         self.eviction = Eviction(table, tree, self.demotion)
-        self.retention = NoRetention(self.eviction) if retention is None else retainer(retention, self.eviction)
+        self.retention = NoRetention(self.eviction) if retention is None else make_retainer(retention, self.eviction)
         self.room = Room(self.eviction, self.retention)
         self.statistics = Statistics(table, tree)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.cache.retention.decisions import Decided
 from quire.engine.calendar import imagined_tokens
-from quire.engine.request import Sequence
 from quire.engine.scheduler import Sampled, Scheduler
 
 
@@ -30,16 +27,16 @@ class AdvanceReport:
 
 
 class FastForward:
-    """Drives a scheduler. Decides and commits as the engine does, so that its tokens come in the same steps.
+    """Drives a scheduler without retention, which would have to know attention. Decides and commits as the engine does,
+    so that its tokens come in the same steps.
 
-    decide  answers for retention what it keeps of a prompt; needed only with retention
     report  of the last call of `advance`
     """
 
-    def __init__(self, scheduler: Scheduler, decide: Callable[[Sequence], Decided] | None = None) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.report = AdvanceReport()
-        self._batch, self._decide = scheduler.batch, decide
+        self._batch = scheduler.batch
 
     @property
     def num_quiet(self) -> int:
@@ -77,16 +74,13 @@ class FastForward:
             return 0
         self._pass_steps(1)
         for each in sorted(rows, key=lambda each: each.sequence.admitted):
-            sequence, end, decided = each.sequence, each.end, None
-            if scheduler.manager.retention.last_rows(sequence, end):
-                assert self._decide is not None, "nobody says what retention keeps"
-                decided = self._decide(sequence)
+            sequence, end = each.sequence, each.end
             tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(each.samples))]
             if each.num_rows > 1 or each.start < sequence.num_prompt:
                 report.prompts.append((each.start, each.num_rows))
             else:
                 report.decodes.append(each.start)
-            report.sampled += scheduler.commit_rows(sequence, end, each.num_rows, tokens, decided)
+            report.sampled += scheduler.commit_rows(sequence, end, each.num_rows, tokens)
         return 1
 
     def _skip(self, limit: int) -> int:

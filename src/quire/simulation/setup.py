@@ -310,9 +310,7 @@ class LocalModel:
         is_local = settings.address is None and (hosts is None or hosts.count == 1)
         common = shared_options(instances, self.options, self.file, is_local=is_local)
         _, sizes, _ = self.resolved(common)
-        model = Model(
-            self.name, common, self.file, self.given(common), sizes.weight_bytes, sizes.cache_bytes, sizes.max_context
-        )
+        model = Model(self.name, common, self.file, self.given(common), sizes.weight_bytes, sizes.cache_bytes)
         # A placement for another machine says how many cores that one has.
         threads = [str(each.options.get("runtime.threads", "")) for each in instances]
         given = sum(int(own) * each.count for own, each in zip(threads, instances, strict=True) if own.isdecimal())
