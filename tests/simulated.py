@@ -322,7 +322,7 @@ def watch(engine: Engine, notes: list[Note], name: str = "") -> None:
         return rows, found.ready is not None, tuple(found.ended), None if found.moved is None else tuple(found.moved)
 
     wrap(scheduler, "next_step", slices)
-    wrap(scheduler, "_preempt", lambda _, sequence: (sequence.sequence_id,))
+    wrap(scheduler.batch, "_preempt", lambda _, sequence: (sequence.sequence_id,))
     wrap(scheduler, "export", lambda found, sequence: (sequence.sequence_id, tuple(sorted(found.parts))))
     wrap(manager, "admit", lambda found, holder: (holder.sequence_id, holder.path.num_tokens) if found else None)
     wrap(manager, "retain", lambda _, holder, decided: (holder.sequence_id, decided.kept.tobytes()))

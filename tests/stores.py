@@ -10,6 +10,7 @@ from quire.cache.retention.retainer import Retainer
 from quire.cache.store import Store
 from quire.engine.engine import Engine
 from quire.engine.moving import Moving
+from quire.engine.scheduler import Scheduler
 from quire.stores.disk import DiskStore
 from quire.stores.memory import MemoryStore
 from quire.stores.tiers import Tiers
@@ -31,7 +32,9 @@ def put_store(engine: Engine, store: Store) -> Engine:
     manager = engine.scheduler.manager
     table, tree, before = manager.table, manager.tree, manager.retention
     retention = before.retention if isinstance(before, Retainer) else None
-    engine.scheduler.manager = manager = CacheManager(table, tree, tree.lifetime, retention, store)
+    manager = CacheManager(table, tree, tree.lifetime, retention, store)
+    policy = engine.scheduler.policy
+    engine.scheduler = Scheduler(manager, policy.token_budget, policy.max_running, engine.scheduler.max_queue)
     tiers = Tiers([store]) if isinstance(store, MemoryStore | DiskStore) else None
     engine.moving = Moving(manager, tiers)
     if isinstance(manager.retention, Retainer):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from quire.errors import QueueFullError
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of
 
@@ -91,16 +92,17 @@ async def test_an_error_in_mid_stream_is_an_event_and_ends_it():
 
 async def test_one_failing_prompt_ends_its_request_and_frees_the_rest():
     engine = FakeEngine(step_seconds=0.001, queue_limit=2)
-    engine.prepare, check = lambda prompt, params: None, engine.prepare
-    calls = 0
+    generate, calls = engine.generate, 0
 
-    def third_is_refused(prompt, params):
+    async def third_is_refused(prompt, params, request_id=None):
         nonlocal calls
         calls += 1
-        if calls > 3:  # the server's own three checks pass, the queue fills up before the third generate
-            check(prompt, params)
+        if calls == 3:  # all three were admitted, and the queue is full before the third begins
+            raise QueueFullError("the queue is full", retry_after=1.0)
+        async for item in generate(prompt, params, request_id):
+            yield item
 
-    engine.prepare = third_is_refused
+    engine.generate = third_is_refused
     async with client(engine) as http:
         response = await http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "stream": True} | LONG)
     assert response.status_code == 429
