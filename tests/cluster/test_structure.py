@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM
+from quire.engine import admission
+from quire.engine.admission import RequestLimits
+from quire.engine.grammars import Grammars
 from quire.engine.masks import NO_TEXT
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import RequestError
 
 from ..clusters import SMALL, Running, Threads
+from ..engines import GREEDY
 
 SCHEMA = {
     "type": "object",
@@ -73,3 +78,33 @@ def test_tokens_are_those_of_one_engine(model: Path, lonely: LLM, transport: str
                 assert output.text == '{"abc": ' and len(output.token_ids) > 2
                 assert (output.finish_reason, output.stop_reason) == ("error", NO_TEXT)
         cluster.settle()
+
+
+def test_only_the_router_checks_a_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances take what the router has admitted. They compile its grammar, which does not travel, without a trial."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counting(*given: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return call(*given, **named)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    params = SamplingParams(max_tokens=9, temperature=0.0, structured_outputs={"choice": ["left", "right"]})
+    with Running(model, SMALL, Threads(), "local") as cluster:
+        for owner, name in ((admission, "tokenized"), (RequestLimits, "check"), (Grammars, "prepare")):
+            count(owner, name)
+        cluster.generate([[1, 2, 3]], params)
+    assert calls == {"tokenized": 1, "check": 1, "prepare": 1}
+
+
+def test_a_pin_that_no_instance_takes_is_refused_by_the_router(model: Path) -> None:
+    with Running(model, SMALL, Threads(), "local") as cluster:
+        limits = cluster.cluster.operations.limits
+        assert limits.pins.most_chunks and not limits.pins.has_disk
+        for length, pin, words in ((5, True, "whole chunks"), (70, {"tier": "disk"}, "there is none")):
+            with pytest.raises(RequestError, match=words):
+                cluster.generate([{"prompt_token_ids": [1] * length, "cache_pin": pin}], GREEDY)
