@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.cluster.cluster import Cluster  # noqa: E402
 from quire.cluster.members import Health, Member  # noqa: E402
-from quire.cluster.protocol import Route  # noqa: E402
+from quire.cluster.protocol import RequestPhase  # noqa: E402
 from quire.config import ClusterConfig  # noqa: E402
 from quire.errors import QuireError  # noqa: E402
 
@@ -172,10 +172,10 @@ class Chaos:
             self.tally.silent += 1
 
     def _note_streamed(self, name: str) -> None:
-        for number, ticket in self.cluster.router._tickets.items():
-            state = ticket.state
+        for number, request in self.cluster.router._requests.items():
+            state = request.state
             needs = {state.receiver} if state.is_taken else {state.receiver, state.source}
-            if state.phase is Route.RUNNING and state.delivered and name in needs:
+            if state.phase is RequestPhase.RUNNING and state.delivered and name in needs:
                 self.tally.streamed.add(number)
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Chaos:
             await asyncio.sleep(0.5)
             members = list(self.cluster.router.members.values())
             held = [_held(each) for each in members]
-            if (serving := sum(each.serves for each in members)) < expected:
+            if (serving := sum(each.is_serving for each in members)) < expected:
                 held.append(f"{serving} of {expected} instances serve")
             found = ", ".join(filter(None, held))
         return found

@@ -80,7 +80,7 @@ def quire_seconds(
 
     seconds = graph_seconds(run) / spec.num_layers
     for chunks in taken:
-        spec.table.give(chunks)
+        spec.table.free(chunks)
     return seconds
 
 

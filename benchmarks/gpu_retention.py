@@ -170,7 +170,7 @@ def decode(copy: float, record: Path | None) -> None:
         hide_half(spec, slices)
         found["half in place"] = seconds_of(spec, slices)
         for piece in slices:
-            spec.table.give(piece.chunks)
+            spec.table.free(piece.chunks)
         slices = make_rows(spec, batch, start, 1, 0.5)
         found["half packed"] = seconds_of(spec, slices)
         found["packed, sums"] = seconds_of(spec, profiled(spec, slices))

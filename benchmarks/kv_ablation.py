@@ -52,7 +52,7 @@ from quire.calibrate.gradients import GradientOps
 from quire.calibrate.samples import LayerSamples, gather
 from quire.calibrate.settings import CODEC_OF, WINDOW_TOKENS
 from quire.calibrate.tables import make_tables
-from quire.calibrate.text import cut, write
+from quire.calibrate.text import generate_windows, windows_from_text
 from quire.config import EngineConfig
 from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
@@ -177,12 +177,14 @@ class Samples:
     def _windows(self, model: str, text: str | None, threads: int) -> Tensor:
         count = self.settings.num_windows
         if text is not None:
-            return cut(load_tokenizer(self.path), text, count, self.window_tokens)
+            return windows_from_text(load_tokenizer(self.path), text, count, self.window_tokens)
         options: dict[str, Any] = {"model.max_context": self.window_tokens, "scheduler.max_running": count}
         options |= {"cache.share": False, "runtime.threads": threads, "runtime.device": "cpu"}
         loaded = load_engine(model, EngineConfig.from_options(options))
         seed = self.settings.seed
-        return write(loaded.engine, loaded.tokenizer, count, self.window_tokens, seed, lambda done, total: None)
+        return generate_windows(
+            loaded.engine, loaded.tokenizer, count, self.window_tokens, seed, lambda done, total: None
+        )
 
     def layer(self, layer: int, fits: Fits) -> LayerSamples:
         """The samples of a layer, over all windows."""

@@ -16,7 +16,7 @@ from quire.attention.reference import attend_dense, rotate
 from quire.cache.codecs.nuq import NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.cache.ledger import PAGE_TOKENS
-from quire.calibrate.fit import Book, LayerFit, as_stored, even_tables, padded
+from quire.calibrate.fit import Codebook, LayerFit, padded, quantize_dequantize, uniform_tables
 from quire.engine.runner import LOGIT_ROWS
 from quire.models.plan import Model
 from quire.models.shape import ModelShape
@@ -32,7 +32,7 @@ def per_channel(tables: NuqTables) -> Stored:
         NuqTables(**{name: getattr(tables, name)[layer : layer + 1] for name in names})
         for layer in range(len(tables.key_bits))
     ]
-    return lambda layer, keys, values: as_stored(layers[layer], keys, values)
+    return lambda layer, keys, values: quantize_dequantize(layers[layer], keys, values)
 
 
 def per_token(
@@ -68,7 +68,9 @@ def per_token(
 
     def stored(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         nothing = torch.zeros_like(keys)
-        found = [as_stored(layers[layer], nothing, x)[1] for layers, x in zip(tables, (keys, values), strict=True)]
+        found = [
+            quantize_dequantize(layers[layer], nothing, x)[1] for layers, x in zip(tables, (keys, values), strict=True)
+        ]
         return found[0], found[1]
 
     return stored
@@ -90,9 +92,10 @@ def spread_bits(cost: Tensor, bits: int) -> Tensor:
 def _head_tables(fit: LayerFit, kind: str, widths: Tensor, slots: int) -> NuqTables:
     """Tables of a layer with widths [H], for values only; keys get no bits."""
     nothing = torch.zeros(*fit.key_weight.shape, 1)
-    even = even_tables(Book(nothing, nothing), fit.key_weight, 0, fit.value_books[kind, 1], slots)
+    even = uniform_tables(Codebook(nothing, nothing), fit.key_weight, 0, fit.value_books[kind, 1], slots)
     books = [
-        padded(Book(*(part[head] for part in fit.value_books[kind, bits]))) for head, bits in enumerate(widths.tolist())
+        padded(Codebook(*(part[head] for part in fit.value_books[kind, bits])))
+        for head, bits in enumerate(widths.tolist())
     ]
     edges, stands_for = (torch.stack(part)[None] for part in zip(*books, strict=True))
     return dataclasses.replace(even, value_bits=widths.to(torch.uint8)[None], value_edges=edges, value_books=stands_for)

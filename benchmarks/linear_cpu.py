@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, format_table, median
 
 from quire.kernels import runtime
-from quire.kernels.memory import Carver
-from quire.models.cpu_ops import PackedLinear
+from quire.kernels.memory import HugePageAllocator
+from quire.models.cpu_ops import OneDnnLinear
 from quire.models.cpu_panels import Panels
 from quire.models.layers import Linear, TorchLinear
 from quire.models.quants import Blocks, block_bytes
@@ -36,17 +36,17 @@ ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024]
 
 def in_float32(weight: torch.Tensor, bias: None) -> Linear:
     """The product by oneDNN with a float32 copy."""
-    product = PackedLinear(weight.float(), bias)
+    product = OneDnnLinear(weight.float(), bias)
     return lambda x: product(x.float()).bfloat16()
 
 
-def panels(weight: torch.Tensor, bias: None, *, carver: Carver, kind: str = "") -> Linear:
+def panels(weight: torch.Tensor, bias: None, *, allocator: HugePageAllocator, kind: str = "") -> Linear:
     """The product with panels of the weight, or with random blocks of the same size."""
     outputs, inputs = weight.shape
     if kind:
         raw = torch.randint(0, 60, (outputs, block_bytes(kind, inputs)), dtype=torch.uint8)
-        return Panels([Blocks(kind, raw, inputs)], bias, torch.bfloat16, carver)
-    return Panels([weight], bias, torch.bfloat16, carver)
+        return Panels([Blocks(kind, raw, inputs)], bias, torch.bfloat16, allocator)
+    return Panels([weight], bias, torch.bfloat16, allocator)
 
 
 def main() -> None:
@@ -55,13 +55,13 @@ def main() -> None:
     parser.add_argument("--types", default="Q4_1", help="types of packed blocks, comma-separated")
     args = parser.parse_args()
     runtime.set_num_threads(args.threads)
-    carver = Carver()
+    allocator = HugePageAllocator()
     kinds: dict[str, Callable[[torch.Tensor, None], Linear]] = {"F.linear": TorchLinear, "oneDNN float32": in_float32}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        kinds["oneDNN bfloat16"] = PackedLinear
-    kinds["panels"] = functools.partial(panels, carver=carver)
+        kinds["oneDNN bfloat16"] = OneDnnLinear
+    kinds["panels"] = functools.partial(panels, allocator=allocator)
     for name in filter(None, args.types.split(",")):
-        kinds[f"panels, {name}"] = functools.partial(panels, carver=carver, kind=name)
+        kinds[f"panels, {name}"] = functools.partial(panels, allocator=allocator, kind=name)
     weights = [[torch.randn(size).bfloat16() for size in SHAPES] for _ in range(LAYERS)]
     head = torch.randn(HEAD).bfloat16()
     sides = {

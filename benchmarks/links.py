@@ -23,8 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, format_table, hardware, hardware_line, median, spread
 
-from quire.cluster.links import Links
-from quire.cluster.messages import Ack, Ask, Attempt
+from quire.cluster.connections import PeerConnections
+from quire.cluster.messages import Ack, Attempt, ManifestRequest
 
 SECRET = bytes(32)
 TRANSPORTS = ("shm", "tcp")
@@ -52,7 +52,7 @@ class Source:
         """See Handler."""
         self.answers.put(message)
 
-    def lost(self, name: str) -> None:
+    def connection_lost(self, name: str) -> None:
         """See Handler."""
         self.answers.put(None)
 
@@ -62,25 +62,25 @@ class Sink:
 
     def __init__(self, transport: str, num_extents: int, extent_bytes: int) -> None:
         self.arena = np.zeros((num_extents, extent_bytes), np.uint8)
-        self.links = Links("sink", SECRET, self, transport)
+        self.connections = PeerConnections("sink", SECRET, self, transport)
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
         """See Handler."""
         for row, extent in zip(self.arena, extents, strict=True):
             np.copyto(row, np.frombuffer(extent, np.uint8))
-        self.links.send(sender, Ack(message.attempt))
+        self.connections.send(sender, Ack(message.attempt))
 
-    def lost(self, name: str) -> None:
+    def connection_lost(self, name: str) -> None:
         """See Handler."""
 
 
 def run_sink(transport: str, num_extents: int, extent_bytes: int, told: Connection) -> None:
     """The process that receives, until the other one says that it is over."""
     sink = Sink(transport, num_extents, extent_bytes)
-    told.send(sink.links.listen())
+    told.send(sink.connections.listen())
     told.recv()
     told.send(int(sink.arena.sum(dtype=np.int64)))
-    sink.links.close()
+    sink.connections.close()
 
 
 def seconds_of(transport: str, source: Source, rounds: int) -> list[float]:
@@ -89,16 +89,16 @@ def seconds_of(transport: str, source: Source, rounds: int) -> list[float]:
     here, there = context.Pipe()
     child = context.Process(target=run_sink, args=(transport, *source.pages.shape, there), daemon=True)
     child.start()
-    links = Links("source", SECRET, source, transport)
-    links.learn("sink", here.recv())
-    links.connect("sink", 10.0)
+    connections = PeerConnections("source", SECRET, source, transport)
+    connections.learn("sink", here.recv())
+    connections.connect("sink", 10.0)
     taken = []
     for number in range(rounds + 1):
         begun = time.perf_counter()
-        links.send("sink", Ask(Attempt(1, number)), source)
+        connections.send("sink", ManifestRequest(Attempt(1, number)), source)
         assert source.answers.get(timeout=60) is not None, "the connection was lost"
         taken.append(time.perf_counter() - begun)
-    links.close()
+    connections.close()
     here.send("over")
     assert here.recv() == int(source.pages.sum(dtype=np.int64)), "other bytes arrived"
     child.join()

@@ -34,7 +34,7 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.cache.manager import CacheManager
 from quire.cache.tree import PrefixTree
-from quire.engine.calendar import imagined_tokens
+from quire.engine.calendar import placeholder_tokens
 from quire.engine.fast_forward import FastForward
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS, Request, Sequence
@@ -96,7 +96,7 @@ def take(scheduler: Scheduler) -> None:
             token_id
             for index, piece in enumerate(step.slices)
             if piece.samples
-            for token_id in imagined_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
+            for token_id in placeholder_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
         ]
         scheduler.commit(step, Result(tokens))
         scheduler.manager.tick(scheduler.counters.steps * STEP_SECONDS)
@@ -130,7 +130,7 @@ def decisions(running: int, mode: str, codec: str) -> str:
     scheduler, digest = scheduler_of(running, 0, codec), hashlib.blake2b(digest_size=6)
     manager, tree = scheduler.manager, scheduler.manager.tree
     assert tree is not None
-    admit, release, evict = manager.admit, manager.release, tree.vacate
+    admit, release, evict = manager.admit, manager.release, tree.evict
 
     def note(*what: object) -> None:
         digest.update(repr((scheduler.counters.steps, *what)).encode())
@@ -149,7 +149,7 @@ def decisions(running: int, mode: str, codec: str) -> str:
         note("evicted", count)
         return evict(count)
 
-    manager.admit, manager.release, tree.vacate = admitted, released, evicted  # type: ignore[method-assign]
+    manager.admit, manager.release, tree.evict = admitted, released, evicted  # type: ignore[method-assign]
     run(scheduler, Load(2 * running).requests(), mode)
     note(scheduler.counters, manager.stats())
     return digest.hexdigest()

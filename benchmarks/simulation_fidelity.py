@@ -42,7 +42,7 @@ from servers import Server, quire_server
 from quire.cache.costs import LATENCY
 from quire.config import EngineConfig
 from quire.engine.build import resolve
-from quire.engine.capacity import Capacity
+from quire.engine.capacity import MeasuredCapacity
 from quire.load import find_calibration
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
@@ -269,7 +269,7 @@ class Simulated:
         lonely = [each for each in own if each["kind"] == "lonely"]
         self.capacities = {}
         for each in lonely[-1]["cluster"] or ():
-            self.capacities[each["role"]] = Capacity(
+            self.capacities[each["role"]] = MeasuredCapacity(
                 each["saturating_rows"], each["batch"], each["seconds_per_row"], each["seconds_per_step"]
             )
         self.overhead = 0.0

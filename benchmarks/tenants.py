@@ -28,7 +28,7 @@ from common import hardware, hardware_line
 
 from quire import SamplingParams, StructuredOutputsParams
 from quire.async_llm import AsyncLLM
-from quire.engine.grammars import Grammars
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.errors import QuireError
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
@@ -96,11 +96,11 @@ def run_answers(args: argparse.Namespace) -> int:
     return int(equal < len(alone) or errors["error"] > 0)
 
 
-def make_grammars(args: argparse.Namespace) -> Grammars:
+def make_grammars(args: argparse.Namespace) -> GrammarCompiler:
     """Those of a model, without its weights."""
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     grammars.prepare(StructuredOutputsParams(regex="a")).result()
     return grammars
 

@@ -52,7 +52,7 @@ from tiers import (
     token_ids,
 )
 
-from quire.cli.bench_trace import Trace
+from quire.cli.bench_trace import TraceBenchmark
 from quire.llm import LLM
 from quire.planning.traces import CHUNK_TOKENS, make_prompts, read_trace, scaled
 
@@ -104,7 +104,7 @@ def replay(given: argparse.Namespace, side: str, need: Need) -> Figures:
         "output_tokens": 1,
     }
     settings = engine_options(given, cache_codec=given.codec, cache_memory=need.num_bytes // 4)
-    trace = Trace(argparse.Namespace(**{**Trace.DEFAULTS, **flags, **settings}))
+    trace = TraceBenchmark(argparse.Namespace(**{**TraceBenchmark.DEFAULTS, **flags, **settings}))
     options = trace.options()
     with fresh_folder(given.folder, need.num_bytes) as folder:
         if side == DISK:

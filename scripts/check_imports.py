@@ -18,10 +18,11 @@ from pathlib import Path
 # A module may import its own layer and those before it. A package is a layer; a dotted name is one module of its own
 # layer, without what lies below it: the registry of codecs is read by the configuration.
 LAYERS = (
-    "version", "errors", "reading", "extras", "interrupt", "repeats", "tied", "collecting", "folders", "cache.codecs",
-    "habits", "arguments", "options", "config", "kernels", "models", "cache", "stores", "attention", "offload",
-    "engine", "tools", "planning", "calibrate", "check", "load", "calibrating", "importing", "engine_thread", "llm",
-    "async_prefixes", "async_llm", "cluster", "simulation", "evaluation", "server", "cli", "__main__",
+    "version", "errors", "safe_io", "extras", "interrupt", "rate_limited_warning", "parent_watch", "gc_pause",
+    "folders", "cache.codecs", "foreign_flags", "arguments", "options", "config", "kernels", "models", "cache",
+    "stores", "attention", "offload", "engine", "tools", "planning", "calibrate", "codec_check", "load",
+    "background_calibration", "prefix_import", "engine_thread", "llm", "async_prefixes", "async_llm", "cluster",
+    "simulation", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
@@ -59,7 +60,10 @@ NEVER = {
     "kernels/build.py": ("torch", "numpy"),
     "kernels/levels.py": ("torch", "numpy"),
     "models/shape.py": ("torch",),
-    "engine/scheduler.py": ("torch", "time", "datetime"),
+    **dict.fromkeys(
+        (f"engine/{name}.py" for name in ("batch", "policy", "step_builder", "scheduler", "fast_forward")),
+        ("torch", "time", "datetime"),
+    ),
     "cluster/messages.py": ("torch", "numpy", "time", "datetime", "threading", "socket", "asyncio"),
     "cluster/protocol.py": ("torch", "numpy", "time", "datetime", "threading", "socket", "asyncio"),
 }
@@ -67,7 +71,7 @@ NEVER = {
 # Packages that some modules must not load, even indirectly: a simulator runs the control plane without a model, and
 # every command loads the configuration.
 WITHOUT = ("torch", "tokenizers", "transformers")
-CONTROL = ("engine/scheduler.py", "engine/request.py", "cache/manager.py", "cache/tree.py")
+CONTROL = ("engine/fast_forward.py", "engine/scheduler.py", "engine/request.py", "cache/manager.py", "cache/tree.py")
 LIGHT = ("config.py", "cache/codecs/__init__.py")
 
 # Whose modules import each other in no circle, not even for types.

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from quire.calibrate import CalibrationSettings, calibrate
-from quire.calibrate.progress import shown
-from quire.calibrate.shipped import FOLDER, SUFFIX, packed, unpacked
+from quire.calibrate.progress import progress_display
+from quire.calibrate.shipped import FOLDER, SUFFIX, pack, unpack
 from quire.engine.calibration import Calibration
 from quire.models.embedded import pull
 from quire.models.fingerprint import fingerprint
@@ -27,14 +27,14 @@ def main() -> None:
     if len(sys.argv) > 1:
         made = Calibration.load(Path(sys.argv[1]), model)
     else:
-        with tempfile.TemporaryDirectory() as folder, shown() as progress:
+        with tempfile.TemporaryDirectory() as folder, progress_display() as progress:
             made = calibrate(path, settings, Path(folder) / "made", progress=progress)
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.glob(f"*{SUFFIX}"):
         old.unlink()
     file = FOLDER / (settings.file(model).name + SUFFIX)
-    file.write_bytes(packed(made))
-    assert unpacked(file, model).hash == made.hash
+    file.write_bytes(pack(made))
+    assert unpack(file, model).hash == made.hash
     print(f"{file}: {file.stat().st_size:,} bytes, hash {made.hash}")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import time
 
-from quire.models.child import UNKNOWN, received, send
+from quire.models.child import NEEDS_CONTEXT, receive_request, send_answer
 
 
 def serve(connection: socket.socket) -> None:
     """A request is the kind of its answer and seconds to wait before it."""
-    received(connection)
+    receive_request(connection)
     while True:
-        kind, seconds = received(connection)
+        kind, seconds = receive_request(connection)
         time.sleep(seconds)
-        send(connection, kind, "lacks" if kind == UNKNOWN else "answer")
+        send_answer(connection, kind, "lacks" if kind == NEEDS_CONTEXT else "answer")

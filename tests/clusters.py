@@ -18,16 +18,16 @@ from unittest import mock
 
 from quire import LLM
 from quire.cluster.cluster import Cluster
-from quire.cluster.instance import Instance, Order
+from quire.cluster.instance import Instance, LaunchConfig
 from quire.cluster.messages import ROUTER
 from quire.cluster.processes import END_SECONDS, Processes
 from quire.config import ClusterConfig
 from quire.engine.admission import PinLimits, Prompt, RequestLimits
-from quire.engine.capacity import Capacity
+from quire.engine.capacity import MeasuredCapacity
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.llm import gather
+from quire.llm import merge_delta
 
 from .poison import poison_free
 
@@ -52,21 +52,21 @@ ByRole = Mapping[str, Mapping[str, Any]]
 _patching = threading.Lock()
 
 
-def _capacity(engine: Engine) -> Capacity:
+def _capacity(engine: Engine) -> MeasuredCapacity:
     """Stands for a measurement that takes most of a start."""
-    return Capacity(64, engine.scheduler.policy.max_running, 1e-4, 1e-3)
+    return MeasuredCapacity(64, engine.scheduler.policy.max_running, 1e-4, 1e-3)
 
 
 class Poisoned(Instance):
     """An instance whose engine keeps nothing in pages that it has given back, and prefers fetching to computing."""
 
-    def __init__(self, order: Order) -> None:
-        super().__init__(order)
+    def __init__(self, launch_config: LaunchConfig) -> None:
+        super().__init__(launch_config)
         self.sent: list[tuple[str, Any]] = []
         """Messages to others, and who gets them."""
         self.may_send: Callable[[str, Any], bool] = _always
         """Whether a message is sent, or lost."""
-        send = self._links.send
+        send = self._connections.send
 
         def noted(to: str, message: Any, bulk: Any = None) -> bool:
             if not self.may_send(to, message):
@@ -74,16 +74,16 @@ class Poisoned(Instance):
             self.sent.append((to, message))
             return send(to, message, bulk)
 
-        self._links.send = noted  # type: ignore[method-assign]
+        self._connections.send = noted  # type: ignore[method-assign]
 
     @property
     def engine(self) -> Engine:
         """Of a started instance."""
-        assert self.thread.loaded is not None, f"{self.order.name} is not loaded"
+        assert self.thread.loaded is not None, f"{self.launch_config.name} is not loaded"
         return self.thread.loaded.engine
 
     def has_started(self, error: BaseException | None) -> None:
-        """See Listener."""
+        """See EngineListener."""
         if error is None:
             engine, end = self.engine, self.engine.end_export
             engine.scheduler.manager.fetching.costs.speed = 1e12
@@ -98,12 +98,12 @@ class Poisoned(Instance):
         with _patching, mock.patch("quire.cluster.instance.measure_capacity", _capacity):
             super().has_started(error)
 
-    def lost(self, name: str) -> None:
+    def connection_lost(self, name: str) -> None:
         """See Handler. While it loads, a process would exit."""
         if self._started.is_set():
-            super().lost(name)
+            super().connection_lost(name)
         else:
-            self.agent.lost(name)
+            self.agent.connection_lost(name)
             if name == ROUTER:
                 self._is_alone.set()
 
@@ -119,11 +119,11 @@ class Poisoned(Instance):
                 is_there.set()
 
         self.thread.submit(look)
-        assert is_there.wait(SECONDS) and found, f"{self.order.name} does not answer"
+        assert is_there.wait(SECONDS) and found, f"{self.launch_config.name} does not answer"
         return found[0]
 
 
-class Threads(Processes):
+class ThreadedInstances(Processes):
     """Instances in threads of this process, by name."""
 
     def __init__(self, options: ByRole | None = None) -> None:
@@ -132,17 +132,19 @@ class Threads(Processes):
         self._options = options or {}
         self._threads: dict[str, threading.Thread] = {}
 
-    def start(self, order: Order) -> None:
+    def start(self, launch_config: LaunchConfig) -> None:
         """See Processes."""
-        instance = self.instances[order.name] = Poisoned(_with(order, self._options))
-        thread = self._threads[order.name] = threading.Thread(target=instance.run, name=order.name, daemon=True)
+        instance = self.instances[launch_config.name] = Poisoned(_with(launch_config, self._options))
+        thread = self._threads[launch_config.name] = threading.Thread(
+            target=instance.run, name=launch_config.name, daemon=True
+        )
         thread.start()
 
     def kill(self, name: str) -> None:
         """See Processes. It ends as if its router were gone."""
         thread = self._threads.pop(name, None)
         if thread is not None:
-            self.instances.pop(name).lost(ROUTER)
+            self.instances.pop(name).connection_lost(ROUTER)
             thread.join(END_SECONDS)
 
     def pid(self, name: str) -> int | None:
@@ -158,32 +160,32 @@ class Threads(Processes):
         await asyncio.gather(*(asyncio.to_thread(self.kill, name) for name in list(self._threads)))
 
 
-class Apart(Processes):
+class ProcessInstances(Processes):
     """Processes, with further options for the instances of a role."""
 
     def __init__(self, options: ByRole | None = None) -> None:
         super().__init__()
         self._options = options or {}
 
-    def start(self, order: Order) -> None:
+    def start(self, launch_config: LaunchConfig) -> None:
         """See Processes."""
-        super().start(_with(order, self._options))
+        super().start(_with(launch_config, self._options))
 
 
-def _with(order: Order, options: ByRole) -> Order:
-    return replace(order, options={**order.options, **options.get(order.role, {})})
+def _with(launch_config: LaunchConfig, options: ByRole) -> LaunchConfig:
+    return replace(launch_config, options={**launch_config.options, **options.get(launch_config.role, {})})
 
 
-class Running:
+class RunningCluster:
     """A cluster on a loop of its own, called like `LLM`. One instance computes prompts and another one decodes, unless
     the settings say otherwise.
 
     processes  Threads or Apart
     transport  local, for Threads alone, shm or tcp
-    lonely     one engine of the same settings, if somebody has put it here
+    single_engine     one engine of the same settings, if somebody has put it here
     """
 
-    lonely: LLM
+    single_engine: LLM
 
     def __init__(
         self,
@@ -246,7 +248,7 @@ class Running:
         for deltas in found:
             collected: dict[str, RequestOutput] = {}
             for delta in deltas:
-                gather(collected, delta)
+                merge_delta(collected, delta)
             answers += collected.values()
         return answers
 
@@ -257,9 +259,9 @@ class Running:
 
     def instance(self, role: str) -> Poisoned:
         """The first one of a role."""
-        assert isinstance(self.processes, Threads), "in a process of its own"
+        assert isinstance(self.processes, ThreadedInstances), "in a process of its own"
         members = self.cluster.router.members
-        names = (name for name, each in self.processes.instances.items() if each.order.role == role)
+        names = (name for name, each in self.processes.instances.items() if each.launch_config.role == role)
         return self.processes.instances[next(name for name in names if name in members)]
 
     def ask(self, role: str, question: Callable[[Engine], Answer]) -> Answer:
@@ -268,13 +270,13 @@ class Running:
 
     def settle(self) -> None:
         """Waits until no instance holds anything for a request, and proves that nothing is left."""
-        assert isinstance(self.processes, Threads), "in processes of their own"
+        assert isinstance(self.processes, ThreadedInstances), "in processes of their own"
         end = time.monotonic() + SECONDS
         # Not those that were drained, which end.
         members = self.cluster.router.members
         for instance in [each for name, each in self.processes.instances.items() if name in members]:
             while not instance.ask(_is_idle):
-                assert time.monotonic() < end, f"{instance.order.name} holds {instance.ask(Engine.stats)}"
+                assert time.monotonic() < end, f"{instance.launch_config.name} holds {instance.ask(Engine.stats)}"
                 time.sleep(0.005)
             instance.ask(_check)
 
@@ -303,7 +305,7 @@ def _check(engine: Engine) -> bool:
 
 
 def _evict(engine: Engine) -> bool:
-    assert engine.moving.flush(SECONDS), "not written"
+    assert engine.tiering.flush(SECONDS), "not written"
     engine.scheduler.manager.eviction.evict(engine.scheduler.manager.tree.num_chunks)
     assert not engine.scheduler.manager.tree.num_chunks
     table: Any = engine.scheduler.manager.table

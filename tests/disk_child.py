@@ -12,14 +12,14 @@ from typing import Any
 
 from quire.stores.disk import DiskStore
 
-from .disk_runs import NAMESPACE, Fake
+from .disk_runs import NAMESPACE, FakeRun
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def fake_of(number: int, extent_bytes: int) -> Fake:
+def fake_of(number: int, extent_bytes: int) -> FakeRun:
     """The run that a child puts under a number."""
-    return Fake(number, number % 3 + 1, extent_bytes, attached=number % 2)
+    return FakeRun(number, number % 3 + 1, extent_bytes, attached=number % 2)
 
 
 def start_child(

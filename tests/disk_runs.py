@@ -24,7 +24,7 @@ LAYERS, HEADS = 3, 2
 MIB = 1 << 20
 
 
-class Fake:
+class FakeRun:
     """A run and its extents, unsealed."""
 
     def __init__(
@@ -136,7 +136,7 @@ def fetch(store: Any, names: tuple[bytes, ...], delay: float = 0.0) -> FakeTrans
     return transfer
 
 
-def holds(store: Any, fake: Fake) -> bool:
+def holds(store: Any, fake: FakeRun) -> bool:
     """Whether a run comes back, byte by byte; False for a miss or a failure. Fails on wrong bytes."""
     transfer = fetch(store, fake.names)
     if transfer is None or transfer.error is not None:

@@ -16,7 +16,7 @@ from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.llm import gather
+from quire.llm import merge_delta
 from quire.models.cpu_ops import CpuOps
 from quire.models.decoder import build_model
 from quire.models.fingerprint import fingerprint
@@ -93,7 +93,7 @@ def drain(engine: Engine, collected: dict[str, RequestOutput] | None = None) -> 
         steps += 1
         assert steps < 20_000, "the engine works and nothing ends"
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         engine.check()
     return collected
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from quire.cluster.links import Links
-from quire.cluster.messages import Ask, Attempt
+from quire.cluster.connections import PeerConnections
+from quire.cluster.messages import Attempt, ManifestRequest
 
 SECRET = b"s" * 32
 NUM_EXTENTS, EXTENT_BYTES = 16, 300_000
@@ -32,17 +32,17 @@ class Sender:
         for _ in extents:
             time.sleep(0.01)
 
-    def lost(self, name: str) -> None:
+    def connection_lost(self, name: str) -> None:
         raise SystemExit
 
 
 def main() -> None:
     sender = Sender()
-    links = Links("child", SECRET, sender, sys.argv[1])
-    links.listen()
-    links.learn("here", sys.argv[2])
+    connections = PeerConnections("child", SECRET, sender, sys.argv[1])
+    connections.listen()
+    connections.learn("here", sys.argv[2])
     for number in range(sys.maxsize):
-        links.send("here", Ask(Attempt(1, number)), sender)
+        connections.send("here", ManifestRequest(Attempt(1, number)), sender)
         time.sleep(0.002)
 
 

@@ -22,9 +22,9 @@ from quire.cache.ledger import PAGE_TOKENS, UNIT, PageCounts
 from quire.cache.sinks import Sinks
 from quire.offload.blocks import BlockAttention, run
 from quire.offload.hidden import HiddenStates
-from quire.offload.mover import Mover, Ticket
-from quire.offload.room import Extents, Needs, Room
-from quire.offload.table import OffloadedTable, Placed
+from quire.offload.memory_plan import FrameLayout, MemoryPlan, MemoryRequirements
+from quire.offload.mover import IoTicket, Mover
+from quire.offload.table import FarChunks, OffloadedTable
 from quire.offload.units import ALL, Share
 from quire.stores.direct import DirectFile
 from quire.stores.throttle import Throttle
@@ -37,16 +37,18 @@ def poisoned() -> Iterator[None]:
     """Overwrites a buffer as soon as it may be filled, and a frame when it is given back."""
     load, load_shared, give_frame = OffloadedTable.load, OffloadedTable.load_shared, OffloadedTable._give_frame
 
-    def spoiling(self: OffloadedTable, layer: int, batch: int, count: int, placed: Placed, *after: Ticket) -> Ticket:
+    def spoiling(
+        self: OffloadedTable, layer: int, batch: int, count: int, placed: FarChunks, *after: IoTicket
+    ) -> IoTicket:
         for ticket in after:
             ticket.wait()
         start = self._own[(layer * count + batch) % 2]
-        self.arena.data[start : start + self.room.own_bytes] = POISON
+        self.arena.data[start : start + self.memory_plan.own_bytes] = POISON
         return load(self, layer, batch, count, placed, *after)
 
-    def spoiling_shared(self: OffloadedTable, layer: int, placed: Placed, *after: Ticket) -> Ticket:
+    def spoiling_shared(self: OffloadedTable, layer: int, placed: FarChunks, *after: IoTicket) -> IoTicket:
         start = self._shared[layer % 2]
-        self.arena.data[start : start + self.room.shared_bytes] = POISON
+        self.arena.data[start : start + self.memory_plan.shared_bytes] = POISON
         return load_shared(self, layer, placed, *after)
 
     def spoiling_frame(self: OffloadedTable, row: int) -> None:
@@ -91,7 +93,7 @@ def patched(owner: Any, **changes: Any) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Made:
+class FakeSequence:
     """A made-up sequence.
 
     chunks      its rows of the table; the first `num_shared` are of the cache
@@ -137,11 +139,13 @@ class Machine:
         self.left: int | None = None
         self.max_running, self.max_chunks = max_running, max_chunks
         self.mover = Mover(folder, Throttle(None))
-        sizes = [Extents(np.broadcast_to(codec.page_bytes, shape).astype(np.int32)) for codec in (open_codec, *sealed)]
-        needs = Needs(sizes[-1], sizes[0] if sealed else None, max_running, max_chunks, micro_batch)
-        room = Room.of(int(needs.least * memory), needs)
+        sizes = [
+            FrameLayout(np.broadcast_to(codec.page_bytes, shape).astype(np.int32)) for codec in (open_codec, *sealed)
+        ]
+        needs = MemoryRequirements(sizes[-1], sizes[0] if sealed else None, max_running, max_chunks, micro_batch)
+        memory_plan = MemoryPlan.of(int(needs.min_bytes * memory), needs)
         if num_shared is not None:
-            room = replace(room, shared_bytes=num_shared * sizes[-1].largest)
+            memory_plan = replace(memory_plan, shared_bytes=num_shared * sizes[-1].largest)
         bytes_of = max(int(np.broadcast_to(codec.page_bytes, shape).sum()) for codec in (open_codec, *sealed))
         self.table = OffloadedTable(
             PageCounts(num_chunks * bytes_of, slab_bytes=4096),
@@ -149,8 +153,8 @@ class Machine:
             open_codec,
             *sealed,
             sinks=sinks,
-            room=room,
-            home=self.mover,
+            memory_plan=memory_plan,
+            backing=self.mover,
             near=near,
         )
         self.table.arena.data.fill_(POISON)
@@ -158,10 +162,10 @@ class Machine:
         self.states = HiddenStates(self.states_mover, far_states)
         # Kernels read a copy of the table, which learns of changes as a GPU's does.
         self.pages, self.seen = np.full_like(self.table.pages, -1), np.zeros_like(self.table.takes)
-        fake: Any = SimpleNamespace(plan=self._plan, another=lambda: fake, refresh=self._refresh)
+        fake: Any = SimpleNamespace(plan=self._plan, clone=lambda: fake, refresh=self._refresh)
         self.blocks = BlockAttention(fake, micro_batch, self.table)
         self.bytes: dict[int, dict[int, list[np.ndarray]]] = {}
-        self.live: list[Made] = []
+        self.live: list[FakeSequence] = []
         self.cached: list[list[int]] = []
         self.owners: Counter[int] = Counter()
         self.reads: Counter[tuple[int, int]] = Counter()
@@ -182,14 +186,14 @@ class Machine:
         """Rows that are left, as a sequence's longest path takes them."""
         return self.table.capacity - self.table.num_taken
 
-    def begin(self, num_cached: int = 0, chain: Sequence[int] = ()) -> Made:
+    def begin(self, num_cached: int = 0, chain: Sequence[int] = ()) -> FakeSequence:
         """A new sequence over the first chunks of a chain of the cache."""
-        made = Made(list(chain[:num_cached]), num_cached, num_cached * PAGE_TOKENS)
+        made = FakeSequence(list(chain[:num_cached]), num_cached, num_cached * PAGE_TOKENS)
         self.owners.update(made.chunks)
         self.live.append(made)
         return made
 
-    def copy(self, chain: Sequence[int], count: int) -> Made:
+    def copy(self, chain: Sequence[int], count: int) -> FakeSequence:
         """A new sequence over `count` cached chunks, of which it has a copy of the last one."""
         made = self.begin(count - 1, chain)
         target = int(self.table.take(1, self.table.sealed_codec, sidecar=count == 1)[0])
@@ -199,7 +203,7 @@ class Machine:
         made.num_tokens = count * PAGE_TOKENS - 1
         return made
 
-    def end(self, made: Made, is_cached: bool) -> None:
+    def end(self, made: FakeSequence, is_cached: bool) -> None:
         """Ends a sequence. Its sealed chunks may stay in the cache."""
         self.live.remove(made)
         num_sealed = made.num_tokens // PAGE_TOKENS
@@ -219,13 +223,13 @@ class Machine:
         for row in gone:
             del self.owners[row]
             self.bytes.pop(row, None)
-        self.table.give(np.array(gone, np.int32))
+        self.table.free(np.array(gone, np.int32))
 
-    def _own(self, made: Made, row: int) -> None:
+    def _own(self, made: FakeSequence, row: int) -> None:
         made.chunks.append(row)
         self.owners[row] += 1
 
-    def slice(self, made: Made, num_rows: int) -> RowSlice:
+    def slice(self, made: FakeSequence, num_rows: int) -> RowSlice:
         """The next rows of a sequence, with rows of the table for them."""
         table, end = self.table, made.num_tokens + num_rows
         num_sealed = table.num_sealed_for(end)
@@ -254,7 +258,7 @@ class Machine:
         found = run(model, rows, rows, plan, take=self.take, give=self.give, states=self.states, overlaps=self.overlaps)
         assert torch.equal(found, rows * 2 + model.shape.num_layers), "rows of one micro-batch came to another"
 
-    def commit(self, made: Made, num_tokens: int) -> None:
+    def commit(self, made: FakeSequence, num_tokens: int) -> None:
         """Notes how many tokens of a sequence are there now."""
         before, made.num_tokens = made.num_tokens, num_tokens
         if made.filled >= 0 and num_tokens // PAGE_TOKENS > before // PAGE_TOKENS:

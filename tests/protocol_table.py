@@ -14,62 +14,62 @@ from quire.cluster.messages import (
     Abort,
     Ack,
     Admitted,
-    Ask,
     Attempt,
     Begin,
+    CachePart,
     Cancel,
     Compute,
-    Down,
     Expired,
     Failed,
-    Gone,
+    HandedOver,
+    InstanceDown,
+    Lost,
     Manifest,
-    Part,
+    ManifestRequest,
+    PartsRequest,
     Receive,
-    Sampled,
-    Taken,
     Token,
-    Want,
+    TokenSampled,
 )
-from quire.cluster.protocol import Intake, Receiver, Route, Routed, Source, Supply
+from quire.cluster.protocol import ReceiverPhase, ReceiverState, RequestPhase, RequestState, SourcePhase, SourceState
 
 AT, PARTS = Attempt(0, 1), frozenset({0, 1})
 UNKNOWN = "unknown"
 
 ROUTE_EVENTS = (
-    Begin("p", "d"), Token(AT, 0), Token(AT, 0, is_last=True), Taken(AT), Failed(AT, "reason"), Down("p"), Down("d"),
-    Expired(), Abort(),
+    Begin("p", "d"), Token(AT, 0), Token(AT, 0, is_last=True), HandedOver(AT), Failed(AT, "reason"), InstanceDown("p"),
+    InstanceDown("d"), Expired(), Abort(),
 )  # fmt: skip
 SOURCE_EVENTS = (
-    Compute(AT, 0, "d"), Admitted(), Ask(AT), Want(AT, PARTS), Sampled(False, PARTS), Sampled(True), Ack(AT),
-    Cancel(AT), Failed(AT, "reason"), Expired(),
+    Compute(AT, 0, "d"), Admitted(), ManifestRequest(AT), PartsRequest(AT, PARTS), TokenSampled(False, PARTS),
+    TokenSampled(True), Ack(AT), Cancel(AT), Failed(AT, "reason"), Expired(),
 )  # fmt: skip
 RECEIVER_EVENTS = (
     Receive(AT, "p", 0), Receive(AT, "", 0), Manifest(AT, PARTS, 1), Admitted(frozenset({0})), Admitted(PARTS),
-    Part(AT, 1), Gone(AT), Gone(AT, is_over=True), Sampled(False), Sampled(True),
+    CachePart(AT, 1), Lost(AT), Lost(AT, is_over=True), TokenSampled(False), TokenSampled(True),
     Cancel(AT), Failed(AT, "reason"), Expired(),
 )  # fmt: skip
 
 
 def route_states() -> dict[Any, Any]:
     """A router's states by phase."""
-    return {phase: Routed(0, 1, phase, 1, "p", "d") for phase in Route}
+    return {phase: RequestState(0, 1, phase, 1, "p", "d") for phase in RequestPhase}
 
 
 def source_states() -> dict[Any, Any]:
     """A source's states by phase. While it computes, the receiver has asked."""
-    found: dict[Any, Any] = {UNKNOWN: None} | {phase: Source(AT, phase, "d") for phase in Supply}
-    found[Supply.RUNNING] = Source(AT, Supply.RUNNING, "d", is_asked=True)
-    found[Supply.HELD] = Source(AT, Supply.HELD, "d", parts=PARTS)
+    found: dict[Any, Any] = {UNKNOWN: None} | {phase: SourceState(AT, phase, "d") for phase in SourcePhase}
+    found[SourcePhase.RUNNING] = SourceState(AT, SourcePhase.RUNNING, "d", is_asked=True)
+    found[SourcePhase.HELD] = SourceState(AT, SourcePhase.HELD, "d", parts=PARTS)
     return found
 
 
 def receiver_states() -> dict[Any, Any]:
     """A receiver's states by phase. While it pulls, one part is missing."""
-    found: dict[Any, Any] = {UNKNOWN: None} | {phase: Receiver(AT, phase, "p") for phase in Intake}
-    found[Intake.QUEUED] = Receiver(AT, Intake.QUEUED, "p", parts=PARTS, num_tokens=1)
-    found[Intake.PULLING] = Receiver(AT, Intake.PULLING, "p", 2, PARTS, frozenset({1}), 1)
-    found[Intake.RUNNING] = Receiver(AT, Intake.RUNNING, "p", num_tokens=1)
+    found: dict[Any, Any] = {UNKNOWN: None} | {phase: ReceiverState(AT, phase, "p") for phase in ReceiverPhase}
+    found[ReceiverPhase.QUEUED] = ReceiverState(AT, ReceiverPhase.QUEUED, "p", parts=PARTS, num_tokens=1)
+    found[ReceiverPhase.PULLING] = ReceiverState(AT, ReceiverPhase.PULLING, "p", 2, PARTS, frozenset({1}), 1)
+    found[ReceiverPhase.RUNNING] = ReceiverState(AT, ReceiverPhase.RUNNING, "p", num_tokens=1)
     return found
 
 
@@ -77,11 +77,16 @@ def tables() -> str:
     """All three, in Markdown."""
     return "\n".join(
         [
-            *_table("router", ROUTE_EVENTS, route_states(), protocol.route),
+            *_table("router", ROUTE_EVENTS, route_states(), protocol.advance_request),
             "",
-            *_table("source", SOURCE_EVENTS, source_states(), lambda state, event: protocol.supply(state, "d", event)),
+            *_table(
+                "source",
+                SOURCE_EVENTS,
+                source_states(),
+                lambda state, event: protocol.advance_source(state, "d", event),
+            ),
             "",
-            *_table("receiver", RECEIVER_EVENTS, receiver_states(), protocol.take),
+            *_table("receiver", RECEIVER_EVENTS, receiver_states(), protocol.advance_receiver),
         ]
     )
 
@@ -118,7 +123,7 @@ def _event(event: Any) -> str:
         flags.append("no source")
     if event == Admitted(PARTS):
         flags.append("has all")
-    if isinstance(event, Down):
+    if isinstance(event, InstanceDown):
         flags.append(_who(event.instance))
     return f"{kind} ({', '.join(flags)})" if flags else kind
 

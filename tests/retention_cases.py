@@ -16,8 +16,8 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.request import Sequence
-from quire.engine.sampler import Sampled
-from quire.llm import gather
+from quire.engine.sampler import SamplerOutput
+from quire.llm import merge_delta
 from quire.models.shape import ModelShape
 
 from . import engines
@@ -104,7 +104,7 @@ class HeadWeights(RandomWeights):
 
 
 @dataclass
-class Witness:
+class EngineRecorder:
     """Writes down what an engine does.
 
     logits       of every token that was sampled, by sequence
@@ -123,7 +123,7 @@ class Witness:
         engine, sample = self.engine, self.engine.runner.sampler.sample
         by_row: dict[int, Sequence] = {}
 
-        def sampled(logits: Tensor, rows: Any) -> Sampled:
+        def sampled(logits: Tensor, rows: Any) -> SamplerOutput:
             live = {each.sequence_id: each for each in engine.scheduler.running}
             by_row.update((id(row), live[name]) for name, row in engine.runner._rows.items() if name in live)
             for each, row in zip(logits, rows, strict=True):
@@ -139,7 +139,7 @@ class Witness:
     def step(self, collected: dict[str, RequestOutput]) -> None:
         """One step of the engine, which then has to be whole."""
         for delta in self.engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         has_news = not self.engine.scheduler.running
         for sequence in self.engine.scheduler.running:
             path = sequence.path
@@ -184,7 +184,7 @@ class Bench:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.witness = Witness(self.engine())
+        self.witness = EngineRecorder(self.engine())
         table = self.witness.engine.scheduler.manager.table
         page_bytes = table.page_sizes(table.sealed_codec).ravel().tolist() if self.rules.budget is not None else [0]
         assert len(set(page_bytes)) == 1, "the oracle deals pages of one size"

@@ -153,8 +153,8 @@ class Oracle:
             peaks[..., :num_prompt] = attention.peaks(rules.num_profiled(num_prompt))
             policies = [[0] * shape.num_kv_heads for _ in range(shape.num_layers)]
             everything = [[set(range(sealed * CHUNK)) for _ in heads] for _ in policies]
-            dealt = self._deal(tokens[:num_prompt], peaks, everything, other)
-            of_prompt = [[each | set(range(sealed * CHUNK, num_prompt)) for each in of_layer] for of_layer in dealt]
+            allocated = self._allocate(tokens[:num_prompt], peaks, everything, other)
+            of_prompt = [[each | set(range(sealed * CHUNK, num_prompt)) for each in of_layer] for of_layer in allocated]
             last = attention.seen[:, :, -rules.num_profiled(num_prompt) :].double().mean(2)
             recovery = [
                 [[float(last[layer, head, sorted(each)].sum())] for head, each in enumerate(of_layer)]
@@ -193,7 +193,7 @@ class Oracle:
                 if rules.budget is not None:
                     new = set(range(at - CHUNK, at))
                     alive = [[each | new for each in of_layer] for of_layer in before]
-                    kept[sealed] = self._deal(tokens[:at], peaks, alive, other)
+                    kept[sealed] = self._allocate(tokens[:at], peaks, alive, other)
                     continue
                 kept[sealed] = [
                     [
@@ -308,7 +308,7 @@ class Oracle:
             return frozenset(kept)
         return self._same(frozenset(kept), other, len(tokens), sums, cut, candidates)
 
-    def _deal(
+    def _allocate(
         self, tokens: Sequence[int], peaks: Tensor, alive: list[list[set[int]]], other: Seen | None
     ) -> list[list[frozenset[int]]]:
         """What heads keep of the sealed tokens they have, whole pages of it within the budget."""
@@ -321,38 +321,38 @@ class Oracle:
         # The open chunk counts, also before it has a token.
         room = rules.budget * num_heads * rules.page_bytes * (len(tokens) // CHUNK + 1) - num_heads * each
         pages: list[tuple[float, int, int, list[int]]] = []
-        worths: list[dict[int, float]] = []
+        head_scores: list[dict[int, float]] = []
         ordered: list[list[int]] = []
         flat = [held for of_layer in alive for held in of_layer]
         for head, held in enumerate(flat):
             layer, place = divmod(head, len(alive[0]))
             row = peaks[layer, place].tolist()
-            worth = {
+            score = {
                 j: math.inf if j in special else max(row[k] for k in range(j - AFTER, j + BEFORE + 1) if k in held)
                 for j in held
             }
             last = [j for j in held if j >= end - CHUNK]
             if last:
                 pages.append((math.inf if special & set(last) else float(CHUNK), head, 0, last))
-            rest = sorted(held - set(last), key=lambda j, worth=worth: (-worth[j], j))  # type: ignore[misc]
+            rest = sorted(held - set(last), key=lambda j, score=score: (-score[j], j))  # type: ignore[misc]
             for at in range(0, len(rest), CHUNK):
                 page = rest[at : at + CHUNK]
-                pages.append((sum(worth[j] for j in page), head, 1 + at, page))
-            worths.append(worth)
+                pages.append((sum(score[j] for j in page), head, 1 + at, page))
+            head_scores.append(score)
             ordered.append(rest)
         pages.sort(key=lambda page: (-page[0], *page[1:3]))
         found: list[set[int]] = [set() for _ in flat]
-        num_dealt = 0
-        for num_dealt, (gain, head, _, page) in enumerate(pages):
-            if (num_dealt + 1) * each > room and gain < math.inf:
+        num_allocated = 0
+        for num_allocated, (gain, head, _, page) in enumerate(pages):
+            if (num_allocated + 1) * each > room and gain < math.inf:
                 break
             found[head] |= set(page)
         else:
-            num_dealt = len(pages)
+            num_allocated = len(pages)
         if other is not None:
             theirs = [kept for of_layer in other.kept for kept in of_layer]
             if theirs != found:
-                self._prove_tie(pages, num_dealt, worths, ordered, theirs)
+                self._prove_tie(pages, num_allocated, head_scores, ordered, theirs)
                 found = [set(kept) for kept in theirs]
                 self._num_ties += 1
         size = len(alive[0])
@@ -361,34 +361,34 @@ class Oracle:
     def _prove_tie(
         self,
         pages: list[tuple[float, int, int, list[int]]],
-        num_dealt: int,
-        worths: list[dict[int, float]],
+        num_allocated: int,
+        head_scores: list[dict[int, float]],
         ordered: list[list[int]],
         theirs: list[frozenset[int]],
     ) -> None:
         """As many pages are dealt, of heads that lose nothing by it, and heads keep their best."""
-        dealt = 0
-        least = pages[num_dealt - 1][0] if num_dealt else math.inf
-        most = pages[num_dealt][0] if num_dealt < len(pages) else 0.0
+        allocated = 0
+        least = pages[num_allocated - 1][0] if num_allocated else math.inf
+        most = pages[num_allocated][0] if num_allocated < len(pages) else 0.0
         for gain, head, place, page in pages:
             has = ordered[head]
             kept = [j for j in has if j in theirs[head]]
             if place == 0:
-                is_dealt = set(page) <= theirs[head]
-                assert is_dealt or not theirs[head] & set(page), f"part of the last chunk, by head {head}"
+                is_allocated = set(page) <= theirs[head]
+                assert is_allocated or not theirs[head] & set(page), f"part of the last chunk, by head {head}"
             else:
-                is_dealt = len(kept) > place - 1
+                is_allocated = len(kept) > place - 1
                 assert len(kept) == len(has) or len(kept) % CHUNK == 0, f"{len(kept)} tokens of head {head}"
-                dropped = [worths[head][j] for j in has if j not in theirs[head]]
-                lost = max(dropped, default=0.0) - min((worths[head][j] for j in kept), default=math.inf)
+                dropped = [head_scores[head][j] for j in has if j not in theirs[head]]
+                lost = max(dropped, default=0.0) - min((head_scores[head][j] for j in kept), default=math.inf)
                 assert lost <= self._slack * PEAK_TIE, f"head {head} drops a token worth {lost} more than one it keeps"
-            dealt += is_dealt
+            allocated += is_allocated
             tie = CHUNK * self._slack * PEAK_TIE
-            if is_dealt:
+            if is_allocated:
                 assert gain >= most - tie, f"head {head} has a page worth {gain}, others lack {most}"
             else:
                 assert gain <= least + tie, f"head {head} lacks a page worth {gain}, others have {least}"
-        assert dealt == num_dealt, f"{dealt} pages in place of {num_dealt}"
+        assert allocated == num_allocated, f"{allocated} pages in place of {num_allocated}"
 
     def _same(
         self,

@@ -18,12 +18,12 @@ from quire.cache.retention.decisions import Retention
 from quire.cache.retention.retainer import Retainer
 from quire.cache.run import Run
 from quire.cache.store import Transfer
-from quire.cluster.bodies import Job, Load
-from quire.cluster.cargo import Cargo
-from quire.cluster.neighbours import Pull
+from quire.cluster.bodies import InstanceLoad, SequenceJob
+from quire.cluster.outgoing_pages import OutgoingPages
+from quire.cluster.peer_store import Pull
 from quire.config import EngineConfig
 from quire.engine.build import assemble, resolve
-from quire.engine.capacity import Capacity
+from quire.engine.capacity import MeasuredCapacity
 from quire.engine.engine import Engine
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.step import Result, Step
@@ -111,8 +111,8 @@ class Replaying:
 class RecordingRetention(Retention):
     """Notes what is kept at each sealed chunk, which depends on attention."""
 
-    def keep_on(self, retained: Any, tokens: Any, sums: Any) -> Any:
-        kept = super().keep_on(retained, tokens, sums)
+    def select_while_decoding(self, retained: Any, tokens: Any, sums: Any) -> Any:
+        kept = super().select_while_decoding(retained, tokens, sums)
         _scripts[id(self)].kept.append(kept)
         return kept
 
@@ -120,7 +120,7 @@ class RecordingRetention(Retention):
 class ReplayingRetention(Retention):
     """Keeps what was noted."""
 
-    def keep_on(self, retained: Any, tokens: Any, sums: Any) -> Any:
+    def select_while_decoding(self, retained: Any, tokens: Any, sums: Any) -> Any:
         return next(_kept[id(self)])
 
 
@@ -165,16 +165,16 @@ def _unpack(transfer: Transfer, run: Run, extents: Any, layer: int) -> None:
 class RealInstance(SimulatedInstance):
     """An instance whose caches have bytes."""
 
-    def unload(self, pull: Pull, cargo: Cargo) -> Callable[[int], None]:
-        count, sizes = len(pull.runs), cargo.page_bytes
-        extents = [bytes(extent) for extent in cargo.pack()]
+    def unload(self, pull: Pull, outgoing_pages: OutgoingPages) -> Callable[[int], None]:
+        count, sizes = len(pull.runs), outgoing_pages.page_bytes
+        extents = [bytes(extent) for extent in outgoing_pages.pack()]
 
         def note(layer: int) -> None:
             for index, run in enumerate(pull.runs):
-                self.neighbours._note_extent(pull, sizes[index] // len(pull.transfer.ready))
+                self.peer_store._note_extent(pull, sizes[index] // len(pull.transfer.ready))
                 pull.transfer.arrive(run, extents[layer * count + index])
             if layer + 1 == len(pull.transfer.ready):
-                self.neighbours._note_end(pull)
+                self.peer_store._note_end(pull)
 
         return note
 
@@ -256,7 +256,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Asking:
+class TimedRequest:
     """A request of a load.
 
     leaves_at    when its client goes away; None: never
@@ -271,10 +271,10 @@ class Asking:
     preempts_at: float | None = None
 
 
-def asked(rng: random.Random, count: int, most: int) -> list[Asking]:
+def asked(rng: random.Random, count: int, most: int) -> list[TimedRequest]:
     """Requests with common prefixes, stops, pins, lifetimes and clients that leave."""
     prefixes = [[rng.randrange(200) for _ in range(rng.randint(1, 5) * PAGE_TOKENS)] for _ in range(3)]
-    found, at = list[Asking](), 0.0
+    found, at = list[TimedRequest](), 0.0
     for _ in range(count):
         at += rng.choice([0.0, 0.0, 0.001, 0.02, 0.2])
         prompt = list(rng.choice(prefixes)) if rng.random() < 0.8 else []
@@ -291,7 +291,7 @@ def asked(rng: random.Random, count: int, most: int) -> list[Asking]:
         )  # fmt: skip
         leaves = at + rng.random() * 0.1 if rng.random() < 0.15 else None
         preempts = at + rng.random() * 0.3 if rng.random() < 0.3 else None
-        found.append(Asking(at, prompt, params, hints, leaves, preempts))
+        found.append(TimedRequest(at, prompt, params, hints, leaves, preempts))
     return found
 
 
@@ -326,18 +326,16 @@ def watch(engine: Engine, notes: list[Note], name: str = "") -> None:
     wrap(scheduler, "export", lambda found, sequence: (sequence.sequence_id, tuple(sorted(found.parts))))
     wrap(manager, "admit", lambda found, holder: (holder.sequence_id, holder.path.num_tokens) if found else None)
     wrap(manager, "retain", lambda _, holder, decided: (holder.sequence_id, decided.kept.tobytes()))
-    wrap(tree, "vacate", lambda found, count: (count, tuple(each.origin.names for each in found)))
-    wrap(tree, "expire", lambda found: tuple(each.origin.names for each in found) or None)
-    wrap(fetching, "begin", lambda _, keys, path, far, *own: (tuple(path.arriving), len(far), len(own)))
+    wrap(tree, "evict", lambda found, count: (count, tuple(each.identity.names for each in found)))
+    wrap(tree, "expire", lambda found: tuple(each.identity.names for each in found) or None)
+    wrap(fetching, "start_transfer", lambda _, keys, path, far, *own: (tuple(path.arriving), len(far), len(own)))
     wrap(fetching, "_close", lambda found, path: (found,))
-    wrap(manager.swapping, "take_out", lambda _, holder: (holder.sequence_id, holder.swapped is not None))
+    wrap(manager.swapping, "swap_out", lambda _, holder: (holder.sequence_id, holder.swapped is not None))
     wrap(ledger, "take", lambda found, sizes: (found.tobytes(),))
-    wrap(
-        ledger, "make_room", lambda found, needs: tuple((each.before.tobytes(), each.after.tobytes()) for each in found)
-    )
+    wrap(ledger, "compact", lambda found, needs: tuple((each.before.tobytes(), each.after.tobytes()) for each in found))
 
 
-def run_alone(engine_of: EngineOf, stores: StoresOf, load: Sequence[Asking]) -> list[Note]:
+def run_alone(engine_of: EngineOf, stores: StoresOf, load: Sequence[TimedRequest]) -> list[Note]:
     """What an engine decides for a load."""
     events, notes = Events(), list[Note]()
     arrivals, clock = Arrivals(events), StepClock(events)
@@ -351,7 +349,7 @@ def run_alone(engine_of: EngineOf, stores: StoresOf, load: Sequence[Asking]) -> 
 
     loop = EngineLoop(events, engine, clock, stepped)
 
-    def add(index: int, asking: Asking) -> None:
+    def add(index: int, asking: TimedRequest) -> None:
         try:
             engine.add(str(index), asking.prompt, asking.params, asking.hints)
         except QuireError as error:
@@ -378,11 +376,11 @@ def _preempt(engine: Engine, index: int) -> None:
 
 def run_cluster(
     kind: type[SimulatedCluster], engines: Sequence[EngineOf], stores: StoresOf, roles: Sequence[str],
-    load: Sequence[Asking],
+    load: Sequence[TimedRequest],
 ) -> list[Note]:  # fmt: skip
     """What the router and the instances of a cluster decide for a load."""
     events, notes = Events(), list[Note]()
-    capacity = Capacity(96, 8, 1e-4, 1e-3)
+    capacity = MeasuredCapacity(96, 8, 1e-4, 1e-3)
     places = [
         Place(f"{role}-{index}", role, engine_of, capacity, stores)
         for index, (role, engine_of) in enumerate(zip(roles, engines, strict=True))
@@ -391,7 +389,7 @@ def run_cluster(
     send = cluster.network.send
 
     def noted(sender: str, to: str, message: Any) -> None:
-        if not isinstance(message, Load):
+        if not isinstance(message, InstanceLoad):
             attempt = getattr(message, "attempt", getattr(getattr(message, "message", None), "attempt", None))
             notes.append(("message", events.now, sender, to, type(message).__name__, attempt))
         send(sender, to, message)
@@ -407,16 +405,16 @@ def run_cluster(
         notes.append(("answer", events.now, index, tokens, isinstance(item, Exception)))
         left -= item is None or isinstance(item, Exception)
 
-    def begin(index: int, asking: Asking) -> None:
+    def begin(index: int, asking: TimedRequest) -> None:
         hints = asking.hints
         wishes = {
             "cache_salt": hints.cache_salt, "cache_priority": hints.cache_priority,
             "cache_lifetime": hints.cache_lifetime,
         }  # fmt: skip
-        job = Job(f"request-{index}", asking.prompt, asdict(asking.params), wishes, index)
-        ticket = cluster.router.begin(job, partial(end, index))
+        job = SequenceJob(f"request-{index}", asking.prompt, asdict(asking.params), wishes, index)
+        request = cluster.router.begin(job, partial(end, index))
         if asking.leaves_at is not None:
-            events.at(asking.leaves_at, lambda: None if ticket.is_over else cluster.router.abort(ticket))
+            events.at(asking.leaves_at, lambda: None if request.is_over else cluster.router.abort(request))
 
     for index, asking in enumerate(load):
         events.at(asking.at, partial(begin, index, asking))

@@ -9,8 +9,8 @@ from quire.cache.namespace import Namespace
 from quire.cache.retention.retainer import Retainer
 from quire.cache.store import Store
 from quire.engine.engine import Engine
-from quire.engine.moving import Moving
 from quire.engine.scheduler import Scheduler
+from quire.engine.tiering import Tiering
 from quire.stores.disk import DiskStore
 from quire.stores.memory import MemoryStore
 from quire.stores.tiers import Tiers
@@ -36,7 +36,7 @@ def put_store(engine: Engine, store: Store) -> Engine:
     policy = engine.scheduler.policy
     engine.scheduler = Scheduler(manager, policy.token_budget, policy.max_running, engine.scheduler.max_queue)
     tiers = Tiers([store]) if isinstance(store, MemoryStore | DiskStore) else None
-    engine.moving = Moving(manager, tiers)
+    engine.tiering = Tiering(manager, tiers)
     if isinstance(manager.retention, Retainer):
         engine.runner.decide = manager.retention.choose
     return engine

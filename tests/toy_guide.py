@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.step import Proposal
+from quire.engine.step import GuideProposal
 
 if TYPE_CHECKING:
     from quire.engine.step import Allowed
@@ -33,7 +33,7 @@ class ToyGuide:
     proposed: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
 
-    def propose(self, token_ids: list[int], most: int) -> Proposal:
+    def propose(self, token_ids: list[int], most: int) -> GuideProposal:
         """See Guide."""
         is_known = self.answer[: len(token_ids)] == token_ids
         assert is_known or not self.exact, "a refused draft was left among the tokens"
@@ -45,7 +45,7 @@ class ToyGuide:
             drafts[place] = (drafts[place] + 1 + self.rng.randrange(self.vocabulary - 1)) % self.vocabulary
         self.proposed.append(count)
         self.right.append(right)
-        return Proposal(drafts, [] if self.allowed is None else [self._allows] * (count + 1))
+        return GuideProposal(drafts, [] if self.allowed is None else [self._allows] * (count + 1))
 
     def _allows(self) -> NDArray[np.uint32]:
         assert self.allowed is not None

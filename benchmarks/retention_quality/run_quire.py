@@ -21,13 +21,13 @@ from tasks import FULL, Engine, Result, Task, work
 
 import quire
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.retention.decisions import RANKED, Decided
-from quire.cache.retention.none import NoRetention
-from quire.cache.retention.policies import Chain
+from quire.cache.retention.decisions import RANKED, RetentionDecision
+from quire.cache.retention.no_retention import NoRetention
+from quire.cache.retention.policies import PolicyChain
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
-from quire.engine.sampler import Sampled, SampleRow
+from quire.engine.sampler import SamplerOutput, SampleRow
 from quire.load import load_engine
 
 METHOD = "retention"
@@ -44,12 +44,12 @@ class Teacher:
     ids: list[int]
     found: list[torch.Tensor] = field(default_factory=list)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
         """As `Sampler.sample`."""
         (row,) = rows
         assert row.step == len(self.found), f"row {row.step} after {len(self.found)}"
         self.found.append(torch.log_softmax(logits[0].float(), -1))
-        return Sampled(torch.tensor([self.ids[row.step]]), [None], {})
+        return SamplerOutput(torch.tensor([self.ids[row.step]]), [None], {})
 
 
 class Runner:
@@ -65,9 +65,9 @@ class Runner:
         assert isinstance(self.manager.retention, Retainer)
         self.retainer = self.manager.retention
         self.retention = self.retainer.retention
-        self.decided: Decided | None = None
+        self.decided: RetentionDecision | None = None
         self.resident = 1.0
-        self.retainer.watch = self._watch
+        self.retainer.on_decision = self._watch
 
     def run(self, task: Task) -> Iterator[Result]:
         """Runs the task with the full cache, and at every share."""
@@ -89,15 +89,15 @@ class Runner:
     @contextmanager
     def without_retention(self) -> Iterator[None]:
         """Requests run as in an engine without retention."""
-        self.manager.retention = self.manager.room.retention = NoRetention(self.manager.eviction)
+        self.manager.retention = self.manager.reservations.retention = NoRetention(self.manager.eviction)
         try:
             yield
         finally:
-            self.manager.retention = self.manager.room.retention = self.retainer
+            self.manager.retention = self.manager.reservations.retention = self.retainer
 
     def set(self, budget: float | None, threshold: float = 2.0) -> None:
         """Sets the budget, a share of the bytes; None: a threshold, which above 1 keeps everything."""
-        chain = RANKED if budget is not None else Chain(threshold)
+        chain = RANKED if budget is not None else PolicyChain(threshold)
         self.retainer.retention = replace(self.retention, chain=chain, budget=budget)
 
     def generate(self, prompt: list[int], tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], float]:
@@ -132,7 +132,7 @@ class Runner:
         # The full cache predicted the first id.
         return torch.stack(teacher.found[1:]), end
 
-    def _watch(self, decided: Decided, before: int, after: int) -> None:
+    def _watch(self, decided: RetentionDecision, before: int, after: int) -> None:
         self.decided, self.resident = decided, after / before
 
 

@@ -28,7 +28,7 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
+_MODULES = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.async_llm",
     "EngineConfig": "quire.config",
@@ -39,9 +39,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

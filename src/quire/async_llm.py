@@ -14,18 +14,18 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from quire.async_prefixes import AsyncPrefixes
-from quire.calibrating import Calibrating
+from quire.background_calibration import BackgroundCalibration
 from quire.engine.admission import AdmittedRequest, Prompt, admit
 from quire.engine.engine import Engine
 from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
+from quire.engine.pins import PIN_PARAMS, check_pin_room, log_pins, pin_errors, read_pins
 from quire.engine.structured import StructuredOutputsParams
 from quire.engine_thread import EngineThread
 from quire.errors import EngineStoppedError, QuireError, RequestError
 from quire.llm import config_of
-from quire.load import Loaded, load_engine
+from quire.load import LoadedEngine, load_engine
 
 log = logging.getLogger("quire")
 
@@ -64,7 +64,7 @@ class AsyncLLM(AsyncPrefixes):
         self._model = model
         self._pins_at_start = pins_at_start
         self._calibrates_beside = calibrates_beside
-        self._calibrating: Calibrating | None = None
+        self._calibrating: BackgroundCalibration | None = None
         self._engine_thread: EngineThread | None = None
         self._started: asyncio.Future[None] | None = None
         self._streams: dict[str, asyncio.Queue[RequestOutput | BaseException] | None] = {}
@@ -75,7 +75,7 @@ class AsyncLLM(AsyncPrefixes):
         self._unqueued: dict[str, int] = {}  # request id -> sequences, until the engine's thread has queued them
 
     @property
-    def _parts(self) -> Loaded:
+    def _parts(self) -> LoadedEngine:
         thread = self._engine_thread
         if thread is None or thread.loaded is None:
             raise QuireError(
@@ -118,7 +118,7 @@ class AsyncLLM(AsyncPrefixes):
             load_engine,
             self._model,
             self._config,
-            unwanted=lambda: self._closing,
+            is_cancelled=lambda: self._closing,
             may_calibrate_later=self._calibrates_beside,
         )
         self._engine_thread = thread = EngineThread(load, self)
@@ -141,11 +141,11 @@ class AsyncLLM(AsyncPrefixes):
                 await self.close()
                 raise
         self._accepts = True
-        if self._parts.later is not None:
-            self._calibrating = Calibrating(lambda: self._parts, self._submit, self._replace)
+        if self._parts.pending_config is not None:
+            self._calibrating = BackgroundCalibration(lambda: self._parts, self._submit, self._replace)
             self._calibrating.start()
 
-    def _replace(self, loaded: Loaded) -> None:
+    def _replace(self, loaded: LoadedEngine) -> None:
         """On the engine's thread: goes on with another engine."""
         assert self._engine_thread is not None
         self._engine_thread.loaded = loaded
@@ -169,17 +169,21 @@ class AsyncLLM(AsyncPrefixes):
 
     async def _admit(self, prompt: Prompt, params: SamplingParams, *, is_pin: bool = False) -> AdmittedRequest:
         """is_pin: whether it is a request of `pin`."""
-        if self._failure is not None or self._closing:
-            raise EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+        self._check_running(is_pin=is_pin)
         parts = self._parts
-        if not (self._accepts or is_pin):
-            raise QuireError("the engine is not ready: it first pins the prefixes of cache.pin; try again later")
         engine, limits = parts.engine, parts.engine.limits
         request = admit(prompt, params, limits, parts.tokenizer.encode)
         limits.check_queue(len(engine.scheduler.waiting) + sum(list(self._unqueued.values())), params.n)
         if params.structured_outputs is not None:
             request.grammar = await self.compile_grammar(params.structured_outputs, request.hints.cache_salt)
         return request
+
+    def _check_running(self, *, is_pin: bool = False) -> None:
+        """Raises EngineStoppedError if the engine has stopped, QuireError if it takes no requests yet."""
+        if self._failure is not None or self._closing:
+            raise EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+        if self._engine_thread is not None and not (self._accepts or is_pin):
+            raise QuireError("the engine is not ready: it first pins the prefixes of cache.pin; try again later")
 
     async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
         """Compiles the grammar of a constraint on a thread, for requests with this salt. It stays compiled as long as
@@ -215,6 +219,8 @@ class AsyncLLM(AsyncPrefixes):
             if params is None:
                 params = self.get_default_sampling_params() if self._runs else SamplingParams()
             request = await self._admit(prompt, params, is_pin=is_pin)
+        # The engine may have stopped since the admission. Then nobody would answer.
+        self._check_running(is_pin=is_pin)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
@@ -312,7 +318,7 @@ class AsyncLLM(AsyncPrefixes):
         each = list(itertools.product(await asyncio.to_thread(read_pins, file, self.tokenizer), salts))
         for pin, salt in each:
             with pin_errors(file, pin.line, len(salts)):
-                check_room(await self._ask(partial(Engine.may_pin, prompt_ids=pin.ids, salt=salt)))
+                check_pin_room(await self._ask(partial(Engine.may_pin, prompt_ids=pin.ids, salt=salt)))
                 async for _ in self._generate(pin.prompt(salt), PIN_PARAMS, is_pin=True):
                     pass
         for pin, salt in each:
@@ -345,23 +351,23 @@ class AsyncLLM(AsyncPrefixes):
     # ---- on the engine's thread ------------------------------------------------------------------------------------
 
     def has_started(self, error: BaseException | None) -> None:
-        """See Listener."""
+        """See EngineListener."""
         assert self._started is not None
         self._on_loop(partial(_fail, self._started, error) if error else partial(_settle, self._started, None))
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
-        """See Listener."""
+        """See EngineListener."""
         if outputs:
             self._post([(output.request_id, output) for output in outputs])
 
     def has_failed(self, reason: str) -> None:
-        """See Listener."""
+        """See EngineListener."""
         self._on_loop(self._fail_all)
 
     # ---- on the loop -------------------------------------------------------------------------------------------------
 
     def _fail_all(self) -> None:
-        """On the loop: sends the failure to every stream. `prepare` refuses later requests."""
+        """On the loop: sends the failure to every stream. `_check_running` refuses later requests."""
         for stream in self._streams.values():
             if stream is not None:
                 stream.put_nowait(EngineStoppedError(f"the engine stopped: {self._failure}"))

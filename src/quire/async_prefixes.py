@@ -10,11 +10,11 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
 
+from quire.engine.cached_prefixes import CachedPrefix, drop_prefix, find_prefix, known_prefixes, parse_prefix_key
+from quire.engine.disk_prefix_index import DiskPrefixIndex
 from quire.engine.engine import Engine
-from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, known_prefixes, read_key
 from quire.engine.prefixes import Prefix
-from quire.engine.stock import Stock
-from quire.llm import DROP_SECONDS, Face
+from quire.llm import DROP_SECONDS, BaseLLM
 
 Answer = TypeVar("Answer")
 
@@ -23,7 +23,7 @@ def _all(salt: str) -> bool:
     return True
 
 
-class AsyncPrefixes(Face):
+class AsyncPrefixes(BaseLLM):
     """The prefixes of a running engine. All methods raise QuireError if the engine does not run, or stops meanwhile."""
 
     @abstractmethod
@@ -34,34 +34,34 @@ class AsyncPrefixes(Face):
         """The cached prefixes with a visible salt, parents first; see `LLM.prefixes`."""
         return await self._ask(lambda engine: engine.prefixes(visible))
 
-    async def known_prefixes(self, visible: Callable[[str], bool] = _all) -> list[KnownPrefix]:
+    async def known_prefixes(self, visible: Callable[[str], bool] = _all) -> list[CachedPrefix]:
         """As `LLM.known_prefixes`, of prefixes with a visible salt."""
         arena = await self.prefixes(visible)
-        stock = await self._stock(visible)
-        return await asyncio.to_thread(known_prefixes, arena, stock)
+        disk_index = await self._disk_index(visible)
+        return await asyncio.to_thread(known_prefixes, arena, disk_index)
 
-    async def find_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> KnownPrefix | None:
+    async def find_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> CachedPrefix | None:
         """As `LLM.find_prefix`, of a prefix with a visible salt."""
-        name, stock = read_key(key), await self._stock(visible)
-        return await self._ask(lambda engine: find_prefix(engine, name, stock, visible))
+        name, disk_index = parse_prefix_key(key), await self._disk_index(visible)
+        return await self._ask(lambda engine: find_prefix(engine, name, disk_index, visible))
 
     async def drop_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> dict[str, int] | None:
         """As `LLM.drop_prefix`, of a prefix with a visible salt."""
-        name, stock = read_key(key), await self._stock(visible)
-        dropped = await self._ask(lambda engine: drop_prefix(engine, name, stock, visible))
-        if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
+        name, disk_index = parse_prefix_key(key), await self._disk_index(visible)
+        dropped = await self._ask(lambda engine: drop_prefix(engine, name, disk_index, visible))
+        if dropped is not None and (tiers := self._parts.engine.tiering.tiers) is not None:
             await asyncio.to_thread(tiers.flush, DROP_SECONDS)
         return dropped
 
     async def flush(self, seconds: float = 60.0) -> bool:
         """As `LLM.flush`, while requests run."""
-        tiers, loop = self._parts.engine.moving.tiers, asyncio.get_running_loop()
+        tiers, loop = self._parts.engine.tiering.tiers, asyncio.get_running_loop()
         end = loop.time() + seconds
-        while (wait := await self._ask(lambda engine: engine.moving.idle())) is not None:
+        while (wait := await self._ask(lambda engine: engine.tiering.idle())) is not None:
             if loop.time() >= end:
                 return False
             await asyncio.sleep(wait)
         return tiers is None or await asyncio.to_thread(tiers.flush, max(0.0, end - loop.time()))
 
-    async def _stock(self, visible: Callable[[str], bool]) -> Stock:
-        return await asyncio.to_thread(self._read_stock, visible)
+    async def _disk_index(self, visible: Callable[[str], bool]) -> DiskPrefixIndex:
+        return await asyncio.to_thread(self._read_disk_index, visible)

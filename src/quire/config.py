@@ -17,7 +17,7 @@ from quire import options as _options
 from quire.arguments import Arguments
 from quire.cache.codecs import CODECS, DENSE
 from quire.errors import ConfigError
-from quire.options import AtLeast, Bytes, Count, Group, OneOf, format_bytes, nearest, parse_bytes
+from quire.options import AtLeast, Bytes, Count, OneOf, SettingsGroup, format_bytes, nearest, parse_bytes
 
 __all__ = [
     "AttentionConfig", "CacheConfig", "ClusterConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig",
@@ -27,7 +27,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Group):
+class ModelConfig(SettingsGroup):
     """The model: types, limits, tokenizer and name."""
 
     key: ClassVar[str] = "model"
@@ -51,7 +51,7 @@ class ModelConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheConfig(Group):
+class CacheConfig(SettingsGroup):
     """The key-value cache: one arena of bytes, cut into pages of 64 tokens of one head."""
 
     key: ClassVar[str] = "cache"
@@ -119,7 +119,7 @@ class CacheConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetainConfig(Group):
+class RetainConfig(SettingsGroup):
     """Retention (FastGen): each head keeps some tokens of a computed prompt, and the memory of the others is freed."""
 
     key: ClassVar[str] = "retain"
@@ -187,7 +187,7 @@ RETAIN_MEMBERS = ("special", "punctuation", "frequent", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiersConfig(Group):
+class TiersConfig(SettingsGroup):
     """Memories beside the cache: chunks that leave it, or are about to, are kept there and fetched when a prompt begins
     with them again.
     """
@@ -243,7 +243,7 @@ class TiersConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadConfig(Group):
+class OffloadConfig(SettingsGroup):
     """Weights that do not fit into memory: they are read from the disk while layers compute."""
 
     key: ClassVar[str] = "offload"
@@ -298,7 +298,7 @@ Backend = Literal["auto", "reference", "cpu", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Group):
+class AttentionConfig(SettingsGroup):
     """The kernels that compute attention."""
 
     key: ClassVar[str] = "attention"
@@ -308,7 +308,7 @@ class AttentionConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(Group):
+class SchedulerConfig(SettingsGroup):
     """Limits on running and waiting requests."""
 
     key: ClassVar[str] = "scheduler"
@@ -326,7 +326,7 @@ MAX_THREADS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig(Group):
+class RuntimeConfig(SettingsGroup):
     """The machine."""
 
     key: ClassVar[str] = "runtime"
@@ -356,7 +356,7 @@ class RuntimeConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(Group):
+class ServeConfig(SettingsGroup):
     """The HTTP server. These flags also work without their group: `--port 8000`."""
 
     key: ClassVar[str] = "serve"
@@ -423,7 +423,7 @@ class ServeConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig(Group):
+class ClusterConfig(SettingsGroup):
     """Several instances behind one server (docs/disaggregation.md). Every instance has the settings of the engine; a
     placement may change some of them for a role.
     """
@@ -532,7 +532,7 @@ class ClusterConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SloConfig(Group):
+class SloConfig(SettingsGroup):
     """Latency targets of the server. Its metrics count the requests that meet both."""
 
     key: ClassVar[str] = "slo"
@@ -556,7 +556,7 @@ class SloConfig(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(Group):
+class CalibrateConfig(SettingsGroup):
     """When `quire serve` calibrates a codec that has no calibration of the model yet."""
 
     key: ClassVar[str] = "calibrate"
@@ -603,7 +603,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(Group):
+class PlanConfig(SettingsGroup):
     """What `quire plan` plans for: memory of the machine, and for `quire plan auto` the quality that may be lost."""
 
     key: ClassVar[str] = "plan"
@@ -626,7 +626,7 @@ class PlanConfig(Group):
         return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
 
 
-ENGINE_GROUPS: tuple[type[Group], ...] = (
+ENGINE_GROUPS: tuple[type[SettingsGroup], ...] = (
     ModelConfig,
     CacheConfig,
     RetainConfig,
@@ -636,7 +636,7 @@ ENGINE_GROUPS: tuple[type[Group], ...] = (
     SchedulerConfig,
     RuntimeConfig,
 )
-_ALL_GROUPS: tuple[type[Group], ...] = (
+_ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
     *ENGINE_GROUPS,
     CalibrateConfig,
     ServeConfig,
@@ -671,7 +671,7 @@ def sources(options: Mapping[str, Any], file: Path | None = None, sections: Iter
     return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]
 
 
-def describe(config: EngineConfig | Group, sources: Mapping[str, str]) -> str:
+def describe(config: EngineConfig | SettingsGroup, sources: Mapping[str, str]) -> str:
     """The configuration as a TOML file that --config reads back, with the origin of each value as a comment."""
     return _options.describe(_groups(config), sources)
 
@@ -681,11 +681,11 @@ def reference() -> str:
     return _REFERENCE_HEAD + "\n" + _options.reference(_ALL_GROUPS)
 
 
-def _groups(config: EngineConfig | Group) -> list[Group]:
-    return [config] if isinstance(config, Group) else [getattr(config, each.name) for each in fields(config)]
+def _groups(config: EngineConfig | SettingsGroup) -> list[SettingsGroup]:
+    return [config] if isinstance(config, SettingsGroup) else [getattr(config, each.name) for each in fields(config)]
 
 
-def _groups_of(sections: Iterable[str]) -> list[type[Group]]:
+def _groups_of(sections: Iterable[str]) -> list[type[SettingsGroup]]:
     by_key = {group.key: group for group in _ALL_GROUPS}
     return [by_key[section] for section in sections]
 

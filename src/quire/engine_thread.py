@@ -12,7 +12,7 @@ from typing import Protocol
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.errors import QuireError
-from quire.load import Loaded
+from quire.load import LoadedEngine
 from quire.models.fingerprint import fingerprint
 from quire.planning.step_log import StepLog
 
@@ -28,7 +28,7 @@ whether anything else has made room.
 """
 
 
-class Listener(Protocol):
+class EngineListener(Protocol):
     """Whoever an engine's thread tells what happens. It is called on that thread."""
 
     def has_started(self, error: BaseException | None) -> None:
@@ -51,9 +51,9 @@ class EngineThread:
     failure  why it stopped by itself; None if it did not
     """
 
-    def __init__(self, load: Callable[[], Loaded], listener: Listener, transport: str = "") -> None:
+    def __init__(self, load: Callable[[], LoadedEngine], listener: EngineListener, transport: str = "") -> None:
         """transport: how caches come from other engines; empty: there are none."""
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedEngine | None = None
         self.failure: str | None = None
         self._transport = transport
         self._load = load
@@ -120,7 +120,7 @@ class EngineThread:
                 self._listener.has_stepped(engine.step())
                 steps.end(goes_on=engine.has_work)
         except _Stopped:
-            engine.moving.close()
+            engine.tiering.close()
             self.loaded = None
         except BaseException as error:
             if isinstance(error, QuireError):
@@ -129,13 +129,13 @@ class EngineThread:
                 log.exception("the engine stopped")
             self.failure = str(error) or type(error).__name__  # the error's traceback would keep the engine
             self._listener.has_failed(self.failure)
-            if engine.moving.tiers is not None:  # what they were given is whole
-                engine.moving.tiers.close()
+            if engine.tiering.tiers is not None:  # what they were given is whole
+                engine.tiering.tiers.close()
         finally:
             if steps is not None:
                 steps.close()
 
-    def _step_log(self, loaded: Loaded) -> StepLog | None:
+    def _step_log(self, loaded: LoadedEngine) -> StepLog | None:
         file = loaded.config.runtime.step_log
         if file is None:
             return None

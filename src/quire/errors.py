@@ -67,7 +67,7 @@ class QueueFullError(QuireError):
         self.retry_after = retry_after
 
 
-class UnwantedError(QuireError):
+class LoadCancelledError(QuireError):
     """Loading was cancelled because nobody waits for it any more."""
 
 

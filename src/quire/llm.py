@@ -21,21 +21,28 @@ from typing import Any, Literal, Self
 from quire.cache.retention.retainer import Retainer
 from quire.config import ENGINE_GROUPS, EngineConfig, nearest
 from quire.engine.admission import Prompt, admit, as_list, tokenized
+from quire.engine.cached_prefixes import (
+    CachedPrefix,
+    drop_prefix,
+    find_prefix,
+    known_prefixes,
+    parse_prefix_key,
+    prompt_key,
+)
+from quire.engine.disk_prefix_index import DiskPrefixIndex
 from quire.engine.grammar_source import term_of
-from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, key_of, known_prefixes, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import pin_prefixes, read_pins
 from quire.engine.prefixes import Prefix
 from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from quire.engine.schemas import Unhonoured
-from quire.engine.stock import Stock
+from quire.engine.schemas import UnsupportedSchemaError
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.habits import key_answer
-from quire.load import Loaded, load_engine
+from quire.foreign_flags import setting_hint
+from quire.load import LoadedEngine, load_engine
 from quire.options import LISTED, settings_of
-from quire.tools.calls import Tool, ToolChoice, tool_of
+from quire.tools.calls import Tool, ToolChoice, parse_tool
 from quire.tools.conversation import render_chat
 from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
@@ -50,12 +57,12 @@ def _all(salt: str) -> bool:
     return True
 
 
-class Face(ABC):
+class BaseLLM(ABC):
     """Properties of the loaded model, shared by `LLM` and `AsyncLLM`."""
 
     @property
     @abstractmethod
-    def _parts(self) -> Loaded:
+    def _parts(self) -> LoadedEngine:
         """The loaded engine. Raises QuireError if nothing is loaded."""
 
     @property
@@ -93,13 +100,13 @@ class Face(ABC):
         a shorter prompt.
         """
         read = tokenized(prompt, self.tokenizer.encode)
-        return key_of(self._parts.engine.namespace, read.ids, read.hints.cache_salt).hex()
+        return prompt_key(self._parts.engine.namespace, read.ids, read.hints.cache_salt).hex()
 
-    def _read_stock(self, visible: Callable[[str], bool]) -> Stock:
+    def _read_disk_index(self, visible: Callable[[str], bool]) -> DiskPrefixIndex:
         """What the disk has for this engine, where the salt is visible. Reads the disk."""
-        tiers = self._parts.engine.moving.tiers
+        tiers = self._parts.engine.tiering.tiers
         stored = [] if tiers is None else tiers.stored(visible)
-        return Stock([run for run in stored if run.is_own_namespace])
+        return DiskPrefixIndex([run for run in stored if run.is_own_namespace])
 
     @property
     def model_path(self) -> Path:
@@ -111,7 +118,7 @@ class Face(ABC):
         """The sampling parameters that the model's authors recommend, read from its files now. Raises ModelError for
         invalid values.
         """
-        return read_sampling_defaults(self._parts.path, self._parts.asked_for)
+        return read_sampling_defaults(self._parts.path, self._parts.requested_name)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The recommended sampling parameters. The server takes them by default, `generate` and `chat` where they are
@@ -133,13 +140,13 @@ def config_of(options: Mapping[str, Any] | None, file: str | Path | None, unknow
     for name in unknown:
         known = [setting.key for group in ENGINE_GROUPS for setting in settings_of(group)]
         raise ConfigError(
-            f"there is no argument {name!r}; {key_answer(name) or nearest(name, known, LISTED)}; settings are given by"
-            ' key, as in options={"model.max_context": 4096}'
+            f"there is no argument {name!r}; {setting_hint(name) or nearest(name, known, LISTED)}; settings are given"
+            ' by key, as in options={"model.max_context": 4096}'
         )
     return EngineConfig.from_options(options or {}, Path(file) if file is not None else None)
 
 
-class LLM(Face):
+class LLM(BaseLLM):
     """A model and its engine, for lists of prompts.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`
@@ -158,9 +165,9 @@ class LLM(Face):
         **unknown: Any,
     ) -> None:
         config = config_of(options, config_file, unknown)
-        self._loaded: Loaded | None = load_engine(model, config)
+        self._loaded: LoadedEngine | None = load_engine(model, config)
         self._ids = itertools.count()
-        self._turn = _Turn()
+        self._call_lock = _CallLock()
         if config.cache.pin is not None:
             try:
                 file = Path(config.cache.pin)
@@ -170,7 +177,7 @@ class LLM(Face):
                 raise
 
     @property
-    def _parts(self) -> Loaded:
+    def _parts(self) -> LoadedEngine:
         if self._loaded is None:
             raise QuireError("this LLM is closed")
         return self._loaded
@@ -218,7 +225,7 @@ class LLM(Face):
         if isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
         conversations: Sequence[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        known = [tool_of(each) for each in tools or ()]
+        known = [parse_tool(each) for each in tools or ()]
         rendered = [
             render_chat(self.tokenizer, conversation, known, chat_template_kwargs, add_generation_prompt)
             for conversation in conversations
@@ -248,19 +255,19 @@ class LLM(Face):
         return list(params)
 
     def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:
-        """Parameters of an answer that may call: it is calls, or a text with the form that it has without tools."""
+        """Parameters of an answer that may call: it is calls, or a text under the constraint it has without tools."""
         wanted = params.structured_outputs
         assert not isinstance(wanted, Mapping), "it was checked"
         if wanted is not None:
-            if wanted.way == "grammar" and not any(tool.strict for tool in tools):
+            if wanted.kind == "grammar" and not any(tool.strict for tool in tools):
                 return params
             try:
                 term_of(wanted)
-            except Unhonoured as error:
+            except UnsupportedSchemaError as error:
                 raise RequestError(f"the schema cannot be honoured: {error}", "structured_outputs") from None
         try:
             structure = format_.structure(tools, ToolChoice(), self.tokenizer.added_id, wanted)
-        except Unhonoured as error:
+        except UnsupportedSchemaError as error:
             raise RequestError(f"a schema cannot be honoured: {error}", "tools") from None
         return params if structure is None else replace(params, structured_outputs=structure)
 
@@ -295,12 +302,12 @@ class LLM(Face):
         if not isinstance(retainer, Retainer):
             raise ConfigError("retention is off; set retain.threshold or retain.budget")
         found: list[RetentionReport] = []
-        with self._turn:
-            retainer.watch = lambda decided, before, after: found.append(report_of(decided, before, after))
+        with self._call_lock:
+            retainer.on_decision = lambda decided, before, after: found.append(report_of(decided, before, after))
             try:
                 self._run_alone([prompt], [SamplingParams(max_tokens=1, temperature=0.0)], False)
             finally:
-                retainer.watch = None
+                retainer.on_decision = None
         return found[0]
 
     def stats(self) -> dict[str, Any]:
@@ -329,37 +336,37 @@ class LLM(Face):
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Waits until everything cached is on the disk of tiers.disk. False if that takes longer."""
-        with self._turn:
-            is_done: bool = self._parts.engine.moving.flush(seconds)
+        with self._call_lock:
+            is_done: bool = self._parts.engine.tiering.flush(seconds)
         return is_done
 
     def prefixes(self) -> list[Prefix]:
         """The cached prefixes in the arena, parents first: tokens, sharers, hits, bytes, last use."""
-        with self._turn:
+        with self._call_lock:
             found: list[Prefix] = self._parts.engine.prefixes()
         return found
 
-    def known_prefixes(self) -> list[KnownPrefix]:
+    def known_prefixes(self) -> list[CachedPrefix]:
         """The prefixes of this model and its settings in the arena and on the disk of tiers.disk, those used last
         first: keys, tokens, and by tier bytes, last use and pin. Lists what `GET /v1/cache/prefixes` lists.
         """
-        stock = self._read_stock(_all)
-        return known_prefixes(self.prefixes(), stock)
+        disk_index = self._read_disk_index(_all)
+        return known_prefixes(self.prefixes(), disk_index)
 
-    def find_prefix(self, key: str) -> KnownPrefix | None:
+    def find_prefix(self, key: str) -> CachedPrefix | None:
         """The prefix with this key; see `prefix_key`. None if there is none."""
-        name, stock = read_key(key), self._read_stock(_all)
-        with self._turn:
-            return find_prefix(self._parts.engine, name, stock, _all)
+        name, disk_index = parse_prefix_key(key), self._read_disk_index(_all)
+        with self._call_lock:
+            return find_prefix(self._parts.engine, name, disk_index, _all)
 
     def drop_prefix(self, key: str) -> dict[str, int] | None:
         """Drops the prefix with this key (see `prefix_key`) from the cache and its tiers, with all that goes on from
         it. Returns the number of dropped chunks by tier; None if there is no such prefix.
         """
-        name, stock = read_key(key), self._read_stock(_all)
-        with self._turn:
-            dropped = drop_prefix(self._parts.engine, name, stock, _all)
-            if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
+        name, disk_index = parse_prefix_key(key), self._read_disk_index(_all)
+        with self._call_lock:
+            dropped = drop_prefix(self._parts.engine, name, disk_index, _all)
+            if dropped is not None and (tiers := self._parts.engine.tiering.tiers) is not None:
                 tiers.flush(DROP_SECONDS)
         return dropped
 
@@ -367,9 +374,9 @@ class LLM(Face):
         """Waits for a call in another thread, then frees weights and cache. Writes to the disk what tiers.disk still
         lacks. A second call does nothing.
         """
-        with self._turn:
+        with self._call_lock:
             if self._loaded is not None:
-                self._loaded.engine.moving.close()
+                self._loaded.engine.tiering.close()
             self._loaded = None
         gc.collect()
 
@@ -384,7 +391,7 @@ class LLM(Face):
     def _run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool | None
     ) -> list[RequestOutput]:
-        with self._turn:
+        with self._call_lock:
             return self._run_alone(prompts, params, use_tqdm)
 
     def _run_alone(
@@ -405,7 +412,7 @@ class LLM(Face):
                     while todo and engine.scheduler.has_room(todo[0][1].params.n):
                         engine.queue(*todo.popleft())
                     for delta in engine.step():
-                        gather(collected, delta)
+                        merge_delta(collected, delta)
                         if delta.finished:
                             advance(sum(len(output.token_ids) for output in collected[delta.request_id].outputs))
             except BaseException:
@@ -423,7 +430,7 @@ def normalized(embedding: Sequence[float]) -> list[float]:
     return [each / length for each in embedding] if length else list(embedding)
 
 
-def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
+def merge_delta(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
     """Adds a delta to the collected output of its request."""
     whole = collected.get(delta.request_id)
     if whole is None:
@@ -461,7 +468,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
-class _Turn:
+class _CallLock:
     """A lock for calls from several threads. It refuses a call from within a call, for example from a signal handler,
     which would wait forever.
     """

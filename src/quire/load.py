@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cache.codecs import DENSE
-from quire.check import check_codec
-from quire.collecting import uncollected
+from quire.codec_check import check_codec
 from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, ops_type, resolve
 from quire.engine.calibration import Calibration
-from quire.engine.control import namespace_of
+from quire.engine.control_plane import namespace_of
 from quire.engine.engine import Engine
 from quire.engine.footprint import footprint
 from quire.engine.machine import device_type_of, usable_cores
-from quire.engine.pins import read_lines
-from quire.engine.sizes import Sizes
-from quire.errors import ConfigError, UnwantedError
+from quire.engine.pins import read_pin_lines
+from quire.engine.sizes import EngineSizes
+from quire.errors import ConfigError, LoadCancelledError
+from quire.gc_pause import gc_paused
 from quire.kernels.levels import LEVELS
 from quire.models.digest import Report, digest_of
 from quire.models.fingerprint import fingerprint
 from quire.models.layers import torch_dtype
-from quire.models.loading import held
+from quire.models.loading import group_tensors
 from quire.models.resolve import resolve_model, short_name
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
@@ -43,23 +43,23 @@ log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedEngine:
     """An engine and its context. `config` has no automatic values left.
 
-    path, asked_for  the model's path, and the name by which it was requested
-    later            the configuration with the codec that waits for its calibration, while pages are dense; None
-                     without one
+    path, requested_name  the model's path, and the name by which it was requested
+    pending_config        the configuration with the codec that waits for its calibration, while pages are dense; None
+                          without one
     """
 
     engine: Engine
     tokenizer: Tokenizer
     shape: ModelShape
-    sizes: Sizes
+    sizes: EngineSizes
     config: EngineConfig
     model_name: str
     path: Path
-    asked_for: str
-    later: EngineConfig | None = None
+    requested_name: str
+    pending_config: EngineConfig | None = None
 
 
 def load_engine(
@@ -67,47 +67,47 @@ def load_engine(
     config: EngineConfig,
     *,
     show_progress: bool | None = None,
-    unwanted: Callable[[], bool] = lambda: False,
+    is_cancelled: Callable[[], bool] = lambda: False,
     tiers: Tiers | None = None,
     neighbours: Sequence[Tier] = (),
     may_calibrate_later: bool = False,
-) -> Loaded:
+) -> LoadedEngine:
     """Loads the model and allocates the cache. Calibrates first if the codec needs a calibration and there is none.
     Checks a codec that has not been checked on this model.
 
     show_progress  progress bars for downloading and calibrating; None: only if stderr is a terminal
-    unwanted       polled between phases and during calibration; True cancels loading
+    is_cancelled       polled between phases and during calibration; True cancels loading
     tiers          stores in place of those that the configuration names, for good: nothing is measured
     neighbours     stores that come after those that the configuration names
     may_calibrate_later  whether the engine may begin with dense pages, for a caller who calibrates meanwhile and then
-                         calls `with_codec`; see `Loaded.later`
-    Raises ModelError or ConfigError with one line, and UnwantedError if cancelled.
+                         calls `with_codec`; see `LoadedEngine.pending_config`
+    Raises ModelError or ConfigError with one line, and LoadCancelledError if cancelled.
     """
     if config.cache.pin is not None:
-        read_lines(Path(config.cache.pin))
+        read_pin_lines(Path(config.cache.pin))
     path = resolve_model(model, show_progress)
     with open_model(path) as checkpoint:
         calibration = find_calibration(path, config)
         resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         if not fits.fit_the_machine:
             raise ConfigError(fits.fails_first)
-        later = None
+        pending_config = None
         if calibration is None and config.cache.is_calibrated:
-            _ask(unwanted)
+            _check_cancelled(is_cancelled)
             reason = "" if not may_calibrate_later else _must_wait(config, resolved)
             if may_calibrate_later and not reason:
                 # What an automatic cache gets is decided once: later the weights and this cache are in memory.
-                later = replace(config, cache=replace(config.cache, memory=resolved.cache.memory))
+                pending_config = replace(config, cache=replace(config.cache, memory=resolved.cache.memory))
                 config = replace(config, cache=_dense(config.cache))
             elif reason:
                 log.warning("cache.codec %s is calibrated before serving begins: %s", config.cache.codec, reason)
         if calibration is None and config.cache.is_calibrated:
-            calibration = _calibrated(path, config, show_progress, unwanted)
-        if calibration is not None or later is not None:
+            calibration = _calibrated(path, config, show_progress, is_cancelled)
+        if calibration is not None or pending_config is not None:
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
-        _ask(unwanted)
+        _check_cancelled(is_cancelled)
         # In parallel with the weights: packing releases the GIL, and another process parses the chat template.
-        with uncollected(), ThreadPoolExecutor(1, "quire-tokenizer") as beside:
+        with gc_paused(), ThreadPoolExecutor(1, "quire-tokenizer") as beside:
             loading = beside.submit(load_tokenizer, path, resolved.model.tokenizer, resolved.model.chat_template)
             engine_model = load_model(checkpoint, resolved)
             tokenizer = loading.result()
@@ -122,7 +122,7 @@ def load_engine(
     name = resolved.model.name or short_name(model)
     model_id = fingerprint(path)
     if resolved.cache.check and resolved.cache.codec != DENSE:
-        _ask(unwanted)
+        _check_cancelled(is_cancelled)
         check_codec(engine_model, tokenizer, resolved, model_id, calibration)
     retain = resolved.retain
     how = "threshold" if retain.threshold != "off" else "budget"
@@ -167,7 +167,7 @@ def load_engine(
         if tiers is not None and not is_given:
             tiers.close()
         raise
-    return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model, later)
+    return LoadedEngine(engine, tokenizer, shape, fits, resolved, name, path, model, pending_config)
 
 
 def _must_wait(config: EngineConfig, resolved: EngineConfig) -> str:
@@ -196,12 +196,12 @@ def _dense(cache: CacheConfig) -> CacheConfig:
 
 
 def with_codec(
-    loaded: Loaded, config: EngineConfig, fits: Sizes, calibration: Calibration, *, preempts: bool
-) -> Loaded | None:
+    loaded: LoadedEngine, config: EngineConfig, fits: EngineSizes, calibration: Calibration, *, preempts: bool
+) -> LoadedEngine | None:
     """The same model with the codec that waited for its calibration. The new engine goes on with all requests, and
     nothing of the old cache is kept. Both caches are allocated for a moment, but what is not written takes no memory.
 
-    config, fits  of `resolve` for `loaded.later`
+    config, fits  of `resolve` for `loaded.pending_config`
     preempts      whether running requests lose their pages and are computed again; otherwise there must be none
     Returns None, and changes nothing, if there are requests that may not be preempted or would not fit the new cache.
     Raises ConfigError if the codec does not work on this model. To be called by the thread that owns the engine.
@@ -223,14 +223,14 @@ def with_codec(
         fits.max_context,
         num_running,
     )
-    return replace(loaded, engine=engine, config=config, sizes=fits, later=None)
+    return replace(loaded, engine=engine, config=config, sizes=fits, pending_config=None)
 
 
 def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
     """The types of the weights in memory: `weights in Q4_K and Q6_K, the rest in bfloat16`."""
     kinds = ops_type(resolved.attention.backend).kinds
     dtype = resolved.model.dtype
-    parts = held(checkpoint, torch_dtype(dtype), resolved.model.weights, kinds)
+    parts = group_tensors(checkpoint, torch_dtype(dtype), resolved.model.weights, kinds)
     packed = list(dict.fromkeys(each.held for each in parts if each.held != dtype))
     return f"weights in {' and '.join(packed)}, the rest in {dtype}" if packed else f"weights in {dtype}"
 
@@ -269,19 +269,19 @@ def calibration_for(
     found = find_calibration(path, config)
     if found is not None or not config.cache.is_calibrated:
         return found
-    return _calibrated(path, config, show_progress=None, unwanted=lambda: False, told=report)
+    return _calibrated(path, config, show_progress=None, is_cancelled=lambda: False, told=report)
 
 
 def _calibrated(
     path: Path,
     config: EngineConfig,
     show_progress: bool | None,
-    unwanted: Callable[[], bool],
+    is_cancelled: Callable[[], bool],
     told: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Makes a calibration; see `load_engine`."""
     from quire.calibrate import CalibrationSettings, calibrate
-    from quire.calibrate.progress import shown
+    from quire.calibrate.progress import progress_display
 
     settings = CalibrationSettings.of(config.cache)
     file = settings.file(fingerprint(path))
@@ -300,10 +300,10 @@ def _calibrated(
         of_another = find_calibration(path, config)
         return of_another
 
-    with contextlib.nullcontext(told) if told is not None else shown(show_progress) as progress:
+    with contextlib.nullcontext(told) if told is not None else progress_display(show_progress) as progress:
 
         def report(what: str, done: int, total: int) -> None:
-            _ask(unwanted)
+            _check_cancelled(is_cancelled)
             progress(what, done, total)
 
         made = calibrate(path, settings, file, config=config, progress=report, unless=made_meanwhile)
@@ -327,15 +327,15 @@ def calibration_seconds(path: Path, config: EngineConfig, threads: int | None = 
 
 def calibration_time(path: Path, config: EngineConfig) -> str:
     """`: about 3 minutes`, the estimate for a log line; empty if there is none."""
-    from quire.calibrate.estimate import told
+    from quire.calibrate.estimate import duration_text
 
     seconds = calibration_seconds(path, config)
-    return "" if seconds is None else f": {told(seconds)} while nothing else uses these cores"
+    return "" if seconds is None else f": {duration_text(seconds)} while nothing else uses these cores"
 
 
-def _ask(unwanted: Callable[[], bool]) -> None:
-    if unwanted():
-        raise UnwantedError("loading was cancelled")
+def _check_cancelled(is_cancelled: Callable[[], bool]) -> None:
+    if is_cancelled():
+        raise LoadCancelledError("loading was cancelled")
 
 
 def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:

@@ -26,8 +26,8 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from quire.arguments import Arguments
 from quire.errors import ConfigError, shown
-from quire.habits import key_answer
-from quire.reading import read_text
+from quire.foreign_flags import setting_hint
+from quire.safe_io import read_text
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Group:
+class SettingsGroup:
     """A group of settings. The constructor converts and checks every value, so every instance is valid.
 
     key         first half of the key of each setting
@@ -147,14 +147,14 @@ class Group:
         return {setting.key: getattr(self, setting.name) for setting in settings_of(type(self))}
 
 
-AnyGroup = TypeVar("AnyGroup", bound=Group)
+AnyGroup = TypeVar("AnyGroup", bound=SettingsGroup)
 
 
 # Reading docstrings parses the source, which takes about a millisecond per group.
-_settings: dict[type[Group], tuple[Setting, ...]] = {}
+_settings: dict[type[SettingsGroup], tuple[Setting, ...]] = {}
 
 
-def settings_of(group: type[Group]) -> tuple[Setting, ...]:
+def settings_of(group: type[SettingsGroup]) -> tuple[Setting, ...]:
     """The settings of a group, in the order of their declaration."""
     if group not in _settings:
         hints, docs = typing.get_type_hints(group, include_extras=True), _field_docs(group)
@@ -202,7 +202,10 @@ def format_count(number: int, one: str, many: str = "") -> str:
 
 
 def collect(
-    groups: Sequence[type[Group]], options: Mapping[str, Any], file: Path | None, file_groups: Sequence[type[Group]]
+    groups: Sequence[type[SettingsGroup]],
+    options: Mapping[str, Any],
+    file: Path | None,
+    file_groups: Sequence[type[SettingsGroup]],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the given values of the settings of `groups`, and the origin of each setting: flag, file or default.
 
@@ -225,14 +228,16 @@ def collect(
         if key in sections:
             raise ConfigError(f"{key!r} in {file} is a section: write [{key}], and its settings below")
         if key not in everyone:
-            raise ConfigError(f"unknown setting {key!r} in {file}; {key_answer(key) or nearest(key, everyone, LISTED)}")
+            raise ConfigError(
+                f"unknown setting {key!r} in {file}; {setting_hint(key) or nearest(key, everyone, LISTED)}"
+            )
     for key in options:
         if key in everyone and key not in mine:
             raise ConfigError(
                 f"setting {key!r} does not belong here; valid groups are {', '.join(group.key for group in groups)}"
             )
         if key not in mine:
-            raise ConfigError(f"unknown setting {key!r}; {key_answer(key) or nearest(key, mine, LISTED)}")
+            raise ConfigError(f"unknown setting {key!r}; {setting_hint(key) or nearest(key, mine, LISTED)}")
     values = {key: value for key, value in {**in_file, **options}.items() if key in mine}
     sources = {key: "flag" if key in options else f"file {file}" if key in in_file else "default" for key in mine}
     return values, sources
@@ -313,7 +318,7 @@ LEAST_BEGINNING = 3
 """Characters from which the beginning of a name counts as the name."""
 
 
-def add_flags(parser: Arguments, groups: Sequence[type[Group]], common: Sequence[str] = ()) -> None:
+def add_flags(parser: Arguments, groups: Sequence[type[SettingsGroup]], common: Sequence[str] = ()) -> None:
     """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace.
 
     common  keys of settings that come first in help, if they are in the groups
@@ -346,13 +351,13 @@ def _add_flag(section: Arguments, setting: Setting, *, has_bare_flag: bool) -> N
     )
 
 
-def options_from(namespace: argparse.Namespace, groups: Sequence[type[Group]]) -> dict[str, Any]:
+def options_from(namespace: argparse.Namespace, groups: Sequence[type[SettingsGroup]]) -> dict[str, Any]:
     """The settings of these groups that are given as flags, by key."""
     keys = {setting.key for group in groups for setting in settings_of(group)}
     return {key: value for key, value in vars(namespace).items() if key in keys}
 
 
-def describe(groups: Iterable[Group], sources: Mapping[str, str]) -> str:
+def describe(groups: Iterable[SettingsGroup], sources: Mapping[str, str]) -> str:
     """The groups as a TOML file, with the origin of each value as a comment."""
     lines: list[str] = []
     for group in groups:
@@ -366,7 +371,7 @@ def describe(groups: Iterable[Group], sources: Mapping[str, str]) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
-def reference(groups: Sequence[type[Group]]) -> str:
+def reference(groups: Sequence[type[SettingsGroup]]) -> str:
     """The reference of all settings in Markdown, one table per group."""
     lines: list[str] = []
     for group in groups:
@@ -385,7 +390,7 @@ def reference(groups: Sequence[type[Group]]) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
-def _field_docs(group: type[Group]) -> dict[str, str]:
+def _field_docs(group: type[SettingsGroup]) -> dict[str, str]:
     """The string below each field of the class, as one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(group))).body[0]
     assert isinstance(tree, ast.ClassDef)

@@ -9,7 +9,7 @@ import pytest
 from quire import LLM
 
 from ..clusters import SMALL
-from ..rays import LONG, OPTIONS, PARAMS, PROMPTS, tokens
+from ..ray_cluster import LONG, OPTIONS, PARAMS, PROMPTS, tokens
 from ..tiny_models import save_tiny
 
 
@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lonely(model: Path) -> LLM:
+def single_engine(model: Path) -> LLM:
     """One engine, whose answers are the right ones."""
     return LLM(str(model), SMALL)
 

@@ -1,5 +1,5 @@
-"""What agents, desks, routers and clusters do when messages are late, lost or damaged, and when something ends earlier
-than expected. There are no processes, and time passes when a test says so.
+"""What agents, engines' attempts, routers and clusters do when messages are late, lost or damaged, and when something
+ends earlier than expected. There are no processes, and time passes when a test says so.
 """
 
 from __future__ import annotations
@@ -18,35 +18,54 @@ from quire.cluster.agent import Agent, Deadlines
 from quire.cluster.bodies import (
     CacheState,
     ComputeJob,
-    Extents,
-    Goes,
-    Hello,
-    Job,
-    Load,
-    ManifestOf,
-    Peers,
-    Ready,
+    InstanceLoad,
+    InstanceReady,
+    KeepAlive,
+    LoadingHeartbeat,
+    ManifestMessage,
+    PeerAddresses,
+    PullExtents,
+    PullParts,
     ReceiveJob,
-    TokenOf,
-    Told,
-    WantPull,
+    SequenceJob,
+    TokenMessage,
+    TokenUpdate,
 )
 from quire.cluster.cluster import Cluster
-from quire.cluster.desk import Cache, Desk, HasFailed, HasRoom, HasToken, Stage, Work
-from quire.cluster.instance import Order
+from quire.cluster.engine_attempts import (
+    AdmittedNotice,
+    EngineAttempt,
+    EngineAttemptPhase,
+    EngineAttempts,
+    ExportedCache,
+    FailureNotice,
+    TokenNotice,
+)
+from quire.cluster.instance import LaunchConfig
 from quire.cluster.members import Health, Member
-from quire.cluster.messages import Ask, Attempt, Cancel, Compute, Failed, Manifest, Receive, Taken, Token, Want
-from quire.cluster.neighbours import Neighbours, Offer, Pull
+from quire.cluster.messages import (
+    Attempt,
+    Cancel,
+    Compute,
+    Failed,
+    HandedOver,
+    Manifest,
+    ManifestRequest,
+    PartsRequest,
+    Receive,
+    Token,
+)
+from quire.cluster.peer_store import Offer, PeerStore, Pull
 from quire.cluster.processes import Processes
-from quire.cluster.protocol import Route
-from quire.cluster.router import Router, Ticket
+from quire.cluster.protocol import RequestPhase
+from quire.cluster.router import RoutedRequest, Router
 from quire.cluster.wire import WireError
 from quire.config import ClusterConfig
 from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
-from quire.engine.request import State
+from quire.engine.request import SequenceState
 from quire.errors import EngineStoppedError
-from quire.stores.seal import Seal
+from quire.stores.signer import ExtentSigner
 from tests.clusters import LIMITS
 
 from ..engines import make_engine
@@ -54,25 +73,25 @@ from ..stores import put_store
 from ..tiny_models import save_tiny, tiny_shape
 
 ATTEMPT = Attempt(1, 1)
-JOB = Job("r", list(range(3, 203)), {"max_tokens": 4, "ignore_eos": True}, {}, 7)
+JOB = SequenceJob("r", list(range(3, 203)), {"max_tokens": 4, "ignore_eos": True}, {}, 7)
 STATE: Any = None
-CACHE = Cache(STATE, frozenset({0}), STATE)
-SEAL = Seal(bytes(32))
+CACHE = ExportedCache(STATE, frozenset({0}), STATE)
+SEAL = ExtentSigner(bytes(32))
 
 
-def told(*token_ids: int) -> Told:
-    return Told(CompletionOutput(0, "", list(token_ids), 0.0, None, None, None))
+def told(*token_ids: int) -> TokenUpdate:
+    return TokenUpdate(CompletionOutput(0, "", list(token_ids), 0.0, None, None, None))
 
 
 class Wire:
-    """Links that note what they carry."""
+    """Connections that note what they carry."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
         self.known: dict[str, str] = {}
 
     def send(self, to: str, message: Any, bulk: Any = None) -> bool:
-        if not isinstance(message, Load):
+        if not isinstance(message, InstanceLoad):
             self.sent.append((to, message))
         return True
 
@@ -84,7 +103,7 @@ class Wire:
 
 
 class Pulls:
-    """Neighbours whose extents are whole or not, as `is_whole` says."""
+    """A peer store whose extents are whole or not, as `is_whole` says."""
 
     def __init__(self) -> None:
         self.is_whole = True
@@ -131,8 +150,8 @@ def pull_of(number: int, source: str = "source") -> Pull:
 def pulling(agent: Agent, pull: Pull) -> None:
     """Makes it a receiver that waits for a pull."""
     agent.receive("router", ReceiveJob(Receive(ATTEMPT, "source", 0), JOB), iter(()))
-    agent.receive("source", ManifestOf(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
-    agent.notice([HasRoom(ATTEMPT, pull)])
+    agent.receive("source", ManifestMessage(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
+    agent.notice([AdmittedNotice(ATTEMPT, pull)])
 
 
 # ---- agents ----------------------------------------------------------------------------------------------------------
@@ -143,11 +162,11 @@ def test_what_arrives_after_the_end_is_not_kept() -> None:
     agent = agent_of(Wire(), Pulls())
     agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
     agent.receive("router", Cancel(ATTEMPT), iter(()))
-    agent.notice([HasRoom(ATTEMPT), HasToken(ATTEMPT, told(5), False, CACHE)])
+    agent.notice([AdmittedNotice(ATTEMPT), TokenNotice(ATTEMPT, told(5), False, CACHE)])
     other = Attempt(2, 1)
     agent.receive("router", ReceiveJob(Receive(other, "source", 0), JOB), iter(()))
     agent.receive("router", Cancel(other), iter(()))
-    agent.notice([HasRoom(other, pull_of(3))])
+    agent.notice([AdmittedNotice(other, pull_of(3))])
     run(agent)
     assert not agent._bodies and not agent._pulls and not agent._due
 
@@ -158,7 +177,7 @@ def test_nothing_is_left_of_an_attempt_after_a_while() -> None:
     for number in range(20):
         attempt = Attempt(number, 1)
         agent.receive("router", ComputeJob(Compute(attempt, 0, "receiver"), JOB), iter(()))
-        agent.notice([HasRoom(attempt), HasToken(attempt, told(5), False, CACHE)])
+        agent.notice([AdmittedNotice(attempt), TokenNotice(attempt, told(5), False, CACHE)])
         agent.receive("router", Cancel(attempt), iter(()))
     run(agent)
     now[0] = 1000.0
@@ -170,7 +189,7 @@ def test_nothing_is_left_of_an_attempt_after_a_while() -> None:
         agent._pulls,
         agent._due,
         agent._names,
-        agent._shipments,
+        agent._outgoing_exports,
     ):
         assert not each
     assert len(agent._timers) < 10
@@ -181,10 +200,10 @@ def test_damaged_extents_are_asked_for_again_at_once() -> None:
     agent = agent_of(wire, pulls)
     pulling(agent, pull_of(3))
     pulls.is_whole = False
-    agent.receive("source", Extents(ATTEMPT, 3), iter(()))
+    agent.receive("source", PullExtents(ATTEMPT, 3), iter(()))
     run(agent)
-    want = ("source", WantPull(Want(ATTEMPT, frozenset({0})), 3, [[0]]))
-    assert [each for each in wire.sent if isinstance(each[1], WantPull)] == [want] * 2
+    want = ("source", PullParts(PartsRequest(ATTEMPT, frozenset({0})), 3, [[0]]))
+    assert [each for each in wire.sent if isinstance(each[1], PullParts)] == [want] * 2
 
 
 def test_a_source_that_sends_nothing_but_damage_is_given_up() -> None:
@@ -193,7 +212,7 @@ def test_a_source_that_sends_nothing_but_damage_is_given_up() -> None:
     pulling(agent, pull_of(3))
     pulls.is_whole = False
     for _ in range(5):
-        agent.receive("source", Extents(ATTEMPT, 3), iter(()))
+        agent.receive("source", PullExtents(ATTEMPT, 3), iter(()))
     run(agent)
     assert ("router", Failed(ATTEMPT, "the source does not answer")) in wire.sent
 
@@ -204,14 +223,14 @@ def test_a_pull_whose_source_still_sends_is_not_asked_for_again() -> None:
     agent = agent_of(wire, pulls, lambda: now[0])
 
     def wants() -> int:
-        return sum(isinstance(message, WantPull) for _, message in wire.sent)
+        return sum(isinstance(message, PullParts) for _, message in wire.sent)
 
     pulling(agent, pull_of(100))
     run(agent)
     for second in range(1, 40):
         now[0] = float(second)
         if second % 4 == 0 and second < 20:
-            agent.receive("source", Extents(Attempt(9, 1), second), iter(()))  # of others that asked before
+            agent.receive("source", PullExtents(Attempt(9, 1), second), iter(()))  # of others that asked before
         run(agent)
         assert second >= 25 or wants() == 1
     assert wants() == 3 and ("router", Failed(ATTEMPT, "the source does not answer")) in wire.sent
@@ -225,9 +244,9 @@ def test_a_pull_beside_the_protocol_ends(how: str) -> None:
     agent.notice([pull_of(4), pull_of(5, "another")])
     if how == "damaged":
         pulls.is_whole = False
-        agent.receive("source", Extents(ATTEMPT, 4), iter(()))
+        agent.receive("source", PullExtents(ATTEMPT, 4), iter(()))
     elif how == "lost":
-        agent.lost("source")
+        agent.connection_lost("source")
     run(agent)
     if how == "late":
         for second in (5, 12, 30):
@@ -255,15 +274,15 @@ def test_a_cache_that_cannot_be_described_ends_its_attempt_alone(monkeypatch: py
     wire, send = Wire(), Wire.send
 
     def refuses(self: Wire, to: str, message: Any, bulk: Any = None) -> bool:
-        if isinstance(message, ManifestOf):
+        if isinstance(message, ManifestMessage):
             raise WireError("a message of 99 bytes; 9 are possible")
         return send(self, to, message, bulk)
 
     monkeypatch.setattr(Wire, "send", refuses)
     agent = agent_of(wire, Pulls())
     agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
-    agent.receive("receiver", Ask(ATTEMPT), iter(()))
-    agent.notice([HasRoom(ATTEMPT), HasToken(ATTEMPT, told(5), False, CACHE)])
+    agent.receive("receiver", ManifestRequest(ATTEMPT), iter(()))
+    agent.notice([AdmittedNotice(ATTEMPT), TokenNotice(ATTEMPT, told(5), False, CACHE)])
     run(agent)
     failed = Failed(ATTEMPT, "a message of 99 bytes; 9 are possible")
     assert ("router", failed) in wire.sent and not agent._bodies
@@ -274,8 +293,8 @@ class Reporting(Idle):
 
     at_work: tuple[Attempt, ...] = ()
 
-    def load(self, instance: str, *, with_stats: bool) -> Load:
-        return Load(instance, 0, 0, 0, 0, 1, 1, self.at_work)
+    def load(self, instance: str, *, with_stats: bool) -> InstanceLoad:
+        return InstanceLoad(instance, 0, 0, 0, 0, 1, 1, self.at_work)
 
 
 def passes(agent: Agent, now: list[float], seconds: float) -> None:
@@ -292,49 +311,49 @@ def passes(agent: Agent, now: list[float], seconds: float) -> None:
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_waiting_for_a_turn_ends_only_if_nothing_goes_on(phase: str, goes_on: bool) -> None:
     """Queues may be longer than the deadlines of the states, at the source and at the receiver."""
-    now, wire, desk = [0.0], Wire(), Reporting()
+    now, wire, engine_attempts = [0.0], Wire(), Reporting()
     agent = agent_of(wire, Pulls(), lambda: now[0])
     if phase in ("queued", "held"):
         agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "other"), JOB), iter(()))
         if phase == "held":
-            agent.notice([HasRoom(ATTEMPT), HasToken(ATTEMPT, told(5), False, CACHE)])
+            agent.notice([AdmittedNotice(ATTEMPT), TokenNotice(ATTEMPT, told(5), False, CACHE)])
     else:
         agent.receive("router", ReceiveJob(Receive(ATTEMPT, "other", 0), JOB), iter(()))
         if phase == "waiting":
-            agent.receive("other", ManifestOf(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
-    desk.at_work = (ATTEMPT,) if goes_on and phase in ("queued", "waiting") else ()
+            agent.receive("other", ManifestMessage(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
+    engine_attempts.at_work = (ATTEMPT,) if goes_on and phase in ("queued", "waiting") else ()
     for _ in range(40):
         if goes_on and phase in ("asked", "held"):
-            agent.receive("other", Goes((ATTEMPT,)), iter(()))
+            agent.receive("other", KeepAlive((ATTEMPT,)), iter(()))
         passes(agent, now, 5)
     agent.stop()
-    agent.run(desk)  # type: ignore[arg-type]
+    agent.run(engine_attempts)  # type: ignore[arg-type]
     state = agent._sources.get(ATTEMPT) or agent._receivers.get(ATTEMPT)
     assert (state is not None and state.phase.value != "ended") is goes_on
-    goes = [to for to, message in wire.sent if message == Goes((ATTEMPT,))]
+    goes = [to for to, message in wire.sent if message == KeepAlive((ATTEMPT,))]
     assert bool(goes) is (goes_on and phase == "waiting"), "a receiver that waits for room holds its source's pages"
 
 
 def test_a_source_tells_who_waits_for_it_that_it_goes_on() -> None:
-    now, wire, desk = [0.0], Wire(), Reporting()
+    now, wire, engine_attempts = [0.0], Wire(), Reporting()
     agent = agent_of(wire, Pulls(), lambda: now[0])
     asked, other = ATTEMPT, Attempt(2, 1)
     for attempt in (asked, other):
         agent.receive("router", ComputeJob(Compute(attempt, 0, "receiver"), JOB), iter(()))
-    agent.receive("receiver", Ask(asked), iter(()))
-    desk.at_work = (asked, other)
+    agent.receive("receiver", ManifestRequest(asked), iter(()))
+    engine_attempts.at_work = (asked, other)
     passes(agent, now, 5)
     agent.stop()
-    agent.run(desk)  # type: ignore[arg-type]
-    assert {message for _, message in wire.sent} == {Goes((asked,))}
+    agent.run(engine_attempts)  # type: ignore[arg-type]
+    assert {message for _, message in wire.sent} == {KeepAlive((asked,))}
     assert {to for to, _ in wire.sent} == {"receiver"}
 
 
 def test_who_is_gone_is_forgotten() -> None:
     wire = Wire()
     agent = agent_of(wire, Pulls())
-    agent.receive("router", Peers({"me": "a", "old.1": "b", "other.2": "c"}), iter(()))
-    agent.receive("router", Peers({"me": "a", "other.2": "c", "old.3": "d"}), iter(()))
+    agent.receive("router", PeerAddresses({"me": "a", "old.1": "b", "other.2": "c"}), iter(()))
+    agent.receive("router", PeerAddresses({"me": "a", "other.2": "c", "old.3": "d"}), iter(()))
     run(agent)
     assert wire.known == {"other.2": "c", "old.3": "d"}
 
@@ -346,8 +365,8 @@ def test_an_attempt_that_was_ended_before_it_came_does_not_begin() -> None:
     agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
     agent.receive("router", ReceiveJob(Receive(ATTEMPT, "source", 0), JOB), iter(()))
     agent.stop()
-    desk = Idle(compute=lambda *given: begun.append(given), plan=lambda *given: begun.append(given))
-    agent.run(desk)  # type: ignore[arg-type]
+    engine_attempts = Idle(compute=lambda *given: begun.append(given), plan=lambda *given: begun.append(given))
+    agent.run(engine_attempts)  # type: ignore[arg-type]
     assert not begun
 
 
@@ -366,93 +385,99 @@ def test_an_engine_that_stands_still_ends_its_instance() -> None:
     assert not thread.is_alive() and len(stuck) == 1
 
 
-# ---- desks -----------------------------------------------------------------------------------------------------------
+# ---- engines' attempts -----------------------------------------------------------------------------------------------
 
 
-def desk_of() -> tuple[Desk, Neighbours, list[Any]]:
-    neighbours, notices = Neighbours(SEAL), list[Any]()
-    engine = put_store(make_engine(tiny_shape(head_dim=16), chunks=32), neighbours)
-    return Desk(engine, neighbours, SEAL, notices.extend, lambda call: call()), neighbours, notices
+def attempts_of() -> tuple[EngineAttempts, PeerStore, list[Any]]:
+    peer_store, notices = PeerStore(SEAL), list[Any]()
+    engine = put_store(make_engine(tiny_shape(head_dim=16), chunks=32), peer_store)
+    return EngineAttempts(engine, peer_store, SEAL, notices.extend, lambda call: call()), peer_store, notices
 
 
 def test_an_attempt_that_cannot_be_adopted_leaves_nothing() -> None:
     """What was fetched ahead for it goes, too."""
-    desk, neighbours, notices = desk_of()
-    desk.plan(ATTEMPT, JOB)
-    desk.fetch_ahead(ATTEMPT, "source", 3)
-    assert desk.engine.scheduler.manager.fetching.guests and neighbours._offers
+    engine_attempts, peer_store, notices = attempts_of()
+    engine_attempts.plan(ATTEMPT, JOB)
+    engine_attempts.prefetch(ATTEMPT, "source", 3)
+    assert engine_attempts.engine.scheduler.manager.fetching.prefetches and peer_store._offers
     wrong = CacheState(b"another", (0, 2), (0, 2), 3, 200, 3, 4, 256, 0, False, None, None)
-    desk.adopt(ATTEMPT, "source", wrong, told(5))
-    desk.has_stepped(desk.engine.step())
-    (failed,) = [each for each in notices if isinstance(each, HasFailed)]
+    engine_attempts.adopt(ATTEMPT, "source", wrong, told(5))
+    engine_attempts.has_stepped(engine_attempts.engine.step())
+    (failed,) = [each for each in notices if isinstance(each, FailureNotice)]
     assert "pages of another model" in failed.reason
-    assert not desk.works and not desk._by_id
-    assert not desk.engine.scheduler.manager.fetching.guests and not neighbours._offers and not neighbours._found
-    desk.engine.check()
-    assert desk.engine.stats()["cache"]["bytes_used"] == 0
+    assert not engine_attempts.attempts and not engine_attempts._by_id
+    assert (
+        not engine_attempts.engine.scheduler.manager.fetching.prefetches
+        and not peer_store._offers
+        and not peer_store._found
+    )
+    engine_attempts.engine.check()
+    assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0
 
 
 def test_a_desk_tells_what_it_is_at() -> None:
     """Not what waits for the other instance, nor what lacks room while nothing runs that could free it."""
-    desk, _, notices = desk_of()
+    engine_attempts, _, notices = attempts_of()
 
     def at_work() -> tuple[Attempt, ...]:
-        return desk.load("me", with_stats=False).at_work
+        return engine_attempts.load("me", with_stats=False).at_work
 
-    desk.compute(ATTEMPT, JOB)
-    while not any(isinstance(each, HasToken) for each in notices):
+    engine_attempts.compute(ATTEMPT, JOB)
+    while not any(isinstance(each, TokenNotice) for each in notices):
         assert at_work() == (ATTEMPT,)
-        desk.has_stepped(desk.engine.step())
-    assert ATTEMPT in desk.works and at_work() == (), "it is held for its receiver"
-    desk.end(ATTEMPT)
-    desk.plan(ATTEMPT, JOB)
+        engine_attempts.has_stepped(engine_attempts.engine.step())
+    assert ATTEMPT in engine_attempts.attempts and at_work() == (), "it is held for its receiver"
+    engine_attempts.end(ATTEMPT)
+    engine_attempts.plan(ATTEMPT, JOB)
     assert at_work() == (), "it waits for its source"
-    waiting: Any = SimpleNamespace(state=State.WAITING)
-    desk.works[ATTEMPT] = Work(ATTEMPT, JOB, Stage.ADOPTED, waiting)
+    waiting: Any = SimpleNamespace(state=SequenceState.WAITING)
+    engine_attempts.attempts[ATTEMPT] = EngineAttempt(ATTEMPT, JOB, EngineAttemptPhase.ADOPTED, waiting)
     assert at_work() == ()
-    desk.run_alone(other := Attempt(2, 1), JOB)
-    desk.has_stepped(desk.engine.step())
+    engine_attempts.run_alone(other := Attempt(2, 1), JOB)
+    engine_attempts.has_stepped(engine_attempts.engine.step())
     assert {*at_work()} >= {ATTEMPT}, "its turn comes when the other one has ended"
-    del desk.works[ATTEMPT]
-    desk.end(other)
+    del engine_attempts.attempts[ATTEMPT]
+    engine_attempts.end(other)
 
 
 def test_chunks_that_are_fetched_ahead_are_no_leak() -> None:
-    desk, _, _ = desk_of()
-    desk.plan(ATTEMPT, JOB)
-    desk.fetch_ahead(ATTEMPT, "source", 3)
-    assert not desk.engine.has_work and desk.engine.holds_nothing
-    desk.end(ATTEMPT)
-    assert desk.engine.stats()["cache"]["bytes_used"] == 0
+    engine_attempts, _, _ = attempts_of()
+    engine_attempts.plan(ATTEMPT, JOB)
+    engine_attempts.prefetch(ATTEMPT, "source", 3)
+    assert not engine_attempts.engine.has_work and engine_attempts.engine.holds_nothing
+    engine_attempts.end(ATTEMPT)
+    assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0
 
 
 def test_chunks_that_are_sent_after_their_attempt_has_ended_are_no_leak() -> None:
     """A client may go while its cache is copied: an engine without requests then waits for the link."""
-    desk, _, _ = desk_of()
-    desk.compute(ATTEMPT, JOB)
-    while not desk.engine.exports:
-        desk.has_stepped(desk.engine.step())
-    shipment = desk.works[ATTEMPT].shipment
-    assert shipment is not None
-    cargo = shipment.cargo([[0, 1, 2], [3]])
-    assert cargo is not None
-    desk.end(ATTEMPT)
-    assert not desk.engine.has_work and desk.engine.holds_nothing and desk.engine.exports
-    assert shipment.cargo([[0]]) is None, "it has ended"
-    assert sum(len(extent) for extent in cargo.pack()) > 0
-    cargo.done()
-    assert not desk.engine.exports
-    desk.engine.check()
-    assert desk.engine.stats()["cache"]["bytes_used"] == 0
+    engine_attempts, _, _ = attempts_of()
+    engine_attempts.compute(ATTEMPT, JOB)
+    while not engine_attempts.engine.exports:
+        engine_attempts.has_stepped(engine_attempts.engine.step())
+    outgoing_export = engine_attempts.attempts[ATTEMPT].outgoing_export
+    assert outgoing_export is not None
+    outgoing_pages = outgoing_export.outgoing_pages([[0, 1, 2], [3]])
+    assert outgoing_pages is not None
+    engine_attempts.end(ATTEMPT)
+    assert (
+        not engine_attempts.engine.has_work and engine_attempts.engine.holds_nothing and engine_attempts.engine.exports
+    )
+    assert outgoing_export.outgoing_pages([[0]]) is None, "it has ended"
+    assert sum(len(extent) for extent in outgoing_pages.pack()) > 0
+    outgoing_pages.done()
+    assert not engine_attempts.engine.exports
+    engine_attempts.engine.check()
+    assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0
 
 
 def test_two_requests_may_have_one_name() -> None:
-    desk, _, notices = desk_of()
-    desk.run_alone(ATTEMPT, JOB)
-    desk.run_alone(Attempt(2, 1), JOB)
-    while desk.engine.has_work:
-        desk.has_stepped(desk.engine.step())
-    tokens = [each for each in notices if isinstance(each, HasToken)]
+    engine_attempts, _, notices = attempts_of()
+    engine_attempts.run_alone(ATTEMPT, JOB)
+    engine_attempts.run_alone(Attempt(2, 1), JOB)
+    while engine_attempts.engine.has_work:
+        engine_attempts.has_stepped(engine_attempts.engine.step())
+    tokens = [each for each in notices if isinstance(each, TokenNotice)]
     assert len(tokens) == 8 and sum(each.is_last for each in tokens) == 2
 
 
@@ -463,12 +488,12 @@ def router_of(tries: int = 3) -> tuple[Router, list[tuple[str, Any]], list[float
     sent, now = list[tuple[str, Any]](), [0.0]
     router = Router(lambda to, message: sent.append((to, message)), timeout=10, tries=tries, clock=lambda: now[0])
     for name, role in (("p.1", "prefill"), ("d.2", "decode")):
-        ready = Ready(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
+        ready = InstanceReady(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
         router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
     return router, sent, now
 
 
-def begun(router: Router) -> tuple[Ticket, list[Any]]:
+def begun(router: Router) -> tuple[RoutedRequest, list[Any]]:
     answers: list[Any] = []
     return router.begin(JOB, answers.append), answers
 
@@ -476,26 +501,26 @@ def begun(router: Router) -> tuple[Ticket, list[Any]]:
 def test_tokens_of_an_attempt_that_has_failed_are_not_those_of_the_next_one() -> None:
     async def scenario() -> None:
         router, _, _ = router_of()
-        ticket, answers = begun(router)
-        router.hear(TokenOf(Token(Attempt(1, 1), 0), told(5)))
-        router.hear(Failed(Attempt(1, 1), "no room"))
-        router.hear(TokenOf(Token(Attempt(1, 1), 1), told(66)))  # late, or of an instance that is mistaken
+        request, answers = begun(router)
+        router.handle(TokenMessage(Token(Attempt(1, 1), 0), told(5)))
+        router.handle(Failed(Attempt(1, 1), "no room"))
+        router.handle(TokenMessage(Token(Attempt(1, 1), 1), told(66)))  # late, or of an instance that is mistaken
         await asyncio.sleep(0)
-        assert ticket.state.number == 2
-        router.hear(TokenOf(Token(Attempt(1, 2), 1), told(6)))
+        assert request.state.number == 2
+        router.handle(TokenMessage(Token(Attempt(1, 2), 1), told(6)))
         assert [each.output.token_ids for each in answers] == [[5], [6]]
-        assert not ticket.told
+        assert not request.told
 
     asyncio.run(scenario())
 
 
 def test_a_token_that_came_already_is_not_kept() -> None:
     router, _, _ = router_of()
-    ticket, answers = begun(router)
+    request, answers = begun(router)
     for _ in range(2):
-        router.hear(TokenOf(Token(ATTEMPT, 0), told(5)))
-    router.hear(Taken(ATTEMPT))
-    assert len(answers) == 1 and not ticket.told
+        router.handle(TokenMessage(Token(ATTEMPT, 0), told(5)))
+    router.handle(HandedOver(ATTEMPT))
+    assert len(answers) == 1 and not request.told
 
 
 def test_an_instance_has_a_part_in_an_attempt_until_its_cache_is_taken() -> None:
@@ -503,31 +528,31 @@ def test_an_instance_has_a_part_in_an_attempt_until_its_cache_is_taken() -> None
     router, _, _ = router_of()
     begun(router)
     assert router.num_attempts("p.1") == router.num_attempts("d.2") == 1
-    router.hear(TokenOf(Token(ATTEMPT, 0), told(5)))
+    router.handle(TokenMessage(Token(ATTEMPT, 0), told(5)))
     assert router.num_attempts("p.1") == 1
-    router.hear(Taken(ATTEMPT))
+    router.handle(HandedOver(ATTEMPT))
     assert router.num_attempts("p.1") == 0 and router.num_attempts("d.2") == 1
 
 
 def test_an_attempt_that_waits_for_its_turn_is_not_given_up() -> None:
     router, _, now = router_of(tries=1)
-    tickets = [begun(router)[0] for _ in range(2)]
-    waits = tickets[0].state.attempt
+    requests = [begun(router)[0] for _ in range(2)]
+    waits = requests[0].state.attempt
     for second in range(100):
         now[0] = float(second)
-        router.hear_load(Load("p.1", 0, 0, 0, 0, 1, 1, (waits, Attempt(1, 7), Attempt(99, 1))))
+        router.handle_load(InstanceLoad("p.1", 0, 0, 0, 0, 1, 1, (waits, Attempt(1, 7), Attempt(99, 1))))
         router.tick()
-    assert tickets[0].state.phase is Route.RUNNING and tickets[1].state.phase is Route.FAILED
+    assert requests[0].state.phase is RequestPhase.RUNNING and requests[1].state.phase is RequestPhase.FAILED
 
 
 def test_a_token_behind_one_that_is_lost_renews_nothing() -> None:
     router, _, now = router_of(tries=1)
-    ticket, answers = begun(router)
+    request, answers = begun(router)
     for second in range(30):
         now[0] = float(second)
-        router.hear(TokenOf(Token(ATTEMPT, second + 1), told(5)))
+        router.handle(TokenMessage(Token(ATTEMPT, second + 1), told(5)))
         router.tick()
-    assert ticket.state.phase is Route.FAILED and len(answers) == 1
+    assert request.state.phase is RequestPhase.FAILED and len(answers) == 1
 
 
 @pytest.mark.parametrize("health", [Health.DRAINING, Health.STARTING])
@@ -535,36 +560,36 @@ def test_requests_wait_for_the_only_instance_that_is_restarted(health: Health) -
     router, _, now = router_of()
     for name in list(router.members):
         router.members[name].health = health
-    ticket, _ = begun(router)
+    request, _ = begun(router)
     for second in range(100):
         now[0] = float(second)
         router.tick()
-    assert ticket.state.phase is Route.QUEUED
+    assert request.state.phase is RequestPhase.QUEUED
     router.members.clear()
     now[0] = 200.0
     router.tick()
-    assert ticket.state.phase is Route.FAILED, "nobody comes"
+    assert request.state.phase is RequestPhase.FAILED, "nobody comes"
 
 
 def test_counters_of_instances_that_are_gone_stay() -> None:
     router, _, _ = router_of()
     router.members["p.1"].stats = {"decode_tokens": 7, "running": 3}
     router.down("p.1")
-    assert router.past["decode_tokens"] == 7 and "running" not in router.past
+    assert router.past_counters["decode_tokens"] == 7 and "running" not in router.past_counters
 
 
 def test_members_forget_attempts_that_have_ended() -> None:
     async def scenario() -> None:
         router, _, _ = router_of(tries=4)
-        tickets = [begun(router)[0] for _ in range(6)]
-        router.hear(Failed(tickets[0].state.attempt, "no room"))
-        router.hear(TokenOf(Token(tickets[1].state.attempt, 0, True), told(5)))
+        requests = [begun(router)[0] for _ in range(6)]
+        router.handle(Failed(requests[0].state.attempt, "no room"))
+        router.handle(TokenMessage(Token(requests[1].state.attempt, 0, True), told(5)))
         await asyncio.sleep(0)
-        for ticket in tickets:
-            router.abort(ticket)
+        for request in requests:
+            router.abort(request)
         for member in router.members.values():
             assert not member.rows and not member.sequences
-        assert not router._tickets
+        assert not router._requests
 
     asyncio.run(scenario())
 
@@ -575,14 +600,14 @@ def test_instances_with_which_an_attempt_failed_come_last() -> None:
     async def scenario() -> None:
         router, _, _ = router_of(tries=3)
         for name, role in (("p.3", "prefill"), ("d.4", "decode")):
-            ready = Ready(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
+            ready = InstanceReady(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
             router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
-        ticket, _ = begun(router)
-        tried = [(ticket.state.source, ticket.state.receiver)]
+        request, _ = begun(router)
+        tried = [(request.state.source, request.state.receiver)]
         for number in (1, 2):
-            router.hear(Failed(Attempt(1, number), "the source does not answer"))
+            router.handle(Failed(Attempt(1, number), "the source does not answer"))
             await asyncio.sleep(0)
-            tried.append((ticket.state.source, ticket.state.receiver))
+            tried.append((request.state.source, request.state.receiver))
         assert {*tried[:2]} == {("p.1", "d.2"), ("p.3", "d.4")}
         assert tried[2][0] == "" and tried[2][1] not in tried[1], "the last attempt needs one instance"
 
@@ -595,13 +620,13 @@ def test_a_source_whose_receiver_has_ended_computes_again() -> None:
     async def scenario() -> None:
         router, _, _ = router_of()
         for name, role in (("p.3", "prefill"), ("d.4", "decode")):
-            ready = Ready(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
+            ready = InstanceReady(name, "", 64, 8, LIMITS, 1e-3, 1e-3)
             router.members[name] = Member(name, name[0], role, Health.SERVING, ready)
-        ticket, _ = begun(router)
-        source, receiver = ticket.state.source, ticket.state.receiver
+        request, _ = begun(router)
+        source, receiver = request.state.source, request.state.receiver
         router.down(receiver)
         await asyncio.sleep(0)
-        assert ticket.state.number == 2 and ticket.state.source == source and ticket.state.receiver != receiver
+        assert request.state.number == 2 and request.state.source == source and request.state.receiver != receiver
 
     asyncio.run(scenario())
 
@@ -614,13 +639,13 @@ class Nobody(Processes):
 
     def __init__(self, refused: int = 0) -> None:
         super().__init__()
-        self.started: list[Order] = []
+        self.started: list[LaunchConfig] = []
         self.killed: list[str] = []
         self.gone: list[str] = []
         self._refused = refused
 
-    def start(self, order: Order) -> None:
-        self.started.append(order)
+    def start(self, launch_config: LaunchConfig) -> None:
+        self.started.append(launch_config)
         if len(self.started) <= self._refused:
             raise OSError("no more processes")
 
@@ -659,11 +684,11 @@ async def started(cluster: Cluster) -> asyncio.Task[None]:
 
 
 def ready(cluster: Cluster, name: str) -> None:
-    cluster.operations._hear(name, Ready(name, "shm://nowhere", 64, 8, LIMITS, 1e-3, 1e-3))
+    cluster.operations._handle(name, InstanceReady(name, "shm://nowhere", 64, 8, LIMITS, 1e-3, 1e-3))
 
 
 def alive(cluster: Cluster, name: str) -> None:
-    cluster.operations._hear(name, Load(name, 0, 0, 0, 0, 1, 1))
+    cluster.operations._handle(name, InstanceLoad(name, 0, 0, 0, 0, 1, 1))
 
 
 def test_an_instance_that_cannot_be_started_again_is_tried_again(model: Path, short: None) -> None:
@@ -721,7 +746,7 @@ def test_an_instance_that_stops_while_it_loads_is_started_again(
             while len(processes.started) < 2:
                 await asyncio.sleep(0.01)
             processes.gone = []
-            cluster.operations._hear("mixed-0.2", Hello("mixed-0.2"))
+            cluster.operations._handle("mixed-0.2", LoadingHeartbeat("mixed-0.2"))
             while "mixed-0.2" not in processes.killed:
                 await asyncio.sleep(0.01)
         await cluster.close()
@@ -753,7 +778,7 @@ def test_a_process_that_was_ended_is_not_left_behind(monkeypatch: pytest.MonkeyP
 
     async def scenario() -> None:
         processes = Processes()
-        processes.start(Order("a.1", "", "", "", {}))
+        processes.start(LaunchConfig("a.1", "", "", "", {}))
         pid = processes.pid("a.1")
         processes.kill("a.1")
         assert processes.ended() == [] and processes.pid("a.1") is None

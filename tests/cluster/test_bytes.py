@@ -15,18 +15,18 @@ import pytest
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import wire
-from quire.cluster.bodies import CacheState, ManifestOf, Told, WantPull, state_of, swapped_of
+from quire.cluster.bodies import CacheState, ManifestMessage, PullParts, TokenUpdate, cache_state_of, swapped_of
 from quire.cluster.messages import Attempt, Manifest
 from quire.cluster.transport import TRANSPORTS
 from quire.cluster.transport.local import LocalStream, LocalTransport
 from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
-from quire.engine.handover import Continued
+from quire.engine.handover import Handover
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import ExtentError
 
 from ..benchmark_scripts import benchmark
-from ..clusters import Running, Threads
+from ..clusters import RunningCluster, ThreadedInstances
 from ..codecs import options_of
 from ..effort import combine
 from ..engines import GREEDY, drain, make_engine
@@ -100,13 +100,13 @@ def test_bytes_on_the_wire_are_those_of_the_manifests(
     options = engine_options(model, codec, **RETENTION[retention])
     prompts = [prompt_of(rng, length) for length in (1, 64, 100, 300)]
     prompts.append([*prompts[-1][:256], *prompt_of(rng, 70)])
-    with Running(model, options, Threads(), "local") as cluster:
+    with RunningCluster(model, options, ThreadedInstances(), "local") as cluster:
         source, receiver = cluster.instance("prefill"), cluster.instance("decode")
         for prompt in prompts:
             cluster.generate([prompt], replace(GREEDY, max_tokens=4))
         cluster.settle()
-        manifests = {each.message.attempt: each for _, each in source.sent if isinstance(each, ManifestOf)}
-        asked = [each for _, each in receiver.sent if isinstance(each, WantPull)]
+        manifests = {each.message.attempt: each for _, each in source.sent if isinstance(each, ManifestMessage)}
+        asked = [each for _, each in receiver.sent if isinstance(each, PullParts)]
         right = 0
         for want in asked:
             cache = manifests[want.message.attempt].cache
@@ -126,8 +126,8 @@ def test_bytes_on_the_wire_are_those_of_the_manifests(
         attached = [(own.masks != 0)[len(own.kinds) - own.num_attached :] for own in owns]
         assert told["bytes_sums"] == 4 * PAGE_TOKENS * sum(int(each.sum()) for each in attached)
         assert (told["bytes_sums"] > 0) >= (retention == "budget") and told["bytes_state"] > 0
-        source_traffic, traffic = (each._links.stats() for each in (source, receiver))
-        there, back = source_traffic[receiver.order.name], traffic[source.order.name]
+        source_traffic, traffic = (each._connections.stats() for each in (source, receiver))
+        there, back = source_traffic[receiver.launch_config.name], traffic[source.launch_config.name]
     assert there["extent_bytes_sent"] == back["extent_bytes_received"] == right
     num_frames = sum(each[name] for each in (there, back) for name in ("messages_sent", "extents_sent"))
     framed = right + there["message_bytes_sent"] + back["message_bytes_sent"] + FRAME_BYTES * num_frames
@@ -137,14 +137,14 @@ def test_bytes_on_the_wire_are_those_of_the_manifests(
 def test_a_second_request_with_the_prefix_sends_only_its_suffix(model: Path, seed: int) -> None:
     rng = random.Random(seed)
     shared = prompt_of(rng, 320)
-    with Running(model, engine_options(model), Threads(), "local") as cluster:
+    with RunningCluster(model, engine_options(model), ThreadedInstances(), "local") as cluster:
         pulled = []
         for length in (0, 70, 64):
             sent = cluster.instance("decode").sent
             before = len(sent)
             cluster.generate([[*shared, *prompt_of(rng, length)]], GREEDY)
             cluster.settle()
-            parts = [each.message.parts for _, each in sent[before:] if isinstance(each, WantPull)]
+            parts = [each.message.parts for _, each in sent[before:] if isinstance(each, PullParts)]
             pulled.append({part for each in parts for part in each})
     assert pulled == [{0, 1, 2, 3, 4}, {5, 6}, {5}]
 
@@ -155,11 +155,11 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     """Policies, positions, sums, the local window and the counts of its path, as bytes: every field of them."""
     rng, shape = random.Random(seed), tiny_shape(head_dim=16)
     engine = make_engine(shape, **options_of(codec), **RETENTION[retention])
-    engine.queue("x", AdmittedRequest(None, prompt_of(rng, 300), GREEDY), continued=Continued(1, leaves=True))
+    engine.queue("x", AdmittedRequest(None, prompt_of(rng, 300), GREEDY), continued=Handover(1, will_hand_over=True))
     drain(engine)
     swapped = engine.exports["x"].swapped
     table: Any = engine.scheduler.manager.table
-    state = wire.decode(wire.encode(_as_manifest(state_of(swapped, table.shape, b"digest")))).cache
+    state = wire.decode(wire.encode(_as_manifest(cache_state_of(swapped, table.shape, b"digest")))).cache
     found = swapped_of(state, 300, table.shape, len(table.sizes), b"digest")
     mine, right = found.path.retained, swapped.path.retained
     assert mine is not None and right is not None and right.positions.shape[2] > 0
@@ -195,8 +195,8 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
             swapped_of(replace(state, **wrong), 300, table.shape, len(table.sizes), b"digest")
 
 
-def _as_manifest(cache: CacheState) -> ManifestOf:
-    return ManifestOf(Manifest(Attempt(1, 1), frozenset({0}), 1), cache, Told(CompletionOutput(0, "", [1])))
+def _as_manifest(cache: CacheState) -> ManifestMessage:
+    return ManifestMessage(Manifest(Attempt(1, 1), frozenset({0}), 1), cache, TokenUpdate(CompletionOutput(0, "", [1])))
 
 
 @pytest.mark.parametrize("prefix", ["half", "nothing"])
@@ -222,7 +222,7 @@ def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(retention: st
                 del options["cache.calibration"]
             else:
                 options |= RETENTION[retention]
-            with Running(folder, options, Threads(), "local") as cluster:
+            with RunningCluster(folder, options, ThreadedInstances(), "local") as cluster:
                 cluster.generate([prompt], replace(GREEDY, max_tokens=2))
                 told = cluster.ask("decode", Engine.stats)["tiers"]["neighbour"]
             sent.append(told["bytes_read"] - told["bytes_sums"])
@@ -231,7 +231,7 @@ def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(retention: st
 
 def test_an_idle_receiver_fetches_chunks_while_the_prompt_is_computed(model: Path, seed: int) -> None:
     options = {**engine_options(model), "scheduler.token_budget": 72}
-    with Running(model, options, Threads(), "local") as cluster:
+    with RunningCluster(model, options, ThreadedInstances(), "local") as cluster:
         source, prompt = cluster.instance("prefill").engine, prompt_of(random.Random(seed), 450)
         step = source.step
 

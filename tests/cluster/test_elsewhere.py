@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.cluster.bodies import Missing, WantCached
+from quire.cluster.bodies import PullCached, PullNotFound
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 
-from ..clusters import SMALL, Running, Threads
+from ..clusters import SMALL, RunningCluster, ThreadedInstances
 from ..tiny_models import save_tiny
 
 PARAMS = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(params=["local", "shm", "tcp"])
-def turns(request: pytest.FixtureRequest, model: Path) -> Iterator[Running]:
+def turns(request: pytest.FixtureRequest, model: Path) -> Iterator[RunningCluster]:
     """One instance computes prompts and one decodes, so a second turn begins where its first was not decoded."""
-    with Running(model, SMALL, Threads(), request.param) as running:
+    with RunningCluster(model, SMALL, ThreadedInstances(), request.param) as running:
         running.ask("prefill", always_fetches)
         yield running
         running.settle()
@@ -43,7 +43,7 @@ def prompt_of(ids: list[int]) -> dict[str, Any]:
     return {"prompt_token_ids": ids}
 
 
-def answer(running: Running | LLM, ids: list[int], params: SamplingParams = PARAMS) -> RequestOutput:
+def answer(running: RunningCluster | LLM, ids: list[int], params: SamplingParams = PARAMS) -> RequestOutput:
     (found,) = running.generate([prompt_of(ids)], params)
     return found
 
@@ -52,20 +52,20 @@ def ids_of(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
 
-def asked_for(running: Running, role: str) -> list[WantCached]:
-    return [message for _, message in running.instance(role).sent if isinstance(message, WantCached)]
+def asked_for(running: RunningCluster, role: str) -> list[PullCached]:
+    return [message for _, message in running.instance(role).sent if isinstance(message, PullCached)]
 
 
-def test_the_next_turn_fetches_what_was_decoded(turns: Running, lonely: LLM, seed: int) -> None:
+def test_the_next_turn_fetches_what_was_decoded(turns: RunningCluster, single_engine: LLM, seed: int) -> None:
     rng = random.Random(seed)
     first = [rng.randrange(3, 250) for _ in range(200)]
     second = [*first, *ids_of(answer(turns, first)), *(rng.randrange(3, 250) for _ in range(30))]
     found = answer(turns, second)
-    assert ids_of(found) == ids_of(answer(lonely, second))
+    assert ids_of(found) == ids_of(answer(single_engine, second))
     # Four whole chunks of 200 + 69 tokens, three of them computed by the source itself.
     assert [each.groups for each in asked_for(turns, "prefill")] == [[[3]]]
     assert found.cached_by_tier.get("neighbour") == 64 and found.num_cached_tokens == 4 * 64
-    assert not [message for _, message in turns.instance("decode").sent if isinstance(message, Missing)]
+    assert not [message for _, message in turns.instance("decode").sent if isinstance(message, PullNotFound)]
 
 
 def test_chunks_in_codes_travel_as_they_are(tmp_path: Path, seed: int) -> None:
@@ -73,7 +73,7 @@ def test_chunks_in_codes_travel_as_they_are(tmp_path: Path, seed: int) -> None:
     options = SMALL | {"cache.codec": "g4", "cache.check": False}
     model = save_tiny(tmp_path, head_dim=64, max_position_embeddings=1024)
     first = [rng.randrange(3, 250) for _ in range(200)]
-    with Running(model, options, Threads(), "local") as running:
+    with RunningCluster(model, options, ThreadedInstances(), "local") as running:
         running.ask("prefill", always_fetches)
         second = [*first, *ids_of(answer(running, first)), *(rng.randrange(3, 250) for _ in range(30))]
         found = answer(running, second)
@@ -81,7 +81,7 @@ def test_chunks_in_codes_travel_as_they_are(tmp_path: Path, seed: int) -> None:
         assert ids_of(found) == ids_of(answer(LLM(str(model), options), second))
 
 
-def test_what_is_not_there_any_more_is_computed(turns: Running, lonely: LLM, seed: int) -> None:
+def test_what_is_not_there_any_more_is_computed(turns: RunningCluster, single_engine: LLM, seed: int) -> None:
     rng = random.Random(seed)
     first = [rng.randrange(3, 250) for _ in range(200)]
     second = [*first, *ids_of(answer(turns, first)), *(rng.randrange(3, 250) for _ in range(30))]
@@ -93,13 +93,13 @@ def test_what_is_not_there_any_more_is_computed(turns: Running, lonely: LLM, see
 
     turns.ask("decode", evict)
     found = answer(turns, second)
-    assert ids_of(found) == ids_of(answer(lonely, second))
+    assert ids_of(found) == ids_of(answer(single_engine, second))
     assert len(asked_for(turns, "prefill")) == 1
-    assert [message for _, message in turns.instance("decode").sent if isinstance(message, Missing)]
+    assert [message for _, message in turns.instance("decode").sent if isinstance(message, PullNotFound)]
     assert found.cached_by_tier.get("neighbour", 0) == 0
 
 
-def test_a_salt_keeps_prefixes_apart(turns: Running, seed: int) -> None:
+def test_a_salt_keeps_prefixes_apart(turns: RunningCluster, seed: int) -> None:
     rng = random.Random(seed)
     first = [rng.randrange(3, 250) for _ in range(200)]
     (before,) = turns.generate([prompt_of(first) | {"cache_salt": "a"}], PARAMS)
@@ -109,17 +109,17 @@ def test_a_salt_keeps_prefixes_apart(turns: Running, seed: int) -> None:
         assert len(asked_for(turns, "prefill")) == count and (found.num_cached_tokens > 0) == (count > 0)
 
 
-def test_instances_that_do_both_parts_share_their_prefixes(model: Path, lonely: LLM, seed: int) -> None:
+def test_instances_that_do_both_parts_share_their_prefixes(model: Path, single_engine: LLM, seed: int) -> None:
     """A long queue sends a prompt to where its beginning is not cached, and the beginning comes along."""
     rng = random.Random(seed)
     common = [rng.randrange(3, 250) for _ in range(320)]
     prompts = [[*common, *(rng.randrange(3, 250) for _ in range(40))] for _ in range(6)]
-    with Running(model, SMALL, Threads(), "shm", mixed=2) as running:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm", mixed=2) as running:
         answer(running, common)
         for instance in list(running.processes.instances.values()):  # type: ignore[attr-defined]
             instance.ask(always_fetches)
         found = running.generate([prompt_of(each) for each in prompts], PARAMS)
-        assert [ids_of(each) for each in found] == [ids_of(answer(lonely, each)) for each in prompts]
+        assert [ids_of(each) for each in found] == [ids_of(answer(single_engine, each)) for each in prompts]
         fetched = [each.cached_by_tier.get("neighbour", 0) for each in found]
         assert max(fetched) == 320 and all(each.num_cached_tokens >= 320 for each in found), fetched
         running.settle()

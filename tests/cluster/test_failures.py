@@ -23,36 +23,38 @@ import pytest
 
 from quire import LLM
 from quire.cluster.cluster import Cluster
-from quire.cluster.faults import VARIABLE, FaultyLinks
+from quire.cluster.faults import VARIABLE, FaultyConnections
 from quire.cluster.members import Member
-from quire.cluster.protocol import Route
-from quire.cluster.router import Ticket
+from quire.cluster.protocol import RequestPhase
+from quire.cluster.router import RoutedRequest
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import InstancesFailedError, QueueFullError, RequestError
 
-from ..clusters import SECONDS, SMALL, Apart, Running, Threads
+from ..clusters import SECONDS, SMALL, ProcessInstances, RunningCluster, ThreadedInstances
 from ..effort import combine, tries
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def apart(model: Path) -> Iterator[Running]:
+def apart(model: Path) -> Iterator[RunningCluster]:
     """Real processes: one computes prompts, two decode. They copy slowly, and overwrite what they have let go."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "delay=0.05,poison")
-        with Running(model, SMALL, Apart(), "", prefill=1, decode=2, tries=6) as running:
+        with RunningCluster(model, SMALL, ProcessInstances(), "", prefill=1, decode=2, tries=6) as running:
             yield running
 
 
 @contextlib.contextmanager
-def threads(model: Path, faults: str = "", options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Running]:
+def threads(
+    model: Path, faults: str = "", options: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[RunningCluster]:
     """Instances in threads of this process, which end with nothing held."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, faults)
-        with Running(model, SMALL | (options or {}), Threads(), "local", **settings) as running:
+        with RunningCluster(model, SMALL | (options or {}), ThreadedInstances(), "local", **settings) as running:
             yield running
             running.settle()
 
@@ -79,17 +81,20 @@ class Client:
         self.token_ids: list[int] = []
         self.stream: AsyncGenerator[RequestOutput, None] = cluster.generate(prompt, params)
         self.task = asyncio.create_task(self._read())
-        self._cluster, self._before = cluster, {*cluster.router._tickets}
+        self._cluster, self._before = cluster, {*cluster.router._requests}
 
     @property
-    def ticket(self) -> Ticket:
+    def request(self) -> RoutedRequest:
         """Its request at the router; those of later clients have higher numbers."""
-        tickets = self._cluster.router._tickets
-        return tickets[min(tickets.keys() - self._before)]
+        requests = self._cluster.router._requests
+        return requests[min(requests.keys() - self._before)]
 
     def is_begun(self) -> bool:
         """Whether an attempt at it is on its way to the instances."""
-        return bool(self._cluster.router._tickets.keys() - self._before) and self.ticket.state.phase is Route.RUNNING
+        return (
+            bool(self._cluster.router._requests.keys() - self._before)
+            and self.request.state.phase is RequestPhase.RUNNING
+        )
 
     async def until(self, is_there: Callable[[Client], bool]) -> None:
         """Waits for a state."""
@@ -127,7 +132,7 @@ async def whole(cluster: Cluster) -> None:
     def held(member: Member) -> bool:
         load, stats = member.load, member.stats
         return (
-            not member.serves or load is None or stats is None or stats["cache"]["bytes_used"] > 0
+            not member.is_serving or load is None or stats is None or stats["cache"]["bytes_used"] > 0
             or load.num_held + load.num_running + load.num_waiting > 0 or load.free_bytes < load.total_bytes
         )  # fmt: skip
 
@@ -144,7 +149,9 @@ def signalled(cluster: Cluster, name: str, number: signal.Signals) -> None:
 
 @pytest.mark.slow
 @combine(1, moment=list(MOMENTS), how=["killed", "stopped"])
-def test_an_instance_that_goes_costs_no_token(apart: Running, lonely: LLM, moment: str, how: str, seed: int) -> None:
+def test_an_instance_that_goes_costs_no_token(
+    apart: RunningCluster, single_engine: LLM, moment: str, how: str, seed: int
+) -> None:
     rng, cluster = random.Random(seed), apart.cluster
     role, is_there = MOMENTS[moment]
     # One that is hit, and others beside it.
@@ -161,7 +168,7 @@ def test_an_instance_that_goes_costs_no_token(apart: Running, lonely: LLM, momen
         await asyncio.sleep(0)
         others = [Client(cluster, *each) for each in zip(prompts[1:], params[1:], strict=True)]
         await first.until(is_there)
-        state = first.ticket.state
+        state = first.request.state
         name = getattr(state, role)
         assert state.number == 1 and name
         if moment != "the receiver decodes":
@@ -178,11 +185,13 @@ def test_an_instance_that_goes_costs_no_token(apart: Running, lonely: LLM, momen
         assert (name in cluster.router.members) == (how == "stopped")
         return [each.token_ids for each in (first, *others)]
 
-    assert apart.call(scenario()) == tokens(lonely.generate(prompts, params))
+    assert apart.call(scenario()) == tokens(single_engine.generate(prompts, params))
 
 
 @pytest.mark.slow
-def test_an_instance_that_is_silent_for_too_long_is_ended_and_replaced(apart: Running, lonely: LLM, seed: int) -> None:
+def test_an_instance_that_is_silent_for_too_long_is_ended_and_replaced(
+    apart: RunningCluster, single_engine: LLM, seed: int
+) -> None:
     """Even if it would go on later."""
     rng, cluster = random.Random(seed), apart.cluster
     prompts, params = asked(rng, 1, max_tokens=300)
@@ -191,7 +200,7 @@ def test_an_instance_that_is_silent_for_too_long_is_ended_and_replaced(apart: Ru
         await whole(cluster)
         client = Client(cluster, prompts[0], params[0])
         await client.until(lambda client: len(client.token_ids) > 5)
-        name = client.ticket.state.receiver
+        name = client.request.state.receiver
         pid = cluster.operations.processes.pid(name)
         signalled(cluster, name, signal.SIGSTOP)
         async with asyncio.timeout(SECONDS):
@@ -202,33 +211,35 @@ def test_an_instance_that_is_silent_for_too_long_is_ended_and_replaced(apart: Ru
         await whole(cluster)
         return [client.token_ids]
 
-    assert apart.call(scenario()) == tokens(lonely.generate(prompts, params))
+    assert apart.call(scenario()) == tokens(single_engine.generate(prompts, params))
 
 
 # ---- messages and extents --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("faults", ["corrupt=0.2", "lose=0.1,peers", "lose=0.1", "repeat=0.5", "delay=0.02,poison"])
-def test_damaged_lost_and_repeated_messages_cost_no_token(model: Path, lonely: LLM, faults: str, seed: int) -> None:
+def test_damaged_lost_and_repeated_messages_cost_no_token(
+    model: Path, single_engine: LLM, faults: str, seed: int
+) -> None:
     rng = random.Random(seed)
     prompts, params = asked(rng, tries(8), max_tokens=10)
     with threads(model, f"{faults},seed={seed}", timeout=1, tries=50) as running:
-        assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
-        links = [running.instance(role)._links for role in ("prefill", "decode")]
-        happened = sum((each.counts for each in links if isinstance(each, FaultyLinks)), Counter[str]())
+        assert tokens(running.generate(prompts, params)) == tokens(single_engine.generate(prompts, params))
+        connections = [running.instance(role)._connections for role in ("prefill", "decode")]
+        happened = sum((each.counts for each in connections if isinstance(each, FaultyConnections)), Counter[str]())
         assert set(happened) == {faults.partition("=")[0]}, "nothing went wrong"
 
 
 @pytest.mark.parametrize("faults", ["corrupt=1", "lose=1,peers"])
-def test_one_instance_does_the_last_attempt_alone(model: Path, lonely: LLM, faults: str, seed: int) -> None:
+def test_one_instance_does_the_last_attempt_alone(model: Path, single_engine: LLM, faults: str, seed: int) -> None:
     """Nothing whole ever comes from the source to its receiver."""
     rng = random.Random(seed)
     prompts, params = asked(rng, 4, max_tokens=20)
     with threads(model, faults, timeout=1, tries=2) as running:
-        assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
+        assert tokens(running.generate(prompts, params)) == tokens(single_engine.generate(prompts, params))
 
 
-def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(model: Path, lonely: LLM, seed: int) -> None:
+def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(model: Path, single_engine: LLM, seed: int) -> None:
     """The client has its first tokens already, and they are right."""
     rng = random.Random(seed)
     prompts, params = asked(rng, 1, max_tokens=300)
@@ -243,7 +254,7 @@ def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(model: Path, lonely
             return client.token_ids
 
         found = running.call(scenario())
-    (expected,) = tokens(lonely.generate(prompts, params))
+    (expected,) = tokens(single_engine.generate(prompts, params))
     assert len(found) > 5 and found == expected[: len(found)]
 
 
@@ -251,7 +262,7 @@ def test_an_answer_that_cannot_go_on_ends_with_a_clear_error(model: Path, lonely
 
 
 @contextlib.contextmanager
-def blocked(running: Running, role: str) -> Iterator[None]:
+def blocked(running: RunningCluster, role: str) -> Iterator[None]:
     """An instance whose engine stands still, while its links and its agent go on."""
     gate = threading.Event()
     running.instance(role).thread.submit(lambda: gate.wait(SECONDS))
@@ -262,7 +273,7 @@ def blocked(running: Running, role: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def slowed(running: Running, role: str, seconds: float) -> Iterator[None]:
+def slowed(running: RunningCluster, role: str, seconds: float) -> Iterator[None]:
     """An instance whose steps take longer."""
     engine = running.instance(role).engine
     step = engine.step
@@ -290,7 +301,9 @@ def counted_steps(engine: Engine) -> list[None]:
     return found
 
 
-def test_a_receiver_that_stands_still_fills_its_source_and_nothing_is_lost(model: Path, lonely: LLM, seed: int) -> None:
+def test_a_receiver_that_stands_still_fills_its_source_and_nothing_is_lost(
+    model: Path, single_engine: LLM, seed: int
+) -> None:
     """The source's memory is the queue: it begins no more prompts than it can hold."""
     rng = random.Random(seed)
     prompts = [prompt_of(rng, 300) for _ in range(24)]
@@ -323,20 +336,20 @@ def test_a_receiver_that_stands_still_fills_its_source_and_nothing_is_lost(model
                 await asyncio.gather(*(each.task for each in clients))
             return [each.token_ids for each in clients]
 
-        found, expected = running.call(scenario()), tokens(lonely.generate(prompts, params))
+        found, expected = running.call(scenario()), tokens(single_engine.generate(prompts, params))
         assert found[:24] == expected and all(each == expected[0] for each in found[24:])
 
 
-def test_a_receiver_without_room_takes_one_after_the_other(model: Path, lonely: LLM, seed: int) -> None:
+def test_a_receiver_without_room_takes_one_after_the_other(model: Path, single_engine: LLM, seed: int) -> None:
     rng = random.Random(seed)
     prompts = [prompt_of(rng, 300) for _ in range(12)]
     params = [replace(PARAMS, max_tokens=30, seed=index) for index in range(12)]
     with threads(model, options={"cache.memory": "256KiB", "model.max_context": 400}) as running:
-        assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
+        assert tokens(running.generate(prompts, params)) == tokens(single_engine.generate(prompts, params))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_queue_may_be_longer_than_the_timeout(model: Path, lonely: LLM, role: str, seed: int) -> None:
+def test_a_queue_may_be_longer_than_the_timeout(model: Path, single_engine: LLM, role: str, seed: int) -> None:
     """Seconds in a queue that moves are not seconds without an answer: who is given up only waits again."""
     rng = random.Random(seed)
     prompts = [prompt_of(rng, 300) for _ in range(24)]
@@ -344,19 +357,21 @@ def test_a_queue_may_be_longer_than_the_timeout(model: Path, lonely: LLM, role: 
     with threads(model, timeout=1.0, tries=10) as running, slowed(running, role, 0.1 if role == "prefill" else 0.004):
         running.instance(role).engine.scheduler.policy.max_running = 2
         begun = time.monotonic()
-        assert tokens(running.generate(prompts, params)) == tokens(lonely.generate(prompts, params))
+        assert tokens(running.generate(prompts, params)) == tokens(single_engine.generate(prompts, params))
         assert time.monotonic() - begun > 2.5, "the queue is too short to prove anything"
         # Whoever waits for longer than a second would be given up at least once. A busy machine may stand still, too.
         assert running.cluster.router.counts["again"] < 6
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17])
-def test_answers_have_as_many_tokens_as_were_asked_for(model: Path, lonely: LLM, max_tokens: int, seed: int) -> None:
+def test_answers_have_as_many_tokens_as_were_asked_for(
+    model: Path, single_engine: LLM, max_tokens: int, seed: int
+) -> None:
     rng = random.Random(seed)
     with threads(model) as running:
         prompts, params = asked(rng, 6, max_tokens=max_tokens)
         found = tokens(running.generate(prompts, params))
-    assert found == tokens(lonely.generate(prompts, params))
+    assert found == tokens(single_engine.generate(prompts, params))
     assert {len(each) for each in found} == {max_tokens}
 
 
@@ -379,7 +394,7 @@ def test_what_cannot_run_is_refused_at_once(model: Path) -> None:
 # ---- clients ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_may_leave_in_every_state(model: Path, lonely: LLM, seed: int) -> None:
+def test_a_client_may_leave_in_every_state(model: Path, single_engine: LLM, seed: int) -> None:
     """While its request is queued, computed, held, pulled or decoded, and at random moments between."""
     rng = random.Random(seed)
     with threads(model, "delay=0.01,poison") as running:
@@ -418,19 +433,19 @@ def test_a_client_may_leave_in_every_state(model: Path, lonely: LLM, seed: int) 
             await asyncio.gather(*(leaves("at some time") for _ in range(10)))
             async with asyncio.timeout(SECONDS):
                 await asyncio.gather(*(each.task for each in staying))
-            assert not cluster.router._tickets
+            assert not cluster.router._requests
             for member in cluster.router.members.values():
                 assert not member.rows and not member.sequences
             return [each.token_ids for each in staying]
 
-        assert running.call(scenario()) == tokens(lonely.generate(prompts, params))
+        assert running.call(scenario()) == tokens(single_engine.generate(prompts, params))
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 
 def test_instances_are_restarted_and_change_their_roles_without_a_failed_request(
-    model: Path, lonely: LLM, seed: int
+    model: Path, single_engine: LLM, seed: int
 ) -> None:
     rng = random.Random(seed)
     prompts, params = asked(rng, 40, max_tokens=60)
@@ -461,10 +476,10 @@ def test_instances_are_restarted_and_change_their_roles_without_a_failed_request
             assert cluster.router.counts["again"] == 0
             return found
 
-        assert running.call(scenario()) == tokens(lonely.generate(prompts, params))
+        assert running.call(scenario()) == tokens(single_engine.generate(prompts, params))
 
 
-def test_an_engine_that_stops_by_itself_ends_its_instance(model: Path, lonely: LLM, seed: int) -> None:
+def test_an_engine_that_stops_by_itself_ends_its_instance(model: Path, single_engine: LLM, seed: int) -> None:
     rng = random.Random(seed)
     prompts, params = asked(rng, 6, max_tokens=100)
     with threads(model, prefill=1, decode=1, mixed=1) as running:
@@ -478,8 +493,8 @@ def test_an_engine_that_stops_by_itself_ends_its_instance(model: Path, lonely: L
             running.instance("decode").thread.submit(fail)
             async with asyncio.timeout(SECONDS):
                 await asyncio.gather(*(each.task for each in clients))
-            while sum(each.serves for each in running.cluster.router.members.values()) < 3:
+            while sum(each.is_serving for each in running.cluster.router.members.values()) < 3:
                 await asyncio.sleep(0.02)
             return [each.token_ids for each in clients]
 
-        assert running.call(scenario()) == tokens(lonely.generate(prompts, params))
+        assert running.call(scenario()) == tokens(single_engine.generate(prompts, params))

@@ -18,7 +18,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import CompletionOutput
 from quire.errors import ConfigError
 
-from ..clusters import Running, Threads
+from ..clusters import RunningCluster, ThreadedInstances
 from ..effort import combine
 from ..engines import keep_calibration
 from ..tiny_models import save_tiny
@@ -81,7 +81,9 @@ def error(ours: list[CompletionOutput], theirs: list[CompletionOutput]) -> float
     return sum(errors) / len(errors)
 
 
-def check(cluster: Running, prompts: list[list[int]], expected: list[CompletionOutput]) -> dict[str, dict[str, Any]]:
+def check(
+    cluster: RunningCluster, prompts: list[list[int]], expected: list[CompletionOutput]
+) -> dict[str, dict[str, Any]]:
     """Asks twice, the second time with what is cached. Returns the counters of both instances."""
     for _ in range(2):
         assert tokens([each.outputs[0] for each in cluster.generate(prompts, GREEDY)]) == tokens(expected)
@@ -103,7 +105,7 @@ def test_weights_on_the_disk_of_both_instances_change_no_token(
     options = IN_MEMORY | CODECS[codec] | RETENTION[retention] | {"cache.share": share}
     expected = alone(model, tuple(options.items()), seed)
     offloaded = OFFLOADED | ({} if micro_batch is None else {"offload.micro_batch": micro_batch})
-    with Running(model, options | offloaded, Threads(), "local") as cluster:
+    with RunningCluster(model, options | offloaded, ThreadedInstances(), "local") as cluster:
         check(cluster, drawn_prompts(seed), expected)
 
 
@@ -120,7 +122,7 @@ def test_all_five_answer_like_one_plain_engine_with_the_same_pages_and_kept_toke
     defined = alone(model, tuple((lossy | REFERENCE).items()), seed)
     lossless = alone(model, tuple((IN_MEMORY | REFERENCE).items()), seed)
     assert error(expected, defined) < 0.25 * error(lossless, defined)
-    with Running(model, lossy | OFFLOADED, Threads(), transport) as cluster:
+    with RunningCluster(model, lossy | OFFLOADED, ThreadedInstances(), transport) as cluster:
         told = check(cluster, drawn_prompts(seed), expected)
     assert told["prefill"]["prefill_tokens_cached"] > 0, "nothing was shared"
     assert told["prefill"]["cache"]["bytes_retention_freed"] > 0, "nothing was freed"
@@ -129,4 +131,4 @@ def test_all_five_answer_like_one_plain_engine_with_the_same_pages_and_kept_toke
 def test_a_cache_on_the_disk_is_refused_before_anything_starts(model: Path) -> None:
     options = IN_MEMORY | OFFLOADED | {"offload.cache": "64MiB"}
     with pytest.raises(ConfigError, match="leave offload.cache out"):
-        Cluster(str(model), options, settings=ClusterConfig(prefill=1, decode=1), processes=Threads())
+        Cluster(str(model), options, settings=ClusterConfig(prefill=1, decode=1), processes=ThreadedInstances())

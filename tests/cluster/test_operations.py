@@ -12,10 +12,10 @@ import pytest
 
 from quire import LLM
 from quire.cluster import supervisor
-from quire.cluster.instance import Order
+from quire.cluster.instance import LaunchConfig
 from quire.engine.params import SamplingParams
 from quire.errors import EngineStoppedError, InstancesFailedError, ModelError, RequestError
-from tests.clusters import SMALL, Running, Threads
+from tests.clusters import SMALL, RunningCluster, ThreadedInstances
 from tests.tiny_models import save_tiny
 
 OPTIONS = {"cache.memory": "8MiB", "runtime.device": "cpu", "runtime.threads": 1, "model.dtype": "float32"}
@@ -29,12 +29,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def running(model: Path) -> Iterator[Running]:
-    with Running(model, OPTIONS, Threads(), "local") as found:
+def running(model: Path) -> Iterator[RunningCluster]:
+    with RunningCluster(model, OPTIONS, ThreadedInstances(), "local") as found:
         yield found
 
 
-def answers(running: Running) -> list[list[int]]:
+def answers(running: RunningCluster) -> list[list[int]]:
     return [each.outputs[0].token_ids for each in running.generate(PROMPTS, PARAMS)]
 
 
@@ -43,15 +43,15 @@ def test_a_start_says_what_is_still_loading(
 ) -> None:
     caplog.set_level("INFO", logger="quire")
     monkeypatch.setattr(supervisor, "TELL_SECONDS", 0.02)
-    started, threads = threading.Event(), Threads()
+    started, threads = threading.Event(), ThreadedInstances()
     start = threads.start
 
-    def late(order: Order) -> None:
+    def late(launch_config: LaunchConfig) -> None:
         """The second instance loads only after a line about it."""
-        if order.role == "decode":
-            start(order)
+        if launch_config.role == "decode":
+            start(launch_config)
             return
-        threading.Thread(target=lambda: started.wait(10) and start(order)).start()
+        threading.Thread(target=lambda: started.wait(10) and start(launch_config)).start()
 
     def told(record: logging.LogRecord) -> bool:
         if record.getMessage().endswith("still loading: prefill-0"):
@@ -60,14 +60,14 @@ def test_a_start_says_what_is_still_loading(
 
     monkeypatch.setattr(threads, "start", late)
     caplog.handler.addFilter(told)
-    with Running(model, OPTIONS, threads, "local"):
+    with RunningCluster(model, OPTIONS, threads, "local"):
         caplog.handler.removeFilter(told)
         said = [each.getMessage() for each in caplog.records]
     assert "starting 2 instances: prefill-0, decode-0; each loads the model" in said
     assert started.is_set() and any(line.endswith("s: still loading: prefill-0") for line in said)
 
 
-def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(running: Running) -> None:
+def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(running: RunningCluster) -> None:
     cluster, expected = running.cluster, answers(running)
     names = {each["place"]: each["name"] for each in cluster.operations.state()["instances"]}
     told: list[list[int]] = []
@@ -98,7 +98,7 @@ def test_all_instances_are_restarted_and_change_their_roles_while_requests_run(r
     assert not {each["name"] for each in state} & {*names.values()}, "both are new"
 
 
-def test_an_instance_may_leave_and_the_last_one_may_not(running: Running) -> None:
+def test_an_instance_may_leave_and_the_last_one_may_not(running: RunningCluster) -> None:
     cluster, expected = running.cluster, answers(running)
     with pytest.raises(RequestError, match="there is no instance 'mixed-7' that runs"):
         cluster.operations.set_role("mixed-7", "mixed")
@@ -112,14 +112,14 @@ def test_an_instance_may_leave_and_the_last_one_may_not(running: Running) -> Non
     assert answers(running) == expected
 
 
-def test_requests_wait_while_the_only_instance_is_restarted(model: Path, lonely: LLM) -> None:
-    with Running(model, SMALL, Threads(), "shm", mixed=1) as running:
+def test_requests_wait_while_the_only_instance_is_restarted(model: Path, single_engine: LLM) -> None:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm", mixed=1) as running:
         cluster, prompt = running.cluster, {"prompt_token_ids": list(range(3, 80))}
         params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
         async def scenario() -> list[int]:
             restarted = asyncio.ensure_future(cluster.operations.restart())
-            while any(each.serves for each in cluster.router.members.values()):
+            while any(each.is_serving for each in cluster.router.members.values()):
                 await asyncio.sleep(0)
             assert cluster.is_ready, "requests are accepted"
             with pytest.raises(InstancesFailedError, match="mixed-0 cannot be asked yet"):
@@ -130,12 +130,12 @@ def test_requests_wait_while_the_only_instance_is_restarted(model: Path, lonely:
             await restarted
             return found
 
-        (right,) = lonely.generate([prompt], params)
+        (right,) = single_engine.generate([prompt], params)
         assert running.call(scenario()) == right.outputs[0].token_ids
     assert not cluster.is_ready
 
 
-def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: Running) -> None:
+def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: RunningCluster) -> None:
     cluster = running.cluster
     names = [each["name"] for each in cluster.operations.state()["instances"]]
     cluster.operations._model.options.update({"cache.share": False, "tiers.disk": "/nowhere:64MiB"})
@@ -145,7 +145,7 @@ def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: Runni
     assert prefill["health"] in ("down", "starting") and (decode["name"], decode["health"]) == (names[1], "serving")
 
 
-def test_a_cluster_that_closes_ends_its_requests_with_an_error(running: Running) -> None:
+def test_a_cluster_that_closes_ends_its_requests_with_an_error(running: RunningCluster) -> None:
     long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True, detokenize=False)
 
     async def scenario() -> None:
@@ -159,7 +159,7 @@ def test_a_cluster_that_closes_ends_its_requests_with_an_error(running: Running)
     running.call(scenario())
 
 
-def test_times_and_sizes_are_told_of_what_ran(running: Running) -> None:
+def test_times_and_sizes_are_told_of_what_ran(running: RunningCluster) -> None:
     answers(running)
     state = running.cluster.operations.state()
     assert state["counts"]["ended"] == len(PROMPTS)

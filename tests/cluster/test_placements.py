@@ -20,22 +20,22 @@ from hypothesis import strategies as st
 
 from quire import LLM
 from quire.cluster.cluster import Cluster
-from quire.cluster.instance import Order
+from quire.cluster.instance import LaunchConfig
 from quire.cluster.placements import (
     SHARED,
     Action,
     Add,
-    Build,
-    Model,
+    InstanceSettings,
+    InstanceSpec,
+    MachineCapacity,
     Remove,
     Restart,
-    Room,
+    ServedModel,
     SetRole,
-    Spec,
     cache_sizes,
     check_instances,
     core_counts,
-    covers,
+    covers_both_phases,
     plan_switch,
     shared_options,
     specs_of,
@@ -45,7 +45,7 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, EngineStoppedError, ModelError, RequestError
 from quire.planning.placement_file import Instances, Placement, Predicted
 
-from ..clusters import SECONDS, SMALL, Running, Threads
+from ..clusters import SECONDS, SMALL, RunningCluster, ThreadedInstances
 from ..effort import examples
 
 PREDICTED = Predicted(3.5, 2.0, "GPU", 1.75, 0.9)
@@ -61,15 +61,15 @@ def placement(*instances: tuple[str, int] | tuple[str, int, dict[str, Any]], nam
     )
 
 
-def model(config_file: Path | None = None, **options: Any) -> Model:
+def model(config_file: Path | None = None, **options: Any) -> ServedModel:
     """Of 100 MiB, beside which one engine alone would have a cache of 800 MiB."""
     keys = {key.replace("__", "."): value for key, value in options.items()}
     config = EngineConfig.from_options(keys, config_file)
-    return Model("tiny", keys, config_file, config, 100 * MIB, 800 * MIB)
+    return ServedModel("tiny", keys, config_file, config, 100 * MIB, 800 * MIB)
 
 
-def options_of(spec: Spec) -> dict[str, Any]:
-    return dict(spec.build.options)
+def options_of(spec: InstanceSpec) -> dict[str, Any]:
+    return dict(spec.settings.options)
 
 
 # ---- what a placement wants ------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_instances_get_the_options_of_their_role_and_the_others_in_common() -> N
         "scheduler.token_budget": 2048, "cache.memory": 64 * MIB, "runtime.threads": 1,
     }  # fmt: skip
     assert options_of(specs[2]) == {"scheduler.max_running": 12, "runtime.threads": 1}, "what all have is left out"
-    assert [spec.build.memory for spec in specs] == [164 * MIB, 164 * MIB, 132 * MIB]
+    assert [spec.settings.memory for spec in specs] == [164 * MIB, 164 * MIB, 132 * MIB]
 
 
 def test_equal_options_written_in_other_ways_are_equal_builds() -> None:
@@ -116,7 +116,7 @@ def test_more_cores_than_there_are_are_refused_with_the_numbers() -> None:
     wanted = placement(("prefill", 2, {"runtime.threads": 3}), ("decode", 1, {"runtime.threads": 4}))
     with pytest.raises(ConfigError, match=r"takes 10 cores .*this process may use 8; lower runtime\.threads or count"):
         specs_of(wanted.instances, model(), 8)
-    assert [spec.build.cores for spec in specs_of(wanted.instances, model(), 10)] == [3, 3, 4]
+    assert [spec.settings.cores for spec in specs_of(wanted.instances, model(), 10)] == [3, 3, 4]
     with pytest.raises(ConfigError, match="takes 8 cores .* and 1 more instances need a core each, .* may use 8"):
         core_counts([4, 4, None], 8)
 
@@ -128,7 +128,7 @@ def test_an_automatic_cache_gets_a_part_of_the_memory_that_others_leave() -> Non
     assert cache_sizes([None] * 20, model()) == [10 * MIB] * 20, "at least a quarter of a 20th"
     (mixed,) = {*specs_of(placement(("mixed", 2)).instances, model(), 4)}
     assert options_of(mixed) == {"runtime.threads": 2, "cache.memory": 350 * MIB}
-    assert mixed.build == Build(mixed.build.options, 2, 450 * MIB)
+    assert mixed.settings == InstanceSettings(mixed.settings.options, 2, 450 * MIB)
 
 
 OTHERS = {
@@ -206,16 +206,20 @@ def test_a_placement_that_is_no_file_is_refused_with_the_words(model: Path) -> N
 # ---- the way there ---------------------------------------------------------------------------------------------------
 
 
-A, B, BIG = Build((("cache.memory", 1),), 1, 1), Build((("cache.memory", 2),), 1, 1), Build((), 4, 4)
-WIDE = Room(100, 100)
+A, B, BIG = (
+    InstanceSettings((("cache.memory", 1),), 1, 1),
+    InstanceSettings((("cache.memory", 2),), 1, 1),
+    InstanceSettings((), 4, 4),
+)
+WIDE = MachineCapacity(100, 100)
 
 
-def pieces(**counts: int) -> list[Spec]:
+def pieces(**counts: int) -> list[InstanceSpec]:
     """Instances of one build, by role."""
-    return [Spec(role, A) for role, count in counts.items() for _ in range(count)]
+    return [InstanceSpec(role, A) for role, count in counts.items() for _ in range(count)]
 
 
-def at_places(specs: Sequence[Spec]) -> dict[str, Spec]:
+def at_places(specs: Sequence[InstanceSpec]) -> dict[str, InstanceSpec]:
     return {f"{spec.role}-{index}": spec for index, spec in enumerate(specs)}
 
 
@@ -226,20 +230,20 @@ def test_roles_alone_need_no_start() -> None:
 
 
 def test_an_instance_that_does_both_steps_in_where_roles_are_exchanged() -> None:
-    present = {"prefill-0": Spec("prefill", A), "decode-0": Spec("decode", B)}
-    actions = plan_switch(present, [Spec("decode", A), Spec("prefill", B)], WIDE)
+    present = {"prefill-0": InstanceSpec("prefill", A), "decode-0": InstanceSpec("decode", B)}
+    actions = plan_switch(present, [InstanceSpec("decode", A), InstanceSpec("prefill", B)], WIDE)
     assert actions == [SetRole("prefill-0", "mixed"), SetRole("decode-0", "prefill"), SetRole("prefill-0", "decode")]
 
 
 def test_where_there_is_room_a_new_instance_starts_before_the_old_one_ends() -> None:
-    present, wanted = {"mixed-0": Spec("mixed", A)}, [Spec("mixed", B)]
-    assert plan_switch(present, wanted, Room(2, 2)) == [Add("mixed-1", wanted[0]), Remove("mixed-0")]
+    present, wanted = {"mixed-0": InstanceSpec("mixed", A)}, [InstanceSpec("mixed", B)]
+    assert plan_switch(present, wanted, MachineCapacity(2, 2)) == [Add("mixed-1", wanted[0]), Remove("mixed-0")]
 
 
 def test_without_room_instances_restart_one_after_the_other_and_help_each_other() -> None:
-    present = {"prefill-0": Spec("prefill", A), "decode-0": Spec("decode", A)}
-    wanted = [Spec("prefill", B), Spec("decode", B)]
-    assert plan_switch(present, wanted, Room(2, 2)) == [
+    present = {"prefill-0": InstanceSpec("prefill", A), "decode-0": InstanceSpec("decode", A)}
+    wanted = [InstanceSpec("prefill", B), InstanceSpec("decode", B)]
+    assert plan_switch(present, wanted, MachineCapacity(2, 2)) == [
         SetRole("decode-0", "mixed"),
         Restart("prefill-0", wanted[0]),
         SetRole("prefill-0", "mixed"),
@@ -249,70 +253,93 @@ def test_without_room_instances_restart_one_after_the_other_and_help_each_other(
 
 
 def test_an_added_instance_waits_until_a_removed_one_has_ended() -> None:
-    present = {"mixed-0": Spec("mixed", A), "mixed-1": Spec("mixed", A), "mixed-2": Spec("mixed", B)}
-    actions = plan_switch(present, [Spec("mixed", B), Spec("mixed", Build((), 2, 2))], Room(3, 3))
-    assert actions == [Remove("mixed-0"), Restart("mixed-1", Spec("mixed", Build((), 2, 2)))]
+    present = {
+        "mixed-0": InstanceSpec("mixed", A),
+        "mixed-1": InstanceSpec("mixed", A),
+        "mixed-2": InstanceSpec("mixed", B),
+    }
+    actions = plan_switch(
+        present, [InstanceSpec("mixed", B), InstanceSpec("mixed", InstanceSettings((), 2, 2))], MachineCapacity(3, 3)
+    )
+    assert actions == [Remove("mixed-0"), Restart("mixed-1", InstanceSpec("mixed", InstanceSettings((), 2, 2)))]
 
 
 def test_who_makes_room_for_a_new_instance_ends_before_others() -> None:
-    three = Build((("cache.memory", 3),), 3, 3)
-    present = {"mixed-0": Spec("mixed", A), "mixed-1": Spec("mixed", B), "mixed-2": Spec("mixed", Build((), 3, 3))}
-    actions = plan_switch(present, [Spec("mixed", A), Spec("mixed", three)], Room(5, 5))
-    assert actions == [Restart("mixed-2", Spec("mixed", three)), Remove("mixed-1")]
+    three = InstanceSettings((("cache.memory", 3),), 3, 3)
+    present = {
+        "mixed-0": InstanceSpec("mixed", A),
+        "mixed-1": InstanceSpec("mixed", B),
+        "mixed-2": InstanceSpec("mixed", InstanceSettings((), 3, 3)),
+    }
+    actions = plan_switch(present, [InstanceSpec("mixed", A), InstanceSpec("mixed", three)], MachineCapacity(5, 5))
+    assert actions == [Restart("mixed-2", InstanceSpec("mixed", three)), Remove("mixed-1")]
 
 
 def test_an_instance_that_stays_does_the_work_of_one_that_leaves() -> None:
-    old, new = Spec("prefill", Build((), 3, 3)), Spec("prefill", Build((("cache.memory", 3),), 3, 3))
-    present = {"decode-0": Spec("decode", B), "prefill-0": old, "decode-1": Spec("decode", A)}
-    assert plan_switch(present, [new, present["decode-1"]], Room(5, 5)) == [
+    old, new = (
+        InstanceSpec("prefill", InstanceSettings((), 3, 3)),
+        InstanceSpec("prefill", InstanceSettings((("cache.memory", 3),), 3, 3)),
+    )
+    present = {"decode-0": InstanceSpec("decode", B), "prefill-0": old, "decode-1": InstanceSpec("decode", A)}
+    assert plan_switch(present, [new, present["decode-1"]], MachineCapacity(5, 5)) == [
         SetRole("decode-1", "mixed"), Restart("prefill-0", new), Remove("decode-0"), SetRole("decode-1", "decode"),
     ]  # fmt: skip
-    present = {"prefill-0": Spec("prefill", B), "decode-0": Spec("decode", A), "decode-1": Spec("decode", A)}
-    actions = plan_switch(present, [Spec("prefill", A), Spec("decode", A)], WIDE)
+    present = {
+        "prefill-0": InstanceSpec("prefill", B),
+        "decode-0": InstanceSpec("decode", A),
+        "decode-1": InstanceSpec("decode", A),
+    }
+    actions = plan_switch(present, [InstanceSpec("prefill", A), InstanceSpec("decode", A)], WIDE)
     assert actions == [SetRole("decode-1", "prefill"), Remove("prefill-0")], "it gets its role at once"
 
 
 def test_a_pause_is_refused_unless_it_is_allowed() -> None:
-    present, wanted = {"prefill-0": Spec("prefill", A), "decode-0": Spec("decode", A)}, [Spec("mixed", BIG)]
+    present, wanted = (
+        {"prefill-0": InstanceSpec("prefill", A), "decode-0": InstanceSpec("decode", A)},
+        [InstanceSpec("mixed", BIG)],
+    )
     with pytest.raises(ConfigError, match="needs a pause: 4 cores and 4B, .* 1 core and 1B, .* into 4 cores"):
-        plan_switch(present, wanted, Room(4, 4))
-    actions = plan_switch(present, wanted, Room(4, 4), may_pause=True)
+        plan_switch(present, wanted, MachineCapacity(4, 4))
+    actions = plan_switch(present, wanted, MachineCapacity(4, 4), may_pause=True)
     assert actions == [
         SetRole("decode-0", "mixed"), Remove("prefill-0"), Restart("decode-0", wanted[0], pauses=True),
     ]  # fmt: skip
-    assert not any(getattr(each, "pauses", False) for each in plan_switch(present, wanted, Room(5, 5), may_pause=True))
+    assert not any(
+        getattr(each, "pauses", False) for each in plan_switch(present, wanted, MachineCapacity(5, 5), may_pause=True)
+    )
 
 
 def test_what_the_machine_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="no room: 2 instances with 8 cores and 8B are needed, and there are 7 cores"):
-        plan_switch({}, [Spec("mixed", BIG)] * 2, Room(7, 9))
+        plan_switch({}, [InstanceSpec("mixed", BIG)] * 2, MachineCapacity(7, 9))
 
 
 def test_on_places_that_are_reserved_instances_come_only_there() -> None:
-    room = Room(0, 0, ("prefill-0", "decode-0", "decode-1"))
-    spec = Spec("prefill", Build())
+    capacity = MachineCapacity(0, 0, ("prefill-0", "decode-0", "decode-1"))
+    spec = InstanceSpec("prefill", InstanceSettings())
     present = {"prefill-0": spec, "decode-0": spec._replace(role="decode")}
-    (added,) = plan_switch(present, [*present.values(), spec], room)
+    (added,) = plan_switch(present, [*present.values(), spec], capacity)
     assert added == Add("decode-1", spec)
     with pytest.raises(ConfigError, match="no room: 4 instances are needed, and there are 3 places"):
-        plan_switch(present, [*present.values(), spec, spec], room)
+        plan_switch(present, [*present.values(), spec, spec], capacity)
 
 
 def test_instances_that_do_not_serve_are_ended_first() -> None:
-    present = {"prefill-0": Spec("prefill", A), "mixed-0": Spec("mixed", A)}
-    actions = plan_switch(present, [Spec("mixed", A)] * 2, Room(2, 2), down=["prefill-0"])
-    assert actions == [Remove("prefill-0"), Add("mixed-1", Spec("mixed", A))]
-    assert plan_switch({"mixed-0": Spec("mixed", A)}, [Spec("mixed", B)], Room(1, 1), down=["mixed-0"]) == [
-        Remove("mixed-0"), Add("mixed-0", Spec("mixed", B)),
+    present = {"prefill-0": InstanceSpec("prefill", A), "mixed-0": InstanceSpec("mixed", A)}
+    actions = plan_switch(present, [InstanceSpec("mixed", A)] * 2, MachineCapacity(2, 2), down=["prefill-0"])
+    assert actions == [Remove("prefill-0"), Add("mixed-1", InstanceSpec("mixed", A))]
+    present = {"mixed-0": InstanceSpec("mixed", A)}
+    assert plan_switch(present, [InstanceSpec("mixed", B)], MachineCapacity(1, 1), down=["mixed-0"]) == [
+        Remove("mixed-0"), Add("mixed-0", InstanceSpec("mixed", B)),
     ]  # fmt: skip
 
 
 class Followed:
     """What runs while actions are done, one after the other, and whether it may."""
 
-    def __init__(self, present: Mapping[str, Spec], room: Room, down: Collection[str]) -> None:
-        self.here, self.down, self.room = dict(present), {*down}, room
-        self.num_starts, self.pauses, self.is_covered = 0, False, covers(self._roles())
+    def __init__(self, present: Mapping[str, InstanceSpec], capacity: MachineCapacity, down: Collection[str]) -> None:
+        self.here, self.down, self.capacity = dict(present), {*down}, capacity
+        self.num_starts, self.pauses, self.is_covered = 0, False, covers_both_phases(self._roles())
         assert self._holds(), "the example begins with too many"
 
     def do(self, action: Action) -> None:
@@ -329,8 +356,8 @@ class Followed:
             case Restart(place, spec, pauses):
                 self._remove(place, pauses=pauses)
                 self._start(place, spec)
-        self.is_covered |= covers(self._roles())
-        assert covers(self._roles()) or self.pauses or not self.is_covered, f"{self.here} after {action}"
+        self.is_covered |= covers_both_phases(self._roles())
+        assert covers_both_phases(self._roles()) or self.pauses or not self.is_covered, f"{self.here} after {action}"
 
     def _remove(self, place: str, *, pauses: bool) -> None:
         served = place not in self.down
@@ -338,25 +365,27 @@ class Followed:
         self.down.discard(place)
         assert pauses == (served and not self._roles()), f"{place} leaves {self.here}"
         self.pauses |= pauses
-        assert not served or covers(self._roles()) or self.pauses, f"{place} leaves {self.here}"
+        assert not served or covers_both_phases(self._roles()) or self.pauses, f"{place} leaves {self.here}"
 
-    def _start(self, place: str, spec: Spec) -> None:
+    def _start(self, place: str, spec: InstanceSpec) -> None:
         self.num_starts += 1
         self.here[place] = spec
         assert self._holds(), f"no room for {place}"
-        assert self.room.places is None or place in self.room.places
+        assert self.capacity.places is None or place in self.capacity.places
 
     def _roles(self) -> list[str]:
         return [spec.role for place, spec in self.here.items() if place not in self.down]
 
     def _holds(self) -> bool:
-        builds = [spec.build for spec in self.here.values()]
+        builds = [spec.settings for spec in self.here.values()]
         cores, memory = sum(each.cores for each in builds), sum(each.memory for each in builds)
-        places = self.room.places or self.here
-        return cores <= self.room.cores and memory <= self.room.memory and len(builds) <= len(places)
+        places = self.capacity.places or self.here
+        return cores <= self.capacity.cores and memory <= self.capacity.memory and len(builds) <= len(places)
 
 
-def must_pause(leaving: Sequence[Build], coming: Sequence[Build], room: Room, stays: bool) -> bool:
+def must_pause(
+    leaving: Sequence[InstanceSettings], coming: Sequence[InstanceSettings], capacity: MachineCapacity, stays: bool
+) -> bool:
     """Whether every order of ends and starts leaves nobody at some moment, by trying all of them."""
     if stays or not leaving:
         return False
@@ -373,40 +402,45 @@ def must_pause(leaving: Sequence[Build], coming: Sequence[Build], room: Room, st
         todo += [
             (some, others)
             for some, others in steps
-            if some | others and room.holds([*(leaving[each] for each in some), *(coming[each] for each in others)])
+            if some | others and capacity.fits([*(leaving[each] for each in some), *(coming[each] for each in others)])
         ]
     return True
 
 
 BUILDS = st.builds(
-    Build, st.sampled_from([(), (("cache.memory", 1),)]), st.integers(0, 4), st.integers(1, 4)
+    InstanceSettings, st.sampled_from([(), (("cache.memory", 1),)]), st.integers(0, 4), st.integers(1, 4)
 ) | st.sampled_from([A, B])
-SPECS = st.lists(st.builds(Spec, st.sampled_from(["prefill", "decode", "mixed"]), BUILDS), min_size=1, max_size=4)
-COVERING = SPECS.filter(lambda specs: covers([spec.role for spec in specs]))
+SPECS = st.lists(
+    st.builds(InstanceSpec, st.sampled_from(["prefill", "decode", "mixed"]), BUILDS), min_size=1, max_size=4
+)
+COVERING = SPECS.filter(lambda specs: covers_both_phases([spec.role for spec in specs]))
 
 
 @given(present=SPECS, wanted=COVERING, slack=st.integers(0, 5), reserves=st.booleans(), data=st.data())
 @examples(150, deadline=None)
 def test_every_switch_reaches_its_goal_and_always_serves_within_the_room(
-    present: list[Spec], wanted: list[Spec], slack: int, reserves: bool, data: st.DataObject
+    present: list[InstanceSpec], wanted: list[InstanceSpec], slack: int, reserves: bool, data: st.DataObject
 ) -> None:
     cores, memory = (
-        max(sum(getattr(spec.build, name) for spec in specs) for specs in (present, wanted)) + slack
+        max(sum(getattr(spec.settings, name) for spec in specs) for specs in (present, wanted)) + slack
         for name in ("cores", "memory")
     )
     begin = at_places(present)
     down = data.draw(st.sets(st.sampled_from(sorted(begin)), max_size=len(begin)))
     places = tuple(begin) + tuple(f"more-{index}" for index in range(len(wanted) - len(begin)))
-    room = Room(cores, memory, places if reserves else None)
-    before, after = Counter(begin[each].build for each in begin.keys() - down), Counter(spec.build for spec in wanted)
+    capacity = MachineCapacity(cores, memory, places if reserves else None)
+    before, after = (
+        Counter(begin[each].settings for each in begin.keys() - down),
+        Counter(spec.settings for spec in wanted),
+    )
     paused = must_pause(
-        [*(before - after).elements()], [*(after - before).elements()], room, stays=bool(before & after)
+        [*(before - after).elements()], [*(after - before).elements()], capacity, stays=bool(before & after)
     )
     if paused:
         with pytest.raises(ConfigError, match="needs a pause"):
-            plan_switch(begin, wanted, room, down=down)
-    actions = plan_switch(begin, wanted, room, down=down, may_pause=paused)
-    followed = Followed(begin, room, down)
+            plan_switch(begin, wanted, capacity, down=down)
+    actions = plan_switch(begin, wanted, capacity, down=down, may_pause=paused)
+    followed = Followed(begin, capacity, down)
     for action in actions:
         followed.do(action)
     assert Counter(followed.here.values()) == Counter(wanted), "the goal"
@@ -432,45 +466,45 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.fixture(scope="module")
-def right(lonely: LLM) -> list[list[int]]:
+def right(single_engine: LLM) -> list[list[int]]:
     """The tokens of one engine."""
-    return [each.outputs[0].token_ids for each in lonely.generate(PROMPTS, SEEDED)]
+    return [each.outputs[0].token_ids for each in single_engine.generate(PROMPTS, SEEDED)]
 
 
 @pytest.fixture
-def running(model: Path, cores: int) -> Iterator[Running]:
+def running(model: Path, cores: int) -> Iterator[RunningCluster]:
     """One instance computes prompts and one decodes."""
-    with Running(model, SMALL, Threads(), "local") as found:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as found:
         yield found
 
 
-def started_with(model: Path, file: Path, found: Placement, **settings: Any) -> Running:
+def started_with(model: Path, file: Path, found: Placement, **settings: Any) -> RunningCluster:
     found.write(file)
-    return Running(model, SMALL, Threads(), "local", mixed=0, placement=str(file), **settings)
+    return RunningCluster(model, SMALL, ThreadedInstances(), "local", mixed=0, placement=str(file), **settings)
 
 
-def roles(running: Running) -> dict[str, str]:
+def roles(running: RunningCluster) -> dict[str, str]:
     return {each["place"]: each["role"] for each in running.cluster.operations.state()["instances"]}
 
 
-def names(running: Running) -> set[str]:
+def names(running: RunningCluster) -> set[str]:
     return {each["name"] for each in running.cluster.operations.state()["instances"]}
 
 
-def place(running: Running, found: Placement, **more: Any) -> None:
+def place(running: RunningCluster, found: Placement, **more: Any) -> None:
     running.call(running.cluster.operations.place(found, **more))
 
 
-def engine_of(running: Running, place: str) -> Any:
+def engine_of(running: RunningCluster, place: str) -> Any:
     """The engine at a place."""
-    assert isinstance(running.processes, Threads)
+    assert isinstance(running.processes, ThreadedInstances)
     name = next(
         each["name"] for each in running.cluster.operations.state()["instances"] if each["place"] == place
     )  # fmt: skip
     return running.processes.instances[name].engine
 
 
-async def under_load(running: Running, right: list[list[int]], work: Callable[[], Awaitable[None]]) -> int:
+async def under_load(running: RunningCluster, right: list[list[int]], work: Callable[[], Awaitable[None]]) -> int:
     """Does some work while streams run all the time, and checks each of them. Returns their number."""
     doing, count = asyncio.ensure_future(work()), 0
 
@@ -544,7 +578,7 @@ def test_options_by_role_are_in_effect(model: Path, cores: int, tmp_path: Path, 
         assert states["prefill"]["cache_bytes"] == 3 * MIB and states["decode"]["cache_bytes"] == 4 * MIB
         taken = [core for each in states.values() for core in each["cores"]]
         assert len(taken) == len({*taken}) == 2
-        assert running.instance("prefill").order.options["cache.memory"] == 3 * MIB
+        assert running.instance("prefill").launch_config.options["cache.memory"] == 3 * MIB
         found = running.generate(PROMPTS, SEEDED)
         assert [each.outputs[0].token_ids for each in found] == right
 
@@ -554,21 +588,23 @@ def test_shared_options_of_a_file_apply_to_the_server_too(model: Path, cores: in
     begin = placement(("prefill", 1, both | ONE), ("decode", 1, both | ONE))
     with started_with(model, tmp_path / "plan.json", begin) as running:
         assert running.cluster.config.scheduler.max_queue == 7 and running.cluster.config.cache.codec == "g4"
-        assert not running.instance("prefill").order.options["cache.check"]
+        assert not running.instance("prefill").launch_config.options["cache.check"]
         with pytest.raises(ConfigError, match="'dense' for mixed, and the server was started with 'g4'"):
             place(running, placement(("mixed", 1, {"cache.codec": "dense"})))
         place(running, placement(("mixed", 1, {"cache.check": False, **ONE})))  # what it does not name stays
         assert running.cluster.operations.state()["switch"] is None
 
 
-class Failing(Threads):
+class Failing(ThreadedInstances):
     """Instances with a cache of 3 MiB do not start."""
 
-    def start(self, order: Order) -> None:
+    def start(self, launch_config: LaunchConfig) -> None:
         """See Processes."""
-        if order.options["cache.memory"] == 3 * MIB:
-            order = dataclasses.replace(order, options={**order.options, "model.tokenizer": "missing"})
-        super().start(order)
+        if launch_config.options["cache.memory"] == 3 * MIB:
+            launch_config = dataclasses.replace(
+                launch_config, options={**launch_config.options, "model.tokenizer": "missing"}
+            )
+        super().start(launch_config)
 
 
 @pytest.mark.parametrize("roomy", [False, True], ids=["in their place", "beside them"])
@@ -579,7 +615,7 @@ def test_a_switch_ends_at_an_instance_that_does_not_start_and_the_cluster_serves
     good, bad = {**threads, "cache.memory": "5MiB"}, {**threads, "cache.memory": "3MiB"}
     file = tmp_path / "plan.json"
     placement(("prefill", 1, threads), ("decode", 1, threads)).write(file)
-    with Running(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
+    with RunningCluster(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
         operations = running.cluster.operations
 
         async def work() -> None:
@@ -605,7 +641,7 @@ def test_a_switch_whose_first_instance_does_not_start_leaves_the_placement(
     threads, file = {"runtime.threads": 1}, tmp_path / "plan.json"
     bad = {**threads, "cache.memory": "3MiB"}
     placement(("prefill", 1, threads), ("decode", 1, threads), name="good").write(file)
-    with Running(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
+    with RunningCluster(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
         operations = running.cluster.operations
         with pytest.raises(ModelError, match="after 0 of"):
             running.call(operations.place(placement(("prefill", 1, bad), ("decode", 1, bad), name="bad")))
@@ -617,7 +653,7 @@ def test_a_switch_whose_first_instance_does_not_start_leaves_the_placement(
 def test_after_a_pause_an_instance_that_does_not_start_gets_its_settings_back(
     model: Path, cores: int, right: list[list[int]]
 ) -> None:
-    with Running(model, SMALL, Failing(), "local") as running:
+    with RunningCluster(model, SMALL, Failing(), "local") as running:
         operations = running.cluster.operations
         bad = placement(("mixed", 1, {"runtime.threads": 4, "cache.memory": "3MiB"}))
 
@@ -631,7 +667,9 @@ def test_after_a_pause_an_instance_that_does_not_start_gets_its_settings_back(
         assert (left["place"], left["role"], left["cache_bytes"]) == ("decode-0", "mixed", 4 * MIB)
 
 
-def test_requests_wait_through_a_pause_that_is_allowed(running: Running, cores: int, right: list[list[int]]) -> None:
+def test_requests_wait_through_a_pause_that_is_allowed(
+    running: RunningCluster, cores: int, right: list[list[int]]
+) -> None:
     operations = running.cluster.operations
     big = placement(("mixed", 1, {"runtime.threads": 4}))
     with pytest.raises(ConfigError, match="needs a pause.*allow a pause"):
@@ -647,7 +685,7 @@ def test_requests_wait_through_a_pause_that_is_allowed(running: Running, cores: 
     assert (only["role"], only["cores"]) == ("mixed", [0, 1, 2, 3])
 
 
-def test_while_a_switch_is_under_way_another_one_is_refused_and_drains_wait(running: Running) -> None:
+def test_while_a_switch_is_under_way_another_one_is_refused_and_drains_wait(running: RunningCluster) -> None:
     operations, wanted = running.cluster.operations, placement(("mixed", 2), name="second")
 
     async def scenario() -> None:
@@ -671,7 +709,7 @@ def test_while_a_switch_is_under_way_another_one_is_refused_and_drains_wait(runn
     assert operations.state()["placement"] is None, "it is not what was planned any more"
 
 
-def test_a_switch_waits_for_a_drain(running: Running, right: list[list[int]]) -> None:
+def test_a_switch_waits_for_a_drain(running: RunningCluster, right: list[list[int]]) -> None:
     """And does not kill the instance that drains, whose requests would begin again elsewhere."""
     operations, waited = running.cluster.operations, []
 
@@ -693,11 +731,11 @@ def test_a_switch_waits_for_a_drain(running: Running, right: list[list[int]]) ->
     assert operations.router.counts["failed"] == 0 == operations.router.counts["again"]
 
 
-def test_an_impossible_placement_changes_nothing(running: Running) -> None:
+def test_an_impossible_placement_changes_nothing(running: RunningCluster) -> None:
     before = names(running)
     for wanted, reason in (
         (placement(("mixed", 1, {"runtime.threads": 5})), "takes 5 cores .* may use 4"),
-        (placement(("mixed", 1, {"scheduler.token_budget": 1})), "role mixed: scheduler.policy.token_budget is 1"),
+        (placement(("mixed", 1, {"scheduler.token_budget": 1})), "role mixed: scheduler.token_budget is 1"),
         (placement(("mixed", 1, {"cache.memory": "1KiB"})), "role mixed: cache.memory of 1KiB holds"),
         (Placement((Instances("mixed", 1, tp=2),), PREDICTED), "the nearest placement that works"),
     ):
@@ -706,7 +744,7 @@ def test_an_impossible_placement_changes_nothing(running: Running) -> None:
     assert names(running) == before and running.cluster.operations.state()["switch"] is None
 
 
-def test_a_switch_ends_with_the_cluster(running: Running) -> None:
+def test_a_switch_ends_with_the_cluster(running: RunningCluster) -> None:
     operations = running.cluster.operations
     long = dataclasses.replace(PARAMS, max_tokens=600)
 
@@ -726,7 +764,7 @@ def test_a_switch_ends_with_the_cluster(running: Running) -> None:
     running.call(scenario())
 
 
-class Elsewhere(Threads):
+class Elsewhere(ThreadedInstances):
     """Instances that are not on this machine, as on a Ray cluster."""
 
     is_local = False
@@ -737,7 +775,7 @@ def test_elsewhere_roles_and_options_change_at_the_places_that_are_reserved(
 ) -> None:
     file = tmp_path / "plan.json"
     placement(("prefill", 1, {"scheduler.max_running": 6}), ("decode", 2)).write(file)
-    with Running(model, SMALL, Elsewhere(), "local", mixed=0, placement=str(file)) as running:
+    with RunningCluster(model, SMALL, Elsewhere(), "local", mixed=0, placement=str(file)) as running:
         assert engine_of(running, "prefill-0").scheduler.policy.max_running == 6
         assert all(not each["cores"] for each in running.cluster.operations.state()["instances"])
         place(running, placement(("mixed", 1)))

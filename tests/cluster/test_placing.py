@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from quire.cluster.cluster import Cluster
-from quire.cluster.instance import Order
-from quire.cluster.members import Health, Index, Member, Serving, choose
+from quire.cluster.colocation import InstanceResources, colocated_groups, most_cores
+from quire.cluster.instance import LaunchConfig
+from quire.cluster.members import Health, Member, PrefixIndex, ServingInstances, choose_instances
 from quire.cluster.messages import Attempt
-from quire.cluster.on_ray import OnRay, _cache_bytes, _plain
-from quire.cluster.placing import Needs, groups_of, most_cores
 from quire.cluster.processes import places_of
+from quire.cluster.ray_processes import RayProcesses, _cache_bytes, _plain
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 
@@ -74,21 +74,21 @@ def test_what_is_no_label_is_refused(text: str) -> None:
 
 
 def test_a_pair_computes_prompts_and_decodes() -> None:
-    assert groups_of(roles(2, 2), "pairs") == [["prefill-0", "decode-0"], ["prefill-1", "decode-1"]]
+    assert colocated_groups(roles(2, 2), "pairs") == [["prefill-0", "decode-0"], ["prefill-1", "decode-1"]]
 
 
 def test_the_rest_of_a_role_is_dealt_out_to_the_pairs() -> None:
-    assert groups_of(roles(3, 2, 1), "pairs") == [
+    assert colocated_groups(roles(3, 2, 1), "pairs") == [
         ["prefill-0", "prefill-2", "decode-0"],
         ["prefill-1", "decode-1"],
         ["mixed-0"],
     ]
-    assert groups_of(roles(0, 1, 1), "pairs") == [["decode-0"], ["mixed-0"]]
+    assert colocated_groups(roles(0, 1, 1), "pairs") == [["decode-0"], ["mixed-0"]]
 
 
 def test_without_pairs_all_are_placed_together() -> None:
     for placement in ("pack", "spread"):
-        assert groups_of(roles(1, 2), placement) == [["prefill-0", "decode-0", "decode-1"]]
+        assert colocated_groups(roles(1, 2), placement) == [["prefill-0", "decode-0", "decode-1"]]
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_every_instance_gets_as_many_cores_as_all_can_have(sizes: list[int], cpu
 
 
 def test_a_bundle_has_only_what_is_needed() -> None:
-    assert Needs(2, 0, 0, {}).bundle() == {"CPU": 2.0}
-    assert Needs(2, 1, 512, {}).bundle() == {"CPU": 2.0, "GPU": 1.0, "memory": 512.0}
+    assert InstanceResources(2, 0, 0, {}).bundle() == {"CPU": 2.0}
+    assert InstanceResources(2, 1, 512, {}).bundle() == {"CPU": 2.0, "GPU": 1.0, "memory": 512.0}
 
 
 def test_an_error_says_what_instances_need() -> None:
-    needs = Needs(1, 2, 3 << 30, {"decode": {"zone": "b"}})
+    needs = InstanceResources(1, 2, 3 << 30, {"decode": {"zone": "b"}})
     assert needs.described(["prefill", "decode"]) == (
         "each needs 1 core, 2 GPUs, 3.00 GiB of memory; decode needs nodes with zone=b"
     )
@@ -129,13 +129,13 @@ def test_a_receiver_of_the_same_group_is_preferred() -> None:
     for busy, chosen in ((2, "1"), (3, "0")):
         for member in members:
             member.forget(Attempt(1, 1))
-        members[busy].take(Attempt(1, 1), 500)
-        choice = choose(Serving.of(members), Index(), [], 100)
+        members[busy].begin_prefill(Attempt(1, 1), 500)
+        choice = choose_instances(ServingInstances.of(members), PrefixIndex(), [], 100)
         assert choice is not None and choice.source is not None
         assert (choice.source.group, choice.receiver.group) == (chosen, chosen)
     members[1].health = Health.DOWN
-    members[2].take(Attempt(1, 1), 500)
-    choice = choose(Serving.of(members), Index(), [], 100)
+    members[2].begin_prefill(Attempt(1, 1), 500)
+    choice = choose_instances(ServingInstances.of(members), PrefixIndex(), [], 100)
     assert choice is not None and choice.receiver.name == "decode-0", "another machine is better than none"
 
 
@@ -149,11 +149,11 @@ def test_all_settings_travel_to_another_machine(tmp_path: Path) -> None:
 
 def test_a_cache_gets_its_share_of_a_node(tmp_path: Path) -> None:
     options: dict[str, Any] = {"runtime.device": "cpu", "model.dtype": "float32", "cache.memory": "auto"}
-    order = Order("mixed-0.1", "", "", str(save_tiny(tmp_path)), options)
-    alone = _cache_bytes(order, 1 << 50)
-    assert alone // 2 - 1_000_000 < _cache_bytes(order, alone // 2) < alone // 2, "the weights take some of it"
-    assert _cache_bytes(order, 0) == alone // 4, "too little is not nothing"
+    launch_config = LaunchConfig("mixed-0.1", "", "", str(save_tiny(tmp_path)), options)
+    alone = _cache_bytes(launch_config, 1 << 50)
+    assert alone // 2 - 1_000_000 < _cache_bytes(launch_config, alone // 2) < alone // 2, "the weights take some of it"
+    assert _cache_bytes(launch_config, 0) == alone // 4, "too little is not nothing"
 
 
 def test_ray_does_not_share_the_cores_of_this_machine() -> None:
-    assert not OnRay.is_local and OnRay.transport == "tcp"
+    assert not RayProcesses.is_local and RayProcesses.transport == "tcp"

@@ -16,24 +16,24 @@ import pytest
 
 from quire import LLM
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cluster.instance import Order
-from quire.cluster.prefixes import Answer, together
+from quire.cluster.instance import LaunchConfig
+from quire.cluster.prefixes import PrefixReply, merge_prefixes
 from quire.cluster.processes import Processes
+from quire.engine.cached_prefixes import CachedPrefix, SaltFilter
+from quire.engine.disk_prefix_index import TierCopy
 from quire.engine.engine import Engine
-from quire.engine.known import KnownPrefix, Salts
 from quire.engine.params import SamplingParams
 from quire.engine.pins import Pin
-from quire.engine.stock import Held
 from quire.errors import ConfigError, EngineStoppedError, QuireError, RequestError
 
-from ..clusters import SECONDS, SMALL, Running, Threads
+from ..clusters import SECONDS, SMALL, RunningCluster, ThreadedInstances
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def running(model: Path) -> Iterator[Running]:
-    with Running(model, SMALL, Threads(), "local") as running:
+def running(model: Path) -> Iterator[RunningCluster]:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as running:
         yield running
         running.settle()
 
@@ -42,13 +42,13 @@ def prompt_of(rng: random.Random, num_tokens: int, salt: str = "") -> dict[str, 
     return {"prompt_token_ids": [rng.randrange(3, 60) for _ in range(num_tokens)], "cache_salt": salt}
 
 
-def test_a_prefix_is_listed_once_with_the_bytes_of_all_instances(running: Running, seed: int) -> None:
+def test_a_prefix_is_listed_once_with_the_bytes_of_all_instances(running: RunningCluster, seed: int) -> None:
     prompt = prompt_of(random.Random(seed), 3 * PAGE_TOKENS + 5, "listed/")
     running.generate([prompt], PARAMS)
-    cluster, visible = running.cluster, Salts("listed/")
+    cluster, visible = running.cluster, SaltFilter("listed/")
     key = cluster.prefix_key(prompt)
     (known,) = running.call(cluster.known_prefixes(visible))
-    alone = running.call(cluster.operations.shelves.prefixes(visible))
+    alone = running.call(cluster.operations.cluster_prefixes.prefixes(visible))
     assert {each.instance.split("-")[0] for each in alone} == {"prefill", "decode"}
     assert all(each.id == key for each in alone)
     assert known.key == key and known.num_tokens == 3 * PAGE_TOKENS
@@ -58,32 +58,34 @@ def test_a_prefix_is_listed_once_with_the_bytes_of_all_instances(running: Runnin
     assert found.tiers["arena"].num_bytes == known.tiers["arena"].num_bytes
 
 
-def test_nobody_sees_or_drops_a_prefix_with_another_salt(running: Running, seed: int) -> None:
+def test_nobody_sees_or_drops_a_prefix_with_another_salt(running: RunningCluster, seed: int) -> None:
     prompt = prompt_of(random.Random(seed), PAGE_TOKENS + 1, "mine/")
     running.generate([prompt], PARAMS)
-    cluster, other = running.cluster, Salts("other/")
+    cluster, other = running.cluster, SaltFilter("other/")
     key = cluster.prefix_key(prompt)
     assert running.call(cluster.known_prefixes(other)) == running.call(cluster.prefixes(other)) == []
     assert running.call(cluster.find_prefix(key, other)) is None
     assert running.call(cluster.drop_prefix(key, other)) is None
-    assert running.call(cluster.find_prefix(key, Salts("mine/"))) is not None
+    assert running.call(cluster.find_prefix(key, SaltFilter("mine/"))) is not None
 
 
-def test_a_prefix_is_dropped_everywhere_and_computed_again(running: Running, lonely: LLM, seed: int) -> None:
+def test_a_prefix_is_dropped_everywhere_and_computed_again(
+    running: RunningCluster, single_engine: LLM, seed: int
+) -> None:
     prompt = prompt_of(random.Random(seed), 2 * PAGE_TOKENS + 1, "dropped/")
     (before,) = running.generate([prompt], PARAMS)
-    cluster, visible = running.cluster, Salts("dropped/")
+    cluster, visible = running.cluster, SaltFilter("dropped/")
     key = cluster.prefix_key(prompt)
     assert running.call(cluster.drop_prefix(key, visible)) == {"arena": 4}  # two chunks on each of two
     assert running.call(cluster.find_prefix(key, visible)) is None
     assert running.call(cluster.drop_prefix(key, visible)) is None
     (again,) = running.generate([prompt], PARAMS)
     assert again.num_cached_tokens == 0
-    (right,) = lonely.generate([prompt], PARAMS)
+    (right,) = single_engine.generate([prompt], PARAMS)
     assert again.outputs[0].token_ids == before.outputs[0].token_ids == right.outputs[0].token_ids
 
 
-def test_what_is_no_key_or_too_short_is_refused(running: Running) -> None:
+def test_what_is_no_key_or_too_short_is_refused(running: RunningCluster) -> None:
     for ask in (running.cluster.find_prefix, running.cluster.drop_prefix):
         with pytest.raises(RequestError, match="hexadecimal"):
             running.call(ask("no key"))
@@ -91,32 +93,32 @@ def test_what_is_no_key_or_too_short_is_refused(running: Running) -> None:
         running.cluster.prefix_key([1, 2, 3])
 
 
-def test_an_instance_that_goes_meanwhile_is_not_waited_for(running: Running, seed: int) -> None:
-    shelves = running.cluster.operations.shelves
-    members = shelves._members
+def test_an_instance_that_goes_meanwhile_is_not_waited_for(running: RunningCluster, seed: int) -> None:
+    cluster_prefixes = running.cluster.operations.cluster_prefixes
+    members = cluster_prefixes._members
 
-    async def scenario() -> list[KnownPrefix]:
-        asked = asyncio.ensure_future(shelves.known_prefixes(Salts("stays/")))
+    async def scenario() -> list[CachedPrefix]:
+        asked = asyncio.ensure_future(cluster_prefixes.known_prefixes(SaltFilter("stays/")))
         await asyncio.sleep(0)
-        shelves._members = {name: each for name, each in members.items() if each.role == "prefill"}
+        cluster_prefixes._members = {name: each for name, each in members.items() if each.role == "prefill"}
         return await asked
 
     decode = running.instance("decode")
-    decode.may_send = lambda to, message: not isinstance(message, Answer)
+    decode.may_send = lambda to, message: not isinstance(message, PrefixReply)
     running.generate([prompt_of(random.Random(seed), PAGE_TOKENS + 1, "stays/")], PARAMS)
     try:
         found = running.call(asyncio.wait_for(scenario(), SECONDS))
     finally:
-        shelves._members = members
+        cluster_prefixes._members = members
         decode.may_send = lambda to, message: True
-    assert not shelves._asked and len(found) == 1, "what the other one has"
+    assert not cluster_prefixes._asked and len(found) == 1, "what the other one has"
 
 
 def test_whoever_asks_a_closed_cluster_gets_an_error(model: Path) -> None:
     """Also if it asked before."""
-    with Running(model, SMALL, Threads(), "shm") as running:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm") as running:
         cluster = running.cluster
-        running.instance("decode").may_send = lambda to, message: not isinstance(message, Answer)
+        running.instance("decode").may_send = lambda to, message: not isinstance(message, PrefixReply)
 
         async def scenario() -> None:
             asked = asyncio.ensure_future(cluster.known_prefixes())
@@ -131,8 +133,8 @@ def test_whoever_asks_a_closed_cluster_gets_an_error(model: Path) -> None:
         running.call(asyncio.wait_for(scenario(), SECONDS))
 
 
-def test_an_instance_that_takes_no_message_is_named(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.cluster.operations.shelves, "_send", lambda name, message: False)
+def test_an_instance_that_takes_no_message_is_named(running: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.cluster.operations.cluster_prefixes, "_send", lambda name, message: False)
     with pytest.raises(QuireError, match=r"instance \S+: it takes no messages now"):
         running.call(running.cluster.prefixes())
 
@@ -140,11 +142,11 @@ def test_an_instance_that_takes_no_message_is_named(running: Running, monkeypatc
 def test_a_disk_that_all_instances_share_is_counted_once(model: Path, tmp_path: Path, seed: int) -> None:
     options = SMALL | {"tiers.disk": f"{tmp_path}/pages:64MiB"}
     prompt = prompt_of(random.Random(seed), 3 * PAGE_TOKENS + 1)
-    threads = Threads()
-    with Running(model, options, threads, "shm", prefill=1, decode=2) as running:
+    threads = ThreadedInstances()
+    with RunningCluster(model, options, threads, "shm", prefill=1, decode=2) as running:
         running.generate([prompt], PARAMS)
         for each in threads.instances.values():
-            assert each.ask(lambda engine: engine.moving.flush(SECONDS))
+            assert each.ask(lambda engine: engine.tiering.flush(SECONDS))
         cluster = running.cluster
         key = cluster.prefix_key(prompt)
         known = running.call(cluster.find_prefix(key))
@@ -162,17 +164,17 @@ def test_a_disk_that_all_instances_share_is_counted_once(model: Path, tmp_path: 
         assert dropped is not None and dropped["disk"] == 3 and dropped["arena"] >= 3
 
 
-def test_an_instance_that_cannot_answer_is_named(running: Running) -> None:
+def test_an_instance_that_cannot_answer_is_named(running: RunningCluster) -> None:
     decode = running.instance("decode")
-    decode._shelf.prefixes = None  # type: ignore[method-assign, assignment]
+    decode._prefix_service.prefixes = None  # type: ignore[method-assign, assignment]
     try:
         with pytest.raises(QuireError, match=r"instance decode-0\S+: it failed to answer; see the log"):
             running.call(running.cluster.prefixes())
     finally:
-        del decode._shelf.prefixes
+        del decode._prefix_service.prefixes
 
 
-def test_sizes_and_speeds_are_not_summed(running: Running) -> None:
+def test_sizes_and_speeds_are_not_summed(running: RunningCluster) -> None:
     own = [running.ask(role, Engine.stats)["costs"] for role in ("prefill", "decode")]
     end = time.monotonic() + SECONDS
     while any(each.stats is None for each in running.cluster.router.members.values()):
@@ -183,13 +185,13 @@ def test_sizes_and_speeds_are_not_summed(running: Running) -> None:
 
 def test_caches_are_put_together_by_keys() -> None:
     """A disk is one for all instances of a machine."""
-    one = KnownPrefix("a", None, 64, {"arena": Held(10, 5.0, 0.0), "disk": Held(4, 1.0, 0.0)})
-    other = KnownPrefix("a", None, 64, {"arena": Held(7, 3.0, 9.0), "disk": Held(4, 1.0, 0.0)})
-    last = KnownPrefix("b", None, 64, {"disk": Held(1, 6.0, 0.0)})
-    near = {"arena": Held(17, 5.0, 9.0), "disk": Held(4, 1.0, 0.0)}
-    far = {"arena": Held(17, 5.0, 9.0), "disk": Held(8, 1.0, 0.0)}
-    assert together([("", [one]), ("", [other, last])]) == [last, KnownPrefix("a", None, 64, near)]
-    assert together([("x", [one]), ("y", [other, last])]) == [last, KnownPrefix("a", None, 64, far)]
+    one = CachedPrefix("a", None, 64, {"arena": TierCopy(10, 5.0, 0.0), "disk": TierCopy(4, 1.0, 0.0)})
+    other = CachedPrefix("a", None, 64, {"arena": TierCopy(7, 3.0, 9.0), "disk": TierCopy(4, 1.0, 0.0)})
+    last = CachedPrefix("b", None, 64, {"disk": TierCopy(1, 6.0, 0.0)})
+    near = {"arena": TierCopy(17, 5.0, 9.0), "disk": TierCopy(4, 1.0, 0.0)}
+    far = {"arena": TierCopy(17, 5.0, 9.0), "disk": TierCopy(8, 1.0, 0.0)}
+    assert merge_prefixes([("", [one]), ("", [other, last])]) == [last, CachedPrefix("a", None, 64, near)]
+    assert merge_prefixes([("x", [one]), ("y", [other, last])]) == [last, CachedPrefix("a", None, 64, far)]
 
 
 # cache.pin.
@@ -204,7 +206,7 @@ def pin_file(tmp_path: Path) -> Path:
 
 def test_every_instance_pins_for_every_salt_also_one_that_is_started_again(model: Path, pin_file: Path) -> None:
     options = SMALL | {"cache.pin": str(pin_file)}
-    with Running(model, options, Threads(), "shm", salts=("one/", "two/")) as running:
+    with RunningCluster(model, options, ThreadedInstances(), "shm", salts=("one/", "two/")) as running:
         cluster = running.cluster
         running.call(cluster.pin(["one/", "two/"]))
         with pytest.raises(ConfigError, match="other salts"):
@@ -219,7 +221,7 @@ def test_every_instance_pins_for_every_salt_also_one_that_is_started_again(model
         assert running.ask("prefill", num_pinned) == cached[0]
         (found,) = running.generate([{"prompt": "a" * 150 + "!", "cache_salt": "two/"}], PARAMS)
         assert found.num_cached_tokens == 128
-        known = running.call(cluster.known_prefixes(Salts("one/")))
+        known = running.call(cluster.known_prefixes(SaltFilter("one/")))
         assert {each.tiers["arena"].pinned_until for each in known if each.num_tokens == 128} == {float("inf")}
         running.settle()
 
@@ -232,15 +234,15 @@ def test_an_instance_with_long_pins_is_started_without_waiting_for_it(
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    order = Order("prefill-0.1", "shm://nowhere", "00", "model", {}, pins=(Pin(1, list(range(50_000))),))
-    starting = threading.Thread(target=orders.start, args=(order,), daemon=True)
+    launch_config = LaunchConfig("prefill-0.1", "shm://nowhere", "00", "model", {}, pins=(Pin(1, list(range(50_000))),))
+    starting = threading.Thread(target=orders.start, args=(launch_config,), daemon=True)
     starting.start()
     starting.join(20)
     try:
         assert not starting.is_alive() and not orders.ended()
-        assert Order.from_json(order.to_json()) == order
+        assert LaunchConfig.from_json(launch_config.to_json()) == launch_config
     finally:
-        orders.kill(order.name)
+        orders.kill(launch_config.name)
         asyncio.run(orders.wait())
 
 
@@ -253,4 +255,4 @@ def test_pins_without_room_are_refused_at_start_by_their_line(model: Path, pin_f
     pin_file.write_text(json.dumps({"prompt": "a" * 80}) + "\n" + json.dumps({"prompt": "b" * 900}) + "\n")
     options = SMALL | {"cache.pin": str(pin_file), "cache.memory": "256KiB"}
     with pytest.raises(ConfigError, match=r"cache\.pin .*, line 2: it would pin over"):
-        Running(model, options, Threads(), "shm", salts=("", "other/"))
+        RunningCluster(model, options, ThreadedInstances(), "shm", salts=("", "other/"))

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.on_ray import check_head, find_token
+from quire.cluster.ray_processes import check_head, find_token
 from quire.errors import ConfigError, ModelError
 
-from ..clusters import Running
+from ..clusters import RunningCluster
 from ..effort import full_only
-from ..rays import (
+from ..ray_cluster import (
     LONG,
     MARK,
     OPTIONS,
@@ -67,7 +67,7 @@ def head() -> Iterator[Head]:
 
 
 @pytest.fixture(scope="module")
-def running(head: Head, model: Path) -> Iterator[Running]:
+def running(head: Head, model: Path) -> Iterator[RunningCluster]:
     """An instance that computes prompts and one that decodes."""
     with on_ray(head.address, model, prefill=1, decode=1, cores=2) as started:
         yield started
@@ -79,7 +79,7 @@ def settled(head: Head) -> list[int]:
     return head.actors()
 
 
-async def kill_while(running: Running, place: str, number: int) -> list[int]:
+async def kill_while(running: RunningCluster, place: str, number: int) -> list[int]:
     """The tokens of a long request whose instance gets a signal after some of them."""
     found: list[int] = []
     async for delta in running.cluster.generate(PROMPTS[1], LONG):
@@ -191,7 +191,7 @@ def test_a_head_takes_our_token_alone(head: Head, monkeypatch: pytest.MonkeyPatc
 
 
 @whole
-def test_instances_are_actors_with_processes_of_their_own(running: Running, head: Head) -> None:
+def test_instances_are_actors_with_processes_of_their_own(running: RunningCluster, head: Head) -> None:
     found = [instance(running, place) for place in ("prefill-0", "decode-0")]
     assert sorted(each["pid"] for each in found) == sorted(head.actors())
     for each in found:
@@ -200,7 +200,7 @@ def test_instances_are_actors_with_processes_of_their_own(running: Running, head
 
 
 @whole
-def test_instances_take_their_cores_and_memory_of_the_cluster(running: Running) -> None:
+def test_instances_take_their_cores_and_memory_of_the_cluster(running: RunningCluster) -> None:
     import ray
 
     has, free = ray.cluster_resources(), ray.available_resources()
@@ -209,14 +209,16 @@ def test_instances_take_their_cores_and_memory_of_the_cluster(running: Running) 
 
 
 @whole
-def test_prefill_and_decode_answer_like_one_engine(running: Running, expected: dict[str, list[list[int]]]) -> None:
+def test_prefill_and_decode_answer_like_one_engine(
+    running: RunningCluster, expected: dict[str, list[list[int]]]
+) -> None:
     before = running.cluster.operations.state()["counts"]
     assert [tokens(each) for each in running.generate(PROMPTS, PARAMS)] == expected["prompts"]
     assert running.cluster.operations.state()["counts"] != before
 
 
 @whole
-def test_caches_travel_over_tcp_from_node_to_node(running: Running) -> None:
+def test_caches_travel_over_tcp_from_node_to_node(running: RunningCluster) -> None:
     import ray
 
     host = ray.util.get_node_ip_address()
@@ -225,7 +227,7 @@ def test_caches_travel_over_tcp_from_node_to_node(running: Running) -> None:
 
 
 @whole
-def test_the_secret_is_in_no_command_line_and_no_log(running: Running, head: Head) -> None:
+def test_the_secret_is_in_no_command_line_and_no_log(running: RunningCluster, head: Head) -> None:
     secret = running.cluster.operations._secret.hex()
     assert not any(secret in command_of(pid) for pid in marked(head.mark))
     for file in head.folder.rglob("*"):
@@ -234,7 +236,7 @@ def test_the_secret_is_in_no_command_line_and_no_log(running: Running, head: Hea
 
 
 @whole
-def test_a_role_can_be_changed(running: Running, expected: dict[str, list[list[int]]]) -> None:
+def test_a_role_can_be_changed(running: RunningCluster, expected: dict[str, list[list[int]]]) -> None:
     running.cluster.operations.set_role("prefill-0", "mixed")
     running.cluster.operations.set_role("decode-0", "mixed")
     try:
@@ -245,7 +247,7 @@ def test_a_role_can_be_changed(running: Running, expected: dict[str, list[list[i
 
 
 @whole
-def test_a_drained_instance_is_replaced_by_another_process(running: Running, head: Head) -> None:
+def test_a_drained_instance_is_replaced_by_another_process(running: RunningCluster, head: Head) -> None:
     before = instance(running, "prefill-0")
     running.call(running.cluster.operations.drain("prefill-0"))
     until(lambda: serves_anew(running, "prefill-0", before), "another one serves")
@@ -255,7 +257,7 @@ def test_a_drained_instance_is_replaced_by_another_process(running: Running, hea
 
 @whole
 def test_a_killed_actor_is_replaced_and_its_streams_go_on(
-    running: Running, head: Head, expected: dict[str, list[list[int]]]
+    running: RunningCluster, head: Head, expected: dict[str, list[list[int]]]
 ) -> None:
     before = instance(running, "decode-0")
     found = running.call(kill_while(running, "decode-0", signal.SIGKILL))
@@ -266,7 +268,7 @@ def test_a_killed_actor_is_replaced_and_its_streams_go_on(
 
 @whole
 def test_a_frozen_actor_is_ended_and_replaced(
-    running: Running, head: Head, expected: dict[str, list[list[int]]]
+    running: RunningCluster, head: Head, expected: dict[str, list[list[int]]]
 ) -> None:
     before = instance(running, "decode-0")
     found = running.call(kill_while(running, "decode-0", signal.SIGSTOP))

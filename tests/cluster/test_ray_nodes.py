@@ -16,7 +16,7 @@ import pytest
 from quire.errors import ConfigError
 
 from ..effort import full_only
-from ..rays import (
+from ..ray_cluster import (
     LONG,
     MARK,
     PARAMS,

@@ -17,7 +17,7 @@ from quire.cache.keys import ChunkKeys
 from quire.cli.latencies import kept_folder
 from quire.cluster import replanning
 from quire.cluster.cluster import Cluster
-from quire.cluster.replanning import Command, Ended, Proposal, Replanning, workload_of
+from quire.cluster.replanning import AnsweredRequest, PlacementProposal, Replanning, SearchCommand, workload_of
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
@@ -29,7 +29,7 @@ from quire.planning.placement_file import Instances, Placement, Predicted
 from quire.planning.workload import Workload
 from quire.simulation.setup import LocalModel
 
-from ..clusters import SMALL, Running, Threads
+from ..clusters import SMALL, RunningCluster, ThreadedInstances
 from ..tiny_models import save_tiny
 
 PREDICTED = Predicted(12.0, 2.0, "machine", 6.0, 0.95)
@@ -48,7 +48,7 @@ PATIENCE = Patience(seconds=1.0, requests=20, windows=2, pause=3.0)
 class World:
     """A clock, a search and a switch for one replanning."""
 
-    def __init__(self, answer: Callable[[], Awaitable[Proposal]]) -> None:
+    def __init__(self, answer: Callable[[], Awaitable[PlacementProposal]]) -> None:
         self.now = 0.0
         self.searched: list[Workload] = []
         self.switched: list[Placement] = []
@@ -57,7 +57,7 @@ class World:
         self.answer = answer
         self.replanning = Replanning(lambda: self.present, self.search, self.switch, lambda: self.now, PATIENCE)
 
-    async def search(self, workload: Workload, present: Placement) -> Proposal:
+    async def search(self, workload: Workload, present: Placement) -> PlacementProposal:
         self.searched.append(workload)
         return await self.answer()
 
@@ -71,7 +71,7 @@ class World:
     def requests(self, num_in: int, count: int = 10) -> None:
         for number in range(count):
             self.replanning.note_arrival()
-            self.replanning.note(Ended(self.now + number / count, (), num_in, 20, 0))
+            self.replanning.note(AnsweredRequest(self.now + number / count, (), num_in, 20, 0))
 
     async def seconds(self, count: int, num_in: int) -> None:
         for _ in range(count):
@@ -80,8 +80,8 @@ class World:
             await asyncio.sleep(0.005)
 
 
-async def found(present: float) -> Proposal:
-    return Proposal(APART, 3.0, present)
+async def found(present: float) -> PlacementProposal:
+    return PlacementProposal(APART, 3.0, present)
 
 
 def run(world: World, story: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_placement_that_is_hardly_better_is_not_worth_a_switch(monkeypatch: py
 
 
 def test_a_search_or_a_switch_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing() -> Proposal:
+    async def nothing() -> PlacementProposal:
         raise QuireError("no option meets the latency targets")
 
     world = World(nothing)
@@ -164,11 +164,11 @@ def test_a_search_or_a_switch_that_fails_changes_nothing(monkeypatch: pytest.Mon
 
 
 def test_an_error_that_nobody_expects_ends_a_search_and_not_the_watching(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [OSError("no space left on device"), Proposal(APART, 3.0, 2.0)]
+    answers = [OSError("no space left on device"), PlacementProposal(APART, 3.0, 2.0)]
 
-    async def answer() -> Proposal:
+    async def answer() -> PlacementProposal:
         match answers.pop(0):
-            case Proposal() as proposal:
+            case PlacementProposal() as proposal:
                 return proposal
             case error:
                 raise error
@@ -186,7 +186,7 @@ def test_what_somebody_changes_during_a_search_stays(monkeypatch: pytest.MonkeyP
     by_hand = dataclasses.replace(APART, workload={**PRESENT.workload, "mean_in": 2000.0})
     world = World(lambda: change())
 
-    async def change() -> Proposal:
+    async def change() -> PlacementProposal:
         world.present = by_hand
         return await found(2.0)
 
@@ -197,7 +197,7 @@ def test_what_somebody_changes_during_a_search_stays(monkeypatch: pytest.MonkeyP
 def test_requests_are_not_lost_while_a_search_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     done = asyncio.Event()
 
-    async def slow() -> Proposal:
+    async def slow() -> PlacementProposal:
         await done.wait()
         return await found(2.0)
 
@@ -217,7 +217,7 @@ def test_requests_are_not_lost_while_a_search_runs(monkeypatch: pytest.MonkeyPat
 def test_the_last_requests_are_a_workload_that_shares_what_they_shared() -> None:
     tokens = list(range(300))
     keys = ChunkKeys("", tokens).first(4)
-    requests = [Ended(7.0, tuple(keys[:2]), 150, 9, 0), Ended(5.0, tuple(keys), 300, 3, 128)]
+    requests = [AnsweredRequest(7.0, tuple(keys[:2]), 150, 9, 0), AnsweredRequest(5.0, tuple(keys), 300, 3, 128)]
     found = workload_of(requests)
     assert found.columns.at.tolist() == [0.0, 2.0] and found.columns.num_out.tolist() == [3, 9]
     assert found.prompt_tokens.tolist() == [300, 150] and found.cached_tokens.tolist() == [0, 128]
@@ -230,8 +230,8 @@ def test_a_placement_must_say_what_it_was_planned_for() -> None:
 
 
 def test_a_command_that_fails_says_why_in_one_line(tmp_path) -> None:
-    command = Command("nowhere.gguf", {}, None, tmp_path / "machines.toml", {"slo.ttft": 1.0, "slo.tpot": 0.1})
-    workload = workload_of([Ended(float(number), (), 20, 3, 0) for number in range(30)])
+    command = SearchCommand("nowhere.gguf", {}, None, tmp_path / "machines.toml", {"slo.ttft": 1.0, "slo.tpot": 0.1})
+    workload = workload_of([AnsweredRequest(float(number), (), 20, 3, 0) for number in range(30)])
     with pytest.raises(QuireError, match="^quire plan: .*machines.toml"):
         asyncio.run(command.search(workload, PRESENT))
 
@@ -255,8 +255,8 @@ def test_the_command_simulates_what_it_finds_and_what_there_is(tmp_path: Path, m
     found = LocalModel(str(model), {**options, "runtime.threads": 1}, None, unused)
     about = settings_of(found.model_id, found.resolved({})[0])
     keep(LatencyModel(about, {"base": 0.02, "rows_from_1": 2e-4}, (1,), {}, {}), kept_folder())
-    command = Command(str(model), options, None, machines, {"slo.ttft": 1.0, "slo.tpot": 0.1}, seconds=20.0)
-    workload = workload_of([Ended(0.2 * number, (), 100 + number, 10, 0) for number in range(60)])
+    command = SearchCommand(str(model), options, None, machines, {"slo.ttft": 1.0, "slo.tpot": 0.1}, seconds=20.0)
+    workload = workload_of([AnsweredRequest(0.2 * number, (), 100 + number, 10, 0) for number in range(60)])
     one = dataclasses.replace(PRESENT, instances=(Instances("mixed", 1, options=ONE_AT_A_TIME),))
     proposal = asyncio.run(command.search(workload, one))
     assert proposal.rate > 1.2 * proposal.present > 0, "a batch beside one request at a time"
@@ -271,9 +271,9 @@ def test_a_search_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pyt
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    command = Command("model", {}, None, tmp_path / "machines.toml", {}, seconds=0.6)
+    command = SearchCommand("model", {}, None, tmp_path / "machines.toml", {}, seconds=0.6)
     with pytest.raises(QuireError, match="longer than 3 s"):
-        asyncio.run(command.search(workload_of([Ended(0.0, (), 20, 3, 0)]), PRESENT))
+        asyncio.run(command.search(workload_of([AnsweredRequest(0.0, (), 20, 3, 0)]), PRESENT))
     assert not Path(f"/proc/{started.read_text()}").exists()
 
 
@@ -299,13 +299,13 @@ def test_a_cluster_whose_prompts_grow_tenfold_switches_while_it_answers(
     dataclasses.replace(PRESENT, workload={"rate": 30.0, "mean_in": 20.0, "mean_out": 8.0, "shared": 0.0}).write(file)
     asked: list[Workload] = []
 
-    async def search(command: Command, workload: Workload, present: Placement) -> Proposal:
+    async def search(command: SearchCommand, workload: Workload, present: Placement) -> PlacementProposal:
         asked.append(workload)
         assert (command.machines.name, command.slo["slo.ttft"]) == ("machines.toml", 1.0)
-        return Proposal(APART, 3.0, 2.0)
+        return PlacementProposal(APART, 3.0, 2.0)
 
     (tmp_path / "machines.toml").write_text(MACHINES)
-    monkeypatch.setattr(Command, "search", search)
+    monkeypatch.setattr(SearchCommand, "search", search)
     monkeypatch.setattr(replanning, "Patience", lambda: Patience(seconds=0.4, requests=6, windows=2, pause=60.0))
     monkeypatch.setattr(replanning, "TICK_SECONDS", 0.05)
     monkeypatch.setattr("quire.cluster.cluster.SloConfig", lambda: SloConfig(ttft=1.0, tpot=0.1))
@@ -318,7 +318,7 @@ def test_a_cluster_whose_prompts_grow_tenfold_switches_while_it_answers(
     given = [prompts(20), *(prompts(200) for _ in range(60))]
     settings = {"mixed": 0, "placement": str(file), "replan": str(tmp_path / "machines.toml")}
     answers: list[list[int]] = []
-    with Running(model, SMALL, Threads(), "local", **settings) as running:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "local", **settings) as running:
         operations = running.cluster.operations
         for each in given:
             answers += [found.outputs[0].token_ids for found in running.generate(each, params)]
@@ -345,4 +345,6 @@ def test_what_it_needs_is_said(tmp_path: Path, settings: dict[str, Any], problem
     if "placement" in settings:
         settings = {"placement": str(tmp_path / "plan.json")}
     with pytest.raises(ConfigError, match=problem):
-        Cluster(str(model), SMALL, settings=ClusterConfig(replan="machines.toml", **settings), processes=Threads())
+        Cluster(
+            str(model), SMALL, settings=ClusterConfig(replan="machines.toml", **settings), processes=ThreadedInstances()
+        )

@@ -12,13 +12,13 @@ import pytest
 from quire import LLM
 from quire.engine import admission
 from quire.engine.admission import RequestLimits
-from quire.engine.grammars import Grammars
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.masks import NO_TEXT
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.errors import RequestError
+from quire.errors import QueueFullError, RequestError
 
-from ..clusters import SMALL, Running, Threads
+from ..clusters import SMALL, RunningCluster, ThreadedInstances
 from ..engines import GREEDY
 
 SCHEMA = {
@@ -44,19 +44,19 @@ def tokens(answer: RequestOutput) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("transport", ["local", "shm"])
-def test_tokens_are_those_of_one_engine(model: Path, lonely: LLM, transport: str, seed: int) -> None:
+def test_tokens_are_those_of_one_engine(model: Path, single_engine: LLM, transport: str, seed: int) -> None:
     prompts: list[Any] = [[1 + seed % 50, *range(2, 2 + length)] for length in (3, 70, 140)]
     params = [
         SamplingParams(n=2, max_tokens=120, temperature=1.0, seed=seed, structured_outputs={"json": SCHEMA}),
         SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"regex": "[0-9]{3}(-[0-9]{2}){2}"}),
         SamplingParams(max_tokens=40, temperature=1.0, seed=seed, structured_outputs={"choice": ["left", "right"]}),
     ]
-    expected = [tokens(each) for each in lonely.generate(prompts, params, use_tqdm=False)]
+    expected = [tokens(each) for each in single_engine.generate(prompts, params, use_tqdm=False)]
     # Its last row is a slice of its own, with forced tokens behind it, and another instance goes on.
     last_alone = [[1 + seed % 50, *range(2, 130)]]
     forced = SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"choice": ["on the left"]})
-    (of_forced,) = lonely.generate(last_alone, forced, use_tqdm=False)
-    with Running(model, SMALL, Threads(), transport) as cluster:
+    (of_forced,) = single_engine.generate(last_alone, forced, use_tqdm=False)
+    with RunningCluster(model, SMALL, ThreadedInstances(), transport) as cluster:
         assert [tokens(each) for each in cluster.generate(last_alone, forced)] == [tokens(of_forced)]
         answers = cluster.generate(prompts, params)
         assert [tokens(each) for each in answers] == expected
@@ -65,13 +65,13 @@ def test_tokens_are_those_of_one_engine(model: Path, lonely: LLM, transport: str
         with pytest.raises(RequestError, match="uniqueItems"):
             cluster.generate([[1, 2]], SamplingParams(structured_outputs={"json": {"uniqueItems": True}}))
         wanted = [SamplingParams(max_tokens=1, pooling=pooling) for pooling in ("mean", "last", "mean")]
-        vectors = [answer.embedding for answer in lonely.generate(prompts, wanted, use_tqdm=False)]
+        vectors = [answer.embedding for answer in single_engine.generate(prompts, wanted, use_tqdm=False)]
         for answer, vector in zip(cluster.generate(prompts, wanted), vectors, strict=True):
             assert answer.embedding == pytest.approx(vector, abs=1e-5)
         # A row that fails behind drafts that are accepted: these stay.
         params = [SamplingParams(n=2, max_tokens=40, temperature=0.0, structured_outputs={"json": DEAD_END})]
         for prompt in ([1, 2], last_alone[0]):
-            (mine,) = lonely.generate([prompt], params, use_tqdm=False)
+            (mine,) = single_engine.generate([prompt], params, use_tqdm=False)
             (its,) = cluster.generate([prompt], params)
             assert its.outputs == mine.outputs
             for output in its.outputs:
@@ -94,17 +94,28 @@ def test_only_the_router_checks_a_request(model: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(owner, name, counting)
 
     params = SamplingParams(max_tokens=9, temperature=0.0, structured_outputs={"choice": ["left", "right"]})
-    with Running(model, SMALL, Threads(), "local") as cluster:
-        for owner, name in ((admission, "tokenized"), (RequestLimits, "check"), (Grammars, "prepare")):
+    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as cluster:
+        for owner, name in ((admission, "tokenized"), (RequestLimits, "check"), (GrammarCompiler, "prepare")):
             count(owner, name)
         cluster.generate([[1, 2, 3]], params)
     assert calls == {"tokenized": 1, "check": 1, "prepare": 1}
 
 
 def test_a_pin_that_no_instance_takes_is_refused_by_the_router(model: Path) -> None:
-    with Running(model, SMALL, Threads(), "local") as cluster:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as cluster:
         limits = cluster.cluster.operations.limits
         assert limits.pins.most_chunks and not limits.pins.has_disk
         for length, pin, words in ((5, True, "whole chunks"), (70, {"tier": "disk"}, "there is none")):
             with pytest.raises(RequestError, match=words):
                 cluster.generate([{"prompt_token_ids": [1] * length, "cache_pin": pin}], GREEDY)
+
+
+def test_a_queue_that_filled_up_after_the_admission_refuses(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunningCluster(model, {**SMALL, "scheduler.max_queue": 2}, ThreadedInstances(), "local") as running:
+        cluster = running.cluster
+        request = running.call(cluster.admit([1, 2, 3], GREEDY))
+        monkeypatch.setattr(type(cluster.router), "num_waiting", 2)
+        with pytest.raises(QueueFullError, match="2 sequences wait"):
+            running.call(anext(cluster.generate(request)))
+        monkeypatch.undo()
+        assert running.call(anext(cluster.generate(request))).outputs

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from quire import LLM
-from quire.cluster.bodies import ManifestOf
+from quire.cluster.bodies import ManifestMessage
 from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
@@ -25,7 +25,7 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, InstancesFailedError
 from quire.models.fingerprint import fingerprint
 
-from ..clusters import Apart, ByRole, Running, Threads
+from ..clusters import ByRole, ProcessInstances, RunningCluster, ThreadedInstances
 from ..codecs import EVERY, TOY, options_of, row_of
 from ..effort import combine, whole
 from ..nuq_tables import random_tables
@@ -144,10 +144,10 @@ def test_tokens_are_those_of_one_engine(
     later = [*prompts[:3], [*prompts[-1], *(rng.randrange(256) for _ in range(90))]]
     longest = 8 if codec == TOY.name else 30  # the reference is slow
     params = [replace(each, seed=rng.randrange(1 << 40), max_tokens=longest) for each in (GREEDY, DRAWN, GREEDY, DRAWN)]
-    lonely = alone(model, tuple(options.items()))
-    expected = [lonely.generate(asked, params) for asked in (prompts, later)]
+    single_engine = alone(model, tuple(options.items()))
+    expected = [single_engine.generate(asked, params) for asked in (prompts, later)]
     assert retention == "all" or (expected[0][0].kept_fraction or 1) < 1, "retention drops nothing"
-    with Running(model, options, Threads(disks(with_disk or (), tmp_path)), transport) as cluster:
+    with RunningCluster(model, options, ThreadedInstances(disks(with_disk or (), tmp_path)), transport) as cluster:
         same(cluster.generate(prompts, params), expected[0])
         cluster.settle()
         for role in with_disk or ():
@@ -183,8 +183,8 @@ def test_processes_answer_with_the_tokens_of_one_engine(model: Path, tmp_path: P
     prompts = drawn_prompts(rng, 6)
     params = [replace(each, seed=rng.randrange(1 << 40), max_tokens=20) for each in (GREEDY, DRAWN) * 3]
     expected = alone(model, tuple(options.items())).generate(prompts, params)
-    apart = Apart(disks(("prefill", "decode") if options.get("cache.share", True) else (), tmp_path))
-    with Running(model, options, apart, transport) as cluster:
+    apart = ProcessInstances(disks(("prefill", "decode") if options.get("cache.share", True) else (), tmp_path))
+    with RunningCluster(model, options, apart, transport) as cluster:
         pids = {each["pid"] for each in cluster.cluster.stats()["cluster"]["instances"]}
         assert len(pids) == 2 and os.getpid() not in pids
         for _ in range(2):
@@ -195,11 +195,11 @@ def test_processes_answer_with_the_tokens_of_one_engine(model: Path, tmp_path: P
 
 
 @pytest.fixture(scope="module", params=["dense", "nuq3 threshold"])
-def cluster(model: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+def cluster(model: Path, request: pytest.FixtureRequest) -> Iterator[RunningCluster]:
     codec, _, retention = request.param.partition(" ")
     options = engine_options(model, codec, **RETENTION[retention or "all"])
-    with Running(model, options, Threads(), "tcp") as running:
-        running.lonely = alone(model, tuple(options.items()))
+    with RunningCluster(model, options, ThreadedInstances(), "tcp") as running:
+        running.single_engine = alone(model, tuple(options.items()))
         yield running
         running.settle()
 
@@ -212,19 +212,19 @@ def prompt_of(rng: random.Random, length: int = 150) -> list[int]:
     return [rng.randrange(97, 123) for _ in range(length)]
 
 
-def check(cluster: Running, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
-    found, right = cluster.generate(prompts, params), cluster.lonely.generate(prompts, params)
+def check(cluster: RunningCluster, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
+    found, right = cluster.generate(prompts, params), cluster.single_engine.generate(prompts, params)
     same(found, right)
     return right
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17])
-def test_the_first_token_is_neither_lost_nor_told_twice(cluster: Running, max_tokens: int, seed: int) -> None:
+def test_the_first_token_is_neither_lost_nor_told_twice(cluster: RunningCluster, max_tokens: int, seed: int) -> None:
     prompt = prompt_of(random.Random(seed + max_tokens))
     before = cluster.ask("decode", Engine.stats)["tiers"]["neighbour"]["num_pulls"]
     params = replace(GREEDY, max_tokens=max_tokens)
     deltas = cluster.deltas(prompt, params)
-    (right,) = cluster.lonely.generate([prompt], params)
+    (right,) = cluster.single_engine.generate([prompt], params)
     assert [token for delta in deltas for token in delta.outputs[0].token_ids] == right.outputs[0].token_ids
     assert len(right.outputs[0].token_ids) == max_tokens
     cluster.settle()
@@ -233,13 +233,13 @@ def test_the_first_token_is_neither_lost_nor_told_twice(cluster: Running, max_to
 
 
 @pytest.mark.parametrize("seeded", [DRAWN, replace(GREEDY, temperature=1.0)])
-def test_several_answers_to_a_prompt(cluster: Running, seeded: SamplingParams, seed: int) -> None:
+def test_several_answers_to_a_prompt(cluster: RunningCluster, seeded: SamplingParams, seed: int) -> None:
     (right,) = check(cluster, [prompt_of(random.Random(seed))], replace(seeded, n=3, seed=7, prompt_logprobs=1))
     assert len({tuple(each.token_ids) for each in right.outputs}) == 3
 
 
 @pytest.mark.parametrize("length", [1, 64, 150])
-def test_log_probabilities_of_prompt_and_answer(cluster: Running, length: int, seed: int) -> None:
+def test_log_probabilities_of_prompt_and_answer(cluster: RunningCluster, length: int, seed: int) -> None:
     prompt = prompt_of(random.Random(seed), length)
     (right,) = check(cluster, [prompt], replace(GREEDY, max_tokens=5, logprobs=3, prompt_logprobs=2))
     assert right.prompt_logprobs is not None and len(right.prompt_logprobs) == length
@@ -247,11 +247,13 @@ def test_log_probabilities_of_prompt_and_answer(cluster: Running, length: int, s
 
 @pytest.mark.parametrize("ends_at", [1, 2, 4])
 @pytest.mark.parametrize("is_shown", [False, True])
-def test_a_stop_string_that_spans_the_hand_over(cluster: Running, ends_at: int, is_shown: bool, seed: int) -> None:
+def test_a_stop_string_that_spans_the_hand_over(
+    cluster: RunningCluster, ends_at: int, is_shown: bool, seed: int
+) -> None:
     """Its first characters are held back by the source, and the receiver tells or drops them."""
     prompt = prompt_of(random.Random(seed))
     params = replace(GREEDY, logit_bias=TEXT, seed=3, temperature=2.0, include_stop_str_in_output=is_shown)
-    text = cluster.lonely.generate([prompt], params)[0].outputs[0].text
+    text = cluster.single_engine.generate([prompt], params)[0].outputs[0].text
     (right,) = check(cluster, [prompt], replace(params, stop=text[:ends_at]))
     assert right.outputs[0].finish_reason == "stop" and right.outputs[0].text == text[: ends_at * is_shown]
     # What looks like its beginning is told once it is clear that it is not.
@@ -259,16 +261,16 @@ def test_a_stop_string_that_spans_the_hand_over(cluster: Running, ends_at: int, 
     assert right.outputs[0].finish_reason == "length" and right.outputs[0].text == text
 
 
-def test_a_character_whose_bytes_are_of_two_instances(cluster: Running, seed: int) -> None:
+def test_a_character_whose_bytes_are_of_two_instances(cluster: RunningCluster, seed: int) -> None:
     rng, halves = random.Random(seed), {0xC3: 100.0, 0xA9: 100.0}
     params = [replace(GREEDY, logit_bias=halves, seed=each, temperature=5.0, max_tokens=6) for each in range(8)]
     prompts = [prompt_of(rng, 40)] * 8
-    found, right = cluster.generate(prompts, params), cluster.lonely.generate(prompts, params)
+    found, right = cluster.generate(prompts, params), cluster.single_engine.generate(prompts, params)
     same(found, right)
     assert any(each.outputs[0].text.startswith("é") for each in right)
 
 
-def test_the_least_number_of_tokens_counts_those_of_the_source(cluster: Running, seed: int) -> None:
+def test_the_least_number_of_tokens_counts_those_of_the_source(cluster: RunningCluster, seed: int) -> None:
     prompt = prompt_of(random.Random(seed))
     often = {257: 50.0}  # the end
     for least in (0, 1, 2, 9):
@@ -277,15 +279,17 @@ def test_the_least_number_of_tokens_counts_those_of_the_source(cluster: Running,
         assert right.outputs[0].finish_reason == "stop" and len(right.outputs[0].token_ids) == least + 1
 
 
-def test_a_prompt_that_is_a_text_comes_back_with_the_answer(cluster: Running) -> None:
+def test_a_prompt_that_is_a_text_comes_back_with_the_answer(cluster: RunningCluster) -> None:
     (right,) = check(cluster, ["Once upon a time, " * 9], replace(GREEDY, prompt_logprobs=0))
     assert right.prompt is not None and right.prompt.startswith("Once")
 
 
-def test_what_a_salt_keeps_apart_is_neither_found_nor_left_out_of_a_transfer(cluster: Running, seed: int) -> None:
+def test_what_a_salt_keeps_apart_is_neither_found_nor_left_out_of_a_transfer(
+    cluster: RunningCluster, seed: int
+) -> None:
     rng = random.Random(seed)
     prompt = prompt_of(rng, 256)
-    right = cluster.lonely.generate([prompt], GREEDY)
+    right = cluster.single_engine.generate([prompt], GREEDY)
     pulled, cached = [], []
     for salt in ("one", "two", "one"):
         before = cluster.ask("decode", Engine.stats)["tiers"]["neighbour"]["bytes_read"]
@@ -305,7 +309,7 @@ def test_what_a_salt_keeps_apart_is_neither_found_nor_left_out_of_a_transfer(clu
 def test_wishes_for_the_cache_hold_on_both_sides(model: Path, hint: str, value: float, seed: int) -> None:
     """A chunk that is dropped when its request ends is dropped by the receiver, too."""
     prompt: Any = {"prompt_token_ids": prompt_of(random.Random(seed), 200), hint: value}
-    with Running(model, engine_options(model), Threads(), "local") as cluster:
+    with RunningCluster(model, engine_options(model), ThreadedInstances(), "local") as cluster:
         cluster.generate([prompt], replace(GREEDY, max_tokens=70))
         cluster.settle()
         for role in ("prefill", "decode"):
@@ -326,7 +330,7 @@ def test_log_probabilities_of_a_prompt_come_with_the_first_answer(model: Path, s
     """Of several answers one computes them, and those that have the prompt from the cache are faster."""
     prompt = prompt_of(random.Random(seed), 200)
     params = replace(GREEDY, n=3, max_tokens=4, prompt_logprobs=1)
-    with Running(model, engine_options(model), Threads(), "local") as cluster:
+    with RunningCluster(model, engine_options(model), ThreadedInstances(), "local") as cluster:
         cluster.generate([prompt], GREEDY)
         deltas = cluster.deltas({"prompt_token_ids": prompt}, params)
         cluster.settle()
@@ -338,7 +342,7 @@ def test_caches_of_another_calibration_are_refused(model: Path) -> None:
     options = engine_options(model, "nuq3")
     other = {"cache.calibration": str(calibration(model, "nuq3", seed=1))}
     with (
-        Running(model, options, Threads({"decode": other}), "local", tries=1) as cluster,
+        RunningCluster(model, options, ThreadedInstances({"decode": other}), "local", tries=1) as cluster,
         pytest.raises(InstancesFailedError, match="another model, codec or calibration"),
     ):
         cluster.generate([[1] * 200], GREEDY)
@@ -347,7 +351,7 @@ def test_caches_of_another_calibration_are_refused(model: Path) -> None:
 def test_an_instance_that_cannot_load_says_why(model: Path) -> None:
     wrong = {"decode": {"cache.share": False, "tiers.disk": "/nowhere:64MiB"}}
     with pytest.raises(ConfigError, match=r"cache\.share is false"):
-        Running(model, engine_options(model), Threads(wrong), "local")
+        RunningCluster(model, engine_options(model), ThreadedInstances(wrong), "local")
 
 
 @pytest.mark.parametrize("retention", ["threshold", "budget"])
@@ -358,11 +362,11 @@ def test_another_source_decides_as_the_first_one_did(model: Path, retention: str
     prompt = prompt_of(rng, 300)
     params = replace(DRAWN, seed=5, max_tokens=80)
     right = alone(model, tuple(options.items())).generate([prompt], params)
-    manifests: list[ManifestOf] = []
-    with Running(model, options, threads := Threads(), "local", prefill=2, decode=1) as cluster:
+    manifests: list[ManifestMessage] = []
+    with RunningCluster(model, options, threads := ThreadedInstances(), "local", prefill=2, decode=1) as cluster:
 
         def survives(name: str, to: str, message: Any) -> bool:
-            if not isinstance(message, ManifestOf):
+            if not isinstance(message, ManifestMessage):
                 return True
             if message.message.attempt.request != 1:
                 return True

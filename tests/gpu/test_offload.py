@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
-from ..beside_device import PARAMS, engine_beside, prompts_of
+from ..device_offload import PARAMS, engine_beside, prompts_of
 from ..engines import generate, make_engine
 from ..tiny_models import tiny_shape
 

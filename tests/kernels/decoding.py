@@ -94,7 +94,7 @@ def decode(
             prefill(start, count, path)
             running.append([start + count, path, own, ((1, shared_chunks),) if shares else ()])
         if step % 10 in (6, 7, 8) or (step > 10 and step % 10 in (2, 5)):
-            table.give(running.pop(0)[2])
+            table.free(running.pop(0)[2])
         running.sort(key=lambda sequence: sequence[3])
         tokens = torch.from_numpy(random.integers(0, shape.vocab_size, len(running)))
         positions = torch.tensor([position for position, *_ in running])

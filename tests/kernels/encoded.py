@@ -105,7 +105,7 @@ class Sequences:
     def step(self, rows: Sequence[tuple[int, int]]) -> list[RowSlice]:
         """The slices of a step. What it fills is free again in the next one."""
         table = self.spec.table
-        table.give(np.array(self._filled, np.int32))
+        table.free(np.array(self._filled, np.int32))
         self._filled = []
         slices = []
         for name, count in rows:

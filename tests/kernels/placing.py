@@ -102,12 +102,12 @@ class Rows:
     def displace(self) -> None:
         """All slots stand one after the other again."""
         table = self.spec.table
-        table.ledger.give(np.array([table.positions[place] for place in self.taken], np.int32))
+        table.ledger.free(np.array([table.positions[place] for place in self.taken], np.int32))
         table.positions[:], table.bases[:] = -1, -1
         table.takes += 1
         self.taken.clear()
 
-    def give(self) -> None:
+    def free(self) -> None:
         """Gives back what the table knows nothing of."""
         self.displace()
         table = self.spec.table
@@ -150,7 +150,7 @@ def check_rows(
     is_placed = bool(rows.taken)
     rows.displace()
     (ordinary,) = run(ReferenceAttention(spec), spec, [list(slices)], seed)
-    rows.give()
+    rows.free()
     assert not is_placed or spec.cos is None or relative_rms(ordinary, expected) > 0.1, "positions made no difference"
     return backend
 

@@ -12,7 +12,7 @@ import torch
 
 from quire.kernels import runtime
 from quire.kernels.build import SOURCE_DIR, find_compiler
-from quire.kernels.memory import Carver
+from quire.kernels.memory import HugePageAllocator
 from quire.models.cpu_panels import Panels
 from quire.models.layers import TorchOps
 from quire.models.quants import plain
@@ -59,8 +59,8 @@ def test_emulated_products_are_those_of_the_file_s_numbers(
     for kind in KINDS:
         blocks, gates = random_blocks(kind, 70, 512), random_blocks(kind, 74, 512, 1)
         weight, bias = plain(blocks, torch.float32), random(74, dtype=dtype)
-        head = Panels([blocks], None, dtype, Carver(), wide=True)
-        gated = Panels([gates], bias, dtype, Carver(), gated=True)
+        head = Panels([blocks], None, dtype, HugePageAllocator(), wide=True)
+        gated = Panels([gates], bias, dtype, HugePageAllocator(), gated=True)
         assert torch.equal(head.rows(tokens), weight.to(dtype)[tokens])
         for rows in (1, 2, 3, 4, 5, 30):
             x = random(rows, 512, dtype=dtype, seed=rows) / 64
@@ -70,5 +70,5 @@ def test_emulated_products_are_those_of_the_file_s_numbers(
     if dtype != torch.float32:
         for size in ((97, 80), (96, 578)):
             pairs, x = random(*size, dtype=dtype), random(50, size[1], dtype=dtype, seed=1)
-            got = Panels([pairs], None, dtype, Carver(), wide=True)(x)
+            got = Panels([pairs], None, dtype, HugePageAllocator(), wide=True)(x)
             assert error(got, x.double() @ pairs.double().T) < 1e-5

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.kernels.memory import ALIGNMENT, BLOCK_BYTES, Carver, huge_pages, populate_ahead
+from quire.kernels.memory import ALIGNMENT, BLOCK_BYTES, HugePageAllocator, huge_pages, populate_ahead
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -45,12 +45,12 @@ def test_memory_that_is_used_lies_in_huge_pages() -> None:
 
 
 def test_carved_tensors_are_zero_aligned_apart_and_outlive_their_carver() -> None:
-    carver = Carver()
-    taken = [carver.take(size) for size in (1, 200, BLOCK_BYTES // 2, BLOCK_BYTES // 2, BLOCK_BYTES + 5, 64)]
+    allocator = HugePageAllocator()
+    taken = [allocator.take(size) for size in (1, 200, BLOCK_BYTES // 2, BLOCK_BYTES // 2, BLOCK_BYTES + 5, 64)]
     assert all(tensor.data_ptr() % ALIGNMENT == 0 and not tensor.any() for tensor in taken)
     for number, tensor in enumerate(taken, 1):
         tensor.fill_(number)
-    del carver
+    del allocator
     gc.collect()
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(taken, 1))
 

@@ -10,10 +10,10 @@ from quire.attention.cpu import _Plan
 from quire.attention.nuq import NuqHead
 from quire.errors import QuireError
 from quire.kernels import runtime
-from quire.models.cpu_panels import Matrix, Part, _Rows
+from quire.models.cpu_panels import Matrix, _Part, _Rows
 from quire.models.cpu_stack import _StackLayer, _StackRows
 
-MIRRORS = (_Plan, NuqHead, Part, Matrix, _Rows, _StackLayer, _StackRows)
+MIRRORS = (_Plan, NuqHead, _Part, Matrix, _Rows, _StackLayer, _StackRows)
 FIELDS = {mirror.__name__: list(mirror._fields_) for mirror in MIRRORS}
 
 
@@ -45,11 +45,11 @@ def test_a_mirror_is_taken_as_it_is_and_refused_with_any_one_change(name: str) -
 
 
 def test_the_message_names_both_fields_where_they_first_differ() -> None:
-    kind, outputs = FIELDS["Part"][1:]
-    assert refusal("Part", [FIELDS["Part"][0], outputs, kind]) == (
+    kind, outputs = FIELDS["_Part"][1:]
+    assert refusal("Part", [FIELDS["_Part"][0], outputs, kind]) == (
         "the kernels' Part has kind (byte 8, 8 bytes) where its Python mirror has outputs (byte 8, 8 bytes)"
     )
-    assert refusal("Part", FIELDS["Part"][:2]) == (
+    assert refusal("Part", FIELDS["_Part"][:2]) == (
         "the kernels' Part has outputs (byte 16, 8 bytes) where its Python mirror has its end (byte 16)"
     )
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
-from quire.cache.codecs.slots import Moves
+from quire.cache.codecs.slots import SlotMoves
 from quire.cache.ledger import PAGE_TOKENS
 from tests.effort import combine, examples, tries
 
@@ -145,11 +145,11 @@ def test_tokens_that_change_places_are_attended_to_as_before(dtype: torch.dtype,
         for index, chunk in enumerate(new.tolist()):
             rows.place(chunk, layer, head, order[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
     columns = (np.concatenate(column, -1) for column in zip(*moves, strict=True))
-    spec.table.sealed_codec.move(spec.table.arena.data, Moves(*columns))
+    spec.table.sealed_codec.move(spec.table.arena.data, SlotMoves(*columns))
     after = replace(before, chunks=np.append(new, before.chunks[-1:]))
     for backend in (ReferenceAttention(spec), CpuAttention(spec)):
         same, moved = (run(backend, spec, [[piece]], 0)[0] for piece in (before, after))
         assert relative_rms(moved, same) < TOLERANCE[dtype]
         if isinstance(backend, ReferenceAttention):
             assert not torch.equal(moved, same) or dtype == torch.bfloat16
-    rows.give()
+    rows.free()

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from quire.kernels import runtime
-from quire.kernels.memory import Carver
+from quire.kernels.memory import HugePageAllocator
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import KINDS as PANEL_KINDS
 from quire.models.cpu_panels import Panels
-from quire.models.layers import Gated, TorchOps
-from quire.models.quants import BLOCK_KINDS, Blocks, Weight, held_bytes, plain
+from quire.models.layers import GatedLinear, TorchOps
+from quire.models.quants import BLOCK_KINDS, Blocks, Weight, loaded_row_bytes, plain
 from tests.effort import combine
 from tests.packed_blocks import KINDS, random_blocks
 
@@ -127,7 +127,7 @@ def test_gates_of_another_type_than_what_they_let_through_gate_in_a_pass_of_thei
     x = random(5, 256, dtype=torch.bfloat16)
     exact = TorchOps().gated_linear([numbers(parts)], None, torch.float32)(x.float())
     got = CpuOps().gated_linear(parts, None, torch.bfloat16)
-    assert isinstance(got, Gated) and error(got(x), exact) < 2e-2
+    assert isinstance(got, GatedLinear) and error(got(x), exact) < 2e-2
 
 
 @pytest.mark.parametrize("inputs", [64, 72, 65, 10])
@@ -196,6 +196,6 @@ def test_panels_take_the_bytes_that_are_announced() -> None:
     """Those of the file, but that six bits take a byte: 3 % more at most."""
     for kind in KINDS:
         blocks = random_blocks(kind, 320, 512)
-        product = Panels([blocks], None, torch.bfloat16, Carver())
+        product = Panels([blocks], None, torch.bfloat16, HugePageAllocator())
         (panels,) = product._panels
-        assert blocks.raw.numel() <= len(panels) == 320 * held_bytes(kind, 512) <= 1.03 * blocks.raw.numel()
+        assert blocks.raw.numel() <= len(panels) == 320 * loaded_row_bytes(kind, 512) <= 1.03 * blocks.raw.numel()

@@ -60,7 +60,7 @@ def test_any_number_of_threads_computes_the_same() -> None:
 
 @pytest.mark.alone
 def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
-    """As when another engine is built: what a team shares may not depend on the count any more."""
+    """As when another engine is built: what a region shares may not depend on the count any more."""
     shape = tiny_shape("llama", head_dim=16, hidden_size=512, ffn_size=40)
     expected = answers(shape, stacked=True)
     threads, done = runtime.num_threads(), threading.Event()

@@ -16,8 +16,8 @@ from quire.attention.rows import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.retention.packing import pack
-from quire.cache.retention.policies import Chain
-from quire.cache.retention.retained import Retained
+from quire.cache.retention.policies import PolicyChain
+from quire.cache.retention.retained import RetainedTokens
 from tests.effort import examples
 
 from .harness import Shape, make_spec
@@ -291,7 +291,7 @@ def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() ->
             tail = int(random.integers(0, 300))
             running.append([len(prefixes[prefix][0]) * PAGE_TOKENS + tail, take(tail // PAGE_TOKENS + 1), prefix])
         if running and random.random() < 0.05 + (0.5 if step % 250 > 220 else 0):
-            spec.table.give(running.pop(int(random.integers(len(running))))[1])
+            spec.table.free(running.pop(int(random.integers(len(running))))[1])
         running.sort(key=lambda sequence: prefixes[sequence[2]][1])
         slices = []
         for sequence in running:
@@ -344,13 +344,13 @@ def test_a_retaken_chunk_is_uploaded_again() -> None:
     backend = TritonAttention(spec)
     first = spec.table.take(2, spec.table.open_codec)
     assert backend.mirror.refresh(first) == 2 and backend.mirror.refresh(first) == 0
-    spec.table.give(first[:1])
+    spec.table.free(first[:1])
     page_bytes = spec.table.open_codec.page_bytes
     other = spec.table.ledger.take(np.array([page_bytes]))  # so that the pages change with the taker
     again = spec.table.take(1, spec.table.open_codec)
     assert again[0] == first[0]
     assert backend.mirror.refresh(first) == 1
-    spec.table.ledger.give(other)
+    spec.table.ledger.free(other)
     assert (backend.mirror.pages[first].numpy() == spec.table.pages[first]).all()
 
 
@@ -364,10 +364,10 @@ def test_moved_pages_are_uploaded_though_the_step_only_moves_on() -> None:
     assert backend.plans_built == 1
     page_bytes = table.open_codec.page_bytes
     moved = int(path.chunks[0])
-    table.ledger.give(table.pages[moved].reshape(-1))
+    table.ledger.free(table.pages[moved].reshape(-1))
     first = table.ledger.take(np.array([page_bytes]))  # so that the pages are others
     table.pages[moved] = table.ledger.take(np.full(table.pages[moved].shape, page_bytes))
-    table.ledger.give(first)
+    table.ledger.free(first)
     table.takes[moved] += 1
     table.num_moved_pages += 1
     plan = backend.plan([RowSlice(72, 1, path.chunks)], [])
@@ -441,7 +441,7 @@ def test_masks_are_mirrored_where_they_change() -> None:
     path = Path(num_sealed=3, sums=table.take(3, table.sums))
     path.append(chunks)
     everything = np.zeros((spec.num_layers, spec.num_kv_heads), np.uint8)
-    path.retained = Retained(Chain(1.0, 0.5, 0.5), everything, 192)
+    path.retained = RetainedTokens(PolicyChain(1.0, 0.5, 0.5), everything, 192)
     path.retained.seal(0, 3)
     kept = np.random.default_rng(0).random(path.retained.positions.shape) < 0.4
     kept[1, 0, 0] = False
@@ -462,7 +462,7 @@ def test_positions_of_packed_slots_are_mirrored_too() -> None:
     row = RowSlice(192, 1, np.append(chunks, table.take(1, table.open_codec)))
     # A path whose second chunk is gone has its third in another's row, and all of its tokens.
     table.bases[chunks[1]] = 128
-    table.place((chunks[:1], np.array([1]), np.array([0])), np.arange(64, dtype=np.int32)[None])
+    table.store_positions((chunks[:1], np.array([1]), np.array([0])), np.arange(64, dtype=np.int32)[None])
     table.takes[chunks] += 1
     prompt = RowSlice(256, 70, table.take(6, table.sealed_codec))
     assert backend.plan([row, replace(prompt, chunks=np.append(chunks[2:], prompt.chunks))])._masks is not None
@@ -501,10 +501,10 @@ def test_a_graph_of_a_profiled_step_holds_any_columns() -> None:
             columns = plan.profile._singles[: COLUMN_INTS * num_chunks * count].view(-1, COLUMN_INTS)
             assert columns[:, 2].tolist() == chunks.tolist() * count and columns[:, 4].tolist() == sums.tolist() * count
             assert columns[:, 5].tolist() == list(range(0, num_chunks * PAGE_TOKENS, PAGE_TOKENS)) * count
-            with plan.rehearsed():
+            with plan.profiling_suspended():
                 assert plan.profile._num_columns.item() == 0
             assert plan.profile._num_columns.item() == num_chunks * count
-            table.give(np.concatenate((chunks, sums)))
+            table.free(np.concatenate((chunks, sums)))
     assert {key[:3] for key in keys} == {(4, False, True)} and len(keys) == 1 and len(places) == 1
     kept = RowSlice(5, 1, chunks, profiled=Profiled(sums, 1))
     assert backend.plan([kept]).graph_key is None and backend.plan([replace(kept, profiled=None)]).graph_key[2] is False

@@ -5,12 +5,12 @@ import logging
 import sys
 
 from quire.config import ServeConfig
-from quire.server.run import Listener, serve
+from quire.server.run import HttpListener, serve
 from tests.server.fake_engine import FakeEngine
 
 
 async def main() -> None:
-    listener = Listener(ServeConfig(port=0, drain_seconds=float(sys.argv[1])))
+    listener = HttpListener(ServeConfig(port=0, drain_seconds=float(sys.argv[1])))
     print(await serve(FakeEngine(step_seconds=0.01), listener, ready=lambda: print(listener.url, flush=True)))
 
 

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.grammars import Grammars
-from quire.engine.known import KnownPrefix
+from quire.engine.cached_prefixes import CachedPrefix
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.prefixes import Prefix
@@ -132,10 +132,10 @@ class ByteTokenizer:
 
 
 @functools.cache
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     """Of a tokenizer whose tokens are bytes."""
     tokenizer = Tokenizer(tiny_models.byte_tokenizer(), None, tiny_models.BOS, tiny_models.EOS)
-    return Grammars(tokenizer, VOCAB, (EOS,))
+    return GrammarCompiler(tokenizer, VOCAB, (EOS,))
 
 
 def _embedding(ids: list[int], pooling: str) -> list[float]:
@@ -191,7 +191,7 @@ class FakeEngine:
         self.decoded = 0
         self.prompts: list[dict[str, Any]] = []
         self.cached: list[tuple[str, Prefix]] = []
-        self.known: list[tuple[str, KnownPrefix]] = []
+        self.known: list[tuple[str, CachedPrefix]] = []
         self.moved: dict[str, Any] = {}
         self.pinned_salts: list[str] = []
         self.kept_fraction: float | None = None
@@ -209,6 +209,9 @@ class FakeEngine:
     def _check(self, prompt: Any) -> None:
         if len(prompt["prompt_token_ids"]) >= self.max_context:
             raise RequestError("prompt too long", param="prompt")
+        self._check_queue()
+
+    def _check_queue(self) -> None:
         if len(self.live) >= self.queue_limit:
             raise QueueFullError(f"{self.queue_limit} requests are waiting", retry_after=self.retry_after)
 
@@ -218,6 +221,9 @@ class FakeEngine:
         assert request_id not in self.live
         if isinstance(prompt, FakeRequest):
             prompt = prompt.prompt
+            self._check_queue()
+        else:
+            self._check({"prompt_token_ids": self.tokenizer.encode(prompt["prompt"])} if "prompt" in prompt else prompt)
         if "prompt" in prompt:
             hints = {name: value for name, value in prompt.items() if name != "prompt"}
             prompt = {"prompt_token_ids": self.tokenizer.encode(prompt["prompt"]), **hints}
@@ -320,10 +326,10 @@ class FakeEngine:
             raise RequestError(f"the prompt has {count} tokens; the cache keeps whole chunks of 64", "prompt")
         return f"{count // 64:032x}"
 
-    async def known_prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[KnownPrefix]:
+    async def known_prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[CachedPrefix]:
         return [prefix for salt, prefix in self.known if visible(salt)]
 
-    async def find_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> KnownPrefix | None:
+    async def find_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> CachedPrefix | None:
         return next((prefix for prefix in await self.known_prefixes(visible) if prefix.key == key), None)
 
     async def drop_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> dict[str, int] | None:

@@ -22,8 +22,8 @@ from quire.config import ServeConfig
 from quire.server import run
 from quire.server.app import create_app
 from quire.server.auth import ApiKeys
-from quire.server.edge import Limits
-from quire.server.run import Listener, serve
+from quire.server.connection_manager import ConnectionLimits
+from quire.server.run import HttpListener, serve
 from tests.server.fake_engine import FakeEngine
 
 CHAT = {"messages": [{"role": "user", "content": "Hello, Wörld 🌍!"}]}
@@ -117,11 +117,11 @@ async def openai_client(engine: FakeEngine | None = None, **settings: Any) -> As
 
 @asynccontextmanager
 async def socket_server(
-    engine: FakeEngine | None = None, keys: Sequence[str] = (), limits: Limits | None = None, **settings: Any
+    engine: FakeEngine | None = None, keys: Sequence[str] = (), limits: ConnectionLimits | None = None, **settings: Any
 ) -> AsyncIterator[SocketServer]:
     """A server on a real socket of this event loop; afterwards the engine must hold no request."""
     engine = FakeEngine() if engine is None else engine
-    listener = Listener(ServeConfig(port=0, **settings))
+    listener = HttpListener(ServeConfig(port=0, **settings))
     listener.keys = ApiKeys(list(keys))
     ready = asyncio.Event()
     apps: list[Any] = []

@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.config import ServeConfig
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.server.run import Listener, serve
+from quire.server.run import HttpListener, serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, TEXT, RawCall, application
 
@@ -60,7 +60,7 @@ async def main() -> None:
         assert call.body.count(b" word") == TOKENS
         report("in process", path, time.process_time() - begun)
 
-    listener = Listener(ServeConfig(port=0))
+    listener = HttpListener(ServeConfig(port=0))
     ready = asyncio.Event()
     server = asyncio.ensure_future(serve(engine, listener, ready.set))
     await ready.wait()

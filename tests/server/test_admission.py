@@ -7,7 +7,7 @@ import pytest
 
 from quire.engine import admission
 from quire.engine.admission import RequestLimits
-from quire.engine.grammars import Grammars
+from quire.engine.grammar_compiler import GrammarCompiler
 from tests.server.harness import RawCall, real_server
 
 pytestmark = pytest.mark.anyio
@@ -53,8 +53,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(admission, "tokenized")
     count(RequestLimits, "check")
-    count(Grammars, "prepare")
-    count(Grammars, "compile")
+    count(GrammarCompiler, "prepare")
+    count(GrammarCompiler, "compile")
     return calls
 
 

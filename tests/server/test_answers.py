@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import EngineConfig
-from quire.server import answers, completions, errors
-from quire.server.answers import SENT_BYTES, SLICE, ScoredAnswer, Unsent, encoded, extend, pieces
+from quire.server import completions, errors, json_encoding
 from quire.server.errors import encode
-from quire.server.shapes import Items
+from quire.server.json_encoding import SENT_BYTES, SLICE, AnswerByteLimiter, LargeJsonResponse, encoded, extend, pieces
+from quire.server.shapes import EncodedList
 from tests.effort import examples
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import RawCall, application, client, error_of, events
@@ -39,16 +39,16 @@ def test_pieces_join_to_the_json_of_the_whole(value):
 def test_a_list_that_was_begun_goes_on_as_one(values, begun):
     grown = bytearray()
     sizes = [extend(grown, [each]) for each in values[begun:]]
-    value = {"a": [{"b": Items(encoded(iter(values[:begun])), grown)}]}
+    value = {"a": [{"b": EncodedList(encoded(iter(values[:begun])), grown)}]}
     assert b"".join(pieces(value)) == encode({"a": [{"b": values}]}).encode(errors="backslashreplace")
     assert encoded(values) == encoded(iter(values)) and sum(sizes) == len(grown)
 
 
 def test_what_choices_share_is_there_once_and_sent_in_bounded_parts():
-    shared = Items(b"1," * SENT_BYTES + b"1", bytearray(b"2,2"), b"3," * SENT_BYTES + b"3")
+    shared = EncodedList(b"1," * SENT_BYTES + b"1", bytearray(b"2,2"), b"3," * SENT_BYTES + b"3")
     content = {"choices": [{"index": index, "x": shared} for index in range(8)]}
     held = ExitStack()
-    length = ScoredAnswer(content, held).headers["content-length"]
+    length = LargeJsonResponse(content, held).headers["content-length"]
     tracemalloc.start()
     try:
         most = sizes = 0
@@ -68,28 +68,28 @@ def test_small_parts_are_joined():
 
 
 def test_the_bytes_of_answers_are_counted_up_and_down_and_the_first_of_each_are_free():
-    unsent, free = Unsent(), answers.UNCOUNTED_BYTES
-    with unsent.hold() as one, unsent.hold() as other:
+    answer_limiter, free = AnswerByteLimiter(), json_encoding.UNCOUNTED_BYTES
+    with answer_limiter.hold() as one, answer_limiter.hold() as other:
         one(free)
-        assert unsent.num_bytes == 0
+        assert answer_limiter.num_bytes == 0
         one(100)
         other(free + 30)
-        assert unsent.num_bytes == 130
+        assert answer_limiter.num_bytes == 130
         one(-200)
-        assert unsent.num_bytes == 30
+        assert answer_limiter.num_bytes == 30
         one(150)
-        assert unsent.num_bytes == 80
-    assert unsent.num_bytes == 0
+        assert answer_limiter.num_bytes == 80
+    assert answer_limiter.num_bytes == 0
 
 
 def test_an_answer_that_nobody_asks_for_any_more_gives_its_count_back():
-    unsent = Unsent()
+    answer_limiter = AnswerByteLimiter()
     with ExitStack() as held:
-        held.enter_context(unsent.hold())(10**6)
-        answer = ScoredAnswer({"a": 1}, held.pop_all())
-    assert unsent.num_bytes > 0
+        held.enter_context(answer_limiter.hold())(10**6)
+        answer = LargeJsonResponse({"a": 1}, held.pop_all())
+    assert answer_limiter.num_bytes > 0
     del answer
-    assert unsent.num_bytes == 0
+    assert answer_limiter.num_bytes == 0
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ async def test_echoed_lists_are_made_once_for_all_choices(stream, monkeypatch):
 )
 async def test_no_single_call_encodes_a_large_part_of_an_answer(path, body, monkeypatch):
     lengths = []
-    monkeypatch.setattr(answers, "encode", lambda value: lengths.append(len(text := encode(value))) or text)
+    monkeypatch.setattr(json_encoding, "encode", lambda value: lengths.append(len(text := encode(value))) or text)
     async with client() as http:
         answer = await http.post(f"/v1/{path}", json=body | {"max_tokens": 300})
     assert answer.status_code == 200 and len(answer.content) > 250_000
@@ -192,7 +192,7 @@ async def test_more_scores_than_an_answer_holds_are_refused_by_name(asked, num_s
 @pytest.mark.anyio
 async def test_an_answer_without_log_probabilities_is_encoded_in_one_call(monkeypatch):
     calls = []
-    for module in (answers, errors):
+    for module in (json_encoding, errors):
         monkeypatch.setattr(module, "encode", lambda value: calls.append(value) or encode(value))
     async with client() as http:
         answer = await http.post("/v1/completions", json={"prompt": ["a"] * 20, "n": 2, "max_tokens": 2})
@@ -202,10 +202,10 @@ async def test_an_answer_without_log_probabilities_is_encoded_in_one_call(monkey
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monkeypatch):
-    monkeypatch.setattr(answers, "UNCOUNTED_BYTES", 0)
+    monkeypatch.setattr(json_encoding, "UNCOUNTED_BYTES", 0)
     asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
     app = application(FakeEngine())
-    unsent, read = app.state.service.unsent, asyncio.Event()
+    answer_limiter, read = app.state.service.answer_limiter, asyncio.Event()
 
     class Unread(RawCall):
         """A client whose connection takes the answer's head alone until it is read."""
@@ -217,14 +217,14 @@ async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monk
 
     first = Unread(app, "/v1/completions", asked)
     async with asyncio.timeout(5):
-        while not unsent.num_bytes:
+        while not answer_limiter.num_bytes:
             await asyncio.sleep(0.001)
-    size = unsent.num_bytes
+    size = answer_limiter.num_bytes
     assert size > 20_000
-    monkeypatch.setattr(answers, "UNSENT_BYTES", 2 * size)
+    monkeypatch.setattr(json_encoding, "UNSENT_BYTES", 2 * size)
     second, third = Unread(app, "/v1/completions", asked), None
     async with asyncio.timeout(5):
-        while unsent.num_bytes < 2 * size:
+        while answer_limiter.num_bytes < 2 * size:
             await asyncio.sleep(0.001)
         third = RawCall(app, "/v1/completions", asked)
         await third.task
@@ -232,7 +232,7 @@ async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monk
     read.set()
     async with asyncio.timeout(5):
         await asyncio.gather(first.task, second.task)
-    assert first.status == second.status == 200 and unsent.num_bytes == 0
+    assert first.status == second.status == 200 and answer_limiter.num_bytes == 0
     fourth = RawCall(app, "/v1/completions", asked)
     await fourth.task
     assert fourth.status == 200
@@ -249,27 +249,27 @@ CHOICES = {
 async def test_scores_of_a_whole_answer_are_counted_as_they_come_and_bounded(path, monkeypatch):
     body = CHOICES[path] | {"n": 4, "max_tokens": 200}
     app = application(FakeEngine())
-    unsent = app.state.service.unsent
+    answer_limiter = app.state.service.answer_limiter
     fits = RawCall(app, f"/v1/{path}", body)
     await fits.task
-    assert fits.status == 200 and unsent.num_bytes == 0
-    monkeypatch.setattr(answers, "UNCOUNTED_BYTES", 0)
-    monkeypatch.setattr(answers, "UNSENT_BYTES", len(fits.body) // 2)
+    assert fits.status == 200 and answer_limiter.num_bytes == 0
+    monkeypatch.setattr(json_encoding, "UNCOUNTED_BYTES", 0)
+    monkeypatch.setattr(json_encoding, "UNSENT_BYTES", len(fits.body) // 2)
     large = RawCall(app, f"/v1/{path}", body)
     await large.task
     assert large.status == 400 and json.loads(large.body)["error"]["code"] == "answer_too_large"
-    with unsent.hold() as grow:
+    with answer_limiter.hold() as grow:
         grow(len(fits.body) // 4)
         late = RawCall(app, f"/v1/{path}", body | {"n": 2})
         await late.task
         assert late.status == 503 and json.loads(late.body)["error"]["code"] == "too_many_large_answers"
-        monkeypatch.setattr(answers, "UNCOUNTED_BYTES", len(fits.body))
+        monkeypatch.setattr(json_encoding, "UNCOUNTED_BYTES", len(fits.body))
         few = RawCall(app, f"/v1/{path}", body | {"n": 2})
         await few.task
         assert few.status == 200, "an answer of a few bytes is refused"
     streamed = RawCall(app, f"/v1/{path}", body | {"stream": True})
     await streamed.task
-    assert streamed.status == 200 and unsent.num_bytes == 0
+    assert streamed.status == 200 and answer_limiter.num_bytes == 0
 
 
 class Unread(RawCall):
@@ -298,7 +298,7 @@ async def test_a_client_that_does_not_read_keeps_nobody_s_scores_waiting(prompts
     engine.generate = watched
     app = application(engine)
     service = app.state.service
-    service.scores.free = service.scores.size = 21 * len(PROMPT)
+    service.logprob_limiter.free = service.logprob_limiter.size = 21 * len(PROMPT)
     asked = {"prompt": [PROMPT] * prompts, "max_tokens": 1, "echo": True, "logprobs": 20}
     slow = [Unread(app, "/v1/completions", asked | {"stream": True}) for _ in range(3)]
     async with asyncio.timeout(10):
@@ -306,12 +306,12 @@ async def test_a_client_that_does_not_read_keeps_nobody_s_scores_waiting(prompts
         await other.task
         while not all(call.reads for call in slow) or len(items) < 4 * prompts:
             await asyncio.sleep(0.001)
-    assert other.status == 200 and service.scores.free == service.scores.size
+    assert other.status == 200 and service.logprob_limiter.free == service.logprob_limiter.size
     assert all(each.prompt_logprobs is None for each in items), "scores lie where nobody counts them"
     for call in slow:
         call.reads.set()
         await asyncio.wait_for(call.task, 5)
-    assert service.unsent.num_bytes == 0
+    assert service.answer_limiter.num_bytes == 0
 
 
 @pytest.mark.anyio
@@ -319,11 +319,11 @@ async def test_prompts_that_wait_for_room_for_their_scores_count_as_queued():
     engine = FakeEngine()
     engine.config = EngineConfig.from_options({"scheduler.max_queue": 3})
     app = application(engine)
-    scores = app.state.service.scores
+    logprob_limiter = app.state.service.logprob_limiter
     asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
-    async with scores.hold(scores.size):
+    async with logprob_limiter.hold(logprob_limiter.size):
         waiting = [RawCall(app, "/v1/completions", asked) for _ in range(3)]
-        while scores.num_waiting < 3:
+        while logprob_limiter.num_waiting < 3:
             await asyncio.sleep(0)
         late, plain = RawCall(app, "/v1/completions", asked), RawCall(app, "/v1/completions", {"prompt": "a"})
         await asyncio.gather(late.task, plain.task)
@@ -336,7 +336,7 @@ async def test_prompts_that_wait_for_room_for_their_scores_count_as_queued():
 async def test_scores_of_prompts_that_the_engine_keeps_are_bounded_over_all_requests():
     engine = FakeEngine()
     app = application(engine)
-    scores = app.state.service.scores
+    logprob_limiter = app.state.service.logprob_limiter
     begun = []
     generate = engine.generate
     engine.generate = lambda prompt, params, request_id: (
@@ -344,14 +344,14 @@ async def test_scores_of_prompts_that_the_engine_keeps_are_bounded_over_all_requ
         generate(prompt, params, request_id),
     )[1]
     asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
-    scores.free = scores.size = 2 * 21 * len(PROMPT) - 1
-    async with scores.hold(21 * len(PROMPT)):
+    logprob_limiter.free = logprob_limiter.size = 2 * 21 * len(PROMPT) - 1
+    async with logprob_limiter.hold(21 * len(PROMPT)):
         waiting, other = RawCall(app, "/v1/completions", asked), RawCall(app, "/v1/completions", {"prompt": "a"})
         await other.task
         assert other.status == 200 and len(begun) == 1 and not waiting.task.done()
     await waiting.task
-    assert waiting.status == 200 and scores.free == scores.size
+    assert waiting.status == 200 and logprob_limiter.free == logprob_limiter.size
     # More than there is room for takes all of it.
     large = RawCall(app, "/v1/completions", asked | {"prompt": [PROMPT, PROMPT, PROMPT]})
     await large.task
-    assert large.status == 200 and scores.free == scores.size
+    assert large.status == 200 and logprob_limiter.free == logprob_limiter.size

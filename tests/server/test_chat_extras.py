@@ -6,8 +6,8 @@ import pytest
 
 from quire.server.chat_schema import ChatRequest
 from quire.server.tooling import Tooling
-from quire.tools.calls import Reasoning, Text
-from quire.tools.reader import AnswerReader
+from quire.tools.answer_parser import AnswerParser
+from quire.tools.calls import ReasoningDelta, TextDelta
 from quire.tools.reasoning import FORMATS, ReasoningParser, reasoning_of
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, client, error_of, events
@@ -26,11 +26,11 @@ async def post(body, engine=None, path=PATH):
 
 
 def read(text, is_inside, cuts, format_=FORMATS[0]):
-    reader, found = AnswerReader(ReasoningParser(format_, is_inside=is_inside)), {Reasoning: "", Text: ""}
+    reader, found = AnswerParser(ReasoningParser(format_, is_inside=is_inside)), {ReasoningDelta: "", TextDelta: ""}
     for number, (begin, end) in enumerate(zip([0, *cuts], [*cuts, len(text)], strict=True)):
         for part in reader.read(text[begin:end], is_last=number == len(cuts)):
             found[type(part)] += part.text
-    return found[Reasoning], found[Text]
+    return found[ReasoningDelta], found[TextDelta]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ async def test_a_form_comes_behind_the_reasoning(end, begins):
     tokenizer.chat_template = "<think></think>"
     body = ChatRequest(messages=[USER], structured_outputs={"regex": "a"})
     tooling = await Tooling.of(body, tokenizer)
-    assert tooling.form(tokenizer.encode(end)).reasoning == (begins, "</think>")
+    assert tooling.constraint(tokenizer.encode(end)).reasoning == (begins, "</think>")
     tokenizer.chat_template = ""
-    assert (await Tooling.of(body, tokenizer)).form(tokenizer.encode(end)).reasoning is None
+    assert (await Tooling.of(body, tokenizer)).constraint(tokenizer.encode(end)).reasoning is None
 
 
 ANSWER = {"role": "assistant", "content": "It begins so"}

@@ -106,7 +106,7 @@ def engine():
 async def test_the_state_of_instances_has_its_shape():
     async with client(engine()) as http:
         found = (await http.get("/v1/cluster")).json()
-    check(shapes.Cluster, found)
+    check(shapes.ClusterInfo, found)
     ready, down = found["instances"]
     assert ready["saturating_rows"] == 256 and ready["load"]["queued_rows"] == 512
     assert down["health"] == "down" and down["load"] is None
@@ -114,7 +114,7 @@ async def test_the_state_of_instances_has_its_shape():
 
 
 def test_the_document_knows_every_health_and_every_role():
-    hints = get_type_hints(shapes.Instance)
+    hints = get_type_hints(shapes.InstanceInfo)
     assert get_args(hints["health"]) == tuple(each.value for each in Health)
     assert get_args(hints["role"]) == ROLES
     assert RoleRequest.model_json_schema()["properties"]["role"]["enum"] == list(ROLES)
@@ -136,7 +136,7 @@ async def test_an_operator_changes_instances(action, body, done):
     async with client(fake := engine()) as http:
         answer = await http.post(f"/v1/cluster/{action}", json=body)
         assert answer.status_code == 200, answer.text
-        check(shapes.Cluster, answer.json())
+        check(shapes.ClusterInfo, answer.json())
     assert fake.operations.done[-1] == done
 
 
@@ -368,7 +368,7 @@ async def test_the_status_is_a_table_of_instances_and_one_of_stages(capsys):
             assert "transfer 4.0 ms 4.0 ms 4.0 ms".split() in lines and "decode 2.00 s 2.00 s 2.00 s".split() in lines
             assert lines[-1] == "attempts 7, again 1".split()
         assert await cluster("status", "--url", url, "--json") == 0
-        check(shapes.Cluster, json.loads(capsys.readouterr().out))
+        check(shapes.ClusterInfo, json.loads(capsys.readouterr().out))
 
 
 async def test_the_status_tells_the_placement_and_a_switch(capsys):
@@ -395,7 +395,7 @@ async def test_the_status_tells_the_placement_and_a_switch(capsys):
             told = ("plan.json", "it ended", "replanning")
             assert [line for line in out if any(each in line for each in told)] == lines
             assert await cluster("status", "--url", url, "--json") == 0
-            check(shapes.Cluster, json.loads(capsys.readouterr().out))
+            check(shapes.ClusterInfo, json.loads(capsys.readouterr().out))
 
 
 async def test_the_command_sends_a_file_of_instances(capsys, tmp_path):
@@ -432,7 +432,7 @@ async def test_the_command_changes_instances(capsys, words, done, printed):
         assert await cluster(*words, "--url", url) == 0
         assert capsys.readouterr().out == printed
         assert await cluster(words[0], "--url", url, *words[1:], "--json") == 0
-        check(shapes.Cluster, json.loads(capsys.readouterr().out))
+        check(shapes.ClusterInfo, json.loads(capsys.readouterr().out))
     assert [each for each in fake.operations.done if each[0] != "begins"] == [done, done]
 
 

@@ -15,9 +15,9 @@ import time
 import pytest
 
 from quire.config import ServeConfig
-from quire.server import connection, half_closed, run
-from quire.server.connection import Stage
-from quire.server.edge import Edge, Limits
+from quire.server import connection, disconnect_probe, run
+from quire.server.connection import ConnectionState
+from quire.server.connection_manager import ConnectionLimits, ConnectionManager
 from quire.server.run import connection_limits
 from quire.server.service import Service
 from tests.server.fake_engine import FakeEngine
@@ -25,7 +25,7 @@ from tests.server.harness import TEXT, post_head, socket_server
 
 pytestmark = pytest.mark.anyio
 
-QUICK = Limits(head_seconds=0.1, body_seconds=0.1, write_seconds=0.2, linger_seconds=0.3, sweep_seconds=0.01)
+QUICK = ConnectionLimits(head_seconds=0.1, body_seconds=0.1, write_seconds=0.2, linger_seconds=0.3, sweep_seconds=0.01)
 GET = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = json.dumps(TEXT | {"max_tokens": 3}).encode()
 CHUNKED = post_head("/v1/completions", "Transfer-Encoding: chunked") + b"5\r\n{"
@@ -49,7 +49,7 @@ def silence(caplog):
 def edges(monkeypatch):
     """What each server of a test knows of its connections."""
     found = []
-    monkeypatch.setattr(run, "Edge", lambda *given: found.append(Edge(*given)) or found[-1])
+    monkeypatch.setattr(run, "ConnectionManager", lambda *given: found.append(ConnectionManager(*given)) or found[-1])
     return found
 
 
@@ -168,29 +168,29 @@ async def test_a_client_that_leaves_is_heard_though_it_has_sent_another_request_
 
 async def test_bodies_sent_ahead_are_read_no_further_than_one_body_is(edges):
     size = 16 * KIB
-    async with socket_server(FakeEngine(step_seconds=0.01), limits=Limits(sweep_seconds=0.01)) as server:
+    async with socket_server(FakeEngine(step_seconds=0.01), limits=ConnectionLimits(sweep_seconds=0.01)) as server:
         client = await server.connect(request(json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()))
         while not server.engine.live:
             await asyncio.sleep(0.005)
-        ahead = asyncio.ensure_future(client.send(request(b" " * size) * 8))
+        sending = asyncio.ensure_future(client.send(request(b" " * size) * 8))
         (held,) = edges[0].open
         async with asyncio.timeout(2):
             while not held.flow.read_paused:
                 await asyncio.sleep(0.005)
         assert 64 * KIB < sum(len(cycle.body) for cycle, _ in held.pipeline) <= 8 * size
-        assert edges[0].ahead == held.ahead
+        assert edges[0].bytes_ahead == held.bytes_ahead
         client.close()
-        await asyncio.gather(ahead, return_exceptions=True)
+        await asyncio.gather(sending, return_exceptions=True)
         async with asyncio.timeout(3):
             while server.engine.live:
                 await asyncio.sleep(0.005)
-        assert edges[0].ahead == 0
+        assert edges[0].bytes_ahead == 0
 
 
 @pytest.mark.parametrize("resets", [True, False])
 async def test_a_client_that_leaves_is_heard_though_its_next_body_is_not_read(edges, monkeypatch, resets):
-    monkeypatch.setattr(half_closed, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(half_closed, "FIRST_PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(disconnect_probe, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(disconnect_probe, "FIRST_PROBE_SECONDS", 0.02)
     async with socket_server(FakeEngine(step_seconds=0.01), limits=QUICK) as server:
         long = json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as client:
@@ -210,18 +210,18 @@ async def test_a_client_that_leaves_is_heard_though_its_next_body_is_not_read(ed
 
 async def test_bodies_sent_ahead_have_a_limit_over_all_connections(edges):
     engine = FakeEngine(step_seconds=0.01)
-    async with socket_server(engine, limits=Limits(ahead_bytes=100 * KIB, sweep_seconds=0.01)) as server:
+    async with socket_server(engine, limits=ConnectionLimits(ahead_bytes=100 * KIB, sweep_seconds=0.01)) as server:
         long = request(json.dumps(TEXT | {"max_tokens": 100, "ignore_eos": True}).encode())
         first = await server.connect(long + request(b" " * 60 * KIB))
         async with asyncio.timeout(5):
-            while not edges[0].ahead:
+            while not edges[0].bytes_ahead:
                 await asyncio.sleep(0.005)
         second = await server.connect(long + request(b" " * 60 * KIB))
         assert await second.ended()
-        assert 0 < edges[0].ahead <= 100 * KIB
+        assert 0 < edges[0].bytes_ahead <= 100 * KIB
         assert (await first.answer()).status == 200
         assert (await first.answer()).status == 400  # blanks are no JSON
-        assert edges[0].ahead == 0
+        assert edges[0].bytes_ahead == 0
 
 
 async def test_more_requests_sent_ahead_than_a_connection_may_hold_end_it():
@@ -384,7 +384,7 @@ async def test_an_answer_after_the_body_keeps_the_connection():
 
 
 async def test_a_connection_that_cannot_be_checked_is_closed_and_the_others_are_watched_on(monkeypatch, caplog):
-    check = connection.Connection.check
+    check = connection.HttpConnection.check
     broken = []
 
     def checked(self, now):
@@ -394,7 +394,7 @@ async def test_a_connection_that_cannot_be_checked_is_closed_and_the_others_are_
         check(self, now)
 
     async with socket_server(limits=QUICK) as server:
-        monkeypatch.setattr(connection.Connection, "check", checked)
+        monkeypatch.setattr(connection.HttpConnection, "check", checked)
         first = await server.connect(CHUNKED)
         assert await first.ended(1)
         assert (await (await server.connect(CHUNKED)).answer(2)).status == 408
@@ -433,7 +433,7 @@ async def test_a_client_that_does_not_read_is_dropped_and_its_request_aborted():
 
 
 async def test_connections_without_a_request_give_way_to_new_ones():
-    async with socket_server(limits=Limits(connections=8)) as server:
+    async with socket_server(limits=ConnectionLimits(connections=8)) as server:
         idle = [await server.connect(sent) for sent in [b"", b"GET / HT", GET, request()[:-1], CHUNKED] * 6]
         assert await is_alive(server)
         ended = 0
@@ -452,7 +452,7 @@ async def test_connections_without_a_request_give_way_to_new_ones():
 
 
 async def test_a_begun_body_behind_an_answered_request_gives_way_too():
-    async with socket_server(limits=Limits(connections=3)) as server:
+    async with socket_server(limits=ConnectionLimits(connections=3)) as server:
         for _ in range(3):
             client = await server.connect(GET + request()[:-1])
             assert (await client.answer()).status == 200
@@ -460,7 +460,7 @@ async def test_a_begun_body_behind_an_answered_request_gives_way_too():
 
 
 async def test_the_time_of_a_body_begins_when_the_requests_before_it_are_answered():
-    limits = Limits(body_seconds=0.3, sweep_seconds=0.01)
+    limits = ConnectionLimits(body_seconds=0.3, sweep_seconds=0.01)
     async with socket_server(FakeEngine(step_seconds=0.05), limits=limits) as server:
         long = json.dumps(TEXT | {"max_tokens": 8, "ignore_eos": True}).encode()
         client = await server.connect(request(long) + request()[:-1])
@@ -471,7 +471,7 @@ async def test_the_time_of_a_body_begins_when_the_requests_before_it_are_answere
 
 
 async def test_clients_that_stay_after_a_refusal_keep_no_place(edges):
-    limits = Limits(connections=2, lingering=4, linger_seconds=60)
+    limits = ConnectionLimits(connections=2, lingering=4, linger_seconds=60)
     async with socket_server(limits=limits) as server:
         for _ in range(10):
             assert (await (await server.connect(b"hello\r\n\r\n")).answer()).status == 400
@@ -480,7 +480,7 @@ async def test_clients_that_stay_after_a_refusal_keep_no_place(edges):
 
 
 async def test_a_client_that_leaves_its_last_answer_unread_gives_way(edges):
-    limits = Limits(connections=1, stalled_seconds=0.1, sweep_seconds=0.01)
+    limits = ConnectionLimits(connections=1, stalled_seconds=0.1, sweep_seconds=0.01)
     async with socket_server(limits=limits) as server:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -492,7 +492,7 @@ async def test_a_client_that_leaves_its_last_answer_unread_gives_way(edges):
         while not held.transport.get_write_buffer_size():
             client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await asyncio.sleep(0.01)
-        assert held.stage is Stage.IDLE
+        assert held.state is ConnectionState.IDLE
         assert (await server.ask(GET)).status == 503, "who may still be reading keeps its place"
         async with asyncio.timeout(2):
             while (await server.ask(GET)).status != 200:
@@ -501,7 +501,7 @@ async def test_a_client_that_leaves_its_last_answer_unread_gives_way(edges):
 
 
 async def test_beyond_the_most_connections_with_requests_a_new_one_is_503_at_once():
-    async with socket_server(FakeEngine(step_seconds=0.005), limits=Limits(connections=3)) as server:
+    async with socket_server(FakeEngine(step_seconds=0.005), limits=ConnectionLimits(connections=3)) as server:
         long = json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()
         busy = [await server.connect(request(long)) for _ in range(3)]
         while len(server.engine.live) < 3:
@@ -519,7 +519,7 @@ async def test_beyond_the_most_connections_with_requests_a_new_one_is_503_at_onc
 
 
 async def test_a_flood_beyond_the_most_connections_is_answered_or_closed():
-    async with socket_server(FakeEngine(step_seconds=0.005), limits=Limits(connections=2)) as server:
+    async with socket_server(FakeEngine(step_seconds=0.005), limits=ConnectionLimits(connections=2)) as server:
         long = json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()
         busy = [await server.connect(request(long)) for _ in range(2)]
         while len(server.engine.live) < 2:
@@ -537,7 +537,7 @@ async def test_a_flood_beyond_the_most_connections_is_answered_or_closed():
 
 
 async def test_an_address_may_hold_as_many_connections_as_it_is_given():
-    async with socket_server(limits=Limits(per_address=2, linger_seconds=0, sweep_seconds=0.01)) as server:
+    async with socket_server(limits=ConnectionLimits(per_address=2, linger_seconds=0, sweep_seconds=0.01)) as server:
         first, second = await server.connect(GET), await server.connect(GET)
         assert [(await each.answer()).status for each in (first, second)] == [200, 200]
         answer = await server.ask(GET)
@@ -601,44 +601,44 @@ async def test_a_turn_of_the_loop_accepts_many_connections(edges):
 
 async def test_health_passes_requests_that_have_not_begun_and_their_bodies_are_counted(edges, monkeypatch):
     """Each takes 5 ms to begin, and so the others wait for their turns."""
-    entered = Service.entered
-    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), time.sleep(0.005)))
+    entered = Service.request_started
+    monkeypatch.setattr(Service, "request_started", lambda self: (entered(self), time.sleep(0.005)))
     body = json.dumps(TEXT | {"prompt": "a" * 20_000, "max_tokens": 1}).encode()
     async with socket_server(FakeEngine(max_context=30_000)) as server:
         clients = [await server.connect() for _ in range(40)]
         for each in clients:
             each.writer.write(request(body))
         async with asyncio.timeout(10):
-            while edges[0].ahead < 20_000:
+            while edges[0].bytes_ahead < 20_000:
                 await asyncio.sleep(0)
             assert (await server.ask(GET)).status == 200
             assert sum(each.waits for each in edges[0].open) > 20
             assert {(await each.answer()).status for each in clients} == {200}
-        assert edges[0].ahead == 0
+        assert edges[0].bytes_ahead == 0
 
 
 async def test_bodies_of_requests_that_wait_for_their_turn_have_a_limit(edges, monkeypatch):
-    entered = Service.entered
-    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), time.sleep(0.005)))
+    entered = Service.request_started
+    monkeypatch.setattr(Service, "request_started", lambda self: (entered(self), time.sleep(0.005)))
     body = json.dumps(TEXT | {"prompt": "a" * 20_000, "max_tokens": 1}).encode()
-    async with socket_server(FakeEngine(max_context=30_000), limits=Limits(ahead_bytes=100 * KIB)) as server:
+    async with socket_server(FakeEngine(max_context=30_000), limits=ConnectionLimits(ahead_bytes=100 * KIB)) as server:
         clients = [await server.connect() for _ in range(40)]
         for each in clients:
             each.writer.write(request(body))
         async with asyncio.timeout(10):
             found = {(await each.answer()).status for each in clients}
             assert found == {200, 503} and await is_alive(server)
-        assert edges[0].ahead == 0
+        assert edges[0].bytes_ahead == 0
 
 
 async def test_a_flood_without_keys_keeps_no_key_out(edges, monkeypatch):
     """Who has no key is refused before its body waits."""
-    entered = Service.entered
-    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), time.sleep(0.005)))
+    entered = Service.request_started
+    monkeypatch.setattr(Service, "request_started", lambda self: (entered(self), time.sleep(0.005)))
     key = "k" * 32
     body = json.dumps(TEXT | {"prompt": "a" * 20_000, "max_tokens": 1}).encode()
     honest = post_head("/v1/completions", f"Content-Length: {len(BODY)}", f"Authorization: Bearer {key}") + BODY
-    async with socket_server(FakeEngine(), keys=[key], limits=Limits(ahead_bytes=100 * KIB)) as server:
+    async with socket_server(FakeEngine(), keys=[key], limits=ConnectionLimits(ahead_bytes=100 * KIB)) as server:
         clients = [await server.connect() for _ in range(40)]
         for each in clients:
             each.writer.write(request(body))
@@ -649,8 +649,8 @@ async def test_a_flood_without_keys_keeps_no_key_out(edges, monkeypatch):
 
 
 async def test_requests_without_a_body_take_turns_on_open_connections(edges, monkeypatch):
-    begun, most, entered = [], [0], Service.entered
-    monkeypatch.setattr(Service, "entered", lambda self: (entered(self), begun.append(0), time.sleep(0.002)))
+    begun, most, entered = [], [0], Service.request_started
+    monkeypatch.setattr(Service, "request_started", lambda self: (entered(self), begun.append(0), time.sleep(0.002)))
     async with socket_server() as server:
         clients = [await server.connect(GET) for _ in range(40)]
         assert {(await each.answer()).status for each in clients} == {200}

@@ -223,7 +223,7 @@ async def test_a_text_is_the_beginning_of_the_prefixs_own_tokens():
 
 async def test_an_engine_that_does_not_answer_is_a_503(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(debug, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(debug, "ENGINE_TIMEOUT_SECONDS", 0.01)
     engine.prefixes = lambda visible: asyncio.Event().wait()
     async with client(engine) as http:
         refused = await http.get("/debug/cache")
@@ -281,9 +281,9 @@ async def test_the_document_describes_the_answer_and_the_fields():
     assert described["parameters"] == [{"name": "limit", "in": "query", "schema": debug.LIMIT}]
     assert {"200", "400", "401", "403", "503"} <= described["responses"].keys()
     schemas = document["components"]["schemas"]
-    assert schemas["Cache"]["properties"].keys() == found.keys()
+    assert schemas["CacheInfo"]["properties"].keys() == found.keys()
     assert schemas["CacheTotals"]["properties"].keys() == found["totals"].keys()
-    assert schemas["Prefix"]["properties"].keys() == found["prefixes"][0].keys()
+    assert schemas["PrefixInfo"]["properties"].keys() == found["prefixes"][0].keys()
     for name in ("CompletionRequest", "ChatRequest"):
         fields = schemas[name]["properties"]
         assert "xtension" in fields["cache_salt"]["description"] and "xtension" in fields["cache_pin"]["description"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from quire.engine.known import KnownPrefix
-from quire.engine.stock import Held
+from quire.engine.cached_prefixes import CachedPrefix
+from quire.engine.disk_prefix_index import TierCopy
 from quire.server import shapes
 from quire.server.openapi import ANSWERS
 from tests.server.fake_engine import MOVED, FakeEngine
@@ -23,18 +23,18 @@ SCORED = [{}, {"logprobs": 0}, {"logprobs": 2}, {"logprobs": 2, "echo": True, "n
 CHATS = [{}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"stop": "W"}]
 USAGE = [{}, {"include_usage": True}, {"continuous_usage_stats": True}]
 GETS = [
-    ("/v1/models", shapes.Models),
-    ("/v1/models/fake", shapes.Model),
-    ("/v1/models/none", shapes.Error),
+    ("/v1/models", shapes.ModelList),
+    ("/v1/models/fake", shapes.ModelInfo),
+    ("/v1/models/none", shapes.ErrorResponse),
     ("/health", shapes.Status),
     ("/health/live", shapes.Status),
     ("/version", shapes.Version),
-    ("/debug/cache", shapes.Cache),
-    ("/debug/cache?limit=no", shapes.Error),
+    ("/debug/cache", shapes.CacheInfo),
+    ("/debug/cache?limit=no", shapes.ErrorResponse),
     ("/v1/cache/prefixes", shapes.ListedPrefixes),
     ("/v1/cache/prefixes/" + "6b" * 16, shapes.ListedPrefix),
-    ("/v1/cache/prefixes/none", shapes.Error),
-    ("/nowhere", shapes.Error),
+    ("/v1/cache/prefixes/none", shapes.ErrorResponse),
+    ("/nowhere", shapes.ErrorResponse),
 ]
 
 
@@ -48,26 +48,26 @@ def full_engine() -> FakeEngine:
     engine = FakeEngine()
     engine.kept_fraction = 0.5
     engine.moved = MOVED
-    held = {"arena": Held(5, 1.0, math.inf), "disk": Held(6, 2.0, 3.0)}
+    held = {"arena": TierCopy(5, 1.0, math.inf), "disk": TierCopy(6, 2.0, 3.0)}
     first, second = (b"k" * 16).hex(), (b"l" * 16).hex()
-    engine.known = [("", KnownPrefix(first, None, 64, held)), ("", KnownPrefix(second, first, 128, held))]
+    engine.known = [("", CachedPrefix(first, None, 64, held)), ("", CachedPrefix(second, first, 128, held))]
     engine.cached = [("", prefix(0)), ("", prefix(1, 0, pinned_seconds=math.inf)), ("", prefix(2, 1, pinned_seconds=3))]
     return engine
 
 
 def test_a_key_too_many_or_too_few_and_a_value_of_another_type_are_found() -> None:
     good: dict[str, Any] = {"object": "list", "data": []}
-    check(shapes.Models, good)
+    check(shapes.ModelList, good)
     details: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     found: dict[str, Any] = {"cached_tokens": 0, "cached_tokens_by_tier": {}}
-    check(shapes.Usage, details | {"prompt_tokens_details": found})
+    check(shapes.UsageInfo, details | {"prompt_tokens_details": found})
     for shape, bad in (
-        (shapes.Models, good | {"more": 1}),
-        (shapes.Models, {"object": "list"}),
-        (shapes.Models, good | {"object": "lists"}),
-        (shapes.Usage, details | {"prompt_tokens_details": found | {"cached_tokens": -1}}),
-        (shapes.Usage, details | {"prompt_tokens_details": found | {"others": 1}}),
-        (shapes.Usage, details | {"prompt_tokens_details": found | {"cached_tokens_by_tier": {"disk": -1}}}),
+        (shapes.ModelList, good | {"more": 1}),
+        (shapes.ModelList, {"object": "list"}),
+        (shapes.ModelList, good | {"object": "lists"}),
+        (shapes.UsageInfo, details | {"prompt_tokens_details": found | {"cached_tokens": -1}}),
+        (shapes.UsageInfo, details | {"prompt_tokens_details": found | {"others": 1}}),
+        (shapes.UsageInfo, details | {"prompt_tokens_details": found | {"cached_tokens_by_tier": {"disk": -1}}}),
     ):
         with pytest.raises(ValidationError):
             check(shape, bad)
@@ -109,11 +109,11 @@ async def test_what_is_asked_for_with_get_has_its_shape(path: str, shape: type) 
 
 async def test_tokens_texts_and_refusals_have_their_shapes() -> None:
     async with client() as http:
-        check(shapes.Tokens, (await http.post("/tokenize", json={"prompt": "ü"})).json())
-        check(shapes.Text, (await http.post("/detokenize", json={"tokens": [65]})).json())
+        check(shapes.TokenizeResponse, (await http.post("/tokenize", json={"prompt": "ü"})).json())
+        check(shapes.DetokenizeResponse, (await http.post("/detokenize", json={"tokens": [65]})).json())
         check(shapes.WarmPrefix, (await http.post("/v1/cache/prefixes", json={"prompt": "a" * 99})).json())
         for body in ({}, {"prompt": []}, {"prompt": "a", "suffix": "b"}):
-            check(shapes.Error, (await http.post("/v1/completions", json=body)).json())
+            check(shapes.ErrorResponse, (await http.post("/v1/completions", json=body)).json())
 
 
 async def test_a_dropped_prefix_has_its_shape() -> None:
@@ -125,7 +125,7 @@ async def test_a_dropped_prefix_has_its_shape() -> None:
 async def test_an_error_in_a_stream_has_its_shape() -> None:
     async with client(FakeEngine(fail_at=1)) as http:
         text = (await http.post("/v1/completions", json=TEXT | {"stream": True})).text
-    check(shapes.Error, json.loads(text.rpartition("data: ")[2]))
+    check(shapes.ErrorResponse, json.loads(text.rpartition("data: ")[2]))
 
 
 def test_every_schema_that_the_document_names_is_in_it_once() -> None:

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from quire.server.edge import Limits
+from quire.server.connection_manager import ConnectionLimits
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import post_head, socket_server
 
@@ -56,7 +56,7 @@ def unread(port):
 
 async def test_nothing_is_left_of_streams_that_are_dropped_or_not_read(seed):
     engine = FakeEngine(max_context=50_000)
-    limits = Limits(write_seconds=0.1, sweep_seconds=0.02, linger_seconds=0.1)
+    limits = ConnectionLimits(write_seconds=0.1, sweep_seconds=0.02, linger_seconds=0.1)
     ends, blocks = [], []
     async with socket_server(engine, limits=limits) as server:
         for half in range(2):

@@ -10,7 +10,7 @@ import pytest
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.llm import LLM
-from quire.server import answers
+from quire.server import json_encoding
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import OPTIONS, client, error_of, openai_client, real_server, turns
@@ -173,7 +173,7 @@ async def test_many_embeddings_never_stop_the_event_loop_for_long(monkeypatch):
 
 
 async def test_embeddings_that_take_too_much_memory_are_refused(monkeypatch):
-    monkeypatch.setattr(answers, "UNSENT_BYTES", 100_000)
+    monkeypatch.setattr(json_encoding, "UNSENT_BYTES", 100_000)
     async with client() as http:
         answer = await http.post(PATH, json={"input": ["a"] * 2048})
         assert (answer.status_code, error_of(answer)["code"]) == (400, "answer_too_large"), answer.text

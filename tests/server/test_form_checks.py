@@ -28,7 +28,7 @@ class SlowChecks(FakeEngine):
         self.num_checks += 1
         self.salts.add(cache_salt)
         await asyncio.sleep(self.seconds)
-        if wanted.way == "grammar":
+        if wanted.kind == "grammar":
             raise RequestError("structured_outputs: grammar cannot be honoured: it is too large", "structured_outputs")
         return object()
 

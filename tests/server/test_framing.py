@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from quire.server import half_closed
+from quire.server import disconnect_probe
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, TEXT, post_head, socket_server
 
@@ -32,9 +32,9 @@ def anyio_backend(request):
 @pytest.fixture
 def quick(monkeypatch):
     """A server that finds out soon whether a client still reads."""
-    monkeypatch.setattr(half_closed, "CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(half_closed, "FIRST_PROBE_SECONDS", 0.05)
-    monkeypatch.setattr(half_closed, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(disconnect_probe, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(disconnect_probe, "FIRST_PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(disconnect_probe, "PROBE_SECONDS", 0.1)
 
 
 def request(path, body, *lines, version="1.1"):

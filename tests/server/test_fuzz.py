@@ -14,7 +14,7 @@ from quire.async_llm import AsyncLLM
 from quire.cache.manager import PINNED_SHARE
 from quire.config import ServeConfig
 from quire.server.app import create_app
-from quire.server.edge import Limits
+from quire.server.connection_manager import ConnectionLimits
 from tests.effort import examples
 from tests.server import bombs
 from tests.server.fake_engine import FakeEngine
@@ -214,7 +214,7 @@ async def test_no_route_reads_a_head_of_any_size(what):
 @pytest.mark.anyio
 @pytest.mark.parametrize("what", bombs.SLOW)
 async def test_no_route_waits_for_a_client_that_stops(what):
-    limits = Limits(head_seconds=0.1, body_seconds=0.1, linger_seconds=0.1, sweep_seconds=0.02)
+    limits = ConnectionLimits(head_seconds=0.1, body_seconds=0.1, linger_seconds=0.1, sweep_seconds=0.02)
     async with socket_server(limits=limits) as server:
         clients = [await server.connect(bombs.SLOW[what](*route).encode()) for route in bombs.routes()]
         for each in clients:
@@ -228,7 +228,7 @@ async def test_no_route_waits_for_a_client_that_stops(what):
 @pytest.fixture(scope="module")
 def slow_server():
     """A server on a socket, with little patience, for many tests: (runner of its event loop, server)."""
-    limits = Limits(head_seconds=0.05, body_seconds=0.05, linger_seconds=0.05, sweep_seconds=0.01)
+    limits = ConnectionLimits(head_seconds=0.05, body_seconds=0.05, linger_seconds=0.05, sweep_seconds=0.01)
     with asyncio.Runner() as runner:
         context = socket_server(limits=limits)
         yield runner, runner.run(context.__aenter__())

@@ -26,7 +26,7 @@ def test_what_a_disk_would_hold_is_what_one_holds(tmp_path, codec, capsys):
     with LLM(folder, options) as llm:
         llm.generate([[number % 250 for number in range(16 * 64 + 1)]])
         assert llm.flush()
-        stored = llm.engine.moving.tiers.stored()
+        stored = llm.engine.tiering.tiers.stored()
         chunk_bytes = llm.engine.scheduler.manager.statistics.chunk_bytes
         per_token = sum(path.stat().st_size for path in {run.path for run in stored}) / (16 * 64)
     assert sum(run.num_tokens for run in stored) == 16 * 64

@@ -13,7 +13,7 @@ from quire.cli import main, tree
 from quire.cli.tree import print_tree
 from quire.config import ServeConfig
 from quire.errors import QuireError
-from quire.server.run import Listener, serve
+from quire.server.run import HttpListener, serve
 from quire.server.tenants import Tenants, tenant_of
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import real_server
@@ -28,7 +28,7 @@ async def inspect(*words):
 
 @contextlib.asynccontextmanager
 async def served(engine, **settings):
-    listener = Listener(ServeConfig(port=0, **settings))
+    listener = HttpListener(ServeConfig(port=0, **settings))
     ready = asyncio.Event()
     server = asyncio.ensure_future(serve(engine, listener, ready.set))
     try:

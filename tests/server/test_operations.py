@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.config import ServeConfig
 from quire.errors import ConfigError
 from quire.server.auth import ApiKeys, check_exposure, is_loopback
-from quire.server.run import Listener, serve
+from quire.server.run import HttpListener, serve
 from quire.version import __version__
 from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of, socket_server
@@ -95,19 +95,19 @@ def test_a_public_address_needs_a_key_or_permission(host, local):
 
 
 def test_a_port_in_use_is_one_line():
-    listener = Listener(ServeConfig(port=0))
+    listener = HttpListener(ServeConfig(port=0))
     listener.socket.listen()
     with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1"):
-        Listener(ServeConfig(port=listener.port))
+        HttpListener(ServeConfig(port=listener.port))
     listener.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_of_two_servers_on_one_port_the_second_fails_before_either_listens(host):
-    first = Listener(ServeConfig(host=host, port=0))
+    first = HttpListener(ServeConfig(host=host, port=0))
     for other in (host, "::" if ":" in host else "0.0.0.0"):
         with pytest.raises(ConfigError, match=rf"cannot listen on .*:{first.port} \(Address already in use\)"):
-            Listener(ServeConfig(host=other, port=first.port, allow_public=True))
+            HttpListener(ServeConfig(host=other, port=first.port, allow_public=True))
     with pytest.raises(ConnectionRefusedError):  # not left waiting
         socket.create_connection((host, first.port), timeout=5)
     first.listen()
@@ -116,7 +116,7 @@ def test_of_two_servers_on_one_port_the_second_fails_before_either_listens(host)
 
 
 def test_a_server_starts_again_at_once_and_still_has_the_port_to_itself():
-    first = Listener(ServeConfig(port=0))
+    first = HttpListener(ServeConfig(port=0))
     first.listen()
     with socket.create_connection(("127.0.0.1", first.port), timeout=5) as peer:
         first.socket.accept()[0].close()  # this side closes first: its connection waits in TIME_WAIT
@@ -124,15 +124,15 @@ def test_a_server_starts_again_at_once_and_still_has_the_port_to_itself():
     first.close()
     with pytest.raises(OSError), socket.socket() as plain:
         plain.bind(("127.0.0.1", first.port))
-    second = Listener(ServeConfig(port=first.port))
+    second = HttpListener(ServeConfig(port=first.port))
     with pytest.raises(ConfigError, match="cannot listen"):
-        Listener(ServeConfig(port=first.port))
+        HttpListener(ServeConfig(port=first.port))
     second.listen()
     second.close()
 
 
 def test_a_port_that_was_taken_meanwhile_is_one_line():
-    listener = Listener(ServeConfig(port=0))
+    listener = HttpListener(ServeConfig(port=0))
     listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -209,7 +209,7 @@ async def test_what_is_refused_is_counted_by_its_status_alone():
 async def test_while_serving_collections_pass_over_what_loading_left():
     """They stop all threads: over the objects of torch alone for 0.1 s."""
     gc.unfreeze()  # tests/conftest.py has frozen the same objects
-    listener, ready = Listener(ServeConfig(port=0)), asyncio.Event()
+    listener, ready = HttpListener(ServeConfig(port=0)), asyncio.Event()
     server = asyncio.ensure_future(serve(FakeEngine(), listener, ready.set))
     await asyncio.wait_for(ready.wait(), 10)
     assert gc.get_freeze_count() > 10_000

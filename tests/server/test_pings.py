@@ -6,7 +6,7 @@ import re
 import pytest
 
 from quire.config import ServeConfig
-from quire.server.wire import PING, _Writer
+from quire.server.event_stream import PING, _Writer
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, TEXT, RawCall, application, client, openai_client
 

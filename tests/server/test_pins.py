@@ -11,7 +11,7 @@ from quire.async_llm import AsyncLLM
 from quire.cli import main
 from quire.config import ServeConfig
 from quire.errors import ConfigError
-from quire.server.run import Listener, serve
+from quire.server.run import HttpListener, serve
 from quire.server.tenants import Tenants, tenant_of
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import OPTIONS
@@ -39,7 +39,7 @@ def pins(tmp_path):
 @asynccontextmanager
 async def served(llm, **settings):
     """The server's address, as soon as it says that it is ready."""
-    listener = Listener(ServeConfig(port=0, **settings))
+    listener = HttpListener(ServeConfig(port=0, **settings))
     ready = asyncio.Event()
     server = asyncio.ensure_future(serve(llm, listener, ready.set))
     waiting = asyncio.ensure_future(ready.wait())

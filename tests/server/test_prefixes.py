@@ -8,8 +8,8 @@ import time
 import pytest
 
 from quire.cache.fetching import Fetching
-from quire.engine.known import KnownPrefix
-from quire.engine.stock import Held
+from quire.engine.cached_prefixes import CachedPrefix
+from quire.engine.disk_prefix_index import TierCopy
 from quire.server import debug
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application, asgi_client, client, error_of, real_server, socket_server
@@ -281,8 +281,8 @@ async def test_a_public_server_without_keys_lists_and_drops_nothing():
 
 async def test_a_limit_cuts_the_list_and_says_so():
     engine = FakeEngine()
-    held = Held(10, 5.0, math.inf)
-    engine.known = [("", KnownPrefix(bytes([number] * 16).hex(), None, 64, {"disk": held})) for number in range(3)]
+    held = TierCopy(10, 5.0, math.inf)
+    engine.known = [("", CachedPrefix(bytes([number] * 16).hex(), None, 64, {"disk": held})) for number in range(3)]
     async with client(engine) as http:
         found = await ask(http, "GET", URL + "?limit=2")
         assert [len(found["data"]), found["num_prefixes"], found["truncated"]] == [2, 3, True]
@@ -294,9 +294,9 @@ async def test_a_limit_cuts_the_list_and_says_so():
 
 
 async def test_the_wait_for_another_listing_has_an_end(monkeypatch):
-    monkeypatch.setattr(debug, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(debug, "ENGINE_TIMEOUT_SECONDS", 0.01)
     app = application(FakeEngine())
-    async with app.state.service.listing, asgi_client(app) as http:
+    async with app.state.service.disk_index_lock, asgi_client(app) as http:
         for method, path in (("GET", URL), ("GET", f"{URL}/{'0' * 32}"), ("DELETE", URL)):
             async with asyncio.timeout(5):
                 status, error = await refused(http, method, path, **({"key": "0" * 32} if method == "DELETE" else {}))
@@ -305,7 +305,7 @@ async def test_the_wait_for_another_listing_has_an_end(monkeypatch):
 
 async def test_a_body_may_come_with_delete():
     engine = FakeEngine()
-    engine.known = [("", KnownPrefix((b"k" * 16).hex(), None, 64, {"disk": Held(10, 5.0, 0.0)}))]
+    engine.known = [("", CachedPrefix((b"k" * 16).hex(), None, 64, {"disk": TierCopy(10, 5.0, 0.0)}))]
     body = json.dumps({"key": (b"k" * 16).hex()})
     head = f"DELETE {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     async with socket_server(engine) as server:

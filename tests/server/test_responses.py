@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from quire.server import response_shapes
-from quire.server.chat_schema import CalledFunction
+from quire.server.chat_schema import FunctionCallParam
 from quire.server.responses_schema import ResponsesRequest
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import OPTIONS, client, error_of, named_events, openai_client, real_server, turns
@@ -29,7 +29,7 @@ def sent(text):
     """The events of a stream, each in its shape."""
     found = named_events(text)
     for event in found:
-        TypeAdapter(response_shapes.Event).validate_python(event, strict=True)
+        TypeAdapter(response_shapes.ResponseEvent).validate_python(event, strict=True)
     return found
 
 
@@ -320,7 +320,7 @@ async def test_arguments_with_half_a_character_can_be_sent_back():
     async with client(FakeEngine()) as http:
         answer = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
         assert answer.status_code == 200, answer.text
-    assert CalledFunction(**half["function"]).parsed() == half["function"]["arguments"]
+    assert FunctionCallParam(**half["function"]).parsed() == half["function"]["arguments"]
 
 
 MESSAGES = [{"role": "user", "content": "a"}]

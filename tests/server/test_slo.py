@@ -9,7 +9,7 @@ from quire.config import SloConfig
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server import metrics
 from quire.server.metrics import Metrics, RequestTimer
-from quire.server.slo import RECENT, Slo
+from quire.server.slo_metrics import RECENT, SloMetrics
 from tests.server.fake_engine import FakeEngine
 
 
@@ -29,7 +29,7 @@ def answer(found, clock, ttft, gaps, choices=1, reason="abort", ends=True):
         outputs = [CompletionOutput(index, "x", [1], None) for index in range(choices)]
         for each in outputs:
             each.finish_reason = "length" if is_last else None
-        timer.saw(RequestOutput("r", None, [1], None, outputs, is_last, 0))
+        timer.record(RequestOutput("r", None, [1], None, outputs, is_last, 0))
     clock.now += 7  # the client is slow to take the last one: that is no token's time
     timer.end(reason)
 
@@ -98,10 +98,10 @@ def test_without_targets_there_are_no_metrics_of_them(clock):
 
 
 def test_attainment_is_that_of_the_last_requests():
-    found = Slo(SloConfig(ttft=1.0), CollectorRegistry())
+    found = SloMetrics(SloConfig(ttft=1.0), CollectorRegistry())
     assert math.isnan(found.attainment())
     for _ in range(RECENT):
-        found.saw(2.0, None)
+        found.record(2.0, None)
     for _ in range(RECENT // 4):
-        found.saw(0.5, None)
+        found.record(0.5, None)
     assert found.attainment() == 0.25

@@ -41,7 +41,7 @@ def test_no_salt_at_all_is_another_tenants(asked):
 def _check_apart(asked):
     tenants = Tenants([A, B])
     salt = tenants.salt(A, asked)
-    assert tenants.sees(A)(salt) and not tenants.sees(B)(salt)
+    assert tenants.visible_salts(A)(salt) and not tenants.visible_salts(B)(salt)
     assert salt != tenants.salt(B, asked) and salt not in tenants.salts[1:]
     assert len(salt) <= MAX_SALT_CHARS
 
@@ -54,7 +54,7 @@ def test_a_tenants_salts_are_equal_where_those_asked_for_are(one, other):
 
 def test_without_tenants_everybody_is_one():
     tenants = Tenants([])
-    assert tenants.salts == [""] and tenants.salt("", "mine") == "mine" and tenants.sees("")("anything")
+    assert tenants.salts == [""] and tenants.salt("", "mine") == "mine" and tenants.visible_salts("")("anything")
 
 
 @pytest.mark.parametrize(("header", "tenant"), [("key-of-a", A), ("key-of-b", B), ("key-of-c", None), ("", None)])
@@ -160,7 +160,7 @@ async def test_a_key_stands_in_no_log_salt_or_answer(folder, caplog):
             answers += [await http.get("/debug/cache", headers={"authorization": "Bearer key-of-wrong"})]
             answers += [await http.post("/v1/completions", json={"cache_salt": 1}, headers=headers)]
             salts = [each.namespace.salt for each in llm._parts.engine.scheduler.manager.tree.segments()]
-            found = app.state.service.found
+            found = app.state.service.tenant_tokens
     assert "found in the cache" in caplog.text, "the log says why a request hit or missed"
     shown = caplog.text + "".join(answer.text for answer in answers) + json.dumps(salts) + repr(found)
     assert all(salt.startswith(f"{A}/") for salt in salts)

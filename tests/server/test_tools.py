@@ -267,7 +267,7 @@ async def test_an_error_of_a_form_that_nothing_has_names_the_field(folder, tmp_p
         answer = await http.post(PATH, json={"messages": [USER], "response_format": form})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "grammar_failed"), error
-        assert error["param"] == "response_format.json_schema.schema" and "no text that ends" in error["message"]
+        assert error["param"] == "response_format.json_schema.schema" and "no finite text" in error["message"]
         tool = {"type": "function", "function": {"name": "a", "strict": True, "parameters": {
             "type": "object", "properties": {"id": {"const": 2**60}}, "required": ["id"]}}}  # fmt: skip
         answer = await http.post(PATH, json={"messages": [USER], "tools": [tool]})

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from quire.server import app as app_module
-from quire.server import turns
-from quire.server.turns import Turns
+from quire.server import start_throttle
+from quire.server.start_throttle import StartThrottle
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import RawCall, application, asgi_client, post_head, socket_server
 from tests.server.harness import turns as loop_turns
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_requests_that_come_at_once_begin_in_order_and_never_fill_a_turn_of_the_loop():
-    line, begun, most = Turns(), [], [0]
+    line, begun, most = StartThrottle(), [], [0]
 
     async def begin(number):
-        await line.take()
+        await line.acquire()
         begun.append(number)
         time.sleep(0.002)
 
@@ -36,11 +36,11 @@ async def test_requests_that_come_at_once_begin_in_order_and_never_fill_a_turn_o
 
 
 async def test_a_long_beginning_is_alone_in_its_turn(monkeypatch):
-    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
-    line, begun = Turns(), []
+    monkeypatch.setattr(start_throttle, "TURN_SECONDS", 0.0)
+    line, begun = StartThrottle(), []
 
     async def begin(number):
-        await line.take()
+        await line.acquire()
         begun.append((number, watched))
 
     async def watch():
@@ -55,10 +55,10 @@ async def test_a_long_beginning_is_alone_in_its_turn(monkeypatch):
 
 
 async def test_who_stops_waiting_holds_up_nobody():
-    line, begun = Turns(), []
+    line, begun = StartThrottle(), []
 
     async def begin(number):
-        await line.take()
+        await line.acquire()
         begun.append(number)
         time.sleep(0.006)
 
@@ -70,7 +70,7 @@ async def test_who_stops_waiting_holds_up_nobody():
         tasks[number].cancel()
     async with asyncio.timeout(5):
         await asyncio.gather(*tasks, return_exceptions=True)
-        await line.take()
+        await line.acquire()
     assert begun == [*range(30), 59]
 
 
@@ -89,7 +89,7 @@ async def test_small_bodies_that_come_at_once_leave_turns_for_others():
 
 async def test_small_bodies_of_many_values_take_room_like_large_ones_and_others_take_none():
     app = application(FakeEngine())
-    room = app.state.service.bodies.parsed
+    room = app.state.service.body_reader.parsed
     async with room.hold(room.size):
         dense = RawCall(app, "/tokenize", {"messages": [{"role": "user", "content": "a"}] * 900, "model": "other"})
         plain = RawCall(app, "/tokenize", {"prompt": "a" * 30_000})
@@ -100,18 +100,18 @@ async def test_small_bodies_of_many_values_take_room_like_large_ones_and_others_
 
 
 async def test_requests_give_way_to_connections_that_arrive_but_not_for_long(monkeypatch):
-    monkeypatch.setattr(turns, "ARRIVAL_SECONDS", 0.05)
-    line, begun = Turns(), []
-    line.give_way()
-    asking = asyncio.ensure_future(line.take())
+    monkeypatch.setattr(start_throttle, "ARRIVAL_SECONDS", 0.05)
+    line, begun = StartThrottle(), []
+    line.connection_arrived()
+    asking = asyncio.ensure_future(line.acquire())
     asking.add_done_callback(lambda _: begun.append(time.monotonic()))
     since = time.monotonic()
     while not begun:
-        line.give_way()
+        line.connection_arrived()
         await asyncio.sleep(0)
     assert 0.05 <= begun[0] - since < 1
     async with asyncio.timeout(1):
-        await line.take()
+        await line.acquire()
     await asyncio.sleep(0.01)
     assert not line._is_counting, "an idle loop has no rest"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.answers import Answer, Names
+from quire.engine.output_processor import OutputProcessor, TokenTexts
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence
 from quire.models.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def shown(
 ) -> tuple[str, object]:
     """The joined text of a sequence of these tokens, and why it ended."""
     request = Request("x", None, [65], params, 0.0)
-    answer = Answer(Sequence(request, 0, [65], len(ids)), tokenizer, Names(TOKENIZER), (END,))  # type: ignore[arg-type]
+    answer = OutputProcessor(Sequence(request, 0, [65], len(ids)), tokenizer, TokenTexts(TOKENIZER), (END,))  # type: ignore[arg-type]
     deltas = [answer.push(each, None, ending is None and at == len(ids)) for at, each in enumerate(ids, 1)]
     if ending is not None:
         deltas.append(answer.end(ending))  # type: ignore[arg-type]

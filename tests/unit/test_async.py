@@ -237,6 +237,30 @@ def test_close_drains_then_aborts(folder: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("broken", [False, True], ids=["closed", "broken"])
+def test_a_request_that_was_admitted_before_the_engine_stopped_is_refused(
+    folder: Path, broken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", "quire")
+
+    async def main() -> None:
+        llm = AsyncLLM(str(folder), OPTIONS)
+        await llm.start()
+        request = await llm.admit("abc", GREEDY)
+        if broken:
+            monkeypatch.setattr(llm._parts.engine, "step", _break)
+            with pytest.raises(QuireError, match="on purpose"):
+                await collect(llm, "abc")
+            monkeypatch.undo()
+        else:
+            await llm.close()
+        with pytest.raises(QuireError, match="stopped"):
+            await anext(llm.generate(request))
+        await llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize("broken", [False, True], ids=["working", "broken"])
 def test_close_gives_the_memory_back_and_what_is_used_afterwards_says_closed(
     folder: Path, broken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

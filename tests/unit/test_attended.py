@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from quire.attention.rows import RowSlice
-from quire.engine import far_cache, offloading
-from quire.offload.attended import divided
+from quire.engine import offloaded_cache, offloading
+from quire.offload.attended import split_near_far
 from quire.offload.costs import Policy
 from quire.offload.units import Share
 
@@ -56,8 +56,8 @@ def beside_a_device(attended: float | None = None) -> Iterator[None]:
     """
     policy = None if attended is None else Policy(2, 2, *percents_of(attended))
     told: dict[str, Any] = {} if policy is None else {"policy_of": lambda config: policy}
-    home = {"home_of_cache": lambda model, config: torch.device("cpu")}
-    with patched(offloading, **told), patched(far_cache, **told, **home):
+    home = {"offload_target": lambda model, config: torch.device("cpu")}
+    with patched(offloading, **told), patched(offloaded_cache, **told, **home):
         yield
 
 
@@ -146,7 +146,7 @@ def test_prompts_load_what_they_attend_to(model: Path) -> None:
 
 def test_a_slice_is_divided_into_near_and_far_chunks() -> None:
     piece = RowSlice(5 * 64 + 3, 1, np.arange(10, 16, dtype=np.int32), ((7, 2), (8, 2)))
-    near, far = divided(piece, np.array([True, False, True, True, False]))
+    near, far = split_near_far(piece, np.array([True, False, True, True, False]))
     assert (near.chunks.tolist(), near.shared, near.num_dropped) == ([11, 14, 15], ((7, 1), (8, 0)), 3)
     assert (far.chunks.tolist(), far.shared, far.num_dropped) == ([10, 12, 13], ((7, 1), (8, 2)), 3)
     assert near.start == far.start == piece.start

@@ -18,7 +18,7 @@ import pytest
 
 from quire import LLM
 from quire.cli import build_parser, main
-from quire.cli.bench_compose import Composition
+from quire.cli.bench_compose import CompositionBenchmark
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
@@ -51,7 +51,7 @@ from quire.evaluation.compose_load import asked
 from quire.evaluation.compose_room import AHEAD, fill, held
 from quire.evaluation.compose_run import Order, Reply, family, proportional_bytes
 from quire.planning.slo import Slo
-from tests.clusters import Running, Threads
+from tests.clusters import RunningCluster, ThreadedInstances
 from tests.engines import keep_calibration
 from tests.tiny_models import save_tiny
 
@@ -250,7 +250,7 @@ def test_two_instances_hold_the_sequences_that_real_ones_have_begun_at_once(mode
     counted = held(model, options, asked(load, 256), roles={"prefill": 1, "decode": 1})
     now, most = 0, 0
 
-    async def ask(pair: Running, prompt: list[int], num_out: int) -> None:
+    async def ask(pair: RunningCluster, prompt: list[int], num_out: int) -> None:
         nonlocal now, most
         params = SamplingParams(max_tokens=num_out, temperature=0.0, ignore_eos=True, detokenize=False)
         deltas = pair.cluster.generate({"prompt_token_ids": prompt}, params)
@@ -261,11 +261,11 @@ def test_two_instances_hold_the_sequences_that_real_ones_have_begun_at_once(mode
             pass
         now -= 1
 
-    async def ask_all(pair: Running) -> None:
+    async def ask_all(pair: RunningCluster) -> None:
         first = itertools.islice(asked(load, 256), counted.sequences + 4)
         await asyncio.gather(*(ask(pair, each.prompt, each.num_out) for each in first))
 
-    with Running(model, options, Threads(), "local") as pair:
+    with RunningCluster(model, options, ThreadedInstances(), "local") as pair:
         pair.call(ask_all(pair))
     assert abs(counted.sequences - most) <= (name == "retention")
     # A prompt that waits for the other instance needs no room to grow.
@@ -485,7 +485,7 @@ def test_settings_of_a_file_belong_to_their_systems(model: str, tmp_path: Path) 
         "[scheduler]\nmax_running = 7\ntoken_budget = 300\n"
     )
     args = build_parser().parse_args(["bench", "compose", "m", "--config", str(file), "--cache.codec", "nuq2"])
-    recipe = Composition(argparse.Namespace(**{**Composition.DEFAULTS, **vars(args)}))._recipe
+    recipe = CompositionBenchmark(argparse.Namespace(**{**CompositionBenchmark.DEFAULTS, **vars(args)}))._recipe
     assert recipe.codec == {"cache.codec": "nuq2", "cache.outlier_slots": 2} and recipe.retention == {
         "retain.budget": 0.5
     }
@@ -513,8 +513,8 @@ def test_what_goodputs_do_not_show_is_said() -> None:
 )
 def test_prompts_have_seven_eighths_in_common_unless_it_is_given(flags: list[str], shared: int) -> None:
     args = build_parser().parse_args(["bench", "compose", "m", *flags])
-    namespace = argparse.Namespace(**{**Composition.DEFAULTS, **vars(args)})
-    assert Composition(namespace)._load.shared == shared
+    namespace = argparse.Namespace(**{**CompositionBenchmark.DEFAULTS, **vars(args)})
+    assert CompositionBenchmark(namespace)._load.shared == shared
 
 
 @pytest.mark.slow

@@ -148,18 +148,19 @@ def test_every_request_matches_what_was_counted(folder: str, tmp_path: Path, cap
 
 
 def test_no_answer_can_pass_for_a_prompt(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.engine.admission import AdmittedRequest
     from quire.engine.engine import Engine
 
     prompts: list[list[int]] = []
     answers: set[int] = set()
 
-    def spied(self: Engine, request_id: str, prompt: Any, ids: list[int], params: Any, *more: Any) -> Any:
-        prompts.append(ids)
-        answers.update(params.logit_bias)
-        return add(self, request_id, prompt, ids, params, *more)
+    def spied(self: Engine, request_id: str, admitted: AdmittedRequest, *more: Any, **named: Any) -> Any:
+        prompts.append(admitted.prompt_ids)
+        answers.update(admitted.params.logit_bias or ())
+        return queue(self, request_id, admitted, *more, **named)
 
-    add = Engine.add
-    monkeypatch.setattr(Engine, "add", spied)
+    queue = Engine.queue
+    monkeypatch.setattr(Engine, "queue", spied)
     assert bench(folder, write(tmp_path / "trace", FORKS))[0] == 0
     assert len(prompts) == len(FORKS) + 1, "one to warm up"
     assert len(answers) == 1 and not any(answers.intersection(prompt) for prompt in prompts)

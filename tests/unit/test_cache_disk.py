@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import importing
+from quire import prefix_import
 from quire.cli import main
 from quire.cli.cache_disk import _folder, _names
 from quire.engine.params import SamplingParams
@@ -22,11 +22,11 @@ from quire.errors import ConfigError, ExtentError
 from quire.llm import LLM
 from quire.models.digest import combined
 from quire.models.embedded import EMBEDDED, SMOLLM2
-from quire.stores.admin import Shelf
+from quire.stores.archive import RunArchive, RunArchiveWriter
 from quire.stores.disk import DiskStore
-from quire.stores.heads import Head, encode_head
-from quire.stores.parcel import Parcel, ParcelWriter
-from quire.stores.seal import Seal
+from quire.stores.folder_reader import FolderReader
+from quire.stores.headers import RunHeader, encode_run_header
+from quire.stores.signer import ExtentSigner
 from tests.tiny_models import save_tiny
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -97,7 +97,7 @@ def test_a_folder_is_listed_while_engines_write_to_it(folder, other, tmp_path, c
         assert cache("ls", "--disk", f"{disk}:64MiB") == 0
         table = capsys.readouterr().out
         assert {path: path.stat().st_mtime_ns for path in disk.rglob("*.runs")} == before
-        llm.engine.moving.tiers.tiers[0].check()
+        llm.engine.tiering.tiers.tiers[0].check()
     assert facts["cap_bytes"] == 64 * MIB and facts["problems"] == []
     assert [each["is_live"] for each in facts["writers"]] == [True]
     assert [(each["codec"], each["num_chunks"], each["num_salts"]) for each in facts["namespaces"]] == [
@@ -219,12 +219,12 @@ def test_a_parcel_has_no_mac_and_its_source_none_of_the_parcel(folder, tmp_path)
     here, file = tmp_path / "here", tmp_path / "file"
     filled(folder, here, PROMPTS[2:])
     assert cache("export", "--disk", here, file) == 0
-    source = {each.head.run.names: each for each in Shelf(here).runs()}
-    with Parcel(file) as parcel:
-        for each in parcel.runs:
-            mac = source[each.head.run.names].blob[48:80]
+    source = {each.header.run.names: each for each in FolderReader(here).runs()}
+    with RunArchive(file) as archive:
+        for each in archive.runs:
+            mac = source[each.header.run.names].blob[48:80]
             assert any(mac) and mac not in file.read_bytes()
-            for extent in parcel.extents(each):
+            for extent in archive.extents(each):
                 assert not any(extent[48:80])
 
 
@@ -235,8 +235,8 @@ def test_a_part_of_a_folder_is_exported(folder, tmp_path, capsys, trust):
     with LLM(folder, OPTIONS | {"tiers.disk": f"{here}:64MiB"}) as llm:
         key = llm.prefix_key(PROMPTS[1])
     assert cache("export", "--disk", here, file, "--key", key) == 0
-    with Parcel(file) as parcel:
-        assert sum(len(each.head.run.names) for each in parcel.runs) == 5
+    with RunArchive(file) as archive:
+        assert sum(len(each.header.run.names) for each in archive.runs) == 5
     words = ["--model", folder, *WORDS, *trust]
     assert cache("import", "--disk", f"{there}:64MiB", file, *words) == 0
     assert ("computed 1 chunks again" in capsys.readouterr().out) != bool(trust)
@@ -246,8 +246,8 @@ def test_a_part_of_a_folder_is_exported(folder, tmp_path, capsys, trust):
     lines.write_text(json.dumps({"prompt": PROMPTS[2]}) + "\n" + json.dumps({"prompt": SYSTEM}))
     by_prompt = ["--prompt-file", lines, "--model", folder]
     assert cache("export", "--disk", here, tmp_path / "second", *by_prompt) == 0
-    with Parcel(tmp_path / "second") as parcel:
-        assert sum(len(each.head.run.names) for each in parcel.runs) == 7
+    with RunArchive(tmp_path / "second") as archive:
+        assert sum(len(each.header.run.names) for each in archive.runs) == 7
     lines.write_text("text")
     assert cache("export", "--disk", here, tmp_path / "third", *by_prompt) == 2
     assert f"--prompt-file {lines}, line 1: not JSON" in capsys.readouterr().err
@@ -261,7 +261,7 @@ def test_a_run_without_its_beginning_is_left_out(folder, tmp_path, capsys):
         for prompt in (SYSTEM, PROMPTS[0]):
             llm.generate([prompt], GREEDY)
             assert llm.flush()
-        store = llm.engine.moving.tiers.tiers[0]
+        store = llm.engine.tiering.tiers.tiers[0]
         first = next(run for run in store.stored() if run.start == 0)
         store.drop(first.names)
         assert store.flush(5)
@@ -273,14 +273,14 @@ def test_a_run_without_its_beginning_is_left_out(folder, tmp_path, capsys):
 
 def rewritten(source: Path, target: Path, change) -> None:
     """A parcel whose head or extents were changed by somebody who can compute checksums."""
-    seal = Seal(bytes(32))
-    with Parcel(source) as parcel, ParcelWriter(target) as writer:
-        for number, each in enumerate(parcel.runs):
-            head, extents = each.head, [bytearray(extent) for extent in parcel.extents(each)]
-            head = change(number, head, extents) or head
+    signer = ExtentSigner(bytes(32))
+    with RunArchive(source) as archive, RunArchiveWriter(target) as writer:
+        for number, each in enumerate(archive.runs):
+            header, extents = each.header, [bytearray(extent) for extent in archive.extents(each)]
+            header = change(number, header, extents) or header
             for extent in extents:
-                seal.close(b"".join(head.run.names), memoryview(extent))
-            writer.add(encode_head(head, seal), [memoryview(extent) for extent in extents])
+                signer.sign(b"".join(header.run.names), memoryview(extent))
+            writer.add(encode_run_header(header, signer), [memoryview(extent) for extent in extents])
 
 
 def refusal(folder: str, file: Path, there: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -292,7 +292,7 @@ def refusal(folder: str, file: Path, there: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.fixture
-def parcel(folder, tmp_path) -> Path:
+def archive(folder, tmp_path) -> Path:
     filled(folder, tmp_path / "here", PROMPTS[2:])
     file = tmp_path / "file"
     assert cache("export", "--disk", tmp_path / "here", file) == 0
@@ -303,11 +303,11 @@ def parcel(folder, tmp_path) -> Path:
 def test_pages_that_the_model_does_not_compute_are_refused(folder, tmp_path, codec, capsys, monkeypatch):
     """The pages of the first chunk stand in the places of all others, in one head of the last layer."""
 
-    def change(number: int, head: Head, extents: list[bytearray]) -> None:
+    def change(number: int, header: RunHeader, extents: list[bytearray]) -> None:
         extent = extents[-1]
         page = {"dense": 2 * 64 * 12 * 4, "g4": page_bytes}[codec]
-        start = len(extent) - len(head.run.names) * 2 * page
-        for row in range(1, len(head.run.names)):
+        start = len(extent) - len(header.run.names) * 2 * page
+        for row in range(1, len(header.run.names)):
             extent[start + row * 2 * page : start + row * 2 * page + page] = extent[start : start + page]
 
     options = {"cache.codec": codec, "cache.sink_tokens": 0}
@@ -318,50 +318,50 @@ def test_pages_that_the_model_does_not_compute_are_refused(folder, tmp_path, cod
     assert cache("export", "--disk", tmp_path / "here", tmp_path / "file") == 0
     bad, there = tmp_path / "bad", tmp_path / "there"
     rewritten(tmp_path / "file", bad, change)
-    monkeypatch.setattr(importing, "CHUNKS_PER_CHECK", 2)  # three of five: at least two of them are wrong
+    monkeypatch.setattr(prefix_import, "CHUNKS_PER_CHECK", 2)  # three of five: at least two of them are wrong
     assert "are not what the model computes" in refusal(folder, bad, there, capsys, *words)
     assert cache("import", "--disk", f"{there}:64MiB", bad, "--model", folder, *WORDS, *words, "--trust") == 0
 
 
 @pytest.mark.parametrize("where", range(5))
-def test_one_wrong_token_is_seen_where_it_is_looked_for(folder, tmp_path, parcel, capsys, monkeypatch, where):
+def test_one_wrong_token_is_seen_where_it_is_looked_for(folder, tmp_path, archive, capsys, monkeypatch, where):
     """A single token's value in one head, and its chunk is computed again."""
 
-    def change(number: int, head: Head, extents: list[bytearray]) -> None:
+    def change(number: int, header: RunHeader, extents: list[bytearray]) -> None:
         body = np.frombuffer(extents[0], np.float32, offset=len(extents[0]) - 5 * 2 * 2 * 64 * 12 * 4)
         body = body.reshape(5, 2, 2, 64, 12)
         assert np.isfinite(body).all()
         body[where, 1, 1, 33] = body[where, 1, 1, 34]
 
     bad = tmp_path / "bad"
-    rewritten(parcel, bad, change)
-    monkeypatch.setattr(importing, "CHUNKS_PER_CHECK", 1)
+    rewritten(archive, bad, change)
+    monkeypatch.setattr(prefix_import, "CHUNKS_PER_CHECK", 1)
     start = where * 64
     assert f"tokens {start} to {start + 64} are not" in refusal(folder, bad, tmp_path / "there", capsys)
 
 
-def other_tokens(number: int, head: Head, extents: list[bytearray]) -> Head:
-    head.run.tokens[70] += 1
-    return head
+def other_tokens(number: int, header: RunHeader, extents: list[bytearray]) -> RunHeader:
+    header.run.tokens[70] += 1
+    return header
 
 
-def other_names(number: int, head: Head, extents: list[bytearray]) -> Head:
-    object.__setattr__(head.run, "names", tuple(name[::-1] for name in head.run.names))
-    return head
+def other_names(number: int, header: RunHeader, extents: list[bytearray]) -> RunHeader:
+    object.__setattr__(header.run, "names", tuple(name[::-1] for name in header.run.names))
+    return header
 
 
-def without_beginning(number: int, head: Head, extents: list[bytearray]) -> Head:
-    object.__setattr__(head.run, "start", 3)
-    return head
+def without_beginning(number: int, header: RunHeader, extents: list[bytearray]) -> RunHeader:
+    object.__setattr__(header.run, "start", 3)
+    return header
 
 
-def other_layer(number: int, head: Head, extents: list[bytearray]) -> None:
+def other_layer(number: int, header: RunHeader, extents: list[bytearray]) -> None:
     extents.reverse()
 
 
-def other_kind(number: int, head: Head, extents: list[bytearray]) -> Head:
-    object.__setattr__(head.run, "kinds", head.run.kinds + 1)
-    return head
+def other_kind(number: int, header: RunHeader, extents: list[bytearray]) -> RunHeader:
+    object.__setattr__(header.run, "kinds", header.run.kinds + 1)
+    return header
 
 
 @pytest.mark.parametrize(
@@ -371,17 +371,17 @@ def other_kind(number: int, head: Head, extents: list[bytearray]) -> Head:
         (other_names, "its tokens have other keys"),
         (without_beginning, "the beginning of a prefix of 512 tokens is missing"),
         (other_layer, "stands in the place of layer 0"),
-        (other_kind, "pages of another form"),
+        (other_kind, "pages of another shape"),
     ],
 )
 @pytest.mark.parametrize("trust", [[], ["--trust"]])
-def test_a_made_up_file_is_refused(folder, tmp_path, parcel, capsys, change, said, trust):
-    rewritten(parcel, tmp_path / "bad", change)
+def test_a_made_up_file_is_refused(folder, tmp_path, archive, capsys, change, said, trust):
+    rewritten(archive, tmp_path / "bad", change)
     assert said in refusal(folder, tmp_path / "bad", tmp_path / "there", capsys, *trust)
 
 
-def test_a_damaged_file_is_refused_wherever_it_is_damaged(folder, tmp_path, parcel):
-    whole, bad = parcel.read_bytes(), tmp_path / "bad"
+def test_a_damaged_file_is_refused_wherever_it_is_damaged(folder, tmp_path, archive):
+    whole, bad = archive.read_bytes(), tmp_path / "bad"
     rng = random.Random(0)
     for _ in range(60):
         content = bytearray(whole)
@@ -391,17 +391,17 @@ def test_a_damaged_file_is_refused_wherever_it_is_damaged(folder, tmp_path, parc
             content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         bad.write_bytes(content)
         with pytest.raises(ExtentError):
-            Parcel(bad)
+            RunArchive(bad)
     bad.write_bytes(whole + b"x")
     with pytest.raises(ExtentError):
-        Parcel(bad)
+        RunArchive(bad)
 
 
-def test_a_file_of_another_model_or_codec_names_the_difference(folder, other, tmp_path, parcel, capsys):
+def test_a_file_of_another_model_or_codec_names_the_difference(folder, other, tmp_path, archive, capsys):
     there = tmp_path / "there"
-    assert "of another model (digest)" in refusal(other, parcel, there, capsys)
-    assert "of another codec (cache.codec" in refusal(folder, parcel, there, capsys, "--cache.codec", "g4")
-    assert "of another kind of weights" in refusal(folder, parcel, there, capsys, "--model.weights", "g4")
+    assert "of another model (digest)" in refusal(other, archive, there, capsys)
+    assert "of another codec (cache.codec" in refusal(folder, archive, there, capsys, "--cache.codec", "g4")
+    assert "of another kind of weights" in refusal(folder, archive, there, capsys, "--model.weights", "g4")
 
 
 @pytest.mark.parametrize(
@@ -449,8 +449,8 @@ def test_a_partial_import_says_what_is_there_and_what_is_left_out(folder, tmp_pa
     here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "file"
     filled(folder, here, PROMPTS[1:])
     assert cache("export", "--disk", here, file) == 0
-    with Parcel(file) as parcel:
-        num_runs, lost = len(parcel.runs), parcel.runs[-1].head.run
+    with RunArchive(file) as archive:
+        num_runs, lost = len(archive.runs), archive.runs[-1].header.run
     flush = DiskStore.flush
 
     def flush_and_lose(store, seconds):
@@ -466,35 +466,37 @@ def test_a_partial_import_says_what_is_there_and_what_is_left_out(folder, tmp_pa
     assert listed(capsys, there)["namespaces"][0]["num_chunks"] == (640 - num_lost) // 64
 
 
-def test_a_new_folder_needs_a_size_and_a_file_is_not_overwritten(folder, tmp_path, parcel, capsys):
-    assert cache("import", "--disk", tmp_path / "new", parcel, "--model", folder, *WORDS) == 2
+def test_a_new_folder_needs_a_size_and_a_file_is_not_overwritten(folder, tmp_path, archive, capsys):
+    assert cache("import", "--disk", tmp_path / "new", archive, "--model", folder, *WORDS) == 2
     assert "has no size yet" in capsys.readouterr().err
-    assert cache("export", "--disk", tmp_path / "here", parcel) == 2
+    assert cache("export", "--disk", tmp_path / "here", archive) == 2
     assert "exists already" in capsys.readouterr().err
     with pytest.raises(ConfigError):
-        ParcelWriter(parcel)
+        RunArchiveWriter(archive)
 
 
 def test_an_export_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("quire.stores.parcel.os.fsync", full)
-    with pytest.raises(OSError, match="No space"), ParcelWriter(tmp_path / "parcel"):
+    monkeypatch.setattr("quire.stores.archive.os.fsync", full)
+    with pytest.raises(OSError, match="No space"), RunArchiveWriter(tmp_path / "parcel"):
         pass
     assert not list(tmp_path.iterdir())
 
 
 def test_the_difference_is_relative_to_the_variation_of_tokens():
     mine = torch.randn(2, 2, 2, 64, 12, generator=torch.Generator().manual_seed(0))
-    assert importing.difference(mine, mine) == 0
+    assert prefix_import.difference(mine, mine) == 0
     theirs = mine.clone()
     theirs[1, 0, 1, 63] = mine[1, 0, 1, 62]
-    assert 0.5 < importing.difference(mine, theirs) < 3
-    assert importing.difference(mine + 100, theirs + 100) == pytest.approx(importing.difference(mine, theirs), rel=1e-2)
-    assert importing.difference(mine, theirs, of_pages=True) == pytest.approx(
-        importing.difference(mine, theirs) / 8, rel=1e-3
+    assert 0.5 < prefix_import.difference(mine, theirs) < 3
+    assert prefix_import.difference(mine + 100, theirs + 100) == pytest.approx(
+        prefix_import.difference(mine, theirs), rel=1e-2
     )
-    assert 1 < importing.difference(mine, mine.roll(1, 3), of_pages=True) < 2
+    assert prefix_import.difference(mine, theirs, of_pages=True) == pytest.approx(
+        prefix_import.difference(mine, theirs) / 8, rel=1e-3
+    )
+    assert 1 < prefix_import.difference(mine, mine.roll(1, 3), of_pages=True) < 2
     theirs[0, 0, 0, 0, 0] = torch.nan
-    assert not importing.difference(mine, theirs) <= 1e9
+    assert not prefix_import.difference(mine, theirs) <= 1e9

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from quire.calibrate import CalibrationSettings, calibrate, samples
-from quire.calibrate.text import cut, write
+from quire.calibrate.text import generate_windows, windows_from_text
 from quire.cli import main
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.build import resolve
@@ -235,7 +235,7 @@ def test_what_the_model_wrote_is_not_written_again(
     with pytest.raises(KeyboardInterrupt):
         run(folder, tmp_path / "made", text=None)
     monkeypatch.setattr(samples, "gather", counted)
-    monkeypatch.setattr("quire.calibrate.run.write", stop)
+    monkeypatch.setattr("quire.calibrate.run.generate_windows", stop)
     assert run(folder, tmp_path / "made", text=None).hash == whole.hash
     assert gathered[3:] == gathered[:3]
 
@@ -314,28 +314,32 @@ def test_float16_is_gathered_in_float32(tmp_path: Path) -> None:
 def test_windows_are_spread_over_a_text() -> None:
     plain = Tokenizer(byte_tokenizer(), None, BOS, EOS)
     text = bytes(range(97, 117)).decode()
-    assert cut(plain, text, 3, 4).tolist() == [[97, 98, 99, 100], [105, 106, 107, 108], [113, 114, 115, 116]]
-    assert cut(plain, text, 5, 4).flatten().tolist() == list(text.encode())
+    assert windows_from_text(plain, text, 3, 4).tolist() == [
+        [97, 98, 99, 100],
+        [105, 106, 107, 108],
+        [113, 114, 115, 116],
+    ]
+    assert windows_from_text(plain, text, 5, 4).flatten().tolist() == list(text.encode())
     with pytest.raises(ConfigError, match="the text has 20 tokens, but 3 windows of 7 need 21; give a longer text"):
-        cut(plain, text, 3, 7)
+        windows_from_text(plain, text, 3, 7)
     begins: Any = SimpleNamespace(
         bos_id=256, encode=lambda text, add_special=True: [256] * add_special + list(text.encode())
     )
-    assert cut(begins, text, 2, 5).tolist() == [[256, 97, 98, 99, 100], [256, 113, 114, 115, 116]]
+    assert windows_from_text(begins, text, 2, 5).tolist() == [[256, 97, 98, 99, 100], [256, 113, 114, 115, 116]]
 
 
 def test_a_model_writes_the_same_again_and_goes_past_the_end_of_text() -> None:
     engine = make_engine(tiny_shape(head_dim=16), **{"model.max_context": 128})
     with_bos, without = (Tokenizer(byte_tokenizer(), None, bos, EOS) for bos in (BOS, None))
     seen: list[tuple[int, int]] = []
-    first = write(engine, with_bos, 3, 128, 7, lambda done, total: seen.append((done, total)))
+    first = generate_windows(engine, with_bos, 3, 128, 7, lambda done, total: seen.append((done, total)))
     assert first.shape == (3, 128) and (first[:, 0] == 256).all()
     assert seen[-1] == (384, 384) and seen == sorted(seen)
-    assert torch.equal(write(engine, with_bos, 3, 128, 7, lambda done, total: None), first)
-    other = write(engine, without, 3, 128, 8, lambda done, total: None)
+    assert torch.equal(generate_windows(engine, with_bos, 3, 128, 7, lambda done, total: None), first)
+    other = generate_windows(engine, without, 3, 128, 8, lambda done, total: None)
     assert (other[:, 0] < 256).all() and len(other[:, 0].unique()) > 1
     assert len(first.unique()) > 50, "drawn, not the best token"
-    assert (write(engine, with_bos, 8, 128, 9, lambda done, total: None)[:, 1:-1] == 257).any()
+    assert (generate_windows(engine, with_bos, 8, 128, 9, lambda done, total: None)[:, 1:-1] == 257).any()
     engine.check()
 
 

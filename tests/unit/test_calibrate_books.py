@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.calibrate.books import BINS, Histogram
+from quire.calibrate.codebooks import BINS, Histogram
 
 
 def histogram(x: list[float], weight: list[float] | None = None) -> Histogram:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of
+from quire.cache.codecs.nuq import NuqCodec, NuqTables, nuq_layout
 from quire.calibrate import fit as fit_module
-from quire.calibrate.fit import KINDS, Book, LayerFit, as_stored, even_tables, fit_layer, padded
+from quire.calibrate.bit_allocation import allocate_bits, allocate_evenly, page_step
+from quire.calibrate.fit import KINDS, Codebook, LayerFit, fit_layer, padded, quantize_dequantize, uniform_tables
 from quire.calibrate.samples import LayerSamples
-from quire.calibrate.spend import even, page_step, spend
 from quire.calibrate.tables import make_tables
 from quire.engine.calibration import check_tables
 
@@ -41,8 +41,8 @@ def test_costs_are_those_of_pages_on_tokens_that_were_held_out(fit: LayerFit) ->
     train, held_out = samples().split(TOKENS - 128)
     limit = 50 * train.key_cost.mean(0)
     for kind, bits in (("uniform", 2), ("own", 3), ("fisher", 5)):
-        tables = even_tables(fit.key_books[kind, bits], fit.key_weight, 1, fit.value_books[kind, bits], 1)
-        k, v = as_stored(tables, held_out.keys, held_out.values)
+        tables = uniform_tables(fit.key_books[kind, bits], fit.key_weight, 1, fit.value_books[kind, bits], 1)
+        k, v = quantize_dequantize(tables, held_out.keys, held_out.values)
         codec = NuqCodec("trial", tables)
         for head in range(HEADS):  # as the codec's definition has it
             pages = codec.encode(
@@ -157,7 +157,9 @@ def test_q_norm_moves_what_codes_stand_for_and_not_the_codes(kind: str, fit: Lay
     edges, books = padded(moved)
     assert torch.equal(edges, padded(plain)[0]) and torch.equal(books[..., :4], moved.stands_for)
     before, after = (
-        as_stored(even_tables(book, fit.key_weight, 0, fit.value_books[kind, 2], 0), train.keys, train.values)[0]
+        quantize_dequantize(
+            uniform_tables(book, fit.key_weight, 0, fit.value_books[kind, 2], 0), train.keys, train.values
+        )[0]
         for book in (plain, moved)
     )
     pooled = (train.keys - train.keys.mean(0)).std(0)
@@ -186,7 +188,7 @@ def costs(layers: int = 4, seed: int = 0, channels: int = 64, heads: int = 3) ->
 @pytest.mark.parametrize("channels", [32, 64, 128])
 def test_bits_are_spent_within_the_budget_and_better_than_evenly(channels: int, bits: int, slots: int) -> None:
     keys, values = costs(channels=channels)
-    chosen, plain = spend(keys, values, bits, slots), even(keys, values, bits, slots)
+    chosen, plain = allocate_bits(keys, values, bits, slots), allocate_evenly(keys, values, bits, slots)
     assert (plain.page_bytes == NuqCodec.nominal_page_bytes(channels, bits, slots)).all()
     assert int(chosen.page_bytes.sum()) <= int(plain.page_bytes.sum())
     assert int(chosen.page_bytes.sum()) > 0.97 * int(plain.page_bytes.sum()), "bytes are left over"
@@ -200,7 +202,7 @@ def test_bits_are_spent_within_the_budget_and_better_than_evenly(channels: int, 
     for index in torch.cartesian_prod(torch.arange(4), torch.arange(3)):
         at = tuple(index.tolist())
         widths, value_width = chosen.key_bits[at], int(chosen.value_bits[at])
-        layout = layout_of(channels, int(widths.sum()), slots, value_width, slots)
+        layout = nuq_layout(channels, int(widths.sum()), slots, value_width, slots)
         assert layout.page_bytes == int(chosen.page_bytes[at])
         for place, pair in enumerate(chosen.key_order[at].tolist()):
             total += float(keys[at][[pair, pair + channels // 2], int(widths[place // 4])].sum())
@@ -212,9 +214,9 @@ def test_equal_costs_are_spent_evenly() -> None:
     falling = 4.0 ** -torch.arange(6, dtype=torch.float64)
     keys, values = falling.expand(2, 2, 64, 6), (64 * falling).expand(2, 2, 6).clone()
     values[..., 0] = torch.inf
-    chosen = spend(keys, values, 3, 1)
+    chosen = allocate_bits(keys, values, 3, 1)
     assert (chosen.value_bits == 3).all() and (chosen.key_bits == 3).all()
-    assert chosen.cost == even(keys, values, 3, 1).cost
+    assert chosen.cost == allocate_evenly(keys, values, 3, 1).cost
 
 
 def test_tables_take_the_kind_that_costs_least_and_the_bits_that_were_spent() -> None:
@@ -252,7 +254,7 @@ def test_tables_take_the_kind_that_costs_least_and_the_bits_that_were_spent() ->
 
 def test_tables_of_one_width_are_what_pages_need() -> None:
     keys, values = torch.randn(2, 32, 8).sort(-1).values, torch.randn(2, 4).sort(-1).values
-    tables = even_tables(Book(keys, keys), torch.ones(2, 32), 2, Book(values, values), 0)
+    tables = uniform_tables(Codebook(keys, keys), torch.ones(2, 32), 2, Codebook(values, values), 0)
     assert isinstance(tables, NuqTables)
     check_tables(tables, 1, 2, 32)
     assert (tables.key_bits == 3).all() and (tables.value_bits == 2).all()

@@ -22,7 +22,7 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds_inside_each_stage(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with caplog.at_level(logging.INFO, "quire"), progress.shown(False) as report:
+    with caplog.at_level(logging.INFO, "quire"), progress.progress_display(False) as report:
         for stage, seconds in (("gathering", 25), ("fitting", 12)):
             for step in range(seconds * 4):  # four reports a second
                 now += 0.25
@@ -41,7 +41,7 @@ def test_who_waits_for_another_calibration_is_told_once(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with caplog.at_level(logging.INFO, "quire"), progress.shown(False) as report:
+    with caplog.at_level(logging.INFO, "quire"), progress.progress_display(False) as report:
         for _ in range(100):
             now += 1
             report(progress.WAITING, 0, 1)

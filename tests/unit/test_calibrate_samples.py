@@ -14,7 +14,7 @@ from torch.nn import functional
 from quire.calibrate import gradients, samples
 from quire.calibrate.gradients import GradientOps, PanelGradientOps
 from quire.calibrate.samples import SampleStore, gather
-from quire.kernels.memory import Carver
+from quire.kernels.memory import HugePageAllocator
 from quire.models.cpu_panels import GATE_LANES, Panels
 from quire.models.decoder import build_model
 from quire.models.layers import Linear, Ops, TorchLinear
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_whole_model(
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_gradients_in_bfloat16_are_close(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gradients, samples):
-        monkeypatch.setattr(module, "multiplies", lambda dtype, device: multiplies)
+        monkeypatch.setattr(module, "has_matmul", lambda dtype, device: multiplies)
     folder = save_tiny(tmp_path, "smollm")
     tokens = torch.randint(0, 256, (64,))
     exact = dict(gather(load(folder), tokens))
@@ -118,7 +118,7 @@ def test_gradients_over_packed_weights_are_those_over_decoded_ones(form: Form, f
 
 def test_a_product_without_its_gate_has_the_gates_and_their_ups() -> None:
     weight, bias = torch.randn(2 * 40, 64).bfloat16(), torch.randn(2 * 40).bfloat16()
-    panels = Panels([weight], bias, torch.bfloat16, Carver(), gated=True)
+    panels = Panels([weight], bias, torch.bfloat16, HugePageAllocator(), gated=True)
     both = panels.without_gate()
     x = torch.randn(5, 64).bfloat16()
     sums = both(x).view(5, -1, 2, GATE_LANES)

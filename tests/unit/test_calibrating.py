@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from quire import calibrating
+from quire import background_calibration
 from quire.async_llm import AsyncLLM
-from quire.calibrate.estimate import estimated_seconds, told
+from quire.background_calibration import BackgroundCalibration
+from quire.calibrate.estimate import duration_text, estimated_seconds
 from quire.calibrate.settings import CalibrationSettings
-from quire.calibrating import Calibrating
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
@@ -91,8 +91,8 @@ def keep(folder: Path, made: Path) -> None:
 @pytest.fixture
 def process(folder: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     process = Process(folder, made)
-    monkeypatch.setattr(Calibrating, "_calibrate", lambda self: process.calibrate())
-    monkeypatch.setattr(calibrating, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(BackgroundCalibration, "_calibrate", lambda self: process.calibrate())
+    monkeypatch.setattr(background_calibration, "LOOK_SECONDS", 0.01)
     yield process
     process.may_end.set()
 
@@ -210,7 +210,7 @@ def test_running_requests_end_or_are_computed_again(
     quiet_seconds: float, folder: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A minute passes for requests to end; then they go on with the codec. In both cases they lose no token."""
-    monkeypatch.setattr(calibrating, "QUIET_SECONDS", quiet_seconds)
+    monkeypatch.setattr(background_calibration, "QUIET_SECONDS", quiet_seconds)
 
     async def body(llm: AsyncLLM) -> None:
         running = [asyncio.ensure_future(tokens_of(llm, LONG)) for _ in range(12)]
@@ -258,10 +258,10 @@ def test_a_codec_that_does_not_work_is_not_taken(
 
 def test_a_request_that_the_new_cache_cannot_hold_ends_first(folder: Path, made: Path) -> None:
     loaded = load_engine(str(folder), EngineConfig.from_options(OPTIONS), may_calibrate_later=True)
-    assert loaded.later is not None
+    assert loaded.pending_config is not None
     keep(folder, made)
-    calibration = load_module.find_calibration(folder, loaded.later)
-    config, fits = load_module.resolve(loaded.later, loaded.shape, None, calibration)
+    calibration = load_module.find_calibration(folder, loaded.pending_config)
+    config, fits = load_module.resolve(loaded.pending_config, loaded.shape, None, calibration)
     engine = loaded.engine
     engine.add("0", PROMPT, GREEDY)
     engine.step()
@@ -271,7 +271,7 @@ def test_a_request_that_the_new_cache_cannot_hold_ends_first(folder: Path, made:
     assert take(loaded, config, small, calibration, preempts=True) is None and engine.has_work
     assert engine.longest_request == len(PROMPT) + 24
     taken = take(loaded, config, fits, calibration, preempts=True)
-    assert taken is not None and taken.engine.has_work and not engine.has_work and taken.later is None
+    assert taken is not None and taken.engine.has_work and not engine.has_work and taken.pending_config is None
     assert taken.engine.runner.model is engine.runner.model, "the weights are loaded once"
 
 
@@ -299,17 +299,17 @@ def test_where_the_codec_cannot_change_the_start_waits_and_says_why(
     monkeypatch.setattr(load_module, "_calibrated", calibrated)
     config = EngineConfig.from_options(OPTIONS | options)
     loaded = load_engine(str(folder), config, may_calibrate_later=True)
-    assert loaded.later is None and loaded.config.cache.codec == "nuq3" and len(asked) == 1
+    assert loaded.pending_config is None and loaded.config.cache.codec == "nuq3" and len(asked) == 1
     assert said in caplog.text
 
 
 def test_the_process_has_the_lowest_priority_and_ends_with_the_engine(folder: Path) -> None:
     async def body(llm: AsyncLLM) -> None:
-        calibrating = llm._calibrating
-        assert calibrating is not None
-        while calibrating._process is None:
+        background_calibration = llm._calibrating
+        assert background_calibration is not None
+        while background_calibration._process is None:
             await asyncio.sleep(0.01)
-        ends.append(calibrating._process)
+        ends.append(background_calibration._process)
         while os.getpriority(os.PRIO_PROCESS, ends[0].pid) != 19:
             await asyncio.sleep(0.01)
 
@@ -324,7 +324,7 @@ def test_the_process_has_the_lowest_priority_and_ends_with_the_engine(folder: Pa
 def start(options: dict[str, Any], folder: Path, cache: Path) -> subprocess.Popen[str]:
     """The process, with the priority of the tests."""
     process = subprocess.Popen(
-        [sys.executable, "-c", calibrating._BEGIN.replace("os.nice(19)", "pass"), *sys.path],
+        [sys.executable, "-c", background_calibration._BEGIN.replace("os.nice(19)", "pass"), *sys.path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -378,7 +378,7 @@ def test_an_estimate_grows_with_the_model_and_falls_with_threads(monkeypatch: py
     assert 0 < seconds < estimated_seconds(large, settings, 1)
     assert estimated_seconds(small, settings, 2) == seconds / 2
     assert estimated_seconds(small, settings, 1, writes=False) < seconds
-    assert [told(each) for each in (1, 43, 240, 9000)] == [
+    assert [duration_text(each) for each in (1, 43, 240, 9000)] == [
         "about 5 s",
         "about 45 s",
         "about 4 minutes",

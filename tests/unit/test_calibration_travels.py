@@ -128,8 +128,8 @@ def test_a_calibration_of_another_shape_is_refused(
 def test_packing_loses_nothing(tmp_path: Path) -> None:
     made = made_up()
     file = tmp_path / "packed"
-    file.write_bytes(shipped.packed(made))
-    found = shipped.unpacked(file, "m")
+    file.write_bytes(shipped.pack(made))
+    found = shipped.unpack(file, "m")
     assert found.hash == made.hash and found.settings == made.settings and found.report == made.report
     for codec, tables in made.tables.items():
         for field in dataclasses.fields(NuqTables):
@@ -148,9 +148,9 @@ def test_packing_loses_nothing(tmp_path: Path) -> None:
 )
 def test_a_damaged_packed_file_is_one_line(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = tmp_path / "packed"
-    file.write_bytes(change(shipped.packed(made_up())))
+    file.write_bytes(change(shipped.pack(made_up())))
     with pytest.raises(ConfigError, match=r"not a calibration that can be read|damaged") as refused:
-        shipped.unpacked(file, "m")
+        shipped.unpack(file, "m")
     assert "\n" not in str(refused.value)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire import check as module
+from quire import codec_check as module
 from quire.cli import main
 from quire.errors import ConfigError
 from quire.evaluation.engines import load_engines
@@ -62,13 +62,13 @@ def destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The codecs that were measured."""
     found: list[str] = []
-    measure = module.measure
+    measure = module.measure_divergence
 
     def counted(model: Any, tokenizer: Any, config: Any, *more: Any) -> Any:
         found.append(config.cache.codec)
         return measure(model, tokenizer, config, *more)
 
-    monkeypatch.setattr(module, "measure", counted)
+    monkeypatch.setattr(module, "measure_divergence", counted)
     return found
 
 

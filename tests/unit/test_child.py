@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.models.child import DIED, UNKNOWN, Child
+from quire.models.child import DIED, NEEDS_CONTEXT, ChildProcess
 
 PROGRAM = "tests.child_program"
 
@@ -23,12 +23,12 @@ def done() -> tuple[Any, ...]:
 
 @pytest.fixture
 def child() -> Any:
-    made = Child(PROGRAM, ())
+    made = ChildProcess(PROGRAM, ())
     yield made
     made.close()
 
 
-def test_closing_answers_the_thread_that_asks_at_once(child: Child) -> None:
+def test_closing_answers_the_thread_that_asks_at_once(child: ChildProcess) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(child.ask, (b"d", 30), done)
         while child._process is None or child._socket is None:
@@ -51,7 +51,7 @@ def beside(work: Callable[[], object]) -> threading.Thread:
 
 @pytest.mark.parametrize("place", ["started", "between the requests"])
 def test_closing_at_any_moment_of_a_request_is_no_error(
-    place: str, child: Child, monkeypatch: pytest.MonkeyPatch
+    place: str, child: ChildProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closing: list[threading.Thread] = []
 
@@ -68,7 +68,7 @@ def test_closing_at_any_moment_of_a_request_is_no_error(
             closing.append(beside(child.close))
 
     monkeypatch.setattr(child, "_start", started)
-    assert child.ask((UNKNOWN, 0), whole) == (DIED, "")
+    assert child.ask((NEEDS_CONTEXT, 0), whole) == (DIED, "")
     monkeypatch.undo()
     closing[0].join()
     assert child.ask(done(), done) == (b"d", "answer")
@@ -76,8 +76,8 @@ def test_closing_at_any_moment_of_a_request_is_no_error(
 
 SCRIPT = """
 import sys, threading, time
-from quire.models.child import Child
-child = Child("tests.child_program", ())
+from quire.models.child import ChildProcess
+child = ChildProcess("tests.child_program", ())
 
 def run():
     while True:

@@ -124,10 +124,10 @@ class TableMachine(RuleBasedStateMachine):
     def take(self, codec: Sized, count: int, wants_sidecar: bool) -> None:
         table, sidecar = self.table, wants_sidecar and count > 0
         if not self.fits([(codec, sidecar and at == 0) for at in range(count)]):
-            before = table.ledger.bytes_out, table.num_taken, table.num_moved_pages
+            before = table.ledger.allocated_bytes, table.num_taken, table.num_moved_pages
             with pytest.raises(CacheFullError):
                 table.take(count, codec, sidecar=sidecar)
-            assert before == (table.ledger.bytes_out, table.num_taken, table.num_moved_pages)
+            assert before == (table.ledger.allocated_bytes, table.num_taken, table.num_moved_pages)
             with pytest.raises(CacheFullError):
                 self.counted.take(count, codec, sidecar=sidecar)
             return
@@ -155,13 +155,13 @@ class TableMachine(RuleBasedStateMachine):
             self.take(OPEN, num_open, False)
 
     @rule(seed=st.integers(0, 2**32), share=st.sampled_from([0.1, 0.5, 0.8]))
-    def give(self, seed: int, share: float) -> None:
+    def free(self, seed: int, share: float) -> None:
         random = Random(seed)
         self._give([chunk for chunk in self.held if random.random() < share])
 
     def _give(self, chunks: list[int]) -> None:
-        self.table.give(np.array(chunks, np.int32))
-        self.counted.give(np.array(chunks, np.int32))
+        self.table.free(np.array(chunks, np.int32))
+        self.counted.free(np.array(chunks, np.int32))
         for chunk in chunks:
             del self.held[chunk]
 
@@ -171,7 +171,7 @@ class TableMachine(RuleBasedStateMachine):
         table.check()
         self.counted.check()
         assert table.num_taken == self.counted.num_taken == len(self.held)
-        assert table.ledger.bytes_out == self.counted.ledger.bytes_out, "without places as much is out"
+        assert table.ledger.allocated_bytes == self.counted.ledger.allocated_bytes, "without places as much is out"
         used = np.zeros(table.ledger.num_bytes // UNIT, int)
         for chunk, (codec, _, number) in self.held.items():
             assert table.kinds[chunk] == codec.kernel_id
@@ -184,7 +184,7 @@ class TableMachine(RuleBasedStateMachine):
             assert row == pages or takes != table.takes[chunk], "a row changed, and its count of takes does not say so"
             self.mirror[chunk] = int(table.takes[chunk]), pages
         assert used.max() <= 1, "two pages overlap"
-        assert used.sum() * UNIT == table.ledger.bytes_out
+        assert used.sum() * UNIT == table.ledger.allocated_bytes
         for codec in CODECS:
             count = available(table, codec)
             assert count == available(self.counted, codec)
@@ -203,9 +203,11 @@ def test_the_machine_s_sizes_do_make_pages_move() -> None:
     for chunk in small.tolist():
         write(table, chunk, 10 * chunk)
     assert available(table, SMALL) == 0
-    table.give(small[::2])
+    table.free(small[::2])
     kept, takes = small[1::2], table.takes.copy()
-    assert len(np.unique(table.ledger.slabs_of(table.ledger.ids_out()))) == table.ledger.num_slabs, "no slab is empty"
+    assert len(np.unique(table.ledger.slabs_of(table.ledger.allocated_ids()))) == table.ledger.num_slabs, (
+        "no slab is empty"
+    )
     # 48 pages are left, of 8 in a slab: six slabs, so the other six hold twelve large pages.
     assert available(table, OPEN) == 2 and fits(table, 0, 2) and not fits(table, 0, 3) and not fits(table, 1, 2)
     assert fits(table, -8, 4) and not fits(table, -8, 5), "as though all small chunks were given back"
@@ -216,7 +218,7 @@ def test_the_machine_s_sizes_do_make_pages_move() -> None:
     assert len(table.take(1, OPEN)) == 1 and available(table, OPEN) == available(table, SMALL) == 0
     assert all(holds(table, chunk, 10 * chunk) for chunk in kept.tolist())
     table.check()
-    table.give(np.concatenate((kept, large)))
+    table.free(np.concatenate((kept, large)))
     table.check()
 
 
@@ -226,7 +228,7 @@ def test_sidecars_move_with_their_chunks() -> None:
     for chunk in np.concatenate(taken).tolist():
         write(table, chunk, 40 * chunk)
     first = np.concatenate(taken[::2])
-    table.give(np.concatenate(taken[1::2]))
+    table.free(np.concatenate(taken[1::2]))
     before = table.sidecars[first].copy()
     # A sidecar in each of three slabs, room for two in each: one slab can be had, and small pages leave another.
     assert available(table, OPEN) == 1
@@ -239,7 +241,7 @@ def test_sidecars_move_with_their_chunks() -> None:
 def test_taking_what_has_room_as_it_lies_moves_nothing() -> None:
     table = table_of(15, SMALL)
     small = table.take(16, SMALL)
-    table.give(small[::2])
+    table.free(small[::2])
     table.take(1, OPEN)
     assert table.num_moved_pages == 0, "three slabs were free"
     table.take(8, SMALL)
@@ -285,7 +287,7 @@ def test_a_page_that_no_chunk_holds_is_not_moved_unnoticed() -> None:
     table = table_of(4, SMALL)
     small = table.take(5, SMALL)
     foreign = table.ledger.take(np.array([2 * UNIT]))
-    table.give(small[1:])
+    table.free(small[1:])
     with pytest.raises(AssertionError, match="not the 7 out"):
         table.check()
     with pytest.raises(AssertionError, match="belongs to no chunk"):
@@ -313,11 +315,11 @@ def test_every_chunk_may_have_several_rows() -> None:
     rows = table.take(20, sums)
     assert not set(chunks) & set(rows) and table.sums is sums is table.codecs[sums.kernel_id]
     assert (table.kinds[rows] == sums.kernel_id).all() and (table.sidecars[rows] == -1).all()
-    assert table.num_taken == 30 and table.ledger.bytes_out == 10 * table.chunk_bytes(SMALL) + 20 * table.chunk_bytes(
-        sums
-    )
+    assert table.num_taken == 30 and table.ledger.allocated_bytes == 10 * table.chunk_bytes(
+        SMALL
+    ) + 20 * table.chunk_bytes(sums)
     table.check()
-    table.give(rows)
+    table.free(rows)
     table.check()
 
 
@@ -339,7 +341,7 @@ def test_sums_move_with_their_rows() -> None:
     written = np.random.default_rng(0).random((L, H, len(rows) * PAGE_TOKENS), np.float32)
     table.store_sums(rows, written)
     assert np.array_equal(table.load_sums(rows), written)
-    table.give(rows[::2])
+    table.free(rows[::2])
     table.take(2, OPEN)
     assert table.num_moved_pages > 0
     kept = written.reshape(L, H, len(rows), PAGE_TOKENS)[:, :, 1::2].reshape(L, H, -1)

@@ -59,7 +59,7 @@ class FakeLLM:
         pipeline = byte_tokenizer()
         pipeline.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 256)])
         self.tokenizer = Tokenizer(pipeline, ChatTemplate(CHATML), BOS)
-        self.engine = self
+        self.engine = self.limits = self
         self.prompts: list[bytes] = []
         self.is_open = True
 
@@ -69,7 +69,7 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.is_open = False
 
-    def check_request(self, prompt_ids: list[int], params: Any) -> None:
+    def check(self, prompt_ids: list[int], params: Any) -> None:
         if len(prompt_ids) + params.max_tokens > CONTEXT:
             raise RequestError(f"the prompt has {len(prompt_ids)} tokens and the context holds {CONTEXT}", "prompt")
 

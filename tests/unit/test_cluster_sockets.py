@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from quire.cluster.links import MOST_STRANGERS, Links
+from quire.cluster.connections import MOST_STRANGERS, PeerConnections
 from quire.cluster.transport import shm, sockets, transport_of
-from quire.cluster.transport.stream import LinkError, Stream
-from quire.repeats import RepeatedWarning
+from quire.cluster.transport.stream import ByteStream, TransportError
+from quire.rate_limited_warning import RateLimitedWarning
 
 from .test_links import PATIENCE, SECRET, Inbox, ask, eventually, until_the_end
 
@@ -43,9 +43,9 @@ except OSError:
 
 
 @contextmanager
-def listening(transport: str = "shm") -> Iterator[tuple[Links, Inbox, str]]:
+def listening(transport: str = "shm") -> Iterator[tuple[PeerConnections, Inbox, str]]:
     inbox = Inbox()
-    made = Links("router", SECRET, inbox, transport)
+    made = PeerConnections("router", SECRET, inbox, transport)
     try:
         yield made, inbox, made.listen()
     finally:
@@ -55,7 +55,7 @@ def listening(transport: str = "shm") -> Iterator[tuple[Links, Inbox, str]]:
 def joins(address: str, inbox: Inbox, number: int = 0) -> float:
     """Seconds until the router has the first message of an instance."""
     began = time.monotonic()
-    instance = Links(f"instance-{number}", SECRET, Inbox(), "shm")
+    instance = PeerConnections(f"instance-{number}", SECRET, Inbox(), "shm")
     try:
         instance.learn("router", address)
         instance.connect("router", PATIENCE)
@@ -66,7 +66,7 @@ def joins(address: str, inbox: Inbox, number: int = 0) -> float:
         instance.close()
 
 
-def dialled(address: str) -> Stream:
+def dialled(address: str) -> ByteStream:
     transport, place = transport_of(address)
     return transport.dial(place, PATIENCE, PATIENCE)
 
@@ -92,7 +92,7 @@ def test_a_connection_of_another_user_is_closed_before_it_takes_a_place(
             stream = dialled(address)
             assert until_the_end(stream) == b""
             stream.close()
-            assert router._home.num_strangers == 0
+            assert router._registry.num_strangers == 0
         assert joins(address, inbox) < PATIENCE
     told = warnings_of(caplog)
     assert len(told) == 2, told
@@ -111,7 +111,7 @@ def test_a_flood_of_another_user_keeps_no_instance_out(caplog: pytest.LogCapture
             seconds, strangers = [], []
             for number in range(5):
                 seconds.append(joins(address, inbox, number))
-                strangers.append(router._home.num_strangers)
+                strangers.append(router._registry.num_strangers)
                 time.sleep(0.05)
         finally:
             router.close()
@@ -129,9 +129,9 @@ def test_a_dialer_waits_for_its_place_in_a_full_queue(monkeypatch: pytest.Monkey
     listener = transport.listen("router", "", PATIENCE)
     place = listener.address.removeprefix("shm://")
     first = transport.dial(place, PATIENCE, PATIENCE)
-    with pytest.raises(LinkError, match="nothing answers"):
+    with pytest.raises(TransportError, match="nothing answers"):
         transport.dial(place, PATIENCE, 0.05)
-    later: list[Stream] = []
+    later: list[ByteStream] = []
     waiting = threading.Thread(target=lambda: later.append(transport.dial(place, PATIENCE, PATIENCE)))
     waiting.start()
     time.sleep(0.05)
@@ -144,7 +144,7 @@ def test_a_dialer_waits_for_its_place_in_a_full_queue(monkeypatch: pytest.Monkey
     for stream in (first, *later, *accepted):
         stream.close()
     listener.close()
-    with pytest.raises(LinkError, match="the listener is closed"):
+    with pytest.raises(TransportError, match="the listener is closed"):
         listener.accept()
 
 
@@ -152,10 +152,10 @@ def test_a_dialer_waits_for_its_place_in_a_full_queue(monkeypatch: pytest.Monkey
 def test_a_stranger_that_says_nothing_gives_its_place_to_the_next(transport: str) -> None:
     with listening(transport) as (router, inbox, address):
         streams = [dialled(address) for _ in range(MOST_STRANGERS)]
-        eventually(lambda: router._home.num_strangers == MOST_STRANGERS)
+        eventually(lambda: router._registry.num_strangers == MOST_STRANGERS)
         assert joins(address, inbox) < PATIENCE
         assert until_the_end(streams[0]) == b""
-        eventually(lambda: router._home.num_strangers == MOST_STRANGERS - 1)
+        eventually(lambda: router._registry.num_strangers == MOST_STRANGERS - 1)
         for stream in streams:
             stream.shut()
             stream.close()
@@ -171,7 +171,7 @@ def test_strangers_of_the_same_user_write_one_line_however_many_they_are(
             stream.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: nobody\r\n\r\n")
             until_the_end(stream)
             stream.close()
-        eventually(lambda: router._home.num_strangers == 0)
+        eventually(lambda: router._registry.num_strangers == 0)
     told = warnings_of(caplog)
     assert len(told) == 2, told
     assert "link to a stranger: no process of a cluster" in told[0]
@@ -180,7 +180,7 @@ def test_strangers_of_the_same_user_write_one_line_however_many_they_are(
 
 def test_a_repeated_warning_is_a_line_and_then_counts(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
-    warning = RepeatedWarning(logging.getLogger("quire"), 60.0, lambda: now)
+    warning = RateLimitedWarning(logging.getLogger("quire"), 60.0, lambda: now)
     warning.end()
     for text in ("one", "two", "three"):
         warning.warn(text)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from quire.cluster import tracing
-from quire.cluster.bodies import First, Job, Ready, TokenOf, Told
+from quire.cluster.bodies import FirstTokenInfo, InstanceReady, SequenceJob, TokenMessage, TokenUpdate
 from quire.cluster.members import Health, Member
-from quire.cluster.messages import Attempt, Cancel, Failed, Taken, Token
+from quire.cluster.messages import Attempt, Cancel, Failed, HandedOver, Token
 from quire.cluster.router import Router
 from quire.cluster.stages import BOUNDS, STAGES, Stages, StageTimes
-from quire.cluster.tracing import Span, Trace, Tracer, read_traceparent, trace_of
+from quire.cluster.tracing import TraceContext, Tracer, TraceSpan, read_traceparent, trace_of
 from quire.engine.outputs import CompletionOutput
 from tests.clusters import LIMITS
 
@@ -51,24 +51,24 @@ class World:
             tracer=self.tracer,
         )  # fmt: skip
         for role in ("prefill", "decode"):
-            ready = Ready(f"{role}-0.1", "", 64, 8, LIMITS, 1e-3, 1e-2)
+            ready = InstanceReady(f"{role}-0.1", "", 64, 8, LIMITS, 1e-3, 1e-2)
             self.router.members[ready.instance] = Member(ready.instance, f"{role}-0", role, Health.SERVING, ready)
-        trace = Trace(TRACE, PARENT)
-        job = Job("chatcmpl-1", list(range(100)), {}, {}, 0, trace=trace.trace_id)
-        self.ticket = self.router.begin(job, self.answers.append, trace)
+        trace = TraceContext(TRACE, PARENT)
+        job = SequenceJob("chatcmpl-1", list(range(100)), {}, {}, 0, trace=trace.trace_id)
+        self.request = self.router.begin(job, self.answers.append, trace)
 
     def after(self, seconds: float, message: Any) -> None:
         self.clock.now += seconds
-        self.router.hear(message)
+        self.router.handle(message)
 
     @property
     def attempt(self) -> Attempt:
-        return self.ticket.state.attempt
+        return self.request.state.attempt
 
-    def token(self, position: int, is_last: bool = False, seconds: float | None = None) -> TokenOf:
-        first = None if seconds is None else First(None, 0, {}, None, None, seconds)
+    def token(self, position: int, is_last: bool = False, seconds: float | None = None) -> TokenMessage:
+        first = None if seconds is None else FirstTokenInfo(None, 0, {}, None, None, seconds)
         output = CompletionOutput(0, "x", [7], None)
-        return TokenOf(Token(self.attempt, position, is_last), Told(output, first))
+        return TokenMessage(Token(self.attempt, position, is_last), TokenUpdate(output, first))
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +79,8 @@ def level(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_time_of_a_request_is_divided_into_its_stages(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.after(3.0, world.token(0, seconds=1.25))
-    world.after(0.5, Taken(world.attempt))
-    world.after(0.25, Taken(world.attempt))  # told twice
+    world.after(0.5, HandedOver(world.attempt))
+    world.after(0.25, HandedOver(world.attempt))  # told twice
     world.after(1.75, world.token(1))
     world.after(2.0, world.token(2, is_last=True))
     (found,) = world.router.times.last
@@ -92,7 +92,7 @@ def test_the_time_of_a_request_is_divided_into_its_stages(caplog: pytest.LogCapt
     times = "queue 1.750 s, prefill 1.250 s, transfer 0.500 s, decode 4.000 s"
     assert ended == f"{name} on prefill-0.1 and decode-0.1: ended after 3 tokens ({times})"
     ((trace, whole, spans, facts, error),) = world.tracer.told
-    assert trace == Trace(TRACE, PARENT) and error == "" and whole == Span("request", 100.0, 107.5, "")
+    assert trace == TraceContext(TRACE, PARENT) and error == "" and whole == TraceSpan("request", 100.0, 107.5, "")
     assert [each.instance for each in spans] == ["prefill-0.1"] * 2 + ["decode-0.1"] * 2
     assert [each.ended for each in spans] == [101.75, 103.0, 103.5, 107.5]
     assert facts["quire.tokens"] == 3 and facts["quire.attempts"] == 1
@@ -126,7 +126,7 @@ def test_a_request_that_failed_is_a_span_with_an_error_and_no_stage(caplog: pyte
 def test_an_aborted_request_has_no_stages(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.after(1.0, world.token(0, seconds=0.5))
-    world.router.abort(world.ticket)
+    world.router.abort(world.request)
     assert not world.router.times.last and world.tracer.told[0][-1] == "aborted"
     assert "aborted after 1 tokens" in caplog.records[-1].getMessage()
 
@@ -135,7 +135,7 @@ def test_a_source_has_a_part_until_its_receiver_has_the_cache() -> None:
     world = World()
     world.after(1.0, world.token(0, seconds=0.5))
     assert world.router.num_attempts("prefill-0.1") == world.router.num_attempts("decode-0.1") == 1
-    world.after(1.0, Taken(world.attempt))
+    world.after(1.0, HandedOver(world.attempt))
     assert (world.router.num_attempts("prefill-0.1"), world.router.num_attempts("decode-0.1")) == (0, 1)
     world.after(1.0, world.token(1, is_last=True))
     assert world.router.num_attempts("decode-0.1") == 0
@@ -145,7 +145,7 @@ def test_a_router_that_closes_ends_every_request_with_an_error() -> None:
     world = World()
     error = RuntimeError("closed")
     world.router.close(error)
-    assert world.answers == [error] and world.ticket.is_over and not world.router.num_waiting
+    assert world.answers == [error] and world.request.is_over and not world.router.num_waiting
     assert not [each for each in world.sent if isinstance(each[1], Cancel)], "nobody is left to tell"
 
 
@@ -178,15 +178,15 @@ def test_a_malformed_header_is_as_none(header: str | None) -> None:
 
 
 def test_a_header_has_the_trace_and_whether_it_is_sampled() -> None:
-    assert read_traceparent(f" 00-{TRACE}-{PARENT}-01 ") == Trace(TRACE, PARENT, True)
-    assert read_traceparent(f"00-{TRACE}-{PARENT}-00") == Trace(TRACE, PARENT, False)
-    assert read_traceparent(f"01-{TRACE}-{PARENT}-03-later") == Trace(TRACE, PARENT, True)
+    assert read_traceparent(f" 00-{TRACE}-{PARENT}-01 ") == TraceContext(TRACE, PARENT, True)
+    assert read_traceparent(f"00-{TRACE}-{PARENT}-00") == TraceContext(TRACE, PARENT, False)
+    assert read_traceparent(f"01-{TRACE}-{PARENT}-03-later") == TraceContext(TRACE, PARENT, True)
 
 
 def test_without_a_header_the_trace_is_in_the_request_id() -> None:
-    assert trace_of(f"chatcmpl-{TRACE}-0") == Trace(TRACE)
+    assert trace_of(f"chatcmpl-{TRACE}-0") == TraceContext(TRACE)
     assert len(trace_of("request-3").trace_id) == 32
-    job = Job(f"chatcmpl-{TRACE}-0", [], {}, {}, 0, trace=TRACE)
+    job = SequenceJob(f"chatcmpl-{TRACE}-0", [], {}, {}, 0, trace=TRACE)
     assert job.described(2) == f"request chatcmpl-{TRACE}-0, attempt 2", "not twice"
 
 
@@ -199,11 +199,11 @@ def test_spans_are_exported_with_the_trace_of_the_client_or_of_the_request() -> 
 
     exporter = InMemorySpanExporter()
     found = Tracer(SimpleSpanProcessor(exporter))
-    stages = [Span("queue", 1.0, 2.0, "prefill-0.1"), Span("decode", 2.0, 4.5, "decode-0.1")]
-    whole = Span("request", 1.0, 4.5, "")
-    found.record(Trace(TRACE, PARENT), whole, stages, {"quire.tokens": 3})
-    found.record(Trace("1" * 32), whole, stages[:1], {}, "no instance")
-    found.record(Trace("2" * 32, PARENT, is_sampled=False), whole, stages, {})
+    stages = [TraceSpan("queue", 1.0, 2.0, "prefill-0.1"), TraceSpan("decode", 2.0, 4.5, "decode-0.1")]
+    whole = TraceSpan("request", 1.0, 4.5, "")
+    found.record(TraceContext(TRACE, PARENT), whole, stages, {"quire.tokens": 3})
+    found.record(TraceContext("1" * 32), whole, stages[:1], {}, "no instance")
+    found.record(TraceContext("2" * 32, PARENT, is_sampled=False), whole, stages, {})
     queue, decode, root, own_queue, own = exporter.get_finished_spans()
     assert [each.name for each in (queue, decode, root)] == ["queue", "decode", "request"]
     assert all(each.context.trace_id == int(TRACE, 16) for each in (queue, decode, root))

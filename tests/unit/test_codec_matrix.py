@@ -13,7 +13,7 @@ from quire.cache.codecs import CODECS
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.llm import gather
+from quire.llm import merge_delta
 from tests import engines
 from tests.codecs import ENCODING, EVERY, options_of
 from tests.effort import combine
@@ -64,7 +64,7 @@ def test_every_codec_answers_alike_from_the_cache_and_after_a_preemption(codec: 
         engine.add(str(index), prompt, PARAMS)
     for _ in range(12):
         for delta in engine.step():
-            gather(outputs, delta)
+            merge_delta(outputs, delta)
     engine.scheduler.preempt(engine.scheduler.running[-1])
     drain(engine, outputs)
     assert engine.stats()["preemptions"] == 1
@@ -91,7 +91,7 @@ def test_every_codec_answers_alike_from_a_store_and_after_a_swap(
     num_swapped = 0
     while engine.has_work:
         for delta in engine.step():
-            gather(outputs, delta)
+            merge_delta(outputs, delta)
         running = [each for each in engine.scheduler.running if each.num_generated > 3 and each.path.transfer is None]
         if running and not num_swapped:
             engine.scheduler.preempt(running[-1])

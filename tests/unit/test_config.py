@@ -30,7 +30,7 @@ from quire.config import (
     sources,
 )
 from quire.errors import ConfigError
-from quire.options import Group, format_count, format_number, settings_of
+from quire.options import SettingsGroup, format_count, format_number, settings_of
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_configuration_cannot_be_changed():
 
 
 @pytest.mark.parametrize("group", _ALL_GROUPS, ids=lambda group: group.key)
-def test_the_documented_word_for_no_value_is_taken_and_shown(group: type[Group]) -> None:
+def test_the_documented_word_for_no_value_is_taken_and_shown(group: type[SettingsGroup]) -> None:
     for setting in settings_of(group):
         if setting.default is None:
             words = re.findall(r"\b(none|auto):", setting.text)

@@ -14,14 +14,14 @@ import pytest
 from quire.attention import reference
 from quire.attention.rows import wait_for
 from quire.cache.costs import DECAY, LATENCY, LEAST_BYTES, LEAST_TOKENS, WEIGHT, Costs
-from quire.cache.fetching import FOLLOW_SECONDS, Fetching
+from quire.cache.fetching import OVERLAP_SECONDS, Fetching
 from quire.cache.keys import ChunkKeys
 from quire.cache.run import Run, run_bytes
 from quire.cache.store import Transfer
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.errors import QuireError
-from quire.llm import gather
+from quire.llm import merge_delta
 
 from ..effort import tries
 from ..engines import GREEDY, drain, generate, make_engine
@@ -284,7 +284,9 @@ def test_a_prompt_that_is_computed_before_makes_fetching_worth_more(waiting: int
     tell(fetching.costs, chosen.num_bytes / (seconds * 1.5 - LATENCY), 1e-2)
     sequence = chosen.ask()  # it waits for its admission, because the step is full
     assert (
-        (sequence in fetching.guests) == fetches == (sequence.path.transfer is None and fetching.transfer is not None)
+        (sequence in fetching.prefetches)
+        == fetches
+        == (sequence.path.transfer is None and fetching.transfer is not None)
     )
 
 
@@ -336,19 +338,19 @@ def test_a_step_follows_only_where_the_rest_is_expected_soon(seed: int) -> None:
     sequence = chosen.ask()
     path = sequence.path
     assert path.transfer is not None
-    soon, late = (chosen.num_bytes / 2 / (FOLLOW_SECONDS * share - LATENCY) for share in (0.9, 1.1))
+    soon, late = (chosen.num_bytes / 2 / (OVERLAP_SECONDS * share - LATENCY) for share in (0.9, 1.1))
     fetching.costs.speed = soon
-    assert not fetching.may_follow(path), "no layer has arrived"
+    assert not fetching.can_overlap(path), "no layer has arrived"
     store.deliver(0, 1)  # of two
-    assert fetching.may_follow(path)
+    assert fetching.can_overlap(path)
     fetching.costs.speed = late
-    assert not fetching.may_follow(path), "the step would hold up everybody for too long"
+    assert not fetching.can_overlap(path), "the step would hold up everybody for too long"
     fetching.costs.speed = None
-    assert not fetching.may_follow(path), "nobody knows when the rest arrives"
+    assert not fetching.can_overlap(path), "nobody knows when the rest arrives"
     # Bytes that arrived are not waited for.
     fetching.costs.speed = late
     path.transfer.ready[:] = 1
-    assert fetching.may_follow(path)
+    assert fetching.can_overlap(path)
 
 
 def test_nobody_follows_what_is_private(seed: int) -> None:
@@ -364,7 +366,7 @@ def test_nobody_follows_what_is_private(seed: int) -> None:
     fetching.costs.speed = 1e12
     assert sequence.path.transfer is not None
     store.deliver(0, 1)
-    assert not fetching.may_follow(sequence.path)
+    assert not fetching.can_overlap(sequence.path)
     store.deliver(1)
     drain(engine)
 
@@ -393,7 +395,7 @@ def test_a_store_that_does_not_answer_holds_up_nobody_else(ends: str, seed: int)
     collected: dict[str, Any] = {}
     while not running.num_generated:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
     stuck = engine.add("stuck", chosen.prompt, params).sequences[0]
     for number in (1, 2):
         engine.add(str(number), others[number], params)
@@ -401,7 +403,7 @@ def test_a_store_that_does_not_answer_holds_up_nobody_else(ends: str, seed: int)
     while not {"0", "1", "2"} <= {name for name, output in collected.items() if output.finished}:
         before = running.num_generated
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         engine.check()
         num_steps += 1
         if running.num_generated < 70:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from quire.errors import QuireError
-from quire.offload.device import ALIGNMENT, Copied, CopyStream, Disk
-from quire.offload.homes import ALIGNMENT as BLOCK
-from quire.offload.homes import Piece, Place
+from quire.offload.device import ALIGNMENT, CopiedTensor, CopyStream, DiskSource
+from quire.offload.weight_placement import ALIGNMENT as BLOCK
+from quire.offload.weight_placement import ReadRange, StoredMatrix
 from quire.stores.direct import DirectFile
 
 from ..offloaded import patched
@@ -25,16 +25,16 @@ from ..offloaded import patched
 CPU = torch.device("cpu")
 
 
-def layers_of(streamed: list[bool]) -> list[list[Copied]]:
+def layers_of(streamed: list[bool]) -> list[list[CopiedTensor]]:
     """Layers with two matrices each, or none."""
-    found: list[list[Copied]] = []
+    found: list[list[CopiedTensor]] = []
     for number, is_streamed in enumerate(streamed):
         sizes = (3 + number, 5) if is_streamed else ()
-        found.append([Copied("", torch.full((7, size), 10.0 * number + size), torch.empty(0)) for size in sizes])
+        found.append([CopiedTensor("", torch.full((7, size), 10.0 * number + size), torch.empty(0)) for size in sizes])
     return found
 
 
-def compute(layers: list[list[Copied]], index: int) -> None:
+def compute(layers: list[list[CopiedTensor]], index: int) -> None:
     for _, host, there in layers[index]:
         assert torch.equal(there, host), f"layer {index} has other bytes"
 
@@ -85,8 +85,8 @@ class OnDisk:
     def __init__(self, folder: Path, homes: list[str], *, overlaps: bool = True) -> None:
         """homes: of each layer, `d` for a matrix in the file, `h` for one on the host, in their order."""
         self.values: list[list[int]] = []
-        self.layers: list[list[Copied]] = []
-        pieces: list[tuple[Piece, ...]] = []
+        self.layers: list[list[CopiedTensor]] = []
+        pieces: list[tuple[ReadRange, ...]] = []
         data = bytearray()
         for number, of_layer in enumerate(homes):
             values, copied, places = [], [], []
@@ -96,10 +96,10 @@ class OnDisk:
                 if home == "d":
                     offset = len(data)
                     data += bytes([value]) * size + bytes(-size % BLOCK)
-                    places.append(Piece(offset, len(data) - offset, (Place(name, offset, size),)))
+                    places.append(ReadRange(offset, len(data) - offset, (StoredMatrix(name, offset, size),)))
                     host = host.to("meta")
                 values.append(value)
-                copied.append(Copied(name, host, torch.empty(0, dtype=torch.uint8)))
+                copied.append(CopiedTensor(name, host, torch.empty(0, dtype=torch.uint8)))
             self.values.append(values)
             self.layers.append(copied)
             pieces.append(tuple(places))
@@ -107,7 +107,7 @@ class OnDisk:
         path.write_bytes(data)
         self.disk_layers = [number for number, of_layer in enumerate(pieces) if of_layer]
         self.disk_bytes = sum(piece.num_bytes for of_layer in pieces for piece in of_layer)
-        self.stream = CopyStream(self.layers, CPU, disk=Disk(path, pieces, None), overlaps=overlaps)
+        self.stream = CopyStream(self.layers, CPU, disk=DiskSource(path, pieces, None), overlaps=overlaps)
 
     def compute(self, index: int) -> None:
         for (_, _, there), value in zip(self.layers[index], self.values[index], strict=True):

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.stores import writer
-from quire.stores.admin import Shelf
+from quire.stores import disk_writer
 from quire.stores.disk import DiskStore
 from quire.stores.folder import run_files
-from quire.stores.heads import Head, common_digest, encode_head
-from quire.stores.home import GROW_SECONDS
-from quire.stores.index import FileRow, Index
-from quire.stores.seal import Seal
+from quire.stores.folder_reader import FolderReader
+from quire.stores.headers import RunHeader, common_digest, encode_run_header
+from quire.stores.index import FileRow, RunIndex
+from quire.stores.signer import ExtentSigner
+from quire.stores.writer_folder import GROW_SECONDS
 
 from ..disk_child import fake_of, start_child
-from ..disk_runs import MIB, NAMESPACE, Fake, disk_usage, fetch, holds
+from ..disk_runs import MIB, NAMESPACE, FakeRun, disk_usage, fetch, holds
 from ..effort import EFFORT, tries
 
 CAP = 64 * MIB
@@ -137,7 +137,7 @@ def two(opened: Callable[[], DiskStore]) -> tuple[DiskStore, DiskStore]:
 
 
 def test_a_run_waits_for_the_room_that_another_writer_does_not_use(opened: Callable[[], DiskStore]) -> None:
-    first, second, fakes = opened(), opened(), [Fake(number) for number in range(3)]
+    first, second, fakes = opened(), opened(), [FakeRun(number) for number in range(3)]
     first.put(fakes[0].run, fakes[0].pack())
     assert first.flush(5) and second.stats()["quota_bytes"] == 0
     begun = time.monotonic()
@@ -154,39 +154,39 @@ def test_runs_do_not_wait_for_room_again_and_again(
     opened: Callable[[], DiskStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room_seconds = 1.5
-    monkeypatch.setattr(writer, "ROOM_SECONDS", room_seconds)
+    monkeypatch.setattr(disk_writer, "ROOM_SECONDS", room_seconds)
     first, second = opened(), opened()
     with first._writer.work:  # it gives up nothing
         begun = time.monotonic()
         for number in range(4):
-            second.put(Fake(number).run, Fake(number).pack())
+            second.put(FakeRun(number).run, FakeRun(number).pack())
         assert second.flush(20) and second.stats()["num_refused"] == 4
         assert room_seconds * 0.9 < time.monotonic() - begun < room_seconds + 3
-        assert second.find(Fake(0).names[0]) is None
-        second.put(Fake(9).run, Fake(9).pack())
+        assert second.find(FakeRun(0).names[0]) is None
+        second.put(FakeRun(9).run, FakeRun(9).pack())
         begun = time.monotonic()
         second.close()
         assert time.monotonic() - begun < 3
 
 
 def test_pins_that_find_no_room_for_an_index_wait_for_it(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
-    first, fake = opened(), Fake(1)
+    first, fake = opened(), FakeRun(1)
     first.put(fake.run, fake.pack())
     assert first.flush(5)
-    place = tmp_path / "store" / "v1" / "1"
+    subfolder = tmp_path / "store" / "v1" / "1"
     with first._writer.work:  # it gives up nothing
         second = opened()
         second._set_pins({})
         assert second.flush(5)
         second._set_pins({fake.names[0]: time.time() + 60})
-        assert second.flush(5) and second.stats()["quota_bytes"] == 0 and not (place / "index.db").exists()
-    wait_until(lambda: (place / "index.db").exists() and second.flush(5))
-    assert fake.names[0] in Index(place, is_writer=False).pins()
+        assert second.flush(5) and second.stats()["quota_bytes"] == 0 and not (subfolder / "index.db").exists()
+    wait_until(lambda: (subfolder / "index.db").exists() and second.flush(5))
+    assert fake.names[0] in RunIndex(subfolder, is_writer=False).pins()
     second.check()
 
 
 def test_pins_of_a_sub_folder_without_a_writer_are_known_before_anything_is_collected(tmp_path: Path) -> None:
-    folder, fakes = tmp_path / "store", [Fake(number, 2, 1_000_000) for number in range(28)]
+    folder, fakes = tmp_path / "store", [FakeRun(number, 2, 1_000_000) for number in range(28)]
     stores = [DiskStore(folder, 2 * CAP, NAMESPACE) for _ in range(2)]
     wait_until(lambda: int(stores[0].stats()["quota_bytes"] or 0) <= CAP)
     for number, fake in enumerate(fakes):
@@ -209,48 +209,50 @@ def test_a_sub_folder_that_cannot_be_collected_does_not_turn_writing_off(
         raise PermissionError(1, "Operation not permitted")
 
     first, second = two(opened)
-    second.put(Fake(1).run, Fake(1).pack())
+    second.put(FakeRun(1).run, FakeRun(1).pack())
     assert second.flush(5)
     second.close()
-    monkeypatch.setattr("quire.stores.home.collect_abandoned", broken)
+    monkeypatch.setattr("quire.stores.writer_folder.collect_abandoned", broken)
     for number in range(10, 40):
-        first.put(Fake(number, 2, 1_000_000).run, Fake(number, 2, 1_000_000).pack())
+        first.put(FakeRun(number, 2, 1_000_000).run, FakeRun(number, 2, 1_000_000).pack())
         assert first.flush(10) and first.is_on
-    assert holds(first, Fake(1))
+    assert holds(first, FakeRun(1))
 
 
 def test_a_file_whose_runs_are_dropped_before_it_is_finished_is_not_finished(
     tmp_path: Path, opened: Callable[[], DiskStore]
 ) -> None:
-    store, fake = opened(), Fake(1)
+    store, fake = opened(), FakeRun(1)
     with store._writer.work:
         store.put(fake.run, fake.pack())
-    wait_until(lambda: store._home.has_draft)
+    wait_until(lambda: store._writer_folder.has_draft)
     with store._writer.work:
-        assert store._home.has_draft
+        assert store._writer_folder.has_draft
         store.drop(fake.names)
-        store._home.forget()
+        store._writer_folder.forget()
     assert store.flush(5) and store.stats()["files"] == 0 and not list(tmp_path.rglob("*.runs"))
     store.check()
 
 
-@pytest.mark.parametrize("where", ["quire.stores.home.Home.bytes", "quire.stores.quotas.Quotas.shrink"])
+@pytest.mark.parametrize(
+    "where", ["quire.stores.writer_folder.WriterFolder.bytes", "quire.stores.quotas.Quotas.shrink"]
+)
 def test_closing_ends_the_lock_whatever_fails(opened: Callable[[], DiskStore], monkeypatch: Any, where: str) -> None:
     def broken(*args: Any) -> int:
-        raise OSError(5, "Input/output error") if "home" in where else ValueError("a defect")
+        raise OSError(5, "Input/output error") if "writer_folder" in where else ValueError("a defect")
 
     store = opened()
-    monkeypatch.setattr(where, property(broken) if "home" in where else broken)
+    monkeypatch.setattr(where, property(broken) if "writer_folder" in where else broken)
     with contextlib.suppress(ValueError):
         store.close()
     monkeypatch.undo()
-    assert opened()._home.place.name == "0"
+    assert opened()._writer_folder.subfolder.name == "0"
 
 
 def test_a_number_that_a_restarted_writer_uses_again_is_another_file(
     tmp_path: Path, opened: Callable[[], DiskStore]
 ) -> None:
-    first, second, fake, other = *two(opened), Fake(1), Fake(2, 2, 50_000)
+    first, second, fake, other = *two(opened), FakeRun(1), FakeRun(2, 2, 50_000)
     first.put(fake.run, fake.pack())
     assert first.flush(5)
     wait_until(lambda: second.find(fake.names[0]) is not None)
@@ -305,7 +307,7 @@ def test_damaged_files_give_right_bytes_or_a_failure(
     rng, folder = random.Random(seed), tmp_path / "store"
     num_lost = num_kept = 0
     store = opened()
-    fakes = [Fake(seed + n, 2, 3900, layers=4) for n in range(12)]
+    fakes = [FakeRun(seed + n, 2, 3900, layers=4) for n in range(12)]
     older = b""
     for _ in range(tries(40)):
         for fake in fakes:
@@ -331,7 +333,7 @@ def test_damaged_files_give_right_bytes_or_a_failure(
 
 
 def test_layers_that_changed_places_are_refused(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
-    store, fake = opened(), Fake(1, 2, 3900, jitter=1)
+    store, fake = opened(), FakeRun(1, 2, 3900, jitter=1)
     store.put(fake.run, fake.pack())
     assert store.flush(5)
     (path,) = (tmp_path / "store").rglob("*.runs")
@@ -342,21 +344,21 @@ def test_layers_that_changed_places_are_refused(tmp_path: Path, opened: Callable
 
 
 def test_a_right_checksum_under_another_secret_is_refused(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
-    fake, other = Fake(1), bytes(32)
-    place = tmp_path / "store" / "v1" / "0"
+    fake, other = FakeRun(1), bytes(32)
+    subfolder = tmp_path / "store" / "v1" / "0"
     opened().close()
 
     def plant(head_secret: bytes, extent_secret: bytes) -> None:
-        head = encode_head(Head(fake.run, tuple(map(len, fake.extents))), Seal(head_secret))
-        blocks = [head.ljust(4096, b"\0")]
+        header = encode_run_header(RunHeader(fake.run, tuple(map(len, fake.extents))), ExtentSigner(head_secret))
+        blocks = [header.ljust(4096, b"\0")]
         for layer in range(len(fake.extents)):
             extent = bytearray(fake.extents[layer])
-            Seal(extent_secret).close(b"".join(fake.names), memoryview(extent))
+            ExtentSigner(extent_secret).sign(b"".join(fake.names), memoryview(extent))
             blocks.append(bytes(extent).ljust(-(-len(extent) // 4096) * 4096, b"\0"))
-        (place / "5.runs").write_bytes(data := b"".join(blocks))
-        index = Index(place, is_writer=True)
+        (subfolder / "5.runs").write_bytes(data := b"".join(blocks))
+        index = RunIndex(subfolder, is_writer=True)
         index.remove_files([5])
-        index.add(FileRow(5, len(data), 1e9), [(4096, common_digest(NAMESPACE), head)])
+        index.add(FileRow(5, len(data), 1e9), [(4096, common_digest(NAMESPACE), header)])
         index.close()
 
     secret = (tmp_path / "store" / "v1" / "secret").read_bytes()
@@ -370,7 +372,7 @@ def test_a_right_checksum_under_another_secret_is_refused(tmp_path: Path, opened
 
 def test_a_damaged_index_costs_its_own_runs_alone(tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any) -> None:
     first, second = two(opened)
-    one, other = Fake(1), Fake(2)
+    one, other = FakeRun(1), FakeRun(2)
     first.put(one.run, one.pack())
     second.put(other.run, other.pack())
     assert first.flush(5) and second.flush(5)
@@ -394,7 +396,7 @@ def test_a_damaged_index_costs_its_own_runs_alone(tmp_path: Path, opened: Callab
 def test_any_damage_to_the_first_page_of_an_index_costs_its_runs_at_most(
     tmp_path: Path, opened: Callable[[], DiskStore], seed: int
 ) -> None:
-    rng, fake, other = random.Random(seed), Fake(1), Fake(2)
+    rng, fake, other = random.Random(seed), FakeRun(1), FakeRun(2)
     store = opened()
     store.put(fake.run, fake.pack())
     assert store.flush(5)
@@ -424,19 +426,19 @@ def test_any_damage_to_the_first_page_of_an_index_costs_its_runs_at_most(
 def test_a_directory_in_the_place_of_a_file_costs_runs_at_most(
     tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any, name: str
 ) -> None:
-    store, fake = opened(), Fake(1)
+    store, fake = opened(), FakeRun(1)
     store.put(fake.run, fake.pack())
     assert store.flush(5)
     store.close()
-    place = tmp_path / "store" / "v1" / "0"
-    (place / name).unlink(missing_ok=True)
-    (place / name).mkdir()
-    (place / name / "note").write_text("mine")
+    subfolder = tmp_path / "store" / "v1" / "0"
+    (subfolder / name).unlink(missing_ok=True)
+    (subfolder / name).mkdir()
+    (subfolder / name / "note").write_text("mine")
     store = opened()
-    assert len([text for text in caplog.messages if f"{place / name} is no file of Quire" in text]) == 1
+    assert len([text for text in caplog.messages if f"{subfolder / name} is no file of Quire" in text]) == 1
     for number in (1, 2, 3):
-        store.put(Fake(number).run, Fake(number).pack())
-        assert store.flush(5) and holds(store, Fake(number))
+        store.put(FakeRun(number).run, FakeRun(number).pack())
+        assert store.flush(5) and holds(store, FakeRun(number))
     store.check()
     assert [path.read_text() for path in (tmp_path / "store").rglob("note")] == ["mine"]
 
@@ -454,22 +456,22 @@ def test_what_must_be_removed_by_hand_is_named(tmp_path: Path, opened: Callable[
 def test_damaged_files_and_runs_are_one_warning_each_at_a_start(
     tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any
 ) -> None:
-    store, fakes = opened(), [Fake(number) for number in range(6)]
+    store, fakes = opened(), [FakeRun(number) for number in range(6)]
     for fake in fakes:
         store.put(fake.run, fake.pack())
         assert store.flush(5)
     store.close()
-    place = tmp_path / "store" / "v1" / "0"
-    (place / "1.runs").unlink()
+    subfolder = tmp_path / "store" / "v1" / "0"
+    (subfolder / "1.runs").unlink()
     for number in (2, 3):
-        os.truncate(place / f"{number}.runs", 4096)
-    shelf = Shelf(tmp_path / "store")
-    assert len(list(shelf.runs())) == 3 and [line.split(": ")[0] for line in shelf.problems] == [
-        str(place / f"{number}.runs") for number in (2, 3)
+        os.truncate(subfolder / f"{number}.runs", 4096)
+    reader = FolderReader(tmp_path / "store")
+    assert len(list(reader.runs())) == 3 and [line.split(": ")[0] for line in reader.problems] == [
+        str(subfolder / f"{number}.runs") for number in (2, 3)
     ]
     store = opened()
     (line,) = caplog.messages
-    assert "lost 3 files" in line and f"{place / '1.runs'}: it is gone" in line
+    assert "lost 3 files" in line and f"{subfolder / '1.runs'}: it is gone" in line
     assert [holds(store, fake) for fake in fakes] == [False] * 3 + [True] * 3
     store.close()
     (tmp_path / "store" / "v1" / "secret").write_bytes(os.urandom(32))
@@ -477,12 +479,12 @@ def test_damaged_files_and_runs_are_one_warning_each_at_a_start(
     store = opened()
     (line,) = caplog.messages
     assert "lost 3 runs" in line and "the first in 4.runs: written under another secret" in line
-    assert not list(place.glob("*.runs"))
+    assert not list(subfolder.glob("*.runs"))
     store.check()
 
 
 def test_an_index_without_its_tables_costs_its_runs(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
-    store, fake = opened(), Fake(1)
+    store, fake = opened(), FakeRun(1)
     store.put(fake.run, fake.pack())
     assert store.flush(5)
     store.close()
@@ -500,7 +502,7 @@ def test_runs_of_another_process_are_found_within_a_moment_and_a_collected_file_
     opened: Callable[[], DiskStore], caplog: Any
 ) -> None:
     first, second = two(opened)
-    fake, twin = Fake(1), Fake(1)
+    fake, twin = FakeRun(1), FakeRun(1)
     first.put(fake.run, fake.pack())
     assert first.flush(5)
     wait_until(lambda: second.find(fake.names[0]) is not None)
@@ -521,7 +523,7 @@ def test_runs_of_another_process_are_found_within_a_moment_and_a_collected_file_
 
 def test_a_copy_in_another_sub_folder_takes_the_place_of_a_lost_run(opened: Callable[[], DiskStore]) -> None:
     first, second = two(opened)
-    fake, twin, third = Fake(1), Fake(1), Fake(3)
+    fake, twin, third = FakeRun(1), FakeRun(1), FakeRun(3)
     with first._writer.work, second._writer.work:
         first.put(fake.run, fake.pack())
         second.put(twin.run, twin.pack())
@@ -534,7 +536,7 @@ def test_a_copy_in_another_sub_folder_takes_the_place_of_a_lost_run(opened: Call
     assert holds(first, fake), "the other copy"
     assert first.flush(5)
     first.check()
-    assert path.place != second._home.place and holds(second, twin)
+    assert path.subfolder != second._writer_folder.subfolder and holds(second, twin)
     first.put(third.run, third.pack())
     first.drop([fake.names[1]])
     assert first.find(fake.names[0]) is None and first.find(third.names[0]) is third.run
@@ -548,7 +550,7 @@ def test_a_full_file_system_loses_runs_and_nothing_else(tmp_path: Path, caplog: 
     stores = []
     try:
         stores.append(store := DiskStore(folder / "store", CAP, NAMESPACE))
-        fakes = [Fake(n, 2, 600_000) for n in range(8)]
+        fakes = [FakeRun(n, 2, 600_000) for n in range(8)]
         for fake in fakes:
             store.put(fake.run, fake.pack())
         store.flush(10)
@@ -570,16 +572,16 @@ def test_a_full_file_system_loses_runs_and_nothing_else(tmp_path: Path, caplog: 
 def test_a_model_is_cleared_beside_a_damaged_index(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
     first, second = two(opened)
     for store, number in ((first, 1), (second, 2)):
-        store.put(Fake(number).run, Fake(number).pack())
+        store.put(FakeRun(number).run, FakeRun(number).pack())
         assert store.flush(5)
         store.close()
     path = tmp_path / "store" / "v1" / "0" / "index.db"
     data = bytearray(path.read_bytes())
     at = len(data) - 4096
     path.write_bytes(data[:at] + bytes(len(data) - at))
-    shelf = Shelf(tmp_path / "store")
-    freed, live = shelf.clear(lambda namespace: True)
-    assert freed > 0 and not live and any(str(path) in problem for problem in shelf.problems)
+    reader = FolderReader(tmp_path / "store")
+    freed, live = reader.clear(lambda namespace: True)
+    assert freed > 0 and not live and any(str(path) in problem for problem in reader.problems)
     assert [number for number, _ in run_files(path.parent)] == [1]
     assert not list(run_files(path.parent.parent / "1"))
 
@@ -592,11 +594,11 @@ def test_files_of_others_that_are_named_as_sub_folders_are_left_alone(
     shutil.rmtree(root / "0")
     for name in ("0", "3"):
         (root / name).write_text("notes")
-    store, fake = opened(), Fake(1)
+    store, fake = opened(), FakeRun(1)
     store.put(fake.run, fake.pack())
     assert store.flush(5) and holds(store, fake) and (root / "1").is_dir()
     store.check()
-    assert [place.path.name for place in Shelf(tmp_path / "store").places()] == ["1"]
+    assert [subfolder.path.name for subfolder in FolderReader(tmp_path / "store").subfolders()] == ["1"]
     assert (root / "0").read_text() == (root / "3").read_text() == "notes"
 
 
@@ -607,7 +609,7 @@ def test_other_formats_count_and_are_not_touched(tmp_path: Path, opened: Callabl
     (folder / "v2" / "0" / "1.runs").write_bytes(os.urandom(30 * MIB))
     store = opened()
     for number in range(30):
-        fake = Fake(number, 2, 1_000_000, namespace=replace(NAMESPACE, salt="s"))
+        fake = FakeRun(number, 2, 1_000_000, namespace=replace(NAMESPACE, salt="s"))
         store.put(fake.run, fake.pack())
         assert store.flush(10)
         assert disk_usage(folder) <= CAP

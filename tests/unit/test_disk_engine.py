@@ -27,8 +27,8 @@ from quire.async_llm import AsyncLLM
 from quire.cache.demotion import Demotion
 from quire.cache.manager import CacheManager
 from quire.engine.engine import Engine
-from quire.engine.moving import LOOK_SECONDS, RETRY_SECONDS, Moving
 from quire.engine.params import SamplingParams
+from quire.engine.tiering import PIN_CHECK_SECONDS, RETRY_SECONDS, Tiering
 from quire.errors import ConfigError, QuireError
 from quire.llm import LLM
 from quire.stores.direct import DirectFile
@@ -231,34 +231,34 @@ class PinTiers:
         return False
 
 
-def pinning(tiers: PinTiers) -> Moving:
+def pinning(tiers: PinTiers) -> Tiering:
     """The engine's side of tiers, with a prefix of three chunks to be pinned."""
-    moving: Any = Moving(SimpleNamespace(demotion=SimpleNamespace(is_waiting=False)), tiers)  # type: ignore[arg-type]
+    tiering: Any = Tiering(SimpleNamespace(demotion=SimpleNamespace(is_waiting=False)), tiers)  # type: ignore[arg-type]
     keys = SimpleNamespace(first=lambda count: [bytes([number]) for number in range(count)])
-    assert moving.pin(keys, 200, 60.0) == 192
-    found: Moving = moving
+    assert tiering.pin(keys, 200, 60.0) == 192
+    found: Tiering = tiering
     return found
 
 
 def test_a_pin_that_is_refused_names_its_limit(caplog: pytest.LogCaptureFixture) -> None:
-    moving = pinning(PinTiers())
+    tiering = pinning(PinTiers())
     with caplog.at_level("WARNING", "quire"):
-        assert moving.idle() is None
+        assert tiering.idle() is None
     assert "over half of this engine's part of tiers.disk would be pinned" in caplog.text
 
 
 def test_a_pin_that_waits_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(monotonic=lambda: clock.now, time=time.time, now=100.0)
-    monkeypatch.setattr("quire.engine.moving.time", clock)
+    monkeypatch.setattr("quire.engine.tiering.time", clock)
     tiers = PinTiers()
     tiers.has_all = False
-    moving = pinning(tiers)
+    tiering = pinning(tiers)
     for _ in range(100):
-        assert moving.idle() == RETRY_SECONDS
+        assert tiering.idle() == RETRY_SECONDS
     assert tiers.num_asked == 1
-    clock.now += LOOK_SECONDS
+    clock.now += PIN_CHECK_SECONDS
     tiers.has_all = True
-    assert moving.idle() is None and tiers.num_asked == 4
+    assert tiering.idle() is None and tiers.num_asked == 4
 
 
 def test_a_start_says_how_much_the_disk_may_hold_and_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,8 @@ import pytest
 from quire.errors import ConfigError
 from quire.stores import folder as folders
 from quire.stores import quotas as quotas_module
-from quire.stores.folder import SLACK_BYTES, Folder, Lock, writer_bytes
-from quire.stores.quotas import Quotas, Record, _read
+from quire.stores.folder import SLACK_BYTES, FileLock, StoreFolder, writer_bytes
+from quire.stores.quotas import QuotaRecord, Quotas, _read
 
 from ..disk_runs import MIB, disk_usage
 from ..effort import tries
@@ -25,11 +25,11 @@ CAP = 64 * MIB
 def test_a_new_folder_is_private_and_keeps_its_secret(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        first = Folder(tmp_path / "a" / "b")
+        first = StoreFolder(tmp_path / "a" / "b")
     finally:
         os.umask(before)
-    assert len(first.secret) == 32 and Folder(tmp_path / "a" / "b").secret == first.secret
-    assert Folder(tmp_path / "c").secret != first.secret
+    assert len(first.secret) == 32 and StoreFolder(tmp_path / "a" / "b").secret == first.secret
+    assert StoreFolder(tmp_path / "c").secret != first.secret
     for path in (first.path, first.root):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE((first.root / "secret").stat().st_mode) == 0o600
@@ -37,49 +37,49 @@ def test_a_new_folder_is_private_and_keeps_its_secret(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_made_private(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
-    Folder(tmp_path / "open")
+    StoreFolder(tmp_path / "open")
     assert stat.S_IMODE((tmp_path / "open").stat().st_mode) == 0o700
 
 
 def test_unsafe_folders_are_refused_with_a_way_out(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file: name a folder"):
-        Folder(tmp_path / "file")
+        StoreFolder(tmp_path / "file")
     with pytest.raises(ConfigError, match="cannot use .*: name a folder"):
-        Folder(tmp_path / "file" / "below")
+        StoreFolder(tmp_path / "file" / "below")
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o770)
     (tmp_path / "link").symlink_to(shared)
     with pytest.raises(ConfigError, match="chmod go-w"):
-        Folder(tmp_path / "link")
+        StoreFolder(tmp_path / "link")
     (shared / "something").write_text("")
     with pytest.raises(ConfigError, match="chmod go-w"):
-        Folder(shared)
+        StoreFolder(shared)
     shared.chmod(0o700)
-    assert Folder(tmp_path / "link").path == shared
+    assert StoreFolder(tmp_path / "link").path == shared
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.raises(ConfigError, match="belongs to user"):
-        Folder(tmp_path / "link")
+        StoreFolder(tmp_path / "link")
     monkeypatch.undo()
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match="Permission denied.*that you can write to"):
-        Folder(tmp_path / "link")
+        StoreFolder(tmp_path / "link")
     monkeypatch.undo()
     (shared / "v1" / "secret").write_bytes(b"short")
     with pytest.raises(ConfigError, match="5 bytes instead of 32"):
-        Folder(shared)
+        StoreFolder(shared)
 
 
 def test_a_writer_takes_the_lowest_free_sub_folder(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = StoreFolder(tmp_path)
     first, second, third = (folder.take() for _ in range(3))
     assert [lock.path.parent.name for lock in (first, second, third)] == ["0", "1", "2"]
     second.close()
     assert folder.take().path.parent.name == "1"
     with pytest.raises(BlockingIOError):
-        Lock(first.path, waits=False)
+        FileLock(first.path, waits=False)
     assert first.is_intact
     first.path.unlink()
     assert not first.is_intact
@@ -89,7 +89,7 @@ def test_a_writer_takes_the_lowest_free_sub_folder(tmp_path: Path) -> None:
 
 def test_too_many_writers_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(folders, "MAX_WRITERS", 2)
-    folder = Folder(tmp_path)
+    folder = StoreFolder(tmp_path)
     locks = [folder.take(), folder.take()]
     with pytest.raises(ConfigError, match="2 writers already"):
         folder.take()
@@ -97,25 +97,25 @@ def test_too_many_writers_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
         lock.close()
 
 
-def keep(place: Path, num_bytes: int) -> None:
+def keep(subfolder: Path, num_bytes: int) -> None:
     """Removes files until so many bytes are gone, or all."""
-    goal = writer_bytes(place) - num_bytes
-    for path in sorted(place.glob("*.runs"), key=lambda path: int(path.stem)):
-        if writer_bytes(place) <= goal:
+    goal = writer_bytes(subfolder) - num_bytes
+    for path in sorted(subfolder.glob("*.runs"), key=lambda path: int(path.stem)):
+        if writer_bytes(subfolder) <= goal:
             break
         path.unlink()
 
 
-def record_of(lock: Path) -> Record:
+def record_of(lock: Path) -> QuotaRecord:
     with lock.open("rb") as file:
         return _read(file.fileno(), 0)
 
 
 def test_shares_are_fair_and_the_hungry_get_theirs(tmp_path: Path) -> None:
     limit = CAP - SLACK_BYTES
-    first = Quotas(Folder(tmp_path), CAP)
+    first = Quotas(StoreFolder(tmp_path), CAP)
     assert first.bytes == limit
-    second = Quotas(Folder(tmp_path), CAP)
+    second = Quotas(StoreFolder(tmp_path), CAP)
     used = limit - 5 * MIB
     assert second.bytes == 0 and first.balance(used) == first.bytes == used, "nobody has asked yet"
     assert second.grow(10 * MIB, keep) == 5 * MIB
@@ -125,14 +125,14 @@ def test_shares_are_fair_and_the_hungry_get_theirs(tmp_path: Path) -> None:
     second.leave()
     assert first.grow(limit, keep) == limit
     first.leave()
-    third = Quotas(Folder(tmp_path), CAP)
-    assert third.place.name == "0" and third.bytes == limit
+    third = Quotas(StoreFolder(tmp_path), CAP)
+    assert third.subfolder.name == "0" and third.bytes == limit
     third.leave()
 
 
 def test_the_smallest_cap_of_the_live_counts(tmp_path: Path) -> None:
-    large = Quotas(Folder(tmp_path), 4 * CAP)
-    small = Quotas(Folder(tmp_path), CAP)
+    large = Quotas(StoreFolder(tmp_path), 4 * CAP)
+    small = Quotas(StoreFolder(tmp_path), CAP)
     limit = CAP - SLACK_BYTES
     assert large.balance(2 * limit) == limit // 2
     large.shrink(limit // 2)
@@ -156,7 +156,7 @@ def test_a_random_schedule_of_joins_leaves_and_crashes_stays_within_the_cap(
             what = rng.random()
             where = f"seed {seed}, attempt {attempt}, step {step}"
             if not live or (what < 0.08 and len(live) < 5):
-                live.append(Quotas(Folder(path), CAP))
+                live.append(Quotas(StoreFolder(path), CAP))
             elif what < 0.12 and live:
                 live.pop(rng.randrange(len(live))).leave()
             elif what < 0.16 and live:
@@ -165,17 +165,17 @@ def test_a_random_schedule_of_joins_leaves_and_crashes_stays_within_the_cap(
             elif live:
                 quotas = rng.choice(live)
                 size = rng.randrange(1, 9) * MIB
-                if (target := quotas.balance(writer_bytes(quotas.place))) < quotas.bytes:
-                    keep(quotas.place, writer_bytes(quotas.place) - target)
-                    quotas.shrink(max(target, writer_bytes(quotas.place)))
-                used = writer_bytes(quotas.place)
+                if (target := quotas.balance(writer_bytes(quotas.subfolder))) < quotas.bytes:
+                    keep(quotas.subfolder, writer_bytes(quotas.subfolder) - target)
+                    quotas.shrink(max(target, writer_bytes(quotas.subfolder)))
+                used = writer_bytes(quotas.subfolder)
                 if used + size > quotas.bytes:
                     before = quotas.bytes
                     assert quotas.grow(used + size, keep) >= before, where
                 if used + size > quotas.bytes:
-                    keep(quotas.place, used + size - quotas.bytes)
-                if writer_bytes(quotas.place) + size <= quotas.bytes:
-                    descriptor = os.open(quotas.place / f"{next(numbers)}.runs", os.O_CREAT | os.O_WRONLY, 0o600)
+                    keep(quotas.subfolder, used + size - quotas.bytes)
+                if writer_bytes(quotas.subfolder) + size <= quotas.bytes:
+                    descriptor = os.open(quotas.subfolder / f"{next(numbers)}.runs", os.O_CREAT | os.O_WRONLY, 0o600)
                     os.posix_fallocate(descriptor, 0, size - 8192)
                     os.close(descriptor)
                 else:
@@ -194,5 +194,5 @@ def test_a_random_schedule_of_joins_leaves_and_crashes_stays_within_the_cap(
 def test_a_damaged_record_counts_the_bytes_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"\0" * 50)
     descriptor = os.open(tmp_path / "lock", os.O_RDWR)
-    assert _read(descriptor, 77) == Record(77)
+    assert _read(descriptor, 77) == QuotaRecord(77)
     os.close(descriptor)

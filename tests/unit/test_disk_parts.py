@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from quire.stores.direct import BLOCK_BYTES, Buffer, DirectFile, allows_direct, padded
-from quire.stores.index import DamagedIndexError, FileRow, Index, Mirror, remove_index
-from quire.stores.outage import Outage
-from quire.stores.staging import Slot, Staging
+from quire.stores.circuit_breaker import CircuitBreaker
+from quire.stores.direct import BLOCK_BYTES, AlignedBuffer, DirectFile, allows_direct, padded
+from quire.stores.index import DamagedIndexError, FileRow, IndexWatcher, RunIndex, remove_index
+from quire.stores.staging import StagingBuffer, StagingPool
 from quire.stores.throttle import BURST_SECONDS, Throttle
 
 from ..disk_runs import MIB
@@ -86,25 +86,25 @@ def test_threads_share_a_throttle_and_closing_ends_their_wait() -> None:
 
 def test_staging_memory_gives_each_byte_once(seed: int) -> None:
     rng = random.Random(seed)
-    staging, slots = Staging(64 * BLOCK_BYTES), list[Slot]()
-    marks: dict[Slot, int] = {}
+    staging, buffers = StagingPool(64 * BLOCK_BYTES), list[StagingBuffer]()
+    marks: dict[StagingBuffer, int] = {}
     num_refused = 0
     for step in range(tries(500)):
         if rng.random() < 0.65:
-            slot = staging.take(rng.randrange(1, 12 * BLOCK_BYTES))
-            if slot is None:
+            buffer = staging.take(rng.randrange(1, 12 * BLOCK_BYTES))
+            if buffer is None:
                 num_refused += 1
             else:
-                assert bytes(slot.block[slot.length :]) == bytes(padded(slot.length) - slot.length)
-                slot.block[:] = bytes([step % 256]) * len(slot.block)
-                marks[slot] = step % 256
-                slots.append(slot)
-        elif slots:
-            given = [slots.pop(rng.randrange(len(slots))) for _ in range(min(len(slots), rng.randrange(1, 4)))]
-            staging.give(given)
-        staging.check(slots)
-        assert all(bytes(slot.block) == bytes([marks[slot]]) * len(slot.block) for slot in slots)
-    staging.give(slots)
+                assert bytes(buffer.block[buffer.length :]) == bytes(padded(buffer.length) - buffer.length)
+                buffer.block[:] = bytes([step % 256]) * len(buffer.block)
+                marks[buffer] = step % 256
+                buffers.append(buffer)
+        elif buffers:
+            given = [buffers.pop(rng.randrange(len(buffers))) for _ in range(min(len(buffers), rng.randrange(1, 4)))]
+            staging.free(given)
+        staging.check(buffers)
+        assert all(bytes(buffer.block) == bytes([marks[buffer]]) * len(buffer.block) for buffer in buffers)
+    staging.free(buffers)
     assert num_refused and staging.take(64 * BLOCK_BYTES) is not None
 
 
@@ -115,7 +115,7 @@ def test_reads_and_writes_are_whole_or_fail(tmp_path: Path, is_direct: bool, mon
     data = [os.urandom(BLOCK_BYTES * n) for n in (1, 2000, 3, 1)]
     views = []
     for part in data:
-        view = Buffer().view(len(part))
+        view = AlignedBuffer().view(len(part))
         view[:] = part
         views.append(view)
     file = DirectFile(tmp_path / "x", is_direct=is_direct, is_new=True)
@@ -124,7 +124,7 @@ def test_reads_and_writes_are_whole_or_fail(tmp_path: Path, is_direct: bool, mon
     assert sum(sizes) == sum(map(len, data)) and max(sizes) <= 8 * MIB
     assert (tmp_path / "x").read_bytes() == b"".join(data)
     reader = DirectFile(tmp_path / "x", is_direct=is_direct)
-    found = Buffer().view(sum(map(len, data)) - BLOCK_BYTES)
+    found = AlignedBuffer().view(sum(map(len, data)) - BLOCK_BYTES)
     reader.read(found, BLOCK_BYTES, sizes.append)
     assert found == b"".join(data)[BLOCK_BYTES:]
     with pytest.raises(OSError, match="a read of"):
@@ -141,90 +141,90 @@ def test_reads_and_writes_are_whole_or_fail(tmp_path: Path, is_direct: bool, mon
 
 def test_an_outage_waits_longer_each_time_and_says_it_once(caplog: Any) -> None:
     now = 1000.0
-    outage = Outage("the thing", 3, lambda: now)
-    outage.fail("a")
-    outage.fail("b")
-    outage.succeed()
-    outage.fail("c")
-    outage.fail("d")
-    assert outage.is_on and not caplog.records
-    outage.fail("e")
+    circuit_breaker = CircuitBreaker("the thing", 3, lambda: now)
+    circuit_breaker.fail("a")
+    circuit_breaker.fail("b")
+    circuit_breaker.succeed()
+    circuit_breaker.fail("c")
+    circuit_breaker.fail("d")
+    assert circuit_breaker.is_on and not caplog.records
+    circuit_breaker.fail("e")
     for seconds in (30, 60, 120, 240, 480, 600, 600):
-        assert not outage.is_on
+        assert not circuit_breaker.is_on
         now += seconds - 1
-        assert not outage.is_on, seconds
+        assert not circuit_breaker.is_on, seconds
         now += 2
-        assert outage.is_on
-        outage.fail("again")
+        assert circuit_breaker.is_on
+        circuit_breaker.fail("again")
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "e; it is tried" in caplog.text
-    outage.succeed()
-    outage.succeed()
-    assert outage.is_on and len(caplog.records) == 2 and outage.reason is None
+    circuit_breaker.succeed()
+    circuit_breaker.succeed()
+    assert circuit_breaker.is_on and len(caplog.records) == 2 and circuit_breaker.reason is None
 
 
 def test_an_index_keeps_what_was_entered_and_mirrors_see_it(tmp_path: Path) -> None:
-    index, mirror = Index(tmp_path, is_writer=True), Mirror(tmp_path)
-    assert mirror.poll() is None and mirror.poll() is True and mirror.poll() is False
+    index, watcher = RunIndex(tmp_path, is_writer=True), IndexWatcher(tmp_path)
+    assert watcher.poll() is None and watcher.poll() is True and watcher.poll() is False
     ids = index.add(FileRow(7, 100, 5.0), [(0, b"d", b"head0"), (50, b"e", b"head1")])
-    assert mirror.poll() is True and mirror.poll() is False
-    assert mirror.index is not None
-    assert [(row.id, row.file, row.offset, row.digest) for row in mirror.index.runs()] == [
+    assert watcher.poll() is True and watcher.poll() is False
+    assert watcher.index is not None
+    assert [(row.id, row.file, row.offset, row.digest) for row in watcher.index.runs()] == [
         (ids[0], 7, 0, b"d"),
         (ids[1], 7, 50, b"e"),
     ]
-    assert mirror.index.head(ids[1]) == b"head1" and mirror.index.head(99) == b""
+    assert watcher.index.header(ids[1]) == b"head1" and watcher.index.header(99) == b""
     index.use([(7, 9.0)])
     index.set_pins({b"n": 3.0})
-    assert mirror.index.files() == [FileRow(7, 100, 9.0)] and mirror.index.pins() == {b"n": 3.0}
+    assert watcher.index.files() == [FileRow(7, 100, 9.0)] and watcher.index.pins() == {b"n": 3.0}
     index.remove_runs(ids[:1])
-    assert [row.id for row in mirror.index.runs()] == ids[1:]
+    assert [row.id for row in watcher.index.runs()] == ids[1:]
     index.remove_files([7])
-    assert mirror.index.runs() == [] and index.add(FileRow(8, 1, 1.0), [(0, b"d", b"h")])[0] > ids[1]
+    assert watcher.index.runs() == [] and index.add(FileRow(8, 1, 1.0), [(0, b"d", b"h")])[0] > ids[1]
     with pytest.raises(OSError, match="readonly"):
-        mirror.index.set_pins({})
+        watcher.index.set_pins({})
     index.close()
     remove_index(tmp_path)
-    assert mirror.poll() is None and mirror.poll() is False
-    mirror.close()
+    assert watcher.poll() is None and watcher.poll() is False
+    watcher.close()
 
 
 def test_what_an_index_has_committed_is_on_the_disk(tmp_path: Path) -> None:
     for _ in range(2):
-        index = Index(tmp_path, is_writer=True)
+        index = RunIndex(tmp_path, is_writer=True)
         assert index._db.execute("PRAGMA synchronous").fetchone() == (2,), "a power failure takes transactions back"
         index.close()
 
 
 def test_a_mirror_waits_for_an_index_that_is_just_made(tmp_path: Path) -> None:
-    mirror = Mirror(tmp_path)
+    watcher = IndexWatcher(tmp_path)
     (tmp_path / "index.db").touch()
-    assert mirror.poll() is None
+    assert watcher.poll() is None
     with pytest.raises(FileNotFoundError, match="just making it"):
-        mirror.poll()
-    index = Index(tmp_path, is_writer=True)
-    assert mirror.poll() is True
+        watcher.poll()
+    index = RunIndex(tmp_path, is_writer=True)
+    assert watcher.poll() is True
     index.close()
-    mirror.close()
+    watcher.close()
 
 
 def test_a_mirror_looks_at_an_index_that_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
-    path, mirror = tmp_path / "index.db", Mirror(tmp_path)
+    path, watcher = tmp_path / "index.db", IndexWatcher(tmp_path)
     path.write_bytes(b"junk" * 5000)
     os.utime(path, (1e9, 1e9))
-    assert mirror.poll() is None
+    assert watcher.poll() is None
     with pytest.raises(DamagedIndexError):
-        mirror.poll()
-    mirror.give_up()
-    assert mirror.poll() is False, "it is left alone"
+        watcher.poll()
+    watcher.give_up()
+    assert watcher.poll() is False, "it is left alone"
     path.unlink()
-    Index(tmp_path, is_writer=True).close()  # file systems may give it the inode of the old one
-    assert mirror.poll() is None and mirror.poll() is True
-    mirror.close()
+    RunIndex(tmp_path, is_writer=True).close()  # file systems may give it the inode of the old one
+    assert watcher.poll() is None and watcher.poll() is True
+    watcher.close()
 
 
 @pytest.mark.parametrize("how", ["junk", "version", "flipped"])
 def test_a_damaged_index_is_said_to_be(tmp_path: Path, how: str) -> None:
-    index = Index(tmp_path, is_writer=True)
+    index = RunIndex(tmp_path, is_writer=True)
     for number in range(200):
         index.add(FileRow(number, 1, 1.0), [(0, b"d" * 16, os.urandom(500))])
     index.close()
@@ -238,7 +238,7 @@ def test_a_damaged_index_is_said_to_be(tmp_path: Path, how: str) -> None:
         data[4096 * 3 if how == "flipped" else 0 :] = os.urandom(len(data) - (4096 * 3 if how == "flipped" else 0))
         path.write_bytes(data)
     with pytest.raises(DamagedIndexError):
-        Index(tmp_path, is_writer=True)
+        RunIndex(tmp_path, is_writer=True)
     if how != "flipped":
         with pytest.raises(DamagedIndexError):
-            Index(tmp_path, is_writer=False)
+            RunIndex(tmp_path, is_writer=False)

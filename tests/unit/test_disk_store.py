@@ -20,7 +20,7 @@ import pytest
 
 from quire.cache.run import Run
 from quire.errors import ConfigError
-from quire.stores import disk, home, writer
+from quire.stores import disk, disk_writer, writer_folder
 from quire.stores.direct import DirectFile
 from quire.stores.disk import DiskStore
 from quire.stores.folder import writer_bytes
@@ -28,7 +28,7 @@ from quire.stores.memory import MemoryStore
 from quire.stores.quotas import free_bytes
 from quire.stores.sizing import MEASURED_BYTES, MIN_MEASURED_BYTES, measure_disk
 
-from ..disk_runs import LAYERS, MIB, NAMESPACE, Fake, FakeTransfer, disk_usage, fetch, holds, unsealed
+from ..disk_runs import LAYERS, MIB, NAMESPACE, FakeRun, FakeTransfer, disk_usage, fetch, holds, unsealed
 from ..effort import tries
 
 CAP = 64 * MIB
@@ -42,8 +42,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def make(cap: int = CAP, namespace: Any = NAMESPACE, folder: str = "store", **options: Any) -> DiskStore:
         stores.append(store := DiskStore(tmp_path / folder, cap, namespace, **options))
-        for outage in (store._writing, store._reading):
-            outage._clock = options.get("clock", outage._clock)
+        for circuit_breaker in (store._writing, store._reading):
+            circuit_breaker._clock = options.get("clock", circuit_breaker._clock)
         return store
 
     yield make
@@ -52,7 +52,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     assert not list(tmp_path.rglob("*.tmp")), "a file was left unfinished"
 
 
-def put(store: DiskStore, *fakes: Fake) -> None:
+def put(store: DiskStore, *fakes: FakeRun) -> None:
     for fake in fakes:
         store.put(fake.run, fake.pack())
 
@@ -79,7 +79,7 @@ class Clock:
 def test_runs_come_back_byte_by_byte_and_in_the_order_of_layers(make: Make, seed: int) -> None:
     store, rng = make(), random.Random(seed)
     fakes = [
-        Fake(seed + n, rng.randrange(1, 5), rng.choice([100, 4016, 70_000, 1_200_000]), attached=n % 2, start=n % 3)
+        FakeRun(seed + n, rng.randrange(1, 5), rng.choice([100, 4016, 70_000, 1_200_000]), attached=n % 2, start=n % 3)
         for n in range(12)
     ]
     put(store, *fakes)
@@ -101,9 +101,9 @@ def test_runs_come_back_byte_by_byte_and_in_the_order_of_layers(make: Make, seed
 
 
 def test_one_reader_brings_the_oldest_transfer_first_and_layer_by_layer(make: Make, monkeypatch: Any) -> None:
-    monkeypatch.setattr("quire.stores.reads.NUM_READERS", 1)
+    monkeypatch.setattr("quire.stores.disk_reader.NUM_READERS", 1)
     store = make()
-    fakes = [Fake(n, 2, 1_100_000) for n in range(4)]
+    fakes = [FakeRun(n, 2, 1_100_000) for n in range(4)]
     put(store, *fakes)
     assert store.flush(10)
     order: list[tuple[int, int, int]] = []
@@ -125,7 +125,7 @@ def test_one_reader_brings_the_oldest_transfer_first_and_layer_by_layer(make: Ma
 
 def test_a_closed_transfer_drops_its_reads(make: Make) -> None:
     store = make()
-    fake = Fake(1, 2, 3 * MIB, layers=4)
+    fake = FakeRun(1, 2, 3 * MIB, layers=4)
     put(store, fake)
     assert store.flush(10)
     before = store.stats()["num_read"]
@@ -139,9 +139,9 @@ def test_a_closed_transfer_drops_its_reads(make: Make) -> None:
 @pytest.mark.parametrize("allows_direct", [True, False])
 def test_a_restart_finds_everything(make: Make, monkeypatch: Any, allows_direct: bool) -> None:
     if not allows_direct:
-        monkeypatch.setattr(home, "allows_direct", lambda folder: False)
+        monkeypatch.setattr(writer_folder, "allows_direct", lambda folder: False)
     fakes = [
-        Fake(n, 3, 50_000, attached=n % 2, start=n % 2, namespace=replace(NAMESPACE, salt=str(n))) for n in range(9)
+        FakeRun(n, 3, 50_000, attached=n % 2, start=n % 2, namespace=replace(NAMESPACE, salt=str(n))) for n in range(9)
     ]
     first = make()
     put(first, *fakes)
@@ -160,16 +160,16 @@ def test_a_restart_finds_everything(make: Make, monkeypatch: Any, allows_direct:
 
 
 def test_what_is_stored_is_not_stored_twice(make: Make) -> None:
-    store, fake = make(), Fake(1)
-    put(store, fake, fake, Fake(1))
+    store, fake = make(), FakeRun(1)
+    put(store, fake, fake, FakeRun(1))
     assert store.stats()["num_put"] == 1 and store.flush(5)
     assert store.find(fake.names[0]) is fake.run
     assert [stored.names for stored in store.stored()] == [fake.names]
 
 
 def test_a_run_with_an_attachment_takes_the_place_of_one_without(make: Make) -> None:
-    store, plain, better = make(), Fake(1, 3), Fake(1, 3, attached=2)
-    end = Fake(1, 1, start=2, attached=1)
+    store, plain, better = make(), FakeRun(1, 3), FakeRun(1, 3, attached=2)
+    end = FakeRun(1, 1, start=2, attached=1)
     assert end.names == plain.names[2:] and better.names == plain.names
     put(store, plain, end)
     for _ in range(2):
@@ -191,7 +191,7 @@ def test_a_run_with_an_attachment_takes_the_place_of_one_without(make: Make) -> 
 
 def test_dropped_runs_are_gone_after_a_restart_too(make: Make) -> None:
     store = make()
-    fakes = [Fake(n) for n in range(6)]
+    fakes = [FakeRun(n) for n in range(6)]
     put(store, *fakes[:3])
     assert store.flush(5)
     put(store, *fakes[3:])
@@ -210,7 +210,7 @@ def test_dropped_runs_are_gone_after_a_restart_too(make: Make) -> None:
 
 def test_private_runs_end_with_the_process_and_are_in_no_index(make: Make, tmp_path: Path) -> None:
     store = make()
-    fakes = [Fake(n, 2, 20_000, is_shared=False) for n in range(4)]
+    fakes = [FakeRun(n, 2, 20_000, is_shared=False) for n in range(4)]
     before = store.stats()["bytes"]
     put(store, *fakes)
     assert store.flush(5) and all(holds(store, fake) for fake in fakes)
@@ -228,10 +228,10 @@ def test_private_runs_end_with_the_process_and_are_in_no_index(make: Make, tmp_p
 def test_a_run_larger_than_the_staging_memory_is_refused(make: Make, monkeypatch: Any) -> None:
     monkeypatch.setattr(disk, "STAGING_BYTES", 1 << 20)
     store = make()
-    put(store, Fake(1, 2, 400_000))
+    put(store, FakeRun(1, 2, 400_000))
     assert store.stats()["num_refused"] == 1 and store.stats()["num_put"] == 0
-    put(store, Fake(2, 2, 200_000))
-    assert store.flush(5) and holds(store, Fake(2, 2, 200_000))
+    put(store, FakeRun(2, 2, 200_000))
+    assert store.flush(5) and holds(store, FakeRun(2, 2, 200_000))
     store.check()
 
 
@@ -239,11 +239,11 @@ def test_full_staging_memory_wants_nothing(make: Make, monkeypatch: Any) -> None
     monkeypatch.setattr(disk, "STAGING_BYTES", 1 << 20)
     store = make()
     with store._writer.work:
-        put(store, Fake(1, 2, 170_000))
-        put(store, Fake(2, 2, 170_000))
+        put(store, FakeRun(1, 2, 170_000))
+        put(store, FakeRun(2, 2, 170_000))
         assert store.stats()["num_put"] == 2
         assert store.wants([b"a" * 16, b"b" * 16]) == [True, False], "there is room for a part of one"
-        put(store, Fake(3, 2, 170_000), Fake(4, 2, 3000), Fake(5, 2, 100))
+        put(store, FakeRun(3, 2, 170_000), FakeRun(4, 2, 3000), FakeRun(5, 2, 100))
         assert store.stats()["num_refused"] == 2 and store.stats()["num_put"] == 3
     assert store.flush(5) and store.wants([b"a" * 16]) == [True]
     store.check()
@@ -252,7 +252,7 @@ def test_full_staging_memory_wants_nothing(make: Make, monkeypatch: Any) -> None
 def test_the_cap_holds_and_the_least_recently_used_files_go_first(make: Make, tmp_path: Path) -> None:
     clock = Clock()
     store = make(clock=clock)
-    fakes = [Fake(n, 2, 1_000_000) for n in range(40)]
+    fakes = [FakeRun(n, 2, 1_000_000) for n in range(40)]
     for number, fake in enumerate(fakes):
         clock.now += 1
         put(store, fake)
@@ -269,7 +269,7 @@ def test_the_cap_holds_and_the_least_recently_used_files_go_first(make: Make, tm
 def test_pinned_files_go_last_and_at_most_half_may_be_pinned(make: Make) -> None:
     clock = Clock()
     store = make(clock=clock)
-    fakes = [Fake(n, 2, 1_000_000) for n in range(40)]
+    fakes = [FakeRun(n, 2, 1_000_000) for n in range(40)]
     put(store, fakes[0], fakes[1])
     assert store.flush(10) and store.pin(fakes[0].names, clock.now + 1e6)
     assert not store.pin([b"z" * 16], clock.now + 1e6)
@@ -285,13 +285,13 @@ def test_pinned_files_go_last_and_at_most_half_may_be_pinned(make: Make) -> None
     store.close()
     again = make(clock=clock)
     for number in range(40, 60):
-        put(again, Fake(number, 2, 1_000_000))
+        put(again, FakeRun(number, 2, 1_000_000))
         assert again.flush(10)
     assert holds(again, fakes[0]), "pins survive a restart"
     again.unpin([*fakes[0].names, *fakes[1].names])  # they share a file
     for number in range(60, 80):
         clock.now += 1
-        put(again, Fake(number, 2, 1_000_000))
+        put(again, FakeRun(number, 2, 1_000_000))
         assert again.flush(10)
     assert not holds(again, fakes[0])
 
@@ -300,7 +300,7 @@ def test_runs_of_other_models_are_not_found_and_are_collected_last(make: Make) -
     clock = Clock()
     other = replace(NAMESPACE, model="other", salt="s")
     first = make(namespace=other, clock=clock)
-    theirs = [Fake(n, 2, 1_000_000, namespace=other) for n in range(5)]
+    theirs = [FakeRun(n, 2, 1_000_000, namespace=other) for n in range(5)]
     put(first, *theirs)
     first.close()
     clock.now += 10
@@ -312,12 +312,12 @@ def test_runs_of_other_models_are_not_found_and_are_collected_last(make: Make) -
     assert store.stats()["num_refused"] == 1
     for n in range(100, 130):
         clock.now += 1
-        put(store, Fake(n, 2, 1_000_000))
+        put(store, FakeRun(n, 2, 1_000_000))
         assert store.flush(10)
     assert len([s for s in store.stored() if not s.is_own_namespace]) == 5, "own files go first"
     clock.now += 8 * 24 * 3600
     for n in range(200, 205):
-        put(store, Fake(n, 2, 1_000_000))
+        put(store, FakeRun(n, 2, 1_000_000))
         assert store.flush(10)
     assert len([s for s in store.stored() if not s.is_own_namespace]) < 5, "unused for a week they go first"
     store.check()
@@ -326,24 +326,24 @@ def test_runs_of_other_models_are_not_found_and_are_collected_last(make: Make) -
 def test_runs_unused_for_their_lifetime_are_not_found_and_their_files_go(make: Make) -> None:
     clock = Clock()
     store = make(clock=clock, lifetime=100.0)
-    put(store, Fake(1))
+    put(store, FakeRun(1))
     assert store.flush(5)
-    put(store, Fake(2))
+    put(store, FakeRun(2))
     assert store.flush(5)
     clock.now += 90
-    assert holds(store, Fake(1))
+    assert holds(store, FakeRun(1))
     clock.now += 20
-    assert store.find(Fake(2).names[0]) is None and holds(store, Fake(1))
-    assert store.wants(Fake(2).names) == [True, True]
+    assert store.find(FakeRun(2).names[0]) is None and holds(store, FakeRun(1))
+    assert store.wants(FakeRun(2).names) == [True, True]
     assert store.flush(5)
     assert store.stats()["files"] == 1
     clock.now += 200
-    put(store, Fake(1))
-    assert holds(store, Fake(1)), "what comes anew is found again"
+    put(store, FakeRun(1))
+    assert holds(store, FakeRun(1)), "what comes anew is found again"
 
 
 def test_a_pin_never_shortens_another_one(make: Make) -> None:
-    store, begin, end = make(), Fake(1), Fake(2)
+    store, begin, end = make(), FakeRun(1), FakeRun(2)
     put(store, begin, end)
     assert store.flush(5) and store.pin(begin.names, math.inf)
     assert store.pin([*begin.names, *end.names], time.time() + 60)  # as of a prompt that begins alike
@@ -353,7 +353,7 @@ def test_a_pin_never_shortens_another_one(make: Make) -> None:
 
 
 def test_what_a_pinned_prefix_goes_on_from_stays_pinned_if_the_pin_of_that_is_ended(make: Make) -> None:
-    store, runs = make(), [Fake(1, start=start) for start in (0, 2, 4)]
+    store, runs = make(), [FakeRun(1, start=start) for start in (0, 2, 4)]
     put(store, *runs)
     assert store.flush(5)
     until = time.time() + 60
@@ -368,15 +368,15 @@ def test_what_a_pinned_prefix_goes_on_from_stays_pinned_if_the_pin_of_that_is_en
 def test_pinned_runs_outlast_their_lifetime(make: Make) -> None:
     clock = Clock()
     store = make(clock=clock, lifetime=100.0)
-    put(store, Fake(1))
-    assert store.flush(5) and store.pin(Fake(1).names, clock.now + 1000)
+    put(store, FakeRun(1))
+    assert store.flush(5) and store.pin(FakeRun(1).names, clock.now + 1000)
     clock.now += 500
-    put(store, Fake(2))
+    put(store, FakeRun(2))
     assert store.flush(5)
-    assert holds(store, Fake(1)) and store.stats()["files"] == 2
+    assert holds(store, FakeRun(1)) and store.stats()["files"] == 2
     clock.now += 600
-    assert store.find(Fake(1).names[0]) is None
-    put(store, Fake(3))
+    assert store.find(FakeRun(1).names[0]) is None
+    put(store, FakeRun(3))
     assert store.flush(5)
     assert store.stats()["files"] == 1
 
@@ -384,7 +384,7 @@ def test_pinned_runs_outlast_their_lifetime(make: Make) -> None:
 def test_a_throttle_limits_reads_and_writes_together(make: Make) -> None:
     store = make(bandwidth=20e6)
     begun = time.monotonic()
-    fake = Fake(1, 2, 2_000_000)
+    fake = FakeRun(1, 2, 2_000_000)
     put(store, fake)
     assert store.flush(10) and holds(store, fake)
     assert 0.9 * 12e6 / 20e6 - 0.05 < time.monotonic() - begun < 1.5
@@ -395,7 +395,7 @@ def test_measuring_takes_free_room_alone(make: Make, tmp_path: Path, monkeypatch
     store, written = make(), list[bytes]()
     assert store.measure()
     for number in range(24):
-        put(store, Fake(number, 2, 900_000))
+        put(store, FakeRun(number, 2, 900_000))
         assert store.flush(10)
     files, num_collected = len(list(tmp_path.rglob("*.runs"))), store.stats()["num_collected"]
     real = DirectFile.write
@@ -425,7 +425,7 @@ def test_measuring_takes_free_room_alone(make: Make, tmp_path: Path, monkeypatch
 def test_a_disk_that_is_full_turns_writing_off_with_one_warning(make: Make, monkeypatch: Any, caplog: Any) -> None:
     clock = Clock()
     store = make(clock=clock)
-    put(store, Fake(1))
+    put(store, FakeRun(1))
     assert store.flush(5)
     real = DirectFile.write
 
@@ -433,22 +433,24 @@ def test_a_disk_that_is_full_turns_writing_off_with_one_warning(make: Make, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(DirectFile, "write", full)
-    put(store, Fake(2), Fake(3))
+    put(store, FakeRun(2), FakeRun(3))
     assert not store.flush(5)
     assert store.wants([b"a" * 16]) == [False] and not store.stats()["is_on"]
     assert "No space left on device" in str(store.stats()["reason"])
-    put(store, Fake(4))
-    assert holds(store, Fake(1)) and store.find(Fake(2).names[0]) is None and store.find(Fake(4).names[0]) is None
+    put(store, FakeRun(4))
+    assert (
+        holds(store, FakeRun(1)) and store.find(FakeRun(2).names[0]) is None and store.find(FakeRun(4).names[0]) is None
+    )
     for seconds in (31, 61, 121):
         clock.now += seconds
-        put(store, Fake(5))
+        put(store, FakeRun(5))
         assert not store.flush(5)
         assert store.wants([b"a" * 16]) == [False]
     assert len(warnings_of(caplog)) == 1 and "No space left" in caplog.text
     monkeypatch.setattr(DirectFile, "write", real)
     clock.now += 241
-    put(store, Fake(6))
-    assert store.flush(5) and holds(store, Fake(6))
+    put(store, FakeRun(6))
+    assert store.flush(5) and holds(store, FakeRun(6))
     assert len(warnings_of(caplog)) == 2 and "works again" in warnings_of(caplog)[-1]
     store.check()
 
@@ -456,15 +458,15 @@ def test_a_disk_that_is_full_turns_writing_off_with_one_warning(make: Make, monk
 def test_a_removed_folder_turns_writing_off_until_it_can_be_made_again(make: Make, tmp_path: Path, caplog: Any) -> None:
     clock = Clock()
     store = make(clock=clock)
-    put(store, Fake(1))
+    put(store, FakeRun(1))
     assert store.flush(5)
     (tmp_path / "store").rename(tmp_path / "moved")
-    put(store, Fake(2))
+    put(store, FakeRun(2))
     assert not store.flush(5) and not store.stats()["is_on"]
-    assert not holds(store, Fake(2)) and not holds(store, Fake(1))
+    assert not holds(store, FakeRun(2)) and not holds(store, FakeRun(1))
     clock.now += 31
-    put(store, Fake(3))
-    assert store.flush(5) and holds(store, Fake(3))
+    put(store, FakeRun(3))
+    assert store.flush(5) and holds(store, FakeRun(3))
     assert (tmp_path / "store" / "v1" / "0").is_dir() and "works again" in caplog.text
     store.check()
 
@@ -472,7 +474,7 @@ def test_a_removed_folder_turns_writing_off_until_it_can_be_made_again(make: Mak
 def test_failing_reads_turn_the_tier_off_after_eight(make: Make, monkeypatch: Any, caplog: Any) -> None:
     clock = Clock()
     store = make(clock=clock)
-    fakes = [Fake(n) for n in range(12)]
+    fakes = [FakeRun(n) for n in range(12)]
     put(store, *fakes)
     assert store.flush(5)
     real = DirectFile.read
@@ -495,8 +497,8 @@ def test_failing_reads_turn_the_tier_off_after_eight(make: Make, monkeypatch: An
 
 def test_a_stuck_read_fails_its_transfer_and_others_go_on(make: Make, monkeypatch: Any) -> None:
     store = make()
-    store._reads.stuck_seconds = 0.4
-    fakes = [Fake(n, 2, 200_000) for n in range(4)]
+    store._reader.stuck_seconds = 0.4
+    fakes = [FakeRun(n, 2, 200_000) for n in range(4)]
     for fake in fakes:
         put(store, fake)
         assert store.flush(5)
@@ -521,7 +523,7 @@ def test_a_stuck_read_fails_its_transfer_and_others_go_on(make: Make, monkeypatc
 
 
 def test_a_read_is_not_failed_for_the_hang_of_the_one_before(make: Make, monkeypatch: Any) -> None:
-    reads, failed = make()._reads, list[Any]()
+    reads, failed = make()._reader, list[Any]()
 
     class Reader:
         """Its call ends as soon as it was looked at."""
@@ -539,13 +541,13 @@ def test_a_read_is_not_failed_for_the_hang_of_the_one_before(make: Make, monkeyp
 
 
 def test_a_writer_with_an_unfinished_file_that_is_off_waits(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(writer, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(disk_writer, "IDLE_SECONDS", 0.5)
     store, turns = make(), list[float]()
-    put(store, Fake(1))
-    wait_until(lambda: store._home.has_draft)
+    put(store, FakeRun(1))
+    wait_until(lambda: store._writer_folder.has_draft)
     shutil.rmtree(tmp_path / "store")
     wait_until(lambda: not store.is_on)
-    assert store._home.has_draft
+    assert store._writer_folder.has_draft
     wait = store._writer._seconds_to_wait
     monkeypatch.setattr(store._writer, "_seconds_to_wait", lambda: turns.append(wait()) or turns[-1])
     time.sleep(0.6)
@@ -553,7 +555,7 @@ def test_a_writer_with_an_unfinished_file_that_is_off_waits(make: Make, tmp_path
 
 
 def test_what_is_put_while_the_writer_is_asked_for_something_else_is_flushed(make: Make, monkeypatch: Any) -> None:
-    store, fake = make(), Fake(1)
+    store, fake = make(), FakeRun(1)
     entered, goes_on, tick = threading.Event(), threading.Event(), store._writer._tick
 
     def slow() -> None:
@@ -567,7 +569,7 @@ def test_what_is_put_while_the_writer_is_asked_for_something_else_is_flushed(mak
     put(store, fake)
     threading.Timer(0.2, goes_on.set).start()
     assert store.flush(10)
-    assert not store._home.has_draft and [stored.names for stored in store.stored()] == [fake.names]
+    assert not store._writer_folder.has_draft and [stored.names for stored in store.stored()] == [fake.names]
 
 
 def test_closing_a_store_on_a_slow_disk_gives_up_what_is_queued(make: Make, monkeypatch: Any, caplog: Any) -> None:
@@ -580,14 +582,14 @@ def test_closing_a_store_on_a_slow_disk_gives_up_what_is_queued(make: Make, monk
 
     monkeypatch.setattr(DirectFile, "write", slow)
     store = make()
-    put(store, *(Fake(n) for n in range(20)))
+    put(store, *(FakeRun(n) for n in range(20)))
     store.close()
     assert not store._writer._thread.is_alive() and not warnings_of(caplog)
     assert store._staging.free_bytes == store._staging.num_bytes
 
 
 def test_a_run_is_read_while_its_file_gets_its_name(make: Make, monkeypatch: Any, caplog: Any) -> None:
-    store, fake, found = make(), Fake(1), list[bool]()
+    store, fake, found = make(), FakeRun(1), list[bool]()
     real = os.rename
 
     def rename(*args: Any) -> None:
@@ -595,14 +597,14 @@ def test_a_run_is_read_while_its_file_gets_its_name(make: Make, monkeypatch: Any
         found.append(holds(store, fake))
 
     put(store, fake)
-    monkeypatch.setattr(home.os, "rename", rename)
+    monkeypatch.setattr(writer_folder.os, "rename", rename)
     assert store.flush(5) and found == [True] and not warnings_of(caplog)
 
 
 def test_a_staged_run_says_nothing_of_the_disk(make: Make, monkeypatch: Any, caplog: Any) -> None:
     clock = Clock()
     store = make(clock=clock)
-    fakes = [Fake(n) for n in range(9)]
+    fakes = [FakeRun(n) for n in range(9)]
     put(store, *fakes[:8])
     assert store.flush(5)
 
@@ -620,11 +622,11 @@ def test_a_staged_run_says_nothing_of_the_disk(make: Make, monkeypatch: Any, cap
 
 
 def test_readers_that_hung_read_again(make: Make, monkeypatch: Any) -> None:
-    monkeypatch.setattr("quire.stores.reads.MAX_STUCK", 2)
+    monkeypatch.setattr("quire.stores.disk_reader.MAX_STUCK", 2)
     clock = Clock()
     store = make(clock=clock)
-    store._reads.stuck_seconds = 0.1
-    fakes = [Fake(n, 1) for n in range(8)]
+    store._reader.stuck_seconds = 0.1
+    fakes = [FakeRun(n, 1) for n in range(8)]
     put(store, *fakes)
     assert store.flush(5)
     real, hang = os.preadv, threading.Event()
@@ -638,15 +640,15 @@ def test_readers_that_hung_read_again(make: Make, monkeypatch: Any) -> None:
     for transfer in transfers:
         store.get(transfer, transfer.runs)  # type: ignore[arg-type]
     assert not any(transfer.wait() for transfer in transfers)
-    assert all(reader.is_lost for reader in store._reads._readers)
+    assert all(reader.is_lost for reader in store._reader._readers)
     assert not holds(store, fakes[5]), "nobody reads"
     hang.set()
-    wait_until(lambda: not any(reader.is_lost for reader in store._reads._readers))
-    assert len(store._reads._readers) == 2 and holds(store, fakes[6])
+    wait_until(lambda: not any(reader.is_lost for reader in store._reader._readers))
+    assert len(store._reader._readers) == 2 and holds(store, fakes[6])
 
 
 def test_a_run_may_be_lost_while_it_is_put_again(make: Make) -> None:
-    store, fake = make(), Fake(1, 1)
+    store, fake = make(), FakeRun(1, 1)
     put(store, fake)
     assert store.flush(5)
 
@@ -665,7 +667,7 @@ def test_a_run_may_be_lost_while_it_is_put_again(make: Make) -> None:
 
 
 def test_extents_that_cannot_be_read_leave_no_staging_memory_behind(make: Make) -> None:
-    store, fake = make(), Fake(1)
+    store, fake = make(), FakeRun(1)
 
     def broken() -> Iterator[memoryview]:
         yield memoryview(fake.extents[0])
@@ -680,15 +682,15 @@ def test_extents_that_cannot_be_read_leave_no_staging_memory_behind(make: Make) 
 def test_pins_last_longer_than_lifetimes(make: Make) -> None:
     clock = Clock()
     store = make(clock=clock, lifetime=100.0)
-    put(store, Fake(1))
+    put(store, FakeRun(1))
     assert store.flush(5)
-    put(store, Fake(2))
-    assert store.flush(5) and store.pin(Fake(1).names, clock.now + 1000)
+    put(store, FakeRun(2))
+    assert store.flush(5) and store.pin(FakeRun(1).names, clock.now + 1000)
     clock.now += 200
     assert store.flush(5) and store.stats()["files"] == 1
-    assert holds(store, Fake(1)) and store.find(Fake(2).names[0]) is None
+    assert holds(store, FakeRun(1)) and store.find(FakeRun(2).names[0]) is None
     clock.now += 801
-    assert store.find(Fake(2).names[0]) is None
+    assert store.find(FakeRun(2).names[0]) is None
     clock.now += 100
     assert store.flush(5) and store.stats()["files"] == 0
 
@@ -697,49 +699,51 @@ def test_what_another_process_reads_counts_as_used(make: Make) -> None:
     clock = Clock()
     first, second = make(clock=clock, lifetime=100.0), make(clock=clock)
     for number in (1, 2):
-        put(first, Fake(number))
+        put(first, FakeRun(number))
         assert first.flush(5)
-    wait_until(lambda: second.find(Fake(2).names[0]) is not None)
+    wait_until(lambda: second.find(FakeRun(2).names[0]) is not None)
 
     def read_and_tell() -> None:
-        assert holds(second, Fake(1))
+        assert holds(second, FakeRun(1))
         with second._writer.work:
             second._writer._note_uses()
 
     clock.now += 60
     read_and_tell()
     with first._writer.work:
-        first._home.note_uses()
-        assert first._home.files[1].used == clock.now > first._home.files[2].used, "it would be collected first"
+        first._writer_folder.note_uses()
+        assert first._writer_folder.files[1].used == clock.now > first._writer_folder.files[2].used, (
+            "it would be collected first"
+        )
     clock.now += 60
     read_and_tell()
-    assert first.flush(5) and list(first._home.files) == [1], "only the other one is unused"
+    assert first.flush(5) and list(first._writer_folder.files) == [1], "only the other one is unused"
 
 
 def test_the_index_of_many_small_runs_counts(make: Make, tmp_path: Path) -> None:
     store, namespace = make(), replace(NAMESPACE, salt="\N{SLEEPING SYMBOL}" * 256)
-    place = tmp_path / "store" / "v1" / "0"
+    subfolder = tmp_path / "store" / "v1" / "0"
     for begin in (0, 900):
         with store._writer.work:
-            put(store, *(Fake(begin + number, 1, 100, layers=1, namespace=namespace) for number in range(900)))
+            put(store, *(FakeRun(begin + number, 1, 100, layers=1, namespace=namespace) for number in range(900)))
         wait_until(lambda: not store._writer._queue and not store._writer._is_busy)
         with store._writer.work:
-            assert store._home.has_draft
-            expected = store._home.bytes
-            store._home.commit()
-            assert writer_bytes(place) <= min(expected, store._home.bytes)
+            assert store._writer_folder.has_draft
+            expected = store._writer_folder.bytes
+            store._writer_folder.commit()
+            assert writer_bytes(subfolder) <= min(expected, store._writer_folder.bytes)
 
 
 def test_memory_keeps_to_its_cap_whoever_has_the_names_of_a_run() -> None:
     """Column sums that came later took all names of the oldest run, one after the other."""
     store = MemoryStore(120_000, pinned=False)
-    plain = Fake(1, 3)
+    plain = FakeRun(1, 3)
     put(store, plain)
     for start in (2, 1, 0):
-        end = Fake(1, 1, start=start, attached=1)
+        end = FakeRun(1, 1, start=start, attached=1)
         put(store, end)
         assert store.find(end.names[0]) is end.run
-    late = [Fake(number) for number in range(50, 60)]
+    late = [FakeRun(number) for number in range(50, 60)]
     put(store, *late)
     assert plain.run not in store._kept and store.find(late[-1].names[0]) is late[-1].run
     assert store.stats()["bytes"] <= 120_000
@@ -750,7 +754,7 @@ def test_memory_keeps_to_its_cap_whoever_has_the_names_of_a_run() -> None:
 def test_memory_forgets_what_is_unused_for_its_lifetime() -> None:
     clock = Clock()
     store = MemoryStore(1 << 20, pinned=False, lifetime=100.0, clock=clock)
-    first, second = Fake(1), Fake(2)
+    first, second = FakeRun(1), FakeRun(2)
     put(store, first, second)
     clock.now += 60
     assert store.wants(first.names) == [False, False] and store.find(second.names[0]) is second.run
@@ -770,13 +774,13 @@ def test_settings_that_cannot_be_are_refused(make: Make) -> None:
 
 def test_a_closed_store_answers_and_keeps_nothing(make: Make) -> None:
     store = make()
-    put(store, Fake(1))
-    found = store.find(Fake(1).names[0])
+    put(store, FakeRun(1))
+    found = store.find(FakeRun(1).names[0])
     assert found is not None
     store.close()
     store.close()
-    assert store.find(Fake(1).names[0]) is None and store.wants([b"a" * 16]) == [False]
-    put(store, Fake(2))
+    assert store.find(FakeRun(1).names[0]) is None and store.wants([b"a" * 16]) == [False]
+    put(store, FakeRun(2))
     transfer = FakeTransfer([found])
     store.get(transfer, transfer.runs)  # type: ignore[arg-type]
     assert not transfer.wait() and not store.flush(1)
@@ -787,12 +791,12 @@ def test_random_use_agrees_with_a_dictionary(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     for round_number in range(tries(2)):
         store = make(folder=f"random-{round_number}")
-        known: dict[int, Fake] = {}
+        known: dict[int, FakeRun] = {}
         for step in range(120):
             match rng.randrange(8):
                 case 0 | 1 | 2:
                     number = rng.randrange(60)
-                    fake = Fake(number, number % 3 + 1, 3000 * (number % 7 + 1), is_shared=number % 5 > 0)
+                    fake = FakeRun(number, number % 3 + 1, 3000 * (number % 7 + 1), is_shared=number % 5 > 0)
                     if store.find(fake.names[0]) is None:
                         put(store, fake)
                         known[number] = fake
@@ -817,7 +821,7 @@ def test_modes_are_private_whatever_the_umask(make: Make, tmp_path: Path) -> Non
     before = os.umask(0)
     try:
         store = make()
-        put(store, Fake(1))
+        put(store, FakeRun(1))
         assert store.flush(5)
     finally:
         os.umask(before)
@@ -830,5 +834,5 @@ def test_modes_are_private_whatever_the_umask(make: Make, tmp_path: Path) -> Non
 
 def test_idle_files_are_finished_without_a_flush(make: Make, tmp_path: Path) -> None:
     store = make()
-    put(store, Fake(1))
-    wait_until(lambda: bool(list(tmp_path.rglob("*.runs"))), 3 * writer.IDLE_SECONDS + 1)
+    put(store, FakeRun(1))
+    wait_until(lambda: bool(list(tmp_path.rglob("*.runs"))), 3 * disk_writer.IDLE_SECONDS + 1)

@@ -12,29 +12,29 @@ from pathlib import Path
 import numpy as np
 
 from quire.stores.disk import STAGING_BYTES, DiskStore
-from quire.stores.reads import MAX_BYTES, NUM_READERS
+from quire.stores.disk_reader import MAX_BYTES, NUM_READERS
 
-from ..disk_runs import MIB, NAMESPACE, Fake, fetch
+from ..disk_runs import MIB, NAMESPACE, FakeRun, fetch
 
 CHILD = """
 import sys
 from pathlib import Path
 from quire.stores.disk import DiskStore
-from tests.disk_runs import MIB, NAMESPACE, Fake, fetch
+from tests.disk_runs import MIB, NAMESPACE, FakeRun, fetch
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-Fake(0, 1, MIB)
+FakeRun(0, 1, MIB)
 store = DiskStore(Path(sys.argv[1]), 1024 * MIB, NAMESPACE)
 before = resident()
 for number in range(1, 121):
-    fake = Fake(number, 1, MIB)
+    fake = FakeRun(number, 1, MIB)
     store.put(fake.run, fake.pack())
     if number % 12 == 0:
         assert store.flush(30)
 for number in range(1, 121, 3):
-    transfer = fetch(store, Fake(number, 1, MIB).names)
+    transfer = fetch(store, FakeRun(number, 1, MIB).names)
     assert transfer is not None and transfer.error is None
     del transfer
 print(resident() - before, store.stats()["bytes"])
@@ -68,7 +68,7 @@ def test_what_is_on_the_disk_takes_no_memory_beside_the_buffers(tmp_path: Path) 
 
 def test_neither_writing_nor_reading_leaves_anything_in_the_page_cache(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "store", 256 * MIB, NAMESPACE)
-    fakes = [Fake(number, 1, MIB) for number in range(6)]
+    fakes = [FakeRun(number, 1, MIB) for number in range(6)]
     for fake in fakes:
         store.put(fake.run, fake.pack())
     assert store.flush(10)

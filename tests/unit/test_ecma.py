@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.engine import ecma
+from quire.engine import ecma_regex
 
-from ..walks import allows, refusal, walked
+from ..schema_texts import allows, refusal, walked
 
 TEXTS = [
     *'abA5_ \t\n\r\x0c\u2028\x85\xa0\ufeff\xe9\u03a9\u0663\U0001f600-+,&[]~!^\\\x08\u4e00#',
@@ -109,8 +109,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("pattern", "reason"), REFUSED, ids=[each[:20] for each, _ in REFUSED])
 def test_what_is_no_expression_of_ecma_or_cannot_be_honoured_is_refused_by_name(pattern: str, reason: str) -> None:
-    with pytest.raises(ecma.NotTranslated, match=reason):
-        ecma.to_rust(pattern)
+    with pytest.raises(ecma_regex.RegexTranslationError, match=reason):
+        ecma_regex.to_rust(pattern)
     for schema, word in (
         ({"type": "string", "pattern": pattern}, "pattern: "),
         ({"patternProperties": {pattern: True}}, "patternProperties: "),
@@ -152,7 +152,7 @@ def test_numbered_escapes_of_a_pattern_open_no_escapes_in_names() -> None:
     assert allows(schema, '{"a": "一"}') and not allows(schema, '{"\\u0061": 3}')
 
 
-LOOK_AROUND = list(ecma.WITHOUT_LOOK_AROUND.items())
+LOOK_AROUND = list(ecma_regex.WITHOUT_LOOK_AROUND.items())
 PIECES = ["P", "1", "23", "Y", "M", "D", "T", "H", "S", "W", ".", "5", ",", "a", "B", "@", "..", "-", "_", "b.cd", "00",
           "DE", "01", "99", "0123456789A"]  # fmt: skip
 
@@ -175,13 +175,13 @@ def test_what_libraries_write_with_look_around_has_the_same_language_without(giv
 
 
 def test_host_names_as_zod_writes_them_are_honoured_beside_their_format() -> None:
-    schema = {"type": "string", "format": "hostname", "pattern": ecma.HOSTNAME[0]}
+    schema = {"type": "string", "format": "hostname", "pattern": ecma_regex.HOSTNAME[0]}
     for labels in (["a", "bc"], ["a" * 62] * 4 + ["a"], ["a" * 62] * 4 + ["ab"], ["a", ""], ["-a"], ["a" * 64]):
         text = ".".join(labels)
-        is_right = re.search(ecma.HOSTNAME[0], text) is not None and not text.endswith(".")
+        is_right = re.search(ecma_regex.HOSTNAME[0], text) is not None and not text.endswith(".")
         assert allows(schema, json.dumps(text)) == is_right, text
     assert not allows({**schema, "maxLength": 3}, '"ab.c"') and allows({**schema, "maxLength": 4}, '"ab.c"')
-    assert "look-ahead" in (refusal({"pattern": ecma.HOSTNAME[0]}) or "")
+    assert "look-ahead" in (refusal({"pattern": ecma_regex.HOSTNAME[0]}) or "")
 
 
 def test_durations_and_addresses_as_zod_writes_them_are_honoured(seed: int) -> None:
@@ -201,7 +201,7 @@ def test_any_long_expression_is_translated_in_linear_time(piece: str) -> None:
     begun = time.process_time()
     for text in (piece * (40_000 // len(piece)), piece + "0" * 40_000, "a" + piece + "1" * 20_000 + "}"):
         try:
-            ecma.to_rust(text)
-        except ecma.NotTranslated as error:
+            ecma_regex.to_rust(text)
+        except ecma_regex.RegexTranslationError as error:
             assert len(str(error)) < 1000
     assert time.process_time() - begun < 2

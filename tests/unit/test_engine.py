@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.calendar import imagined_tokens
+from quire.engine.calendar import placeholder_tokens
 from quire.engine.engine import Engine
 from quire.engine.fast_forward import FastForward
 from quire.engine.params import SamplingParams
@@ -261,11 +261,11 @@ def test_aborting_at_any_step_frees_everything_and_disturbs_nobody(abort_at: int
     for index, prompt in enumerate(prompts):
         engine.add(str(index), prompt, GREEDY)
     collected = {}
-    from quire.llm import gather
+    from quire.llm import merge_delta
 
     for _ in range(abort_at):
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
     for index in (0, 2):
         output = engine.abort(str(index))
         assert output is not None
@@ -393,7 +393,7 @@ def test_advance_equals_as_many_steps(seed: int) -> None:
         tokens = [
             token_id
             for index, piece in sampling
-            for token_id in imagined_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
+            for token_id in placeholder_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
         ]
         scheduler.commit(made, Result(tokens))
 

@@ -20,7 +20,7 @@ from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.evaluation import Perplexity
 from quire.evaluation.engines import load_engines
-from quire.evaluation.perplexity import cut_windows, measure, read_continuation, read_window
+from quire.evaluation.perplexity import cut_windows, measure, teacher_forced_logprobs, window_hidden_states
 
 from ..engines import GREEDY, chunk_bytes, drain, generate, make_engine, oracle_logits
 from ..tiny_models import save_tiny, tiny_shape
@@ -66,7 +66,7 @@ def test_a_window_may_fill_the_context() -> None:
     assert found.nll == pytest.approx(oracle_losses(shape, windows[0]).mean(), abs=1e-5)
     assert found.nll_error is None and found.perplexity_error is None
     with pytest.raises(RequestError, match="193 tokens and the context holds 192"):
-        read_window(engine, random_windows(1, 194)[0])
+        window_hidden_states(engine, random_windows(1, 194)[0])
     assert engine.runner.observer is None and engine.holds_nothing
 
 
@@ -114,7 +114,7 @@ def test_a_worked_case(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(engine: Any, tokens: list[int]) -> tuple[torch.Tensor, int]:
         return torch.cat((torch.tensor(engine.rows).log(), padding), 1), 10
 
-    monkeypatch.setattr(MODULE, "read_window", read)
+    monkeypatch.setattr(MODULE, "window_hidden_states", read)
     dense, codec = measure(engines, [[0, 1, 0]], "dense")
     assert dense.perplexity == pytest.approx(2)
     assert codec.nll == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
@@ -150,7 +150,7 @@ def test_bits_are_counted_in_the_ledger_and_leave_the_last_chunk_out(monkeypatch
     def read(_: Engine, tokens: list[int]) -> tuple[torch.Tensor, int]:
         return torch.empty(0), -(-(len(tokens) - 1) // 64) * 100 + 900
 
-    monkeypatch.setattr(MODULE, "read_window", read)
+    monkeypatch.setattr(MODULE, "window_hidden_states", read)
     for length in (130, 193, 194):
         _, num_bytes = read(engine, [0] * length)
         bits = MODULE._bits_per_element(engine, [0] * length, num_bytes)
@@ -243,7 +243,7 @@ def test_a_continuation_is_scored_as_decoded(length: int, continuation: int) -> 
 @pytest.mark.parametrize(("continuation", "sizes"), [(1, [1]), (64, [32, 32]), (70, [32, 32, 6])])
 def test_a_continuation_is_read_in_blocks(continuation: int, sizes: list[int]) -> None:
     engine = make_engine()
-    blocks = read_continuation(engine, random_windows(1, 200)[0], 199 - continuation)
+    blocks = teacher_forced_logprobs(engine, random_windows(1, 200)[0], 199 - continuation)
     assert [len(block) for block in blocks] == sizes
     assert engine.holds_nothing and engine.runner.observer is None
 
@@ -277,7 +277,7 @@ def test_an_evaluation_opens_no_tier(tmp_path: Any) -> None:
     folder = str(save_tiny(tmp_path / "tiny"))
     options = {"model.dtype": "float32", "runtime.threads": 1, "tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
     engines, _ = load_engines(folder, (), 64, {**options, "tiers.disk_bandwidth": "50MB"})
-    assert all(engine.moving.tiers is None for engine in engines.values()) and not (tmp_path / "kv").exists()
+    assert all(engine.tiering.tiers is None for engine in engines.values()) and not (tmp_path / "kv").exists()
 
 
 def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from quire.engine import schemas
-from quire.engine.forced import MAX_FORCED_BYTES, regex_bytes, schema_bytes
+from quire.engine.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_bytes
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.grammar_source import forced_bytes
-from quire.engine.grammars import Grammars
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.models.resolve import resolve_model
@@ -26,9 +26,9 @@ LONG = "a" * 20_000
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def bound(given: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("name", FORCING)
-def test_what_may_force_much_forces_nothing(grammars: Grammars, name: str) -> None:
+def test_what_may_force_much_forces_nothing(grammars: GrammarCompiler, name: str) -> None:
     assert bound(FORCING[name]) > MAX_FORCED_BYTES
     try:
         grammar = grammars.prepare(StructuredOutputsParams(**FORCING[name])).result()
@@ -187,14 +187,14 @@ def some_schema(draw: random.Random, depth: int) -> dict[str, Any]:
             raise AssertionError(kind)
 
 
-def test_nothing_forces_more_than_its_bound(grammars: Grammars, seed: int) -> None:
+def test_nothing_forces_more_than_its_bound(grammars: GrammarCompiler, seed: int) -> None:
     draw, num_forced = random.Random(seed), 0
     for _ in range(tries(60)):
         schema = some_schema(draw, 3)
         try:
-            most = schema_bytes(schemas.written(schema))
+            most = schema_bytes(schemas.prepare_schema(schema))
             matcher = grammars.compile(StructuredOutputsParams(json=schema)).begin()
-        except (RequestError, schemas.Unhonoured):
+        except (RequestError, schemas.UnsupportedSchemaError):
             continue
         for _ in range(60):
             forced = len(matcher.compute_ff_bytes())

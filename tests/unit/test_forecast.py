@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cli.forecast import Forecast, told
+from quire.cli.forecast import Forecast, format_duration
 
 
 def test_it_tells_prompts_and_tokens_apart() -> None:
@@ -18,24 +18,24 @@ def test_it_tells_prompts_and_tokens_apart() -> None:
             for _ in range(16):
                 seconds, tokens = seconds + 0.4, tokens + 40
                 forecast.note(seconds, prompts, tokens)
-    assert forecast.left(4000, 1280) == pytest.approx(4.0 + 12.8)
-    assert forecast.left(0, 640) == pytest.approx(6.4)
+    assert forecast.remaining_seconds(4000, 1280) == pytest.approx(4.0 + 12.8)
+    assert forecast.remaining_seconds(0, 640) == pytest.approx(6.4)
 
 
 def test_it_says_nothing_before_it_knows() -> None:
     forecast = Forecast()
     for _ in range(9):
         forecast.note(1.0, 0, 0)
-    assert forecast.left(10, 10) is None
+    assert forecast.remaining_seconds(10, 10) is None
 
 
 def test_progress_that_does_not_tell_the_two_apart_has_one_rate() -> None:
     forecast = Forecast()
     for second in range(1, 9):
         forecast.note(second, 10 * second, 10 * second)
-    assert forecast.left(0, 100) == pytest.approx(5.0, rel=0.01)
+    assert forecast.remaining_seconds(0, 100) == pytest.approx(5.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.4, "3 s"), (600, "10 min"), (9000, "2.5 h")])
 def test_times_for_people(seconds: float, text: str) -> None:
-    assert told(seconds) == text
+    assert format_duration(seconds) == text

@@ -22,16 +22,16 @@ import pydantic
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine import grammar_guide, probe, schemas
-from quire.engine import grammars as grammars_module
+from quire.engine import grammar_compiler as grammars_module
+from quire.engine import grammar_guide, grammar_trial, schemas
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.grammar_guide import CompiledGrammar, GrammarGuide
-from quire.engine.grammars import Grammars
 from quire.engine.masks import TOO_COMPLEX
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.llm import gather
+from quire.llm import merge_delta
 from quire.models import child
-from quire.models.child import Child
+from quire.models.child import ChildProcess
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 
@@ -171,12 +171,12 @@ def test_formats_that_are_not_known_mean_nothing(llm: LLM) -> None:
         "$defs": {"word": telegram, "date": {"type": "string", "format": "date"}},
     }
     before = json.dumps(schema)
-    found: Any = schemas.written(schema)
+    found: Any = schemas.prepare_schema(schema)
     assert json.dumps(schema) == before, "the caller's schema has changed"
     assert json.dumps(found).count("telegram") == 1 and found["properties"]["const"] == schema["properties"]["const"]
     assert found["$defs"]["date"] == schema["$defs"]["date"] and "format" in found["properties"]
     llm.engine.grammars.compile(StructuredOutputsParams(json=schema))
-    assert schemas.written(False) is False and schemas.written(True) == {"x-guidance": schemas.JSON_STYLE}
+    assert schemas.prepare_schema(False) is False and schemas.prepare_schema(True) == {"x-guidance": schemas.JSON_STYLE}
 
 
 def test_an_id_beside_a_reference_is_refused_by_name_where_drafts_disagree_about_it(llm: LLM) -> None:
@@ -364,8 +364,8 @@ def test_a_control_character_is_refused_where_a_listed_name_could_then_come_twic
     ]  # fmt: skip
     for each in open_ones:
         for schema in ({"anyOf": [each, {"items": control}]}, {**each, "allOf": [{"items": control}]}):
-            with pytest.raises(schemas.Unhonoured, match="properties: a control character"):
-                schemas.written(schema)
+            with pytest.raises(schemas.UnsupportedSchemaError, match="properties: a control character"):
+                schemas.prepare_schema(schema)
     closed = {"properties": {"a": {"const": 1}}, "additionalProperties": False, "type": "object"}
     for each in (closed, {"type": "object", "additionalProperties": {"type": "null"}}):
         schema = {"anyOf": [each, {"type": "array", "items": control}]}
@@ -379,7 +379,7 @@ def test_control_characters_that_are_not_asked_for_refuse_nothing() -> None:
         {"const": r"\u0001"},
         {"default": "\x01"},
     ):
-        found: Any = schemas.written({"properties": {"a": {"const": 1}, "b": own}, "type": "object"})
+        found: Any = schemas.prepare_schema({"properties": {"a": {"const": 1}, "b": own}, "type": "object"})
         assert found["x-guidance"] == schemas.JSON_STYLE
 
 
@@ -392,7 +392,7 @@ def test_what_a_reference_points_to_is_a_schema_wherever_it_stands(llm: LLM) -> 
     for reference in nowhere:
         with pytest.raises(RequestError, match="cannot be honoured"):
             llm.engine.grammars.compile(StructuredOutputsParams(json={"$ref": reference, "x": [1]}))
-        schemas.written({"$ref": reference, "x": [1]})
+        schemas.prepare_schema({"$ref": reference, "x": [1]})
     unknown = {"$ref": "#/components/x", "components": {"x": {"type": "string", "format": "color"}}}
     assert allows(llm, unknown, '"red"')
 
@@ -404,19 +404,19 @@ def test_alternatives_that_are_used_many_times_are_told_apart_in_linear_time() -
     same = {"a": big, "oneOf": [each] * 8000, "discriminator": tag}
     begun = time.process_time()
     for schema in (many, same):
-        schemas.written(schema)
+        schemas.prepare_schema(schema)
     assert time.process_time() - begun < 0.6
 
 
 def test_long_names_are_not_kept_for_each_schema() -> None:
     long = {"properties": {"k" * 100_000: {"properties": {f"a{number}": {} for number in range(9000)}}}}
     tracemalloc.start()
-    schemas.written(long)
+    schemas.prepare_schema(long)
     assert tracemalloc.get_traced_memory()[1] < 50 << 20
     tracemalloc.stop()
     long["properties"]["k" * 100_000]["properties"]["z"] = {"$id": "a", "$ref": "#"}
-    with pytest.raises(schemas.Unhonoured) as refusal:
-        schemas.written(long)
+    with pytest.raises(schemas.UnsupportedSchemaError) as refusal:
+        schemas.prepare_schema(long)
     assert str(refusal.value).endswith("k....properties.z)") and len(str(refusal.value)) < 400
 
 
@@ -547,7 +547,7 @@ def test_a_guide_follows_any_tokens_that_there_are(seed: int) -> None:
     """Also if a step that it proposed tokens for did not happen, and if it begins in the middle."""
     draw = random.Random(seed)
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     for way in WAYS:
         wanted = StructuredOutputsParams(**WAYS[way])
         prompt = tokenizer.encode("some words")
@@ -615,7 +615,7 @@ def test_answers_of_swapped_sequences_fit_and_are_the_same(seed: int) -> None:
     num_swaps = 0
     while engine.has_work:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         is_due = sequence.num_generated > 20 * (num_swaps + 1) and sequence.path.transfer is None
         if is_due and sequence in engine.scheduler.running:
             engine.scheduler.preempt(sequence)
@@ -678,15 +678,15 @@ def test_a_form_that_cannot_be_is_refused_before_anything_runs(llm: LLM) -> None
 
 def test_ends_outside_the_vocabulary_are_left_out() -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, (-1, tokenizer.vocab_size, tokenizer.eos_ids[0]))
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, (-1, tokenizer.vocab_size, tokenizer.eos_ids[0]))
     assert members(grammars.ends) == [tokenizer.eos_ids[0]]
     with pytest.raises(RequestError, match="no token ends an answer"):
-        Grammars(tokenizer, tokenizer.vocab_size, ()).compile(StructuredOutputsParams(regex="a"))
+        GrammarCompiler(tokenizer, tokenizer.vocab_size, ()).compile(StructuredOutputsParams(regex="a"))
 
 
 def test_long_forced_texts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     wanted = StructuredOutputsParams(choice=["word " * 400 + "end"])
     guide, tokens = grammars.guide(grammars.compile(wanted), 0), list[int]()
     for _ in range(200):
@@ -706,7 +706,7 @@ ODD = [
 @pytest.mark.parametrize("choices", [ODD, [f"choice number {number}" for number in range(4096)]], ids=["odd", "many"])
 def test_an_answer_is_one_of_the_choices(choices: list[str]) -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     compiled, draw = grammars.compile(StructuredOutputsParams(choice=choices)), random.Random(0)
     for choice in [*choices[:30], *choices[-3:]]:
         assert compiled.begin().validate_tokens(ids := tokenizer.encode(choice)) == len(ids), choice
@@ -718,7 +718,7 @@ def test_an_answer_is_one_of_the_choices(choices: list[str]) -> None:
         assert tokenizer.decode(tokens[:-1]) in choices
 
 
-def count_trials(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def count_trials(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The forms that are tried from now on."""
     tried: list[str] = []
     before = grammars._try
@@ -731,9 +731,9 @@ def count_trials(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> list[st
     return tried
 
 
-def make_grammars() -> Grammars:
+def make_grammars() -> GrammarCompiler:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 def conjunction(count: int) -> dict[str, Any]:
@@ -744,7 +744,7 @@ def conjunction(count: int) -> dict[str, Any]:
 def test_a_bomb_is_refused_within_a_second_and_remembered() -> None:
     """In time of a processor; other processes may have the rest of it."""
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     assert grammars.prepare(StructuredOutputsParams(**WAYS["json"])).result() is not None
     for count in (18, 26):
         wanted = StructuredOutputsParams(json=conjunction(count))
@@ -763,7 +763,7 @@ def test_a_bomb_is_refused_within_a_second_and_remembered() -> None:
 
 def test_bombs_make_way_for_what_has_not_been_tried() -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     assert grammars.prepare(StructuredOutputsParams(**WAYS["json"])).result() is not None
     ended: list[str] = []
 
@@ -807,7 +807,7 @@ def test_what_takes_long_of_others_holds_up_nothing_that_has_not_been_tried(monk
     def trial(wanted: StructuredOutputsParams, seconds: float) -> int | None:
         held.wait(30)
         tried.append(wanted.text)
-        return None if wanted.way == "regex" and seconds < grammars_module.MAX_SECONDS else 0
+        return None if wanted.kind == "regex" and seconds < grammars_module.MAX_SECONDS else 0
 
     monkeypatch.setattr(grammars, "_try", trial)
     waiting = [grammars.prepare(StructuredOutputsParams(regex=f"a{number}"), f"s{number}") for number in range(4)]
@@ -819,7 +819,7 @@ def test_what_takes_long_of_others_holds_up_nothing_that_has_not_been_tried(monk
 
 def test_a_hundred_new_grammars_at_once_are_compiled_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     tried = count_trials(grammars, monkeypatch)
     wanted = [StructuredOutputsParams(json={"const": f"number {number % 50}"}) for number in range(100)]
     wanted += [StructuredOutputsParams(json={"contains": {"const": 1}})] * 3
@@ -839,9 +839,9 @@ def children_seconds() -> float:
 
 
 def test_a_trial_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "_PROBE", Child(probe.__name__, (8 << 20,)))
+    monkeypatch.setattr(grammars_module, "_PROBE", ChildProcess(grammar_trial.__name__, (8 << 20,)))
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     large = StructuredOutputsParams(json={"enum": [{"a": number, "b": "x" * 20} for number in range(2000)]})
     with pytest.raises(RequestError, match="MiB of memory"):
         grammars.prepare(large).result()
@@ -850,7 +850,7 @@ def test_a_trial_that_takes_too_much_memory_is_refused(monkeypatch: pytest.Monke
 
 def test_a_process_of_trials_that_was_killed_is_replaced() -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     for way in ("json", "regex"):
         assert grammars.prepare(StructuredOutputsParams(**WAYS[way])).result() is not None
         grammars_module._PROBE._process.kill()
@@ -859,9 +859,9 @@ def test_a_process_of_trials_that_was_killed_is_replaced() -> None:
 
 def test_a_trial_without_an_answer_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     wanted = StructuredOutputsParams(**WAYS["json"])
-    for kind in (child.LATE, child.DIED):
+    for kind in (child.TIMED_OUT, child.DIED):
         with monkeypatch.context() as patch:
             patch.setattr(grammars_module._PROBE, "ask", lambda request, whole, kind=kind: (kind, ""))
             with pytest.raises(QueueFullError, match="try again later"):
@@ -909,7 +909,7 @@ HUNGRY = r".*[A-Z].{0,80}"
 """An expression whose lexer needs some 350 states for a token of random text."""
 
 
-def drawn(grammars: Grammars, grammar: CompiledGrammar, seed: int, most: int) -> list[int]:
+def drawn(grammars: GrammarCompiler, grammar: CompiledGrammar, seed: int, most: int) -> list[int]:
     """An answer of at most `most` random tokens."""
     draw, guide, tokens = random.Random(seed), grammars.guide(grammar, 0), list[int]()
     ends = grammars._eos_token_ids
@@ -932,7 +932,7 @@ def test_an_answer_does_not_end_because_others_have_used_up_the_states(
     assert drawn(grammars, held, seed, 40) == expected
 
 
-def wear_out(grammar: CompiledGrammar, grammars: Grammars, seed: int) -> None:
+def wear_out(grammar: CompiledGrammar, grammars: GrammarCompiler, seed: int) -> None:
     """Uses up the states of the lexer that copies of a grammar share."""
     draw, words = random.Random(seed), np.empty(-(-grammars._vocab_size // 32), np.uint32)
     for _ in range(200):

@@ -14,10 +14,10 @@ import torch
 
 from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
-from quire.engine.handover import Continued
+from quire.engine.handover import Handover
 from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
-from quire.engine.step import Proposal
+from quire.engine.step import GuideProposal
 
 from ..effort import EFFORT, tries
 from ..engines import GREEDY, drain, generate, make_engine
@@ -135,8 +135,8 @@ def test_a_preempted_sequence_with_drafts_resumes_with_the_same_tokens(seed: int
 
 def test_drafts_leave_every_other_sequence_its_row_and_prompts_a_chunk() -> None:
     class Eager:
-        def propose(self, token_ids: list[int], most: int) -> Proposal:
-            return Proposal([token_ids[-1]] * most, [])
+        def propose(self, token_ids: list[int], most: int) -> GuideProposal:
+            return GuideProposal([token_ids[-1]] * most, [])
 
     engine = make_engine(**{"scheduler.max_running": 4, "scheduler.token_budget": 68})
     params = replace(GREEDY, max_tokens=150)
@@ -181,8 +181,8 @@ def test_a_stop_among_accepted_drafts_ends_the_answer_there() -> None:
     stop = next(token for place, token in enumerate(answer) if place >= 9 and token not in answer[:place])
 
     class Right:
-        def propose(self, token_ids: list[int], most: int) -> Proposal:
-            return Proposal(answer[len(token_ids) - len(prompt) :][: min(most, 5)], [])
+        def propose(self, token_ids: list[int], most: int) -> GuideProposal:
+            return GuideProposal(answer[len(token_ids) - len(prompt) :][: min(most, 5)], [])
 
     params = replace(GREEDY, max_tokens=30, stop_token_ids=[stop])
     engine = make_engine()
@@ -199,8 +199,8 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
     allowed = bits(few, VOCABULARY + 3)
 
     class Few:
-        def propose(self, token_ids: list[int], most: int) -> Proposal:
-            return Proposal([], [lambda: allowed])
+        def propose(self, token_ids: list[int], most: int) -> GuideProposal:
+            return GuideProposal([], [lambda: allowed])
 
     for params in SAMPLING.values():
         wanted = [replace(params, max_tokens=60, logprobs=5)] * len(prompts)
@@ -231,13 +231,13 @@ def test_the_only_token_allowed_is_given_without_logits(seed: int) -> None:
         def __init__(self, index: int, is_given: bool) -> None:
             self.tokens, self.num_prompt, self.is_given = forced[index], len(prompts[index]), is_given
 
-        def propose(self, token_ids: list[int], most: int) -> Proposal:
+        def propose(self, token_ids: list[int], most: int) -> GuideProposal:
             left = self.tokens[len(token_ids) - self.num_prompt :]
             drafts = left[:most]
             allowed: list[Any] = [*left[: most + 1], *([None] if len(left) <= most else [])]
             if not self.is_given:
                 allowed = [None if each is None else lambda each=each: bits({each}, VOCABULARY + 3) for each in allowed]
-            return Proposal(drafts, allowed)
+            return GuideProposal(drafts, allowed)
 
     for params in SAMPLING.values():
         for asked in ({}, {"logprobs": 5}, {"min_tokens": 12}, {"logit_bias": {7: 3.0}}):
@@ -265,8 +265,8 @@ def test_an_end_that_may_not_come_yet_is_no_token() -> None:
     """Also if it is the only one that a guide allows."""
 
     class Ends:
-        def propose(self, token_ids: list[int], most: int) -> Proposal:
-            return Proposal([], [engine.eos_token_ids[0]])
+        def propose(self, token_ids: list[int], most: int) -> GuideProposal:
+            return GuideProposal([], [engine.eos_token_ids[0]])
 
     engine = make_engine()
     for least, reason in ((0, "stop"), (3, "error")):
@@ -292,7 +292,7 @@ def test_a_sequence_that_leaves_after_its_next_token_has_no_drafts() -> None:
     answer = generate(make_engine(SHAPE), [[5]])[0]
     for cache, given in (("dense", 0), ("retained", 3)):
         engine, guide = make_engine(SHAPE, **CACHES[cache]), AllRight([5, *answer], random.Random(0))
-        continued = Continued(0, tuple(answer[:given]), leaves=True)
+        continued = Handover(0, tuple(answer[:given]), will_hand_over=True)
         engine.queue("r", AdmittedRequest(None, [5], GREEDY), lambda guide=guide: guide, continued)  # type: ignore[misc]
         told: list[int] = []
         while not engine.exports:
@@ -304,8 +304,8 @@ def test_a_sequence_that_leaves_after_its_next_token_has_no_drafts() -> None:
 class AllRight(ToyGuide):
     """Proposes as many drafts as it may, all of which are right."""
 
-    def propose(self, token_ids: list[int], most: int) -> Proposal:
+    def propose(self, token_ids: list[int], most: int) -> GuideProposal:
         """See Guide."""
         drafts = self.answer[len(token_ids) :][:most]
         self.proposed.append(len(drafts))
-        return Proposal(drafts, [])
+        return GuideProposal(drafts, [])

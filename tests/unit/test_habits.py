@@ -8,7 +8,14 @@ from quire.cli import build_parser, main
 from quire.config import SECTIONS, EngineConfig
 from quire.config import _groups_of as groups_of
 from quire.errors import ConfigError
-from quire.habits import COMMAND_HABITS, HABITS, PARAMETER_HABITS, flag_answer, habit_of, parameter_answer
+from quire.foreign_flags import (
+    FOREIGN_COMMANDS,
+    FOREIGN_FLAGS,
+    FOREIGN_PARAMETERS,
+    find_hint,
+    flag_hint,
+    parameter_hint,
+)
 from quire.options import nearest, settings_of
 
 # As users of vLLM, SGLang and llama.cpp type them.
@@ -121,29 +128,32 @@ def test_what_the_table_names_exists():
     settings = {setting.key for group in groups_of(SECTIONS) for setting in settings_of(group)}
     commands = build_parser().commands
     flags = {flag for command in commands.values() for flag in command.flags}
-    for name, habit in HABITS.items():
+    for name, habit in FOREIGN_FLAGS.items():
         for key in habit.keys:
             assert key in settings or f"--{key.replace('_', '-')}" in flags, (name, key)
         assert habit.keys or habit.text
-    texts = [*(habit.text for habit in (*HABITS.values(), *PARAMETER_HABITS.values())), *COMMAND_HABITS.values()]
+    texts = [
+        *(habit.text for habit in (*FOREIGN_FLAGS.values(), *FOREIGN_PARAMETERS.values())),
+        *FOREIGN_COMMANDS.values(),
+    ]
     named = {word for text in texts for word in re.findall(rf"\b(?:{'|'.join(SECTIONS)})\.\w+", text)}
     assert named and named <= settings
-    for text in COMMAND_HABITS.values():
+    for text in FOREIGN_COMMANDS.values():
         assert set(re.findall(r"quire ([a-z]\w*)", text)) <= set(commands), text
-    assert not set(COMMAND_HABITS) & set(commands)
+    assert not set(FOREIGN_COMMANDS) & set(commands)
 
 
-@pytest.mark.parametrize("name", PARAMETER_HABITS)
+@pytest.mark.parametrize("name", FOREIGN_PARAMETERS)
 def test_a_parameter_of_other_servers_is_answered_with_one_that_exists(name):
     from quire.server.chat_schema import ChatRequest
     from quire.server.schema import CompletionRequest
 
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-    habit = PARAMETER_HABITS[name]
+    habit = FOREIGN_PARAMETERS[name]
     assert set(habit.keys) <= fields
-    answer = parameter_answer(name)
+    answer = parameter_hint(name)
     assert answer == habit.text or answer.startswith(f"it is '{habit.keys[0]}' here")
-    assert parameter_answer("no_such_thing") is None
+    assert parameter_hint("no_such_thing") is None
 
 
 @pytest.mark.parametrize("word", ["run", "ls", "launch", "help", "quantize"])
@@ -151,7 +161,7 @@ def test_a_command_typed_from_habit_is_answered(word, capsys):
     with pytest.raises(SystemExit):
         main([word, "smollm2"])
     error = capsys.readouterr().err
-    assert error.startswith(f"quire: unknown command {word!r}; {COMMAND_HABITS[word]}") and error.count("\n") == 1
+    assert error.startswith(f"quire: unknown command {word!r}; {FOREIGN_COMMANDS[word]}") and error.count("\n") == 1
 
 
 FLAGS = ("--cache.memory", "--model.tokenizer", "--drain-seconds", "--retain.local", "--cache.share", "--port")
@@ -176,5 +186,5 @@ def test_only_a_name_that_is_near_is_proposed(typed, meant):
 
 
 def test_no_habit_hides_a_flag_of_ours():
-    assert habit_of("--cache.memory") is None and habit_of("--no-such-thing") is None
-    assert flag_answer("--memory", ()) is None
+    assert find_hint("--cache.memory") is None and find_hint("--no-such-thing") is None
+    assert flag_hint("--memory", ()) is None

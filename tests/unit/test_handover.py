@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cache.path import Swapped
-from quire.cluster.bodies import state_of, swapped_of
-from quire.cluster.cargo import Cargo
+from quire.cache.path import SwappedPath
+from quire.cluster.bodies import cache_state_of, swapped_of
 from quire.cluster.messages import Attempt
-from quire.cluster.neighbours import Neighbours, Pull
+from quire.cluster.outgoing_pages import OutgoingPages
+from quire.cluster.peer_store import PeerStore, Pull
 from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
-from quire.engine.handover import Continued
+from quire.engine.handover import Handover
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.llm import gather
-from quire.stores.seal import Seal
+from quire.llm import merge_delta
+from quire.stores.signer import ExtentSigner
 
 from ..codecs import EVERY, TOY, options_of
 from ..effort import combine, whole
@@ -31,7 +31,7 @@ from ..stores import put_store
 from ..tiny_models import tiny_shape
 
 SHAPE = tiny_shape(head_dim=16)
-SEAL = Seal(bytes(range(32)))
+SEAL = ExtentSigner(bytes(range(32)))
 RETENTION: dict[str, dict[str, Any]] = {
     "no retention": {},
     "threshold": {"retain.threshold": 0.9, "retain.profile_rows": 32},
@@ -47,11 +47,11 @@ class Pair:
 
     def __init__(self, chunks: int = 64, at_once: bool = True, **options: Any) -> None:
         self.source = make_engine(SHAPE, chunks=chunks, **options)
-        self.neighbours = Neighbours(SEAL)
-        self.receiver = put_store(make_engine(SHAPE, chunks=chunks, **options), self.neighbours)
+        self.peer_store = PeerStore(SEAL)
+        self.receiver = put_store(make_engine(SHAPE, chunks=chunks, **options), self.peer_store)
         table: Any = self.receiver.scheduler.manager.table
-        self.neighbours.table = table
-        self.neighbours.ask = self._ask
+        self.peer_store.table = table
+        self.peer_store.ask = self._ask
         self.at_once = at_once
         self.pulls: list[Pull] = []
         self.num_bytes = 0
@@ -61,22 +61,22 @@ class Pair:
         if self.at_once:
             self.deliver()
 
-    def cargo(self, pull: Pull) -> Cargo:
+    def outgoing_pages(self, pull: Pull) -> OutgoingPages:
         engine = self.source
         export = engine.exports[f"r{pull.attempt.request}"]
         pages = [export.pages(group) for group in pull.groups]
-        return Cargo(pages, SHAPE.num_layers, SEAL, lambda pages: None)
+        return OutgoingPages(pages, SHAPE.num_layers, SEAL, lambda pages: None)
 
     def deliver(self) -> None:
         for pull in self.pulls:
-            cargo = self.cargo(pull)
-            assert self.neighbours.arrive(pull.number, cargo.pack())
-            cargo.done()
-            self.num_bytes += cargo.num_bytes
+            outgoing_pages = self.outgoing_pages(pull)
+            assert self.peer_store.arrive(pull.number, outgoing_pages.pack())
+            outgoing_pages.done()
+            self.num_bytes += outgoing_pages.num_bytes
         self.pulls.clear()
 
     def begin(self, number: int, prompt: list[int], params: SamplingParams, seed: int, tokens: Any = ()) -> None:
-        leaving = Continued(seed, tuple(tokens), leaves=True)
+        leaving = Handover(seed, tuple(tokens), will_hand_over=True)
         self.source.queue(f"r{number}", AdmittedRequest(None, prompt, params), continued=leaving)
 
     def go_on(self, number: int, prompt: list[int], params: SamplingParams, seed: int, tokens: list[int]) -> None:
@@ -84,13 +84,13 @@ class Pair:
         export = self.source.exports[f"r{number}"]
         swapped = arrived(export.swapped)
         keys = export.keys
-        self.neighbours.offer(Attempt(number, 1), "source", keys, swapped.num_shared, swapped.run)
-        continued = Continued(seed, tuple(tokens), swapped=swapped)
+        self.peer_store.offer(Attempt(number, 1), "source", keys, swapped.num_shared, swapped.run)
+        continued = Handover(seed, tuple(tokens), swapped=swapped)
         self.receiver.queue(f"r{number}", AdmittedRequest(None, prompt, params), continued=continued)
 
     def let_go(self, number: int) -> None:
         """Ends what the source holds, and overwrites it."""
-        self.neighbours.withdraw(Attempt(number, 1))
+        self.peer_store.withdraw(Attempt(number, 1))
         self.source.end_export(f"r{number}")
         table: Any = self.source.scheduler.manager.table
         poison_free(table)
@@ -102,10 +102,10 @@ class Pair:
             assert engine.scheduler.manager.stats()["bytes_used"] == 0
 
 
-def arrived(swapped: Swapped) -> Swapped:
+def arrived(swapped: SwappedPath) -> SwappedPath:
     """Without anything of the source's own: its objects, but for plain values."""
     path = replace(swapped.path, retained=None if swapped.path.retained is None else copied(swapped.path.retained))
-    return Swapped(path, swapped.num_shared, None if swapped.run is None else replace(swapped.run))
+    return SwappedPath(path, swapped.num_shared, None if swapped.run is None else replace(swapped.run))
 
 
 def copied(retained: Any) -> Any:
@@ -119,7 +119,7 @@ def answers(engine: Engine, prompts: list[list[int]], params: SamplingParams, se
     """Of one engine, a request at a time."""
     found = []
     for prompt, seed in zip(prompts, seeds, strict=True):
-        engine.queue("alone", AdmittedRequest(None, prompt, params), continued=Continued(seed))
+        engine.queue("alone", AdmittedRequest(None, prompt, params), continued=Handover(seed))
         found.append(drain(engine)["alone"].outputs[0].token_ids)
     return found
 
@@ -172,7 +172,7 @@ def test_pages_are_not_read_after_the_source_let_them_go(seed: int) -> None:
     pair.go_on(0, prompt, params, 1, tokens_of(first, 0))
     rest: dict[str, RequestOutput] = {}
     for delta in pair.receiver.step():
-        gather(rest, delta)
+        merge_delta(rest, delta)
     pair.let_go(0)
     pair.source.scheduler.manager.eviction.evict(100)
     pair.source.scheduler.manager.table.arena.data.fill_(0xFF)  # type: ignore[attr-defined]
@@ -227,19 +227,19 @@ def test_damaged_extents_are_not_taken(seed: int) -> None:
     pair.go_on(0, prompt, params, 1, tokens_of(first, 0))
     pair.receiver.step()
     (pull,) = pair.pulls
-    cargo = pair.cargo(pull)
+    outgoing_pages = pair.outgoing_pages(pull)
 
     def damaged() -> Iterator[memoryview]:
-        for count, extent in enumerate(cargo.pack()):
+        for count, extent in enumerate(outgoing_pages.pack()):
             if count == 2:
                 extent[-1] ^= 1
             yield extent
 
-    assert not pair.neighbours.arrive(pull.number, damaged())
-    assert not pull.transfer.is_over and pair.neighbours.stats()["num_damaged"] == 1
+    assert not pair.peer_store.arrive(pull.number, damaged())
+    assert not pull.transfer.is_over and pair.peer_store.stats()["num_damaged"] == 1
     pair.deliver()
     assert tokens_of(first, 0) + tokens_of(drain(pair.receiver), 0) == alone
-    cargo.done()
+    outgoing_pages.done()
     pair.let_go(0)
     pair.check()
 
@@ -253,7 +253,7 @@ def test_a_source_that_fails_leaves_the_prompt_to_its_receiver(seed: int) -> Non
     first = drain(pair.source)
     pair.go_on(0, prompt, params, 1, tokens_of(first, 0))
     pair.receiver.step()
-    pair.neighbours.fail(pair.pulls.pop().number, "gone")
+    pair.peer_store.fail(pair.pulls.pop().number, "gone")
     pair.let_go(0)
     assert tokens_of(first, 0) + tokens_of(drain(pair.receiver), 0) == alone
     pair.check()
@@ -266,13 +266,13 @@ def test_an_answer_goes_on_from_tokens_alone(retention: str, seed: int) -> None:
     prompts, params = prompts_of(rng, [150, 256]), replace(GREEDY, max_tokens=80, temperature=0.8, logprobs=0)
     for prompt in prompts:
         whole_engine = make_engine(SHAPE, **RETENTION[retention])
-        whole_engine.queue("alone", AdmittedRequest(None, prompt, params), continued=Continued(7))
+        whole_engine.queue("alone", AdmittedRequest(None, prompt, params), continued=Handover(7))
         alone = drain(whole_engine)["alone"].outputs[0]
         for stop in (1, 40, 79):
             engine = make_engine(SHAPE, **RETENTION[retention])
             head = alone.token_ids[:stop]
             so_far = float(np.sum([next(iter(each.values())).logprob for each in (alone.logprobs or [])[:stop]]))
-            going_on = Continued(7, tuple(head), so_far)
+            going_on = Handover(7, tuple(head), so_far)
             engine.queue("more", AdmittedRequest(None, prompt, params), continued=going_on)
             rest = drain(engine)["more"].outputs[0]
             assert head + rest.token_ids == alone.token_ids and alone.text.endswith(rest.text)
@@ -291,7 +291,7 @@ def test_an_answer_that_was_begun_elsewhere_is_handed_over_at_the_end_of_a_chunk
     pair.begin(0, prompt, params, 1, head)
     first = drain(pair.source)
     table: Any = pair.source.scheduler.manager.table
-    state = state_of(pair.source.exports["r0"].swapped, table.shape, b"digest")
+    state = cache_state_of(pair.source.exports["r0"].swapped, table.shape, b"digest")
     swapped_of(state, length, table.shape, len(table.sizes), b"digest")
     pair.go_on(0, prompt, params, 1, head + tokens_of(first, 0))
     assert head + tokens_of(first, 0) + tokens_of(drain(pair.receiver), 0) == alone
@@ -318,14 +318,14 @@ def test_held_pages_are_not_given_to_others(seed: int) -> None:
     first: dict[str, RequestOutput] = {}
     for _ in range(50):
         for delta in pair.source.step():
-            gather(first, delta)
+            merge_delta(first, delta)
         pair.source.check()
     assert 0 < len(pair.source.exports) < 4, "12 chunks hold two or three prompts of 4"
     rest: dict[str, RequestOutput] = {}
     for number, prompt in enumerate(prompts):
         while f"r{number}" not in pair.source.exports:
             for delta in pair.source.step():
-                gather(first, delta)
+                merge_delta(first, delta)
         pair.go_on(number, prompt, params, 1, tokens_of(first, number))
         drain(pair.receiver, rest)
         pair.let_go(number)

@@ -28,7 +28,6 @@ from quire.offload.blocks import BlockAttention
 from quire.offload.costs import Policy, Scratch, Sizes, Workload
 from quire.offload.files import policy_text, read_policy
 from quire.offload.fit import fit
-from quire.offload.homes import homes
 from quire.offload.planner import model_of, num_passes, plan_all, predict, prompt_passes
 from quire.offload.policy import Found, PlanError, best
 from quire.offload.profile import (
@@ -47,6 +46,7 @@ from quire.offload.profile import (
 )
 from quire.offload.sizes import matrices_of
 from quire.offload.units import ALL, NONE, TIERS, Share, Split
+from quire.offload.weight_placement import assign_tiers
 from quire.planning.offload_sizes import conditions_of, sizes_from
 from tests.tiny_models import save_tiny, tiny_shape
 
@@ -398,7 +398,7 @@ def test_a_plan_keeps_to_the_memory_of_every_tier(cpu: float) -> None:
         if policy.cache.beyond(0) > 0:
             least += policy.block * 464 * SIZES.cache_bytes * SIZES.num_layers
         if policy.weights.shares[2] > 0:
-            tiers = homes([[round(size) for size in each] for each in sizes.matrices], policy.weights)
+            tiers = assign_tiers([[round(size) for size in each] for each in sizes.matrices], policy.weights)
             of_disk = [
                 sum(size for size, tier in zip(sizes.matrices[0], each, strict=True) if tier == 2) for each in tiers
             ]
@@ -537,7 +537,7 @@ def test_memory_has_whole_matrices_in_two_buffers_of_the_largest_layer() -> None
     made, sizes = profile_with(), dataclasses.replace(SIZES, matrices=matrices)
     work, policy = Workload(62, 2), on_disk(0.5, 1)
     before, after = (predict(made, each, work, policy, budget=BUDGET).memory["cpu"] for each in (SIZES, sizes))
-    tiers = homes([[round(size) for size in each] for each in matrices], policy.weights)
+    tiers = assign_tiers([[round(size) for size in each] for each in matrices], policy.weights)
     loaded = [sum(size for size, tier in zip(matrices[0], each, strict=True) if tier) for each in tiers]
     shares = SIZES.num_layers * SIZES.layer_bytes * 0.5 + 2 * 0.5 * SIZES.layer_bytes
     assert max(loaded) > 0.5 * SIZES.layer_bytes
@@ -759,7 +759,7 @@ def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str, sh
     with LLM(str(model), options) as llm:
         free = llm.stats()["cache"]["bytes_free"]
         attention: Any = llm.engine.runner.attention
-        timer = hardware.AttentionTimer(attention.another(), attention.spec, 600)
+        timer = hardware.AttentionTimer(attention.clone(), attention.spec, 600)
         assert timer.decode(3, 200) > 0 and timer.prompt(130) > 0
         assert timer.decoding(1).contexts == (32, 480) and timer.prompts(1).counts == (32, 112, 480)
         assert llm.stats()["cache"]["bytes_free"] == free

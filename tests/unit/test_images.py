@@ -22,7 +22,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.kernels import load, runtime
-from quire.kernels.memory import Carver
+from quire.kernels.memory import HugePageAllocator
 from quire.models import cpu_panels, image_folder, images
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import KINDS, LAYOUT
@@ -97,7 +97,7 @@ CASES = {
 def logits(path: Path, case: Case = CASES["dequantized"], *, with_image: bool = True) -> torch.Tensor:
     """Of a short prompt, computed by the CPU backend."""
     with open_model(path) as checkpoint:
-        wanted = images.image_of(checkpoint, case.dtype, case.form) if with_image else None
+        wanted = images.image_spec(checkpoint, case.dtype, case.form) if with_image else None
 
         def build(memory: Any) -> Any:
             return build_model(checkpoint.shape, checkpoint, CpuOps(memory), case.dtype, form=case.form)
@@ -161,7 +161,7 @@ def test_what_an_image_takes_is_known_before(tmp_path: Path, folder: Path) -> No
     for case in (CASES["packed, order of llama"], CASES["types mixed in a product"], CASES["16 bits, tied, biases"]):
         path = case.make(tmp_path)
         logits(path, case)
-        wanted = images.image_of(open_model(path), case.dtype, case.form)
+        wanted = images.image_spec(open_model(path), case.dtype, case.form)
         image = image_folder.open_image(wanted.origin) if wanted is not None and files(folder) else None
         assert wanted is not None and image is not None
         held = sum(entry.num_bytes for section in image.sections for entry in section.entries)
@@ -173,10 +173,10 @@ def test_small_models_and_plain_numbers_have_none(
 ) -> None:
     path = gguf(tmp_path)
     with open_model(path) as checkpoint:
-        assert images.image_of(checkpoint, torch.float32, "dequantized") is None
-        assert images.image_of(RandomWeights(checkpoint.shape), torch.bfloat16, "native") is None
+        assert images.image_spec(checkpoint, torch.float32, "dequantized") is None
+        assert images.image_spec(RandomWeights(checkpoint.shape), torch.bfloat16, "native") is None
         monkeypatch.setattr(images, "LEAST_BYTES", 384 << 20)
-        assert images.image_of(checkpoint, torch.bfloat16, "native") is None
+        assert images.image_spec(checkpoint, torch.bfloat16, "native") is None
 
 
 def rewrite(path: Path, change: Callable[[Image], Any]) -> None:
@@ -352,7 +352,7 @@ def test_a_disk_with_too_little_room_gets_nothing(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = gguf(tmp_path)
-    wanted = images.image_of(open_model(path), torch.float16, "dequantized")
+    wanted = images.image_spec(open_model(path), torch.float16, "dequantized")
     assert wanted is not None
     statvfs = os.statvfs
 
@@ -443,7 +443,7 @@ def test_leftovers_go_and_drafts_of_others_stay(tmp_path: Path, folder: Path, ca
         assert image_folder.clear([]) >= 5000 and alive.exists() and not dead.exists()
     assert image_folder.clear([]) == 0 and not alive.exists()
     assert the_image(folder)
-    wanted = images.image_of(open_model(path), torch.float16, "dequantized")
+    wanted = images.image_spec(open_model(path), torch.float16, "dequantized")
     assert wanted is not None
     own = image_folder.image_path(wanted.origin)
     own.unlink()
@@ -496,14 +496,14 @@ def test_images_that_were_written_for_trials_are_removed(tmp_path: Path, folder:
     path = gguf(tmp_path)
     logits(path, Case(gguf, "native"))
     (before,) = files(folder)
-    with images.trial_images() as kept:
+    with images.temporary_images() as kept:
         logits(path, Case(gguf, "native"))
         logits(path, Case(gguf, "dequantized"))
         kept |= set(files(folder)) - {before}
         logits(path, Case(gguf, "g4"))
         assert len(files(folder)) == 3
     assert set(files(folder)) == {before, *kept} and len(kept) == 1
-    with pytest.raises(ValueError, match="a trial"), images.trial_images():
+    with pytest.raises(ValueError, match="a trial"), images.temporary_images():
         logits(path, Case(gguf, "g4"))
         raise ValueError("a trial")
     assert set(files(folder)) == {before, *kept}
@@ -632,7 +632,7 @@ def test_packed_bytes_are_those_of_this_layout(kind: str) -> None:
         else:
             weight = bytes_of(40 * 2 * inputs).view(getattr(torch, kind)).view(40, inputs)
         dtype = weight.dtype if isinstance(weight, torch.Tensor) else torch.bfloat16
-        product = cpu_panels.Panels([weight], None, dtype, Carver(), gated=gated)
+        product = cpu_panels.Panels([weight], None, dtype, HugePageAllocator(), gated=gated)
         assert product.shape == (outputs, inputs)
         digest.update(bytes(product._panels[0].tolist()))
     assert LAYOUT == 1 and digest.hexdigest() == PACKED[kind], (

@@ -75,7 +75,7 @@ def test_what_is_up_to_date_is_not_compiled_again(sources, tmp_path, capfd):
 
 
 def test_a_long_compilation_says_how_far_it_is(sources, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(build, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(build, "PROGRESS_SECONDS", 0.0)
     level = levels.supported_levels()[0]
     build.build([level], tmp_path)
     first, *progress = capfd.readouterr().err.splitlines()

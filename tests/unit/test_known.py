@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from quire.engine.known import branch_of, find_prefix, key_of, known_prefixes
+from quire.engine.cached_prefixes import branch_of, find_prefix, known_prefixes, prompt_key
+from quire.engine.disk_prefix_index import DiskPrefixIndex
 from quire.engine.params import SamplingParams
 from quire.engine.prefixes import Prefix
-from quire.engine.stock import Stock
 from quire.errors import RequestError
 from quire.llm import LLM
-from quire.stores.listing import Stored
+from quire.stores.listing import StoredRun
 
 from ..tiny_models import save_tiny
 
@@ -29,12 +29,12 @@ def name(letters: str) -> bytes:
     return letters.encode().ljust(16, b".")
 
 
-def run(letters: str, start: int = 0, used: float = 0.0, pinned_until: float = 0.0, num_bytes: int = 100) -> Stored:
+def run(letters: str, start: int = 0, used: float = 0.0, pinned_until: float = 0.0, num_bytes: int = 100) -> StoredRun:
     """A run of the last chunks of a sequence, a letter each."""
     names = tuple(name(letters[: count + 1]) for count in range(start, len(letters)))
     parent = name(letters[:start]) if start else b"namespace......."
     tokens = 64 * len(names)
-    return Stored("", names, parent, start, tokens, num_bytes * len(names), used, pinned_until, Path("f"), True)
+    return StoredRun("", names, parent, start, tokens, num_bytes * len(names), used, pinned_until, Path("f"), True)
 
 
 def segment(letters: str, start: int = 0, idle: float = 0.0, pinned: float | None = None) -> Prefix:
@@ -48,15 +48,15 @@ def letters(key: str) -> str:
     return bytes.fromhex(key).decode().rstrip(".")
 
 
-def told(arena: list[Prefix], stored: list[Stored]) -> dict[str, tuple[str | None, int, dict[str, int]]]:
+def told(arena: list[Prefix], stored: list[StoredRun]) -> dict[str, tuple[str | None, int, dict[str, int]]]:
     """By key: parent, tokens, and bytes by tier."""
     return {
         letters(each.key): (
             None if each.parent is None else letters(each.parent),
             each.num_tokens // 64,
-            {tier: held.num_bytes for tier, held in each.tiers.items()},
+            {tier: tier_copy.num_bytes for tier, tier_copy in each.tiers.items()},
         )
-        for each in known_prefixes(arena, Stock(stored), NOW)
+        for each in known_prefixes(arena, DiskPrefixIndex(stored), NOW)
     }
 
 
@@ -102,8 +102,8 @@ def test_what_ends_with_the_same_chunk_is_one_prefix() -> None:
 
 def test_times_are_since_the_epoch_and_the_last_used_come_first() -> None:
     arena = [segment("a", idle=50, pinned=10.0), segment("b", idle=5, pinned=math.inf)]
-    stock = Stock([run("a", used=990.0, pinned_until=2000.0), run("c", used=999.0)])
-    found = known_prefixes(arena, stock, NOW)
+    disk_index = DiskPrefixIndex([run("a", used=990.0, pinned_until=2000.0), run("c", used=999.0)])
+    found = known_prefixes(arena, disk_index, NOW)
     assert [letters(each.key) for each in found] == ["c", "b", "a"]
     tiers = found[2].tiers
     assert (tiers["arena"].used, tiers["arena"].pinned_until) == (950.0, 1010.0)
@@ -112,41 +112,41 @@ def test_times_are_since_the_epoch_and_the_last_used_come_first() -> None:
 
 
 def test_the_branch_of_a_chunk_is_found_over_runs() -> None:
-    stored = Stock([run("abcd"), run("abxyz", 2), run("abxyzpq", 5), run("abxyk", 4)])
+    stored = DiskPrefixIndex([run("abcd"), run("abxyz", 2), run("abxyzpq", 5), run("abxyk", 4)])
     found = branch_of(engine(), name("abxyz"), stored, visible)
     assert found is not None
     assert found.names == [name("abxyz"[: count + 1]) for count in range(5)]
-    assert sorted(found.below) == sorted([name("abxyzp"), name("abxyzpq")])
+    assert sorted(found.descendants) == sorted([name("abxyzp"), name("abxyzpq")])
     # abxyk goes on from abxy, so the chunks up to there stay.
     assert found.kept == {name("a"), name("ab"), name("abx"), name("abxy")}
-    (alone,) = [branch_of(engine(), name("abcd"), Stock([run("abcd")]), visible)]
-    assert alone is not None and alone.kept == set() and alone.below == []
+    (alone,) = [branch_of(engine(), name("abcd"), DiskPrefixIndex([run("abcd")]), visible)]
+    assert alone is not None and alone.kept == set() and alone.descendants == []
     inner = branch_of(engine(), name("ab"), stored, visible)
-    assert inner is not None and len(inner.below) == 8 and inner.kept == set()
+    assert inner is not None and len(inner.descendants) == 8 and inner.kept == set()
     assert branch_of(engine(), name("q"), stored, visible) is None
 
 
 def test_the_bytes_of_a_prefix_are_those_of_all_its_runs() -> None:
     """As after a restart, when the arena has in one segment what the disk has in several runs."""
     stored = [run("abcdef", 4), run("abcd"), run("abx", 2)]
-    stock = Stock(stored)
+    disk_index = DiskPrefixIndex(stored)
     assert told([segment("abcdef")], stored) == {
         "abcdef": (None, 6, {"arena": 42, "disk": 600}),
         "abx": ("ab", 3, {"disk": 100}),
     }
     assert told([segment("abcdef", 3)], stored)["abcdef"][2] == {"arena": 21, "disk": 300}
     for key, num_bytes in (("abcdef", 600), ("abcde", 500), ("abc", 300), ("a", 100)):
-        found = find_prefix(engine(), name(key), stock, visible)
+        found = find_prefix(engine(), name(key), disk_index, visible)
         assert found is not None and (found.parent, found.num_tokens) == (None, 64 * len(key))
         assert found.tiers["disk"].num_bytes == num_bytes
-    fork = find_prefix(engine(), name("abx"), stock, visible)
+    fork = find_prefix(engine(), name("abx"), disk_index, visible)
     assert fork is not None and (fork.parent, fork.tiers["disk"].num_bytes) == (name("ab").hex(), 100)
 
 
 def test_a_branch_whose_beginning_is_lost_is_what_is_left() -> None:
-    found = branch_of(engine(), name("abcd"), Stock([run("abcd", 2)]), visible)
+    found = branch_of(engine(), name("abcd"), DiskPrefixIndex([run("abcd", 2)]), visible)
     assert found is not None and found.names == [name("abc"), name("abcd")]
-    prefix = find_prefix(engine(), name("abc"), Stock([run("abcd", 2)]), visible)
+    prefix = find_prefix(engine(), name("abc"), DiskPrefixIndex([run("abcd", 2)]), visible)
     assert prefix is not None and (prefix.parent, prefix.num_tokens) == (name("ab").hex(), 192)
     assert prefix.tiers["disk"].num_bytes == 100
 
@@ -166,7 +166,7 @@ def test_the_library_lists_and_drops_prefixes(folder: str, tmp_path: Path) -> No
         assert llm.flush()
         (known,) = llm.known_prefixes()
         assert (known.key, known.parent, known.num_tokens) == (key, None, 192)
-        assert set(known.tiers) == {"arena", "disk"} and all(held.num_bytes for held in known.tiers.values())
+        assert set(known.tiers) == {"arena", "disk"} and all(tier_copy.num_bytes for tier_copy in known.tiers.values())
         found = llm.find_prefix(key)
         assert found is not None and found.tiers["disk"] == known.tiers["disk"]
         (prefix,) = llm.prefixes()
@@ -196,4 +196,4 @@ def test_the_library_lists_and_drops_prefixes(folder: str, tmp_path: Path) -> No
             with pytest.raises(RequestError, match=said):
                 llm.prefix_key(ids)
         with pytest.raises(RequestError, match="63 tokens"):
-            key_of(llm.engine.namespace, [1] * 63, "")
+            prompt_key(llm.engine.namespace, [1] * 63, "")

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from quire.calibrate import calibrate
-from quire.calibrate.fit import as_stored
+from quire.calibrate.fit import quantize_dequantize
 from quire.config import EngineConfig
 from quire.evaluation.perplexity import measure
 from quire.kernels import runtime
@@ -127,7 +127,7 @@ def test_keys_per_token_are_stored_as_values_are(samples: Any, spends: bool) -> 
         tables = samples.calibration(variant).tables["nuq3"]
         names = tables.__dataclass_fields__
         of_layer = dataclasses.replace(tables, **{name: getattr(tables, name)[1:2] for name in names})
-        assert torch.equal(as_stored(of_layer, layer.values, layer.keys)[1], keys)
+        assert torch.equal(quantize_dequantize(of_layer, layer.values, layer.keys)[1], keys)
 
 
 def test_keys_and_values_get_their_own_widths(samples: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.cache.arena import Arena
-from quire.cache.ledger import UNIT, Move, PageCounts, PageLedger
+from quire.cache.ledger import UNIT, PageCounts, PageLedger, PageMove
 from quire.engine.build import slab_bytes
 from quire.errors import CacheFullError, ConfigError
 from tests.effort import tries
@@ -31,7 +31,7 @@ def by_class(ledger: PageLedger, needs: dict[int, int]) -> list[int]:
 
 def of_size(ledger: PageLedger, page_bytes: int) -> list[int]:
     """The ids of the pages of a size that are out."""
-    ids = ledger.ids_out()
+    ids = ledger.allocated_ids()
     return ids[ledger.page_bytes(ids) == page_bytes].tolist()
 
 
@@ -41,12 +41,12 @@ def fits(ledger: PageLedger, needs: dict[int, int]) -> bool:
 
 def available(ledger: PageLedger, page_bytes: int) -> int:
     """How many pages of a size `take` can give without moves."""
-    ids = ledger.ids_out()
+    ids = ledger.allocated_ids()
     others = np.unique(ledger.slabs_of(ids[ledger.page_bytes(ids) != page_bytes]))
     return (ledger.num_slabs - len(others)) * (ledger.slab_bytes // page_bytes) - ledger.out(page_bytes)
 
 
-def moved(moves: list[Move]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def moved(moves: list[PageMove]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """All ids before and after."""
     before, after = ([np.empty(0, np.int32), *(move[part] for move in moves)] for part in (1, 2))
     return np.concatenate(before), np.concatenate(after)
@@ -94,7 +94,7 @@ class Model:
         size, count = int(self.rng.choice(SIZES)), int(self.rng.integers(1, 12))
         # As often as it grows it shrinks, about a full arena.
         what = self.rng.choice(
-            ["take", "make_room", "share", "hold", "release", "give"], p=[0.2, 0.15, 0.1, 0.1, 0.15, 0.3]
+            ["take", "compact", "share", "hold", "release", "free"], p=[0.2, 0.15, 0.1, 0.1, 0.15, 0.3]
         )
         getattr(self, what)(size, count)
         self.done[what] += 1
@@ -111,11 +111,11 @@ class Model:
         self.arena.store(ids, size, np.repeat(images[:, None], size, 1))
         self.pages |= {id: Page(size, int(image)) for id, image in zip(ids.tolist(), images, strict=True)}
 
-    def make_room(self, size: int, count: int) -> None:
+    def compact(self, size: int, count: int) -> None:
         needs = {size: 4 * count}
         if not fits(self.ledger, needs):
             return
-        moves = self.ledger.make_room(by_class(self.ledger, needs))
+        moves = self.ledger.compact(by_class(self.ledger, needs))
         for move in moves:
             self.arena.copy(move.before, move.after, move.page_bytes)
         before, after = moved(moves)
@@ -144,9 +144,9 @@ class Model:
             self.pages[id].holds -= 1
             self.let_go(id)
 
-    def give(self, size: int, count: int) -> None:
+    def free(self, size: int, count: int) -> None:
         ids = self.some(size, count)
-        self.ledger.give(np.array(ids, np.int32))
+        self.ledger.free(np.array(ids, np.int32))
         for id in ids:
             self.let_go(id)
 
@@ -160,7 +160,7 @@ class Model:
     def check(self) -> None:
         """Ledger and dictionary agree."""
         self.ledger.check()
-        assert self.ledger.bytes_out == sum(page.size for page in self.pages.values())
+        assert self.ledger.allocated_bytes == sum(page.size for page in self.pages.values())
         for size in SIZES:
             out = sorted(id for id, page in self.pages.items() if page.size == size)
             assert of_size(self.ledger, size) == out and self.ledger.out(size) == len(out)
@@ -184,17 +184,17 @@ def test_a_page_under_a_hold_neither_moves_nor_becomes_free() -> None:
     ids = take(ledger, 64, UNIT)
     kept = ids[[0, 20, 40, 60]]
     ledger.hold(kept[:2])
-    ledger.give(ids)
+    ledger.free(ids)
     assert of_size(ledger, UNIT) == kept[:2].tolist(), "what is under way has no other holder"
     assert fits(ledger, {8 * UNIT: 4}) and not fits(ledger, {8 * UNIT: 5}), "two slabs of four are held"
     assert fits(ledger, {UNIT: 62}), "and have room for pages of their size"
     with pytest.raises(AssertionError, match="no other holder"):
-        ledger.give(kept[:1])
+        ledger.free(kept[:1])
     ledger.hold(kept[:1])
     ledger.release(kept[:2])
     assert of_size(ledger, UNIT) == kept[:1].tolist(), "one hold of two is left"
     ledger.release(kept[:1])
-    assert ledger.bytes_out == 0 and fits(ledger, {8 * UNIT: 8})
+    assert ledger.allocated_bytes == 0 and fits(ledger, {8 * UNIT: 8})
     ledger.check()
     with pytest.raises(AssertionError, match="has no hold"):
         ledger.release(take(ledger, 1, UNIT))
@@ -205,7 +205,7 @@ def test_an_empty_slab_serves_another_page_size() -> None:
     small = take(ledger, 64, SIZES[0])
     with pytest.raises(CacheFullError, match="they take 1 slabs of 2048 bytes, and 0 of 4 are free"):
         take(ledger, 1, SIZES[2])
-    ledger.give(small)
+    ledger.free(small)
     assert available(ledger, SIZES[2]) == 8
     assert len(take(ledger, 8, SIZES[2])) == 8
     ledger.check()
@@ -217,12 +217,12 @@ def test_pages_gather_in_the_lowest_slabs() -> None:
     other = take(ledger, 2, SIZES[2])
     high = take(ledger, 32, UNIT)
     assert np.unique(ledger.slabs_of(high)).tolist() == [2, 3]
-    ledger.give(high[[3, 20]])
-    ledger.give(low[7:9])
+    ledger.free(high[[3, 20]])
+    ledger.free(low[7:9])
     # What is free in slab 0, then in 2, then in 3, then the lowest free slab.
     assert ledger.slabs_of(take(ledger, 5, UNIT)).tolist() == [0, 0, 2, 3, 4]
-    ledger.give(other)
-    ledger.give(low[9:10])
+    ledger.free(other)
+    ledger.free(low[9:10])
     # 16 are free; the slab that the other two need lies before the last.
     assert ledger.slabs_of(take(ledger, 18, UNIT)).tolist() == [0] + [1] * 16 + [4]
     ledger.check()
@@ -234,7 +234,7 @@ def test_what_fits_is_counted_in_whole_slabs_of_each_size() -> None:
     assert fits(ledger, {UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 2}), "2 + 1 + 1 slabs"
     assert not fits(ledger, {UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 3})
     ids = take(ledger, 48, UNIT)
-    ledger.give(ids[1:47])
+    ledger.free(ids[1:47])
     # Two pages in two slabs count as one.
     assert fits(ledger, {8 * UNIT: 6}) and not fits(ledger, {8 * UNIT: 7}) and available(ledger, 8 * UNIT) == 4
 
@@ -245,8 +245,8 @@ def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
     kept = ids[[0, 1, 2, 20, 33, 34, 48, 63]]
     images = torch.arange(8, dtype=torch.uint8)[:, None].expand(-1, UNIT)
     arena.store(kept, UNIT, images)
-    ledger.give(np.setdiff1d(ids, kept))
-    before, after = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 4})))
+    ledger.free(np.setdiff1d(ids, kept))
+    before, after = moved(ledger.compact(by_class(ledger, {8 * UNIT: 4})))
     arena.copy(before, after, UNIT)
     # The one page of slab 1 first, then the two of a slab further on, here of the last.
     assert sorted(before.tolist()) == [20, 48, 63]
@@ -256,20 +256,20 @@ def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
     assert np.sort(now).tolist() == of_size(ledger, UNIT)
     assert torch.equal(arena.load(now, UNIT), images)
     assert len(take(ledger, 4, 8 * UNIT)) == 4
-    assert ledger.make_room(by_class(ledger, {UNIT: 8})) == []
+    assert ledger.compact(by_class(ledger, {UNIT: 8})) == []
 
 
 def test_the_slabs_with_the_fewest_bytes_out_are_emptied_of_whatever_size() -> None:
     ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
     threes = take(ledger, 15, 3 * UNIT)
-    ledger.give(threes[[0, 1, 5, 6, 7, 10, 11]])
+    ledger.free(threes[[0, 1, 5, 6, 7, 10, 11]])
     fives = take(ledger, 9, 5 * UNIT)
-    ledger.give(fives[[0, 4, 5, 7]])
+    ledger.free(fives[[0, 4, 5, 7]])
     # By slab, in units: 9, 6, 9 of three, then 10, 5, 10 of five.
-    before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 2})))
+    before, _ = moved(ledger.compact(by_class(ledger, {8 * UNIT: 2})))
     assert ledger.slabs_of(before).tolist() == [4]
     take(ledger, 2, 8 * UNIT)
-    before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 2})))
+    before, _ = moved(ledger.compact(by_class(ledger, {8 * UNIT: 2})))
     assert ledger.slabs_of(before).tolist() == [1, 1]
     ledger.check()
 
@@ -278,8 +278,8 @@ def test_the_last_slab_of_a_size_is_left_to_it() -> None:
     ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
     for page_bytes, count in ((UNIT, 1), (4 * UNIT, 2)):
         ids = take(ledger, 2 * 16 * UNIT // page_bytes, page_bytes)
-        ledger.give(ids[count:-count])
-    before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 4})))
+        ledger.free(ids[count:-count])
+    before, _ = moved(ledger.compact(by_class(ledger, {8 * UNIT: 4})))
     assert sorted(ledger.slabs_of(before).tolist()) == [1, 3, 3], "though both slabs of the first size hold less"
     assert len(take(ledger, 4, 8 * UNIT)) == 4 and ledger.out(UNIT) == 2
     ledger.check()
@@ -289,13 +289,13 @@ def test_no_slab_is_emptied_that_its_own_size_needs() -> None:
     ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
     alone = take(ledger, 1, UNIT)
     growing = take(ledger, 16, 2 * UNIT)
-    ledger.give(growing[1:-1])
+    ledger.free(growing[1:-1])
     halves = take(ledger, 12, 4 * UNIT)
-    ledger.give(halves[::2])
+    ledger.free(halves[::2])
     # Slabs of 1, of 2 and 2, and of 8, 8 and 8 units: the last size alone can spare one.
     needs = {2 * UNIT: 16}
     assert fits(ledger, needs)
-    before, _ = moved(ledger.make_room(by_class(ledger, needs)))
+    before, _ = moved(ledger.compact(by_class(ledger, needs)))
     assert ledger.slabs_of(before).tolist() == [5, 5]
     assert len(take(ledger, 16, 2 * UNIT)) == 16 and of_size(ledger, UNIT) == alone.tolist()
     ledger.check()
@@ -316,13 +316,13 @@ def test_giving_a_page_back_twice_is_caught() -> None:
     ledger = PageLedger(2 * 16 * UNIT, 16 * UNIT)
     ids = take(ledger, 3, UNIT)
     with pytest.raises(AssertionError, match="twice"):
-        ledger.give(ids[[0, 1, 0]])
-    ledger.give(ids[:1])
+        ledger.free(ids[[0, 1, 0]])
+    ledger.free(ids[:1])
     with pytest.raises(AssertionError, match="twice"):
-        ledger.give(ids[:1])
+        ledger.free(ids[:1])
     other = take(ledger, 1, 3 * UNIT)
     with pytest.raises(AssertionError, match="has this id"):
-        ledger.give(other + 1)
+        ledger.free(other + 1)
     ledger.check()
 
 
@@ -340,8 +340,8 @@ def test_taking_thousands_of_pages_costs_no_loop_over_them() -> None:
     ledger = PageLedger(64 << 20)
     ids = take(ledger, 90 * 500, UNIT)
     assert ids.dtype == np.int32
-    assert ledger.bytes_out == 90 * 500 * UNIT
-    ledger.give(ids)
+    assert ledger.allocated_bytes == 90 * 500 * UNIT
+    ledger.free(ids)
     ledger.check()
 
 
@@ -351,17 +351,17 @@ def test_a_page_is_free_when_its_last_holder_gives_it_back() -> None:
     ledger.share(ids[:3])
     ledger.share(ids[:1])
     assert ledger.holders(ids).tolist() == [3, 2, 2, 1, 1]
-    assert ledger.bytes_out == 5 * 2 * UNIT, "what is shared counts once"
-    ledger.give(ids)
-    assert ledger.holders(ids[:3]).tolist() == [2, 1, 1] and ledger.bytes_out == 3 * 2 * UNIT
+    assert ledger.allocated_bytes == 5 * 2 * UNIT, "what is shared counts once"
+    ledger.free(ids)
+    assert ledger.holders(ids[:3]).tolist() == [2, 1, 1] and ledger.allocated_bytes == 3 * 2 * UNIT
     assert not np.isin(take(ledger, 2, 2 * UNIT), ids[:3]).any()
-    ledger.give(ids[:3])
+    ledger.free(ids[:3])
     ledger.check()
     assert ledger.holders(ids[:3]).tolist() == [1, 0, 0]
     with pytest.raises(AssertionError, match="free page"):
         ledger.share(ids[1:2])
     with pytest.raises(AssertionError, match="twice"):
-        ledger.give(ids[1:2])
+        ledger.free(ids[1:2])
 
 
 def test_holders_move_with_their_page() -> None:
@@ -369,16 +369,16 @@ def test_holders_move_with_their_page() -> None:
     ids = take(ledger, 4 * 8, UNIT)
     kept = ids[[0, 9, 18, 27]]
     ledger.share(kept[2:])
-    ledger.give(np.setdiff1d(ids, kept))
-    before, after = moved(ledger.make_room(by_class(ledger, {4 * UNIT: 6})))
+    ledger.free(np.setdiff1d(ids, kept))
+    before, after = moved(ledger.compact(by_class(ledger, {4 * UNIT: 6})))
     now = kept.copy()
     for old, new in zip(before, after, strict=True):
         now[kept == old] = new
     assert len(before) and ledger.holders(now).tolist() == [1, 1, 2, 2]
-    ledger.give(now)
-    ledger.give(now[2:])
+    ledger.free(now)
+    ledger.free(now[2:])
     ledger.check()
-    assert ledger.bytes_out == 0
+    assert ledger.allocated_bytes == 0
 
 
 @given(

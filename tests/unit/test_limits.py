@@ -14,7 +14,7 @@ from quire.config import CacheConfig, EngineConfig, ServeConfig
 from quire.engine.build import resolve
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.policy import check_budget
-from quire.engine.sizes import Capacity, sizes
+from quire.engine.sizes import ArenaCapacity, sizes
 from quire.errors import QuireError
 from tests.engines import make_engine
 from tests.server.fake_engine import FakeEngine
@@ -50,7 +50,7 @@ def full_ledger() -> None:
 
 
 def out_of_memory(weight_bytes: int, available_bytes: int) -> None:
-    arena = Capacity(64 << 20, 1 << 20, {1024: 4})
+    arena = ArenaCapacity(64 << 20, 1 << 20, {1024: 4})
     fits = sizes(arena, model_context=512, weight_bytes=weight_bytes, available_bytes=available_bytes)
     assert not fits.fit_the_machine
     raise QuireError(fits.fails_first)

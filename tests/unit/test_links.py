@@ -1,4 +1,4 @@
-"""Links between processes: what arrives, what ends a connection, and that each end is told once."""
+"""Connections between processes: what arrives, what ends a connection, and that each end is told once."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.cluster import messages, wire
-from quire.cluster.links import MOST_STRANGERS, Links
-from quire.cluster.messages import Ack, Ask, Attempt, Failed, Manifest
+from quire.cluster.connections import MOST_STRANGERS, PeerConnections
+from quire.cluster.messages import Ack, Attempt, Failed, Manifest, ManifestRequest
 from quire.cluster.transport import channel as channels
-from quire.cluster.transport import link as link_module
+from quire.cluster.transport import connection as link_module
 from quire.cluster.transport import shm, transport_of
-from quire.cluster.transport.channel import EXTENT, MESSAGE, MOST_EXTENTS, Channel, Party, authenticate
-from quire.cluster.transport.stream import LinkError, Stream
+from quire.cluster.transport.channel import EXTENT, MESSAGE, MOST_EXTENTS, Channel, Credentials, authenticate
+from quire.cluster.transport.stream import ByteStream, TransportError
 from quire.errors import ConfigError
 
 from .. import links_child
@@ -64,7 +64,7 @@ class Inbox:
             self.extents.append(taken)
             self._changed.notify_all()
 
-    def lost(self, name: str) -> None:
+    def connection_lost(self, name: str) -> None:
         with self._changed:
             self.losses.append(name)
             self._changed.notify_all()
@@ -127,40 +127,40 @@ class Parcel:
 
 
 class Cluster:
-    """Links that are closed at the end."""
+    """Connections that are closed at the end."""
 
     def __init__(self, transport: str) -> None:
         self.transport = transport
-        self.links: list[Links] = []
+        self.connections: list[PeerConnections] = []
         self.addresses: dict[str, str] = {}
 
     def add(
         self, name: str, secret: bytes = SECRET, *, is_listening: bool = True, **options: Any
-    ) -> tuple[Links, Inbox]:
+    ) -> tuple[PeerConnections, Inbox]:
         inbox = Inbox()
-        made = Links(name, secret, inbox, self.transport, **options)
-        self.links.append(made)
+        made = PeerConnections(name, secret, inbox, self.transport, **options)
+        self.connections.append(made)
         if is_listening:
             self.addresses[name] = made.listen()
         return made, inbox
 
-    def pair(self, **options: Any) -> tuple[Links, Inbox, Links, Inbox]:
+    def pair(self, **options: Any) -> tuple[PeerConnections, Inbox, PeerConnections, Inbox]:
         """a and b; a knows where b listens."""
         a, from_b = self.add("a", **options)
         b, from_a = self.add("b", **options)
         a.learn("b", self.addresses["b"])
         return a, from_b, b, from_a
 
-    def dial(self, name: str) -> Stream:
+    def dial(self, name: str) -> ByteStream:
         transport, place = transport_of(self.addresses[name])
         return transport.dial(place, PATIENCE, PATIENCE)
 
     def raw(self, name: str, own: str = "raw") -> Channel:
         """A peer that has authenticated itself, and may now send anything."""
-        return authenticate(self.dial(name), Party(own, SECRET, b""), PATIENCE, expected=name)
+        return authenticate(self.dial(name), Credentials(own, SECRET, b""), PATIENCE, expected=name)
 
     def close(self) -> None:
-        for each in self.links:
+        for each in self.connections:
             each.close()
 
 
@@ -199,8 +199,8 @@ def eventually(is_true: Callable[[], bool], why: Callable[[], str] = lambda: "it
         time.sleep(0.005)
 
 
-def ask(number: int = 0) -> Ask:
-    return Ask(Attempt(7, number))
+def ask(number: int = 0) -> ManifestRequest:
+    return ManifestRequest(Attempt(7, number))
 
 
 # ---- what arrives ----------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_a_bulk_that_cannot_be_sent_is_done_at_once(cluster: Cluster, monkeypatc
 def test_without_a_thread_there_is_no_link(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     a, from_b, _, from_a = cluster.pair()
     with monkeypatch.context() as patch:
-        patch.setattr(link_module.Link, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        patch.setattr(link_module.Connection, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
         parcel = Parcel([10])
         with pytest.raises(RuntimeError, match="no thread"):
             a.send("b", ask(1), parcel)
@@ -444,7 +444,7 @@ def test_extents_whose_link_ends_raise_in_the_handler(cluster: Cluster) -> None:
     def take(extents: Iterator[memoryview]) -> list[bytes]:
         try:
             return [bytes(each) for each in extents]
-        except LinkError as error:
+        except TransportError as error:
             seen.append(error)
             raise
 
@@ -477,16 +477,16 @@ def test_after_a_loss_send_dials_again(cluster: Cluster) -> None:
 
 def test_a_connection_that_cannot_be_made_is_an_error_or_a_loss(cluster: Cluster) -> None:
     a, from_b, b, _ = cluster.pair()
-    with pytest.raises(LinkError, match="nobody has said where 'c' listens"):
+    with pytest.raises(TransportError, match="nobody has said where 'c' listens"):
         a.connect("c", 1)
     b.close()
-    with pytest.raises(LinkError, match="no link to 'b': nothing answers at|no link to 'b': nothing listens at"):
+    with pytest.raises(TransportError, match="no link to 'b': nothing answers at|no link to 'b': nothing listens at"):
         a.connect("b", PATIENCE)
     assert from_b.losses == [], "nothing was sent"
     assert a.send("b", ask(), parcel := Parcel([10]))
     from_b.wait(losses=1)
     assert parcel.num_done == 1 and from_b.losses == ["b"]
-    with pytest.raises(LinkError, match="is no address"):
+    with pytest.raises(TransportError, match="is no address"):
         a.learn("b", "http://127.0.0.1")
 
 
@@ -495,10 +495,10 @@ def test_both_sides_may_dial_at_the_same_time(cluster: Cluster) -> None:
     b.learn("a", cluster.addresses["a"])
     barrier = threading.Barrier(2)
 
-    def run(links: Links, peer: str) -> None:
+    def run(connections: PeerConnections, peer: str) -> None:
         barrier.wait(PATIENCE)
         for number in range(100):
-            assert links.send(peer, ask(number), Parcel([5000]))
+            assert connections.send(peer, ask(number), Parcel([5000]))
 
     threads = [threading.Thread(target=run, args=each) for each in ((a, "b"), (b, "a"))]
     for thread in threads:
@@ -526,7 +526,7 @@ def test_close_may_be_called_twice_and_by_a_handler(cluster: Cluster) -> None:
     a.close()
     a.close()
     assert from_a.losses == [], "whoever closes is not told"
-    with pytest.raises(LinkError, match="these links are closed"):
+    with pytest.raises(TransportError, match="these links are closed"):
         a.connect("b", 1)
 
 
@@ -576,8 +576,8 @@ def test_two_peers_that_flood_each_other_go_on(cluster: Cluster, monkeypatch: py
     eventually(lambda: b.send("a", ask()))
     from_b.wait(1)
     for number in range(20):
-        for links, peer in ((a, "b"), (b, "a")):
-            assert links.send(peer, Failed(Attempt(1, number), "x" * 300_000), Parcel([200_000] * 5))
+        for connections, peer in ((a, "b"), (b, "a")):
+            assert connections.send(peer, Failed(Attempt(1, number), "x" * 300_000), Parcel([200_000] * 5))
     from_a.wait(20)
     from_b.wait(21)
     assert from_a.losses == from_b.losses == []
@@ -590,7 +590,7 @@ def test_two_peers_that_flood_each_other_go_on(cluster: Cluster, monkeypatch: py
     ("options", "reason"),
     [
         ({"secret": b"another"}, "has another secret"),
-        ({"about": b"another"}, "has another model, codec or calibration"),
+        ({"compatibility_tag": b"another"}, "has another model, codec or calibration"),
         ({"name": "a"}, "calls itself 'a' too"),
     ],
 )
@@ -600,7 +600,7 @@ def test_both_sides_refuse_a_peer_and_say_why(
     a, from_b = cluster.add("a")
     b, from_a = cluster.add(**({"name": "b", "is_listening": False} | options))
     b.learn("a", cluster.addresses["a"])
-    with pytest.raises(LinkError, match=reason):
+    with pytest.raises(TransportError, match=reason):
         b.connect("a", PATIENCE)
     eventually(lambda: any(reason in each and "link to a stranger" in each for each in caplog.messages))
     assert not a.send("b", ask())
@@ -610,13 +610,13 @@ def test_both_sides_refuse_a_peer_and_say_why(
 def test_a_peer_with_another_name_than_its_address_had_is_refused(cluster: Cluster) -> None:
     a, _, _, from_a = cluster.pair()
     a.learn("c", cluster.addresses["b"])
-    with pytest.raises(LinkError, match="'b' answers at the address of 'c'"):
+    with pytest.raises(TransportError, match="'b' answers at the address of 'c'"):
         a.connect("c", PATIENCE)
     assert from_a.losses == []
 
 
 def hello(**changes: Any) -> bytes:
-    parts = {"magic": b"QLNK", "version": 1, "name": b"stranger", "length": None} | changes
+    parts = {"magic": b"QLNK", "version": channels._VERSION, "name": b"stranger", "length": None} | changes
     length = len(parts["name"]) if parts["length"] is None else parts["length"]
     return channels._HELLO.pack(parts["magic"], parts["version"], length, os.urandom(32)) + parts["name"]
 
@@ -650,18 +650,18 @@ def test_strangers_reach_nobody_and_cost_nothing(cluster: Cluster) -> None:
     inbox.wait(1)
     for stream in waiting:
         until_the_end(stream)
-    eventually(lambda: b._home.num_strangers == 0)
+    eventually(lambda: b._registry.num_strangers == 0)
     assert inbox.messages == [("a", ask())] and inbox.losses == []
     for stream in (*gone, *waiting):
         stream.close()
 
 
-def until_the_end(stream: Stream) -> bytes:
+def until_the_end(stream: ByteStream) -> bytes:
     """What comes before the stream ends."""
     received = bytearray()
     byte = bytearray(1)
-    stream.limit(time.monotonic() + PATIENCE)
-    with pytest.raises(LinkError, match="closed|ended"):
+    stream.set_deadline(time.monotonic() + PATIENCE)
+    with pytest.raises(TransportError, match="closed|ended"):
         while True:
             stream.read(memoryview(byte))
             received += byte
@@ -671,20 +671,20 @@ def until_the_end(stream: Stream) -> bytes:
 def test_there_is_an_end_to_strangers(cluster: Cluster) -> None:
     b, _ = cluster.add("b")
     streams = [cluster.dial("b") for _ in range(MOST_STRANGERS)]
-    eventually(lambda: b._home.num_strangers == MOST_STRANGERS)
+    eventually(lambda: b._registry.num_strangers == MOST_STRANGERS)
     streams.append(cluster.dial("b"))
     assert until_the_end(streams[0]) == b"", "the oldest one keeps its place"
-    eventually(lambda: b._home.num_strangers == MOST_STRANGERS)
+    eventually(lambda: b._registry.num_strangers == MOST_STRANGERS)
     for stream in streams:
         stream.shut()
         stream.close()
-    eventually(lambda: b._home.num_strangers == 0)
+    eventually(lambda: b._registry.num_strangers == 0)
 
 
 class Recorder:
     """A stream that remembers what was written to it."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
         self.written = b""
 
@@ -699,7 +699,7 @@ class Recorder:
 def test_recorded_bytes_open_nothing(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     _, inbox = cluster.add("b")
     recorder = Recorder(cluster.dial("b"))
-    channel = authenticate(recorder, Party("raw", SECRET, b""), PATIENCE, expected="b")
+    channel = authenticate(recorder, Credentials("raw", SECRET, b""), PATIENCE, expected="b")
     channel.send(MESSAGE, 0, wire.encode(ask(1)))
     inbox.wait(1)
     recorder.shut()
@@ -720,7 +720,7 @@ def test_what_a_listener_says_proves_nothing_about_a_dialer(cluster: Cluster) ->
     own = hello(name=b"mirror")
     stream.write(own)
     theirs = bytearray(len(hello(name=b"b")) + 64)
-    stream.limit(time.monotonic() + PATIENCE)
+    stream.set_deadline(time.monotonic() + PATIENCE)
     stream.read(memoryview(theirs))
     stream.write(bytes(theirs[-64:]))
     until_the_end(stream)
@@ -737,7 +737,7 @@ class Flipping:
     bit  its number in the bytes of one write
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
         self.bit: int | None = None
 
@@ -760,7 +760,7 @@ def test_a_flipped_bit_ends_the_connection_and_reaches_nobody(cluster: Cluster, 
     bits = [*random.sample(range(num_bits), 12), 8 * 12, 8 * 12 + 31, 8 * 16, 8 * 23 + 7]
     for number, bit in enumerate(bits):
         stream = Flipping(cluster.dial("b"))
-        channel = authenticate(stream, Party("raw", SECRET, b""), PATIENCE, expected="b")
+        channel = authenticate(stream, Credentials("raw", SECRET, b""), PATIENCE, expected="b")
         if where == "message":
             stream.bit = bit
             channel.send(MESSAGE, 0, wire.encode(ask(1)))
@@ -783,7 +783,10 @@ def test_a_flipped_bit_ends_the_connection_and_reaches_nobody(cluster: Cluster, 
         (lambda peer: peer.send(99, 0), "a message was due"),
         (lambda peer: peer.send(MESSAGE, 0, b"\xc1"), "no message"),
         (lambda peer: peer.send(MESSAGE, 0, wire._ENCODER.encode(("Begin", {}))), "unknown class 'Begin'"),
-        (lambda peer: peer.send(MESSAGE, 0, wire._ENCODER.encode(("Ask", {"attempt": [1, "x"]}))), "Expected `int`"),
+        (
+            lambda peer: peer.send(MESSAGE, 0, wire._ENCODER.encode(("ManifestRequest", {"attempt": [1, "x"]}))),
+            "Expected `int`",
+        ),
         (lambda peer: (peer.send(MESSAGE, 1, wire.encode(ask())), peer.send(MESSAGE, 0)), "an extent was due"),
         (lambda peer: (peer.send(MESSAGE, 1, wire.encode(ask())), peer.send(EXTENT, 1 << 40)), "an extent was due"),
         (lambda peer: (setattr(peer, "_num_sent", 5), peer.send(MESSAGE, 0, wire.encode(ask()))), "frame 5"),
@@ -854,7 +857,7 @@ def test_segments_that_could_harm_are_refused(
         os.close(credit)
     try:
         peer.send(shm.RING, ring)
-    except LinkError:
+    except TransportError:
         assert said is not None, "it was refused already"
     inbox.wait(losses=1)
     assert inbox.messages == [] and reason in caplog.text
@@ -959,26 +962,26 @@ def test_hosts_may_have_ports(place: str, found: tuple[str, int]) -> None:
 def test_what_is_no_host_is_refused(place: str) -> None:
     from quire.cluster.transport.tcp import _split
 
-    with pytest.raises(LinkError, match="is no host with a port"):
+    with pytest.raises(TransportError, match="is no host with a port"):
         _split(place)
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        links = Links("a", SECRET, Inbox())
-        with pytest.raises(LinkError, match="cannot listen at 127.0.0.1"):
-            links.listen(f"127.0.0.1:{taken.getsockname()[1]}")
+        connections = PeerConnections("a", SECRET, Inbox())
+        with pytest.raises(TransportError, match="cannot listen at 127.0.0.1"):
+            connections.listen(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_an_unknown_transport_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no transport 'carrier pigeon'; there are tcp, shm, local"):
-        Links("a", SECRET, Inbox(), "carrier pigeon")
+        PeerConnections("a", SECRET, Inbox(), "carrier pigeon")
 
 
 def test_a_local_name_is_taken_once() -> None:
     cluster = Cluster("local")
     cluster.add("a")
-    with pytest.raises(LinkError, match="something listens at local://a already"):
+    with pytest.raises(TransportError, match="something listens at local://a already"):
         cluster.add("a")
     cluster.close()
 
@@ -1115,4 +1118,4 @@ def test_deep_and_endless_messages_raise_it_too(data: bytes) -> None:
 def test_two_classes_of_one_name_are_a_mistake() -> None:
     wire.register(Ack)
     with pytest.raises(AssertionError, match="two classes of messages are called Ack"):
-        wire.register(type("Ack", (Ask,), {}))
+        wire.register(type("Ack", (ManifestRequest,), {}))

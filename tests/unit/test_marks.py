@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Pipeline
 
 from quire.cache.retention.policies import occurrences
 from quire.models.chat import ChatTemplate
-from quire.models.marks import find_marks
+from quire.models.structural_tokens import find_structural_tokens
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from tests.real_model import embedded_gguf
 from tests.tiny_models import BOS, EOS, byte_tokenizer, save_tokenizer
@@ -120,7 +120,7 @@ def chatting(pipeline: Pipeline, template: str, bos: str = BOS, eos: str = EOS) 
 def marked(tokenizer: Tokenizer, messages: list[dict[str, str]], is_begun: bool = True) -> list[str]:
     """The text of each stretch of marked tokens in a prompt."""
     ids = tokenizer.encode(tokenizer.chat(messages, is_begun), add_special=False)
-    found = occurrences(ids, find_marks(tokenizer).special)
+    found = occurrences(ids, find_structural_tokens(tokenizer).special)
     stretches: list[list[int]] = [[]]
     for token_id, is_marked in zip(ids, found, strict=True):
         if is_marked:
@@ -134,7 +134,7 @@ def marked(tokenizer: Tokenizer, messages: list[dict[str, str]], is_begun: bool 
 def headers(tokenizer: Tokenizer) -> set[str]:
     """Markers that are not just a control token."""
     control = {(token_id,) for token_id in tokenizer.special_ids}
-    special = find_marks(tokenizer).special
+    special = find_structural_tokens(tokenizer).special
     assert len(set(special)) == len(special) and control <= set(special)
     found = {b"".join(map(tokenizer.token_bytes, mark)).decode() for mark in special if mark not in control}
     assert not any(content in text for text in found for content in ("alpha", "Zulu")), "no header holds a message"
@@ -150,7 +150,7 @@ def test_markers_of_the_embedded_model(embedded: Tokenizer) -> None:
     roles = ("system", "user", "assistant")
     opened = {f"<|im_start|>{role}" for role in roles}
     assert headers(embedded) == opened | {f"{text}\n" for text in opened} | {"<|im_end|>\n"}
-    assert find_marks(embedded).special[:17] == tuple((token_id,) for token_id in range(17))
+    assert find_structural_tokens(embedded).special[:17] == tuple((token_id,) for token_id in range(17))
 
 
 def test_every_header_of_a_prompt_is_marked_and_nothing_else(embedded: Tokenizer) -> None:
@@ -172,7 +172,7 @@ def test_ordinary_text_has_no_markers(embedded: Tokenizer, data_dir: Path) -> No
     llama = chatting(sentencepiece(), LLAMA_2, "<s>", "</s>")
     zephyr = chatting(byte_tokenizer(), ZEPHYR)
     for tokenizer in (embedded, llama, zephyr):
-        special = find_marks(tokenizer).special
+        special = find_structural_tokens(tokenizer).special
         for text in texts:
             ids = tokenizer.encode(text, add_special=False)
             assert len(ids) > 4 and not occurrences(ids, special).any()
@@ -188,11 +188,11 @@ def test_markers_spelled_in_several_tokens(strips_space: bool) -> None:
         "</s><s> [INST]",
         " [/INST]",
     ]
-    inst = next(mark for mark in find_marks(tokenizer).special if len(mark) == 3)
+    inst = next(mark for mark in find_structural_tokens(tokenizer).special if len(mark) == 3)
     assert [tokenizer.token_bytes(token_id) for token_id in inst] == [b" [", b"INST", b"]"]
     # Also where no control token stands before it.
     ids = tokenizer.encode("[INST] hi", add_special=False)
-    assert occurrences(ids, find_marks(tokenizer).special).tolist() == [True] * 3 + [False] * (len(ids) - 3)
+    assert occurrences(ids, find_structural_tokens(tokenizer).special).tolist() == [True] * 3 + [False] * (len(ids) - 3)
 
 
 def test_headers_between_control_tokens() -> None:
@@ -260,7 +260,7 @@ def test_templates_of_the_field(template: str, first: int, expected: list[str]) 
 )
 def test_templates_that_write_nothing_rare_leave_control_tokens(template: str | None) -> None:
     tokenizer = Tokenizer(byte_tokenizer(), None if template is None else ChatTemplate(template))
-    assert find_marks(tokenizer).special == ((256,), (257,))
+    assert find_structural_tokens(tokenizer).special == ((256,), (257,))
 
 
 def test_the_tiny_models_template(tmp_path: Path) -> None:
@@ -274,41 +274,41 @@ def test_the_tiny_models_template(tmp_path: Path) -> None:
 def test_punctuation(text: str, embedded: Tokenizer) -> None:
     ids = embedded.encode(text, add_special=False)
     assert len(ids) == 1 or text == ":\n"
-    assert set(ids[:1]) <= find_marks(embedded).punctuation
+    assert set(ids[:1]) <= find_structural_tokens(embedded).punctuation
 
 
 @pytest.mark.parametrize("text", ["\n", "\n\n", " ", "1", "$", " =", "+", "<", "a", "'s", " a", "|", "<|im_end|>", "é"])
 def test_what_is_no_punctuation(text: str, embedded: Tokenizer) -> None:
     ids = embedded.encode(text, add_special=False)
-    assert len(ids) == 1 and not set(ids) & find_marks(embedded).punctuation
+    assert len(ids) == 1 and not set(ids) & find_structural_tokens(embedded).punctuation
 
 
 def test_punctuation_where_spaces_are_signs() -> None:
     tokenizer = Tokenizer(sentencepiece())
-    found = {tokenizer.token_bytes(token_id) for token_id in find_marks(tokenizer).punctuation}
+    found = {tokenizer.token_bytes(token_id) for token_id in find_structural_tokens(tokenizer).punctuation}
     signs = {bytes([code]) for code in b"!\"#%&'()*,-./:;?@[\\]_{}"}
     assert found == signs | {b" .", b" [", b"..", b"...", b":\n", b"[/"}
     # Bytes of their own, which stand for the same characters, count as they do.
-    assert tokenizer.token_id("<0x2E>") in find_marks(tokenizer).punctuation
-    assert tokenizer.token_id("<0x0A>") not in find_marks(tokenizer).punctuation
-    assert tokenizer.token_id("<0xE2>") not in find_marks(tokenizer).punctuation
+    assert tokenizer.token_id("<0x2E>") in find_structural_tokens(tokenizer).punctuation
+    assert tokenizer.token_id("<0x0A>") not in find_structural_tokens(tokenizer).punctuation
+    assert tokenizer.token_id("<0xE2>") not in find_structural_tokens(tokenizer).punctuation
 
 
 def test_punctuation_where_a_decoder_puts_the_spaces() -> None:
     pipeline = Pipeline(models.WordLevel({"▁.": 0, ".": 1, "▁a": 2, "▁": 3, "[UNK]": 4}, unk_token="[UNK]"))
     pipeline.decoder = decoders.Metaspace()
-    assert find_marks(Tokenizer(pipeline)).punctuation == {0, 1}
+    assert find_structural_tokens(Tokenizer(pipeline)).punctuation == {0, 1}
 
 
 def test_a_control_token_is_no_punctuation() -> None:
     tokenizer = Tokenizer(bytes_with("[...]"))
-    assert find_marks(tokenizer).special == ((256,), (257,), (258,))
-    assert 258 not in find_marks(tokenizer).punctuation
+    assert find_structural_tokens(tokenizer).special == ((256,), (257,), (258,))
+    assert 258 not in find_structural_tokens(tokenizer).punctuation
 
 
 def test_marks_are_found_once_and_go_with_their_tokenizer() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
-    assert find_marks(tokenizer) is find_marks(tokenizer)
+    assert find_structural_tokens(tokenizer) is find_structural_tokens(tokenizer)
     watched = weakref.ref(tokenizer)
     del tokenizer
     gc.collect()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine.masks import NO_TEXT, TOO_COMPLEX, Masks
+from quire.engine.masks import NO_TEXT, TOO_COMPLEX, MaskExecutor
 from quire.errors import QuireError
 
 WORDS = 5
@@ -37,13 +37,13 @@ class Matcher:
         return self.error
 
 
-def asked(masks: Masks, matchers: list[Matcher]) -> list[Any]:
-    return [masks.ask(matcher) for matcher in matchers]  # type: ignore[arg-type]
+def asked(masks: MaskExecutor, matchers: list[Matcher]) -> list[Any]:
+    return [masks.submit(matcher) for matcher in matchers]  # type: ignore[arg-type]
 
 
 def test_masks_are_computed_together_when_the_first_is_needed() -> None:
     """On all threads: each matcher waits until two others are being computed."""
-    masks, meets = Masks(WORDS, 3, begins_early=False), threading.Barrier(3)
+    masks, meets = MaskExecutor(WORDS, 3, begins_early=False), threading.Barrier(3)
     matchers = [Matcher(number, meets=meets) for number in range(6)]
     pending = asked(masks, matchers)
     assert not any(matcher.thread for matcher in matchers)
@@ -56,7 +56,7 @@ def test_masks_are_computed_together_when_the_first_is_needed() -> None:
 
 def test_one_mask_or_one_thread_needs_no_other_thread() -> None:
     for num_threads, count in ((8, 1), (1, 5)):
-        masks = Masks(WORDS, num_threads, begins_early=False)
+        masks = MaskExecutor(WORDS, num_threads, begins_early=False)
         matchers = [Matcher(number) for number in range(count)]
         asked(masks, matchers)[0]()
         assert {matcher.thread for matcher in matchers} == {threading.current_thread().name}
@@ -65,7 +65,9 @@ def test_one_mask_or_one_thread_needs_no_other_thread() -> None:
 
 def test_beside_an_accelerator_masks_begin_when_asked_for() -> None:
     meets = threading.Barrier(3)
-    pending = asked(Masks(WORDS, 2, begins_early=True), matchers := [Matcher(number, meets=meets) for number in (1, 2)])
+    pending = asked(
+        MaskExecutor(WORDS, 2, begins_early=True), matchers := [Matcher(number, meets=meets) for number in (1, 2)]
+    )
     meets.wait(10)  # both are being computed, and nobody has waited for one
     assert [mask()[0] for mask in pending] == [1, 2]
     assert all(str(matcher.thread).startswith("quire-masks") for matcher in matchers)
@@ -73,25 +75,25 @@ def test_beside_an_accelerator_masks_begin_when_asked_for() -> None:
 
 @pytest.mark.parametrize("begins_early", [False, True])
 def test_a_mask_that_is_withdrawn_leaves_its_matcher_free(begins_early: bool) -> None:
-    masks, meets = Masks(WORDS, 1, begins_early=begins_early), threading.Barrier(2)
+    masks, meets = MaskExecutor(WORDS, 1, begins_early=begins_early), threading.Barrier(2)
     first, second, third = Matcher(1, meets=meets if begins_early else None), Matcher(2), Matcher(3)
     pending = asked(masks, [first, second, third])
-    pending[1].withdraw()  # it has not begun: the only thread waits
+    pending[1].cancel()  # it has not begun: the only thread waits
     if begins_early:
         meets.wait(10)
     assert pending[2]()[0] == 3 and pending[0]()[0] == 1
     assert second.thread is None
-    pending[0].withdraw()
+    pending[0].cancel()
     assert pending[0]()[0] == 1  # too late
 
 
 def test_withdrawing_waits_for_a_mask_that_is_being_computed() -> None:
-    masks, meets = Masks(WORDS, 1, begins_early=True), threading.Barrier(2)
+    masks, meets = MaskExecutor(WORDS, 1, begins_early=True), threading.Barrier(2)
     (mask,) = asked(masks, [matcher := Matcher(1, meets=meets)])
     while matcher.thread is None:
         pass
     ended = threading.Event()
-    threading.Thread(target=lambda: (mask.withdraw(), ended.set())).start()
+    threading.Thread(target=lambda: (mask.cancel(), ended.set())).start()
     assert not ended.wait(0.1)
     meets.wait(10)
     assert ended.wait(10)
@@ -100,7 +102,7 @@ def test_withdrawing_waits_for_a_mask_that_is_being_computed() -> None:
 def test_a_mask_that_cannot_be_computed_says_why_and_holds_up_no_other() -> None:
     matchers = [Matcher(1, "NoExtensionBias: x\nmore"), Matcher(2, "Too many items\nmore"), Matcher(3), Matcher(4)]
     matchers[3].unsafe_compute_mask_ptr = broken  # type: ignore[method-assign]
-    pending = asked(Masks(WORDS, 2, begins_early=False), matchers)
+    pending = asked(MaskExecutor(WORDS, 2, begins_early=False), matchers)
     with pytest.raises(QuireError, match=f"^{NO_TEXT}$"):
         pending[0]()
     with pytest.raises(QuireError, match=f"^{TOO_COMPLEX}: it can be read in too many ways$"):

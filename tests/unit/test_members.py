@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cluster import members as members_module
-from quire.cluster.bodies import Elsewhere, Load, Ready
-from quire.cluster.members import Choice, Health, Index, Member, Serving, index_keys
+from quire.cluster.bodies import InstanceLoad, InstanceReady, RemotePrefix
+from quire.cluster.members import Health, Member, PrefixIndex, RoutingDecision, ServingInstances, index_keys
 from quire.cluster.messages import Attempt
 from tests.clusters import LIMITS
 from tests.effort import examples
@@ -23,19 +23,19 @@ SECONDS_PER_ROW = 1e-3
 def member(place: str, role: str, *, rows: int = 0, sequences: int = 0, free: float = 1.0, batch: int = 8) -> Member:
     """An instance with prompts of so many rows to compute, and so many sequences to decode."""
     found = Member(f"{place}.1", place, role, Health.SERVING)
-    found.starts(Ready(found.name, "", 512, batch, LIMITS, SECONDS_PER_ROW, 0.01))
-    found.says(Load(found.name, 0, 0, 0, 0, int(free * 1000), 1000), 0.0)
+    found.set_ready(InstanceReady(found.name, "", 512, batch, LIMITS, SECONDS_PER_ROW, 0.01))
+    found.set_load(InstanceLoad(found.name, 0, 0, 0, 0, int(free * 1000), 1000), 0.0)
     if rows:
-        found.take(Attempt(1000, 1), rows)
+        found.begin_prefill(Attempt(1000, 1), rows)
     found.sequences = {Attempt(number, 1) for number in range(sequences)}
     return found
 
 
-def choose(members: list[Member], *about: Any, **more: Any) -> Choice | None:
-    return members_module.choose(Serving.of(members), *about, **more)
+def choose(members: list[Member], *about: Any, **more: Any) -> RoutingDecision | None:
+    return members_module.choose_instances(ServingInstances.of(members), *about, **more)
 
 
-def chosen(choice: Choice | None) -> tuple[str | None, str]:
+def chosen(choice: RoutingDecision | None) -> tuple[str | None, str]:
     assert choice is not None
     return None if choice.source is None else choice.source.place, choice.receiver.place
 
@@ -55,95 +55,95 @@ def test_a_prompt_goes_where_its_first_token_comes_earliest() -> None:
     hit wins always.
     """
     cold, warm = member("prefill-0", "prefill"), member("prefill-1", "prefill", rows=400)
-    decode, index = member("decode-0", "decode"), Index()
+    decode, index = member("decode-0", "decode"), PrefixIndex()
     index.add(warm.name, KEYS[:5])
     members = [cold, warm, decode]
     found = choose(members, index, KEYS, 640)
     assert chosen(found) == ("prefill-0", "decode-0"), "400 + 320 rows against fetching and 320"
-    assert found is not None and found.num_rows == 320 and found.elsewhere == Elsewhere(warm.name, 5)
-    warm.take(Attempt(1000, 1), 5)
+    assert found is not None and found.num_rows == 320 and found.remote_prefix == RemotePrefix(warm.name, 5)
+    warm.begin_prefill(Attempt(1000, 1), 5)
     found = choose(members, index, KEYS, 640)
     assert chosen(found) == ("prefill-1", "decode-0"), "5 rows are less than fetching 320 tokens"
-    assert found is not None and found.num_rows == 320 and found.elsewhere is None
+    assert found is not None and found.num_rows == 320 and found.remote_prefix is None
     assert chosen(choose(members, index, KEYS, 640, "queue")) == ("prefill-0", "decode-0")
-    warm.take(Attempt(1000, 1), 40_000)
+    warm.begin_prefill(Attempt(1000, 1), 40_000)
     assert chosen(choose(members, index, KEYS, 640, "affinity")) == ("prefill-1", "decode-0"), "a hot spot"
 
 
 def test_who_computes_may_fetch_what_a_receiver_has() -> None:
     """The next turn of a conversation: its beginning was decoded elsewhere."""
-    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), Index()
+    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), PrefixIndex()
     index.add(prefill.name, KEYS[:3])
     index.add(decode.name, KEYS[:9])
     found = choose([prefill, decode], index, KEYS, 640)
-    assert found is not None and found.elsewhere == Elsewhere(decode.name, 9) and found.num_rows == 64
+    assert found is not None and found.remote_prefix == RemotePrefix(decode.name, 9) and found.num_rows == 64
     assert prefill.ready is not None
-    prefill.starts(replace(prefill.ready, seconds_per_row=1e-6))
+    prefill.set_ready(replace(prefill.ready, seconds_per_row=1e-6))
     found = choose([prefill, decode], index, KEYS, 640)
-    assert found is not None and found.elsewhere is None and found.num_rows == 640 - 192, "it computes faster"
+    assert found is not None and found.remote_prefix is None and found.num_rows == 640 - 192, "it computes faster"
 
 
 @pytest.mark.parametrize(("speed", "fetches"), [(None, True), (1e6, True), (1e4, False)])
 def test_what_transfers_have_taken_decides_whether_to_fetch(speed: float | None, fetches: bool) -> None:
     """A row takes 1 ms, a token of 984 bytes a little less at 1 MB/s, and 98 ms at 10 kB/s."""
-    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), Index()
+    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), PrefixIndex()
     index.add(decode.name, KEYS[:9])
     prefill.stats = {"costs": {"chunk_bytes": 63_000, "fetched_bytes_per_second": speed}}
     found = choose([prefill, decode], index, KEYS, 640)
-    assert found is not None and (found.elsewhere is not None) == fetches
+    assert found is not None and (found.remote_prefix is not None) == fetches
 
 
 def test_a_prefix_is_fetched_within_a_group_from_who_has_not_failed() -> None:
-    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), Index()
+    prefill, decode, index = member("prefill-0", "prefill"), member("decode-0", "decode"), PrefixIndex()
     index.add(decode.name, KEYS[:9])
 
-    def elsewhere(**more: Any) -> Elsewhere | None:
+    def remote_prefix(**more: Any) -> RemotePrefix | None:
         found = choose([prefill, decode], index, KEYS, 640, **more)
         assert found is not None
-        return found.elsewhere
+        return found.remote_prefix
 
-    assert elsewhere() is not None
-    assert elsewhere(avoided=(decode.name,)) is elsewhere(fetches=False) is elsewhere(alone=True) is None
+    assert remote_prefix() is not None
+    assert remote_prefix(avoided=(decode.name,)) is remote_prefix(fetches=False) is remote_prefix(alone=True) is None
     decode.group = "another machine"
-    assert elsewhere() is None
+    assert remote_prefix() is None
 
 
 def test_a_receiver_with_room_and_little_to_do_decodes() -> None:
     prefill = member("prefill-0", "prefill")
     busy, full = member("decode-0", "decode", sequences=6), member("decode-1", "decode", free=0.1)
     idle = member("decode-2", "decode", sequences=2)
-    assert chosen(choose([prefill, busy, full, idle], Index(), KEYS, 640)) == ("prefill-0", "decode-2")
-    assert chosen(choose([prefill, busy, full], Index(), KEYS, 640)) == ("prefill-0", "decode-0")
+    assert chosen(choose([prefill, busy, full, idle], PrefixIndex(), KEYS, 640)) == ("prefill-0", "decode-2")
+    assert chosen(choose([prefill, busy, full], PrefixIndex(), KEYS, 640)) == ("prefill-0", "decode-0")
 
 
 def test_a_receiver_that_has_the_prefix_is_preferred_among_equals() -> None:
     prefill, first, second = member("prefill-0", "prefill"), member("decode-0", "decode"), member("decode-1", "decode")
-    index = Index()
+    index = PrefixIndex()
     index.add(second.name, KEYS)
     assert chosen(choose([prefill, first, second], index, KEYS, 640)) == ("prefill-0", "decode-1")
 
 
 def test_mixed_instances_do_both_parts_and_stand_in_for_others() -> None:
     mixed, other = member("mixed-0", "mixed", rows=100), member("mixed-1", "mixed")
-    assert chosen(choose([mixed, other], Index(), KEYS, 640)) == (None, "mixed-1")
+    assert chosen(choose([mixed, other], PrefixIndex(), KEYS, 640)) == (None, "mixed-1")
     prefill, decode = member("prefill-0", "prefill"), member("decode-0", "decode")
-    assert chosen(choose([mixed, decode], Index(), KEYS, 640)) == ("mixed-0", "decode-0")
-    assert chosen(choose([prefill, mixed], Index(), KEYS, 640)) == ("prefill-0", "mixed-0")
-    assert chosen(choose([prefill], Index(), KEYS, 640)) == (None, "prefill-0"), "nobody else is left"
-    assert chosen(choose([decode], Index(), KEYS, 640)) == (None, "decode-0")
+    assert chosen(choose([mixed, decode], PrefixIndex(), KEYS, 640)) == ("mixed-0", "decode-0")
+    assert chosen(choose([prefill, mixed], PrefixIndex(), KEYS, 640)) == ("prefill-0", "mixed-0")
+    assert chosen(choose([prefill], PrefixIndex(), KEYS, 640)) == (None, "prefill-0"), "nobody else is left"
+    assert chosen(choose([decode], PrefixIndex(), KEYS, 640)) == (None, "decode-0")
 
 
 @pytest.mark.parametrize("health", [Health.STARTING, Health.DRAINING, Health.DOWN])
 def test_only_serving_instances_get_attempts(health: Health) -> None:
     prefill, decode = member("prefill-0", "prefill"), member("decode-0", "decode")
     prefill.health = health
-    assert chosen(choose([prefill, decode], Index(), KEYS, 640)) == (None, "decode-0")
+    assert chosen(choose([prefill, decode], PrefixIndex(), KEYS, 640)) == (None, "decode-0")
     decode.health = health
-    assert choose([prefill, decode], Index(), KEYS, 640) is None
+    assert choose([prefill, decode], PrefixIndex(), KEYS, 640) is None
 
 
 def test_the_index_is_bounded_and_forgets_who_failed() -> None:
-    index = Index(most=15)
+    index = PrefixIndex(most=15)
     index.add("a", KEYS)
     index.add("b", KEYS[:4])
     assert index.matched(KEYS) == {"a": 10, "b": 4} and len(index) == 10, "a key counts once for all instances"
@@ -160,7 +160,7 @@ def test_the_index_is_bounded_and_forgets_who_failed() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 3), st.integers(0, 10)), max_size=30))
 @examples(60)
 def test_the_index_of_all_is_an_index_of_each(given: list[tuple[str, int, int]]) -> None:
-    index, prompts = Index(), [keys_of("", [number + each for each in PROMPT]) for number in range(4)]
+    index, prompts = PrefixIndex(), [keys_of("", [number + each for each in PROMPT]) for number in range(4)]
     longest: dict[tuple[str, int], int] = {}
     for name, number, count in given:
         index.add(name, prompts[number][:count])
@@ -179,7 +179,7 @@ def test_many_members_are_compared_as_few_are(data: st.DataObject) -> None:
     for number in range(6):
         rows, sequences = data.draw(st.sampled_from([0, 0, 5, 700])), data.draw(st.integers(0, 3))
         members.append(member(f"mixed-{number}", "mixed", rows=rows, sequences=sequences))
-    index = Index()
+    index = PrefixIndex()
     for each in members:
         index.add(each.name, KEYS[: data.draw(st.sampled_from([0, 0, 3, 10]))])
     matched = index.matched(KEYS)

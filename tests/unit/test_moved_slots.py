@@ -13,7 +13,7 @@ from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
-from quire.cache.codecs.slots import Moves
+from quire.cache.codecs.slots import SlotMoves
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from tests.effort import examples
@@ -66,7 +66,7 @@ class Pages:
         images = self.codec.encode(layer, head, *self.tokens[layer, head])
         arena.store(self.ids[layer, head], int(self.sizes[layer, head]), images)
 
-    def moved(self, moves: Moves) -> torch.Tensor:
+    def moved(self, moves: SlotMoves) -> torch.Tensor:
         """The arena after encoding all tokens in their new places."""
         where = [torch.from_numpy(array.astype(np.int64)) for array in (moves.layers, moves.heads)]
         index = np.zeros(self.ledger.num_bytes // UNIT, np.int64)
@@ -83,7 +83,7 @@ class Pages:
         return arena.data
 
 
-def random_moves(pages: Pages, seed: int, share: float) -> Moves:
+def random_moves(pages: Pages, seed: int, share: float) -> SlotMoves:
     """Of every head so many of its slots, overwritten with others, several of them with the same one."""
     random = np.random.default_rng(seed)
     found = []
@@ -93,7 +93,7 @@ def random_moves(pages: Pages, seed: int, share: float) -> Moves:
         at, slots = np.divmod((random.choice(order[count:], count), order[:count]), PAGE_TOKENS)
         found.append([np.full(count, layer), np.full(count, head), pages.ids[layer, head][at], slots])
     order = random.permutation(sum(len(part[0]) for part in found))
-    return Moves(*(np.concatenate(column, -1)[..., order].astype(np.int32) for column in zip(*found, strict=True)))
+    return SlotMoves(*(np.concatenate(column, -1)[..., order].astype(np.int32) for column in zip(*found, strict=True)))
 
 
 def check(codec: Codec, num_pages: int, share: float, seed: int) -> None:
@@ -158,7 +158,7 @@ def test_every_bit_of_a_token_moves(name: str, seed: int) -> None:
     pages = Pages(codec, 2, seed)
     for fro, to in ((0, 63), (63, 0), (17, 34), (48, 15)):
         one, other = pages.ids[1, 0]
-        codec.move(pages.arena.data, Moves(*map(np.array, ([1], [0], [[one], [other]], [[fro], [to]]))))
+        codec.move(pages.arena.data, SlotMoves(*map(np.array, ([1], [0], [[one], [other]], [[fro], [to]]))))
         k, v = codec.decode(1, 0, pages.arena.load(pages.ids[1, 0], int(pages.sizes[1, 0])))
         assert torch.equal(k[0, fro], k[1, to]) and torch.equal(v[0, fro], v[1, to])
 
@@ -170,7 +170,7 @@ def test_sums_move_in_one_page_and_between_pages() -> None:
     moves = [(0, 5, 0, 6), (0, 63, 3, 0), (1, 0, 2, 63)]
     fro, slots, to, others = np.array(moves, np.int32).T
     nothing = np.zeros(len(moves), np.int32)
-    SumsCodec().move(arena.data, Moves(nothing, nothing, np.stack((ids[fro], ids[to])), np.stack((slots, others))))
+    SumsCodec().move(arena.data, SlotMoves(nothing, nothing, np.stack((ids[fro], ids[to])), np.stack((slots, others))))
     expected = sums.view(4, PAGE_TOKENS).clone()
     for page, slot, target, other in moves:
         expected[target, other] = sums[page * PAGE_TOKENS + slot]
@@ -180,7 +180,7 @@ def test_sums_move_in_one_page_and_between_pages() -> None:
 def test_no_moves_do_nothing() -> None:
     pages = Pages(CODECS["g4 64"], 2, 0)
     before = pages.arena.data.clone()
-    pages.codec.move(pages.arena.data, Moves(*np.zeros((2, 0), np.int32), *np.zeros((2, 2, 0), np.int32)))
+    pages.codec.move(pages.arena.data, SlotMoves(*np.zeros((2, 0), np.int32), *np.zeros((2, 2, 0), np.int32)))
     assert torch.equal(before, pages.arena.data)
 
 
@@ -189,4 +189,4 @@ def test_a_slot_past_the_page_is_a_mistake(slot: int) -> None:
     pages = Pages(CODECS["g4 64"], 2, 0)
     one, other = pages.ids[0, 0]
     with pytest.raises(AssertionError, match="slots past a page"):
-        pages.codec.move(pages.arena.data, Moves(*map(np.array, ([0], [0], [[one], [other]], [[3], [slot]]))))
+        pages.codec.move(pages.arena.data, SlotMoves(*map(np.array, ([0], [0], [[one], [other]], [[3], [slot]]))))

@@ -17,7 +17,7 @@ from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
 from quire.offload.hidden import HiddenStates, states_bytes
 from quire.offload.host import HostMemory
-from quire.offload.mover import NOTHING, Mover, Part
+from quire.offload.mover import NOTHING, IoRequest, Mover
 from quire.offload.units import Share
 from quire.stores.direct import BLOCK_BYTES, DirectFile
 from quire.stores.throttle import Throttle
@@ -34,10 +34,10 @@ def mover(tmp_path: Path) -> Iterator[Mover]:
     made.close()
 
 
-def part(offset: int, value: int = 0, blocks: int = 1) -> tuple[Part, torch.Tensor]:
+def part(offset: int, value: int = 0, blocks: int = 1) -> tuple[IoRequest, torch.Tensor]:
     """A part at a block of the file, and its memory, filled with a byte."""
     memory = huge_pages(blocks * BLOCK_BYTES).fill_(value)
-    return Part(offset * BLOCK_BYTES, memory), memory
+    return IoRequest(offset * BLOCK_BYTES, memory), memory
 
 
 def test_the_file_has_no_name(tmp_path: Path, mover: Mover) -> None:
@@ -353,7 +353,7 @@ def test_a_step_after_one_that_failed_has_its_own_states(mover: Mover, seed: int
 def test_parts_that_are_given_lazily_are_all_moved(mover: Mover) -> None:
     memories: list[torch.Tensor] = []
 
-    def parts(make: Callable[[int], int]) -> Iterator[Part]:
+    def parts(make: Callable[[int], int]) -> Iterator[IoRequest]:
         for place in range(5):
             found, memory = part(place, make(place))
             memories.append(memory)

@@ -15,9 +15,9 @@ import pytest
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.run import Run
 from quire.engine.outputs import Logprob, RequestOutput
-from quire.engine.request import Sequence, State
+from quire.engine.request import Sequence, SequenceState
 from quire.engine.step import Step, Wait
-from quire.llm import gather
+from quire.llm import merge_delta
 
 from ..codecs import EVERY, TOY, options_of
 from ..effort import tries
@@ -120,7 +120,7 @@ class Watched:
         self._count_followed()
 
     def _count_copies(self) -> None:
-        put, last_call, demotion = self.store.put, self.manager.demotion.last_call, self.manager.demotion
+        put, offer_evicted, demotion = self.store.put, self.manager.demotion.offer_evicted, self.manager.demotion
         is_last = [False]
 
         def noted(run: Run, extents: Iterable[memoryview]) -> None:
@@ -128,12 +128,12 @@ class Watched:
                 self.counts["evicted to the store" if is_last[0] else "demoted"] += len(run.names)
             put(run, extents)
 
-        def noted_last(*vacated: Any) -> None:
+        def noted_last(*dropped_chunks: Any) -> None:
             is_last[0] = True
-            last_call(*vacated)
+            offer_evicted(*dropped_chunks)
             is_last[0] = False
 
-        self.store.put, demotion.last_call = noted, noted_last  # type: ignore[method-assign]
+        self.store.put, demotion.offer_evicted = noted, noted_last  # type: ignore[method-assign]
 
     def _count_followed(self) -> None:
         next_step = self.engine.scheduler.next_step
@@ -143,14 +143,14 @@ class Watched:
             if isinstance(step, Step) and step.ready is not None:
                 self.counts["followed"] += 1
                 self.counts["followed ahead"] += bool((step.ready == 0).any())
-            self.counts["guests"] += len(self.manager.fetching.guests)
+            self.counts["guests"] += len(self.manager.fetching.prefetches)
             return step
 
         self.engine.scheduler.next_step = noted  # type: ignore[method-assign]
 
     def step(self) -> None:
         for delta in self.engine.step():
-            gather(self.collected, delta)
+            merge_delta(self.collected, delta)
 
     def disturb(self) -> str | None:
         """Something at random. Returns the id of a request that was aborted."""
@@ -162,7 +162,7 @@ class Watched:
             request_id = rng.choice(live).request.request_id
             output = self.engine.abort(request_id)
             assert output is not None
-            gather(self.collected, output)
+            merge_delta(self.collected, output)
             return request_id
         elif roll < 0.14:
             manager.eviction.evict(rng.choice([1, 3, 99]))
@@ -188,10 +188,10 @@ class Watched:
         engine, fetching = self.engine, self.manager.fetching
         self.store.settle()
         engine.check()
-        assert engine.holds_nothing and not fetching.arriving and not fetching.guests and fetching.transfer is None
+        assert engine.holds_nothing and not fetching.arriving and not fetching.prefetches and fetching.transfer is None
         assert all(run.is_shared for run in self.store.runs.values()), "a private run outlives its sequence"
         self.manager.eviction.evict(1 << 20)
-        assert self.manager.table.ledger.bytes_out == 0
+        assert self.manager.table.ledger.allocated_bytes == 0
         self.counts.update(vars(fetching.counts))
 
 
@@ -321,7 +321,7 @@ def make_it_move(watched: Watched, prompts: list[list[int]], expected: list[list
     engine.add("first", short, replace(GREEDY, max_tokens=50))
     watched.step()
     (waits,) = engine.add("waits", prompt, params).sequences
-    assert isinstance(waits, Sequence) and waits.state is State.WAITING
+    assert isinstance(waits, Sequence) and waits.state is SequenceState.WAITING
     watched.run_out()
     engine.scheduler.policy.max_running = running
     assert watched.collected["first"].outputs[0].token_ids == short_answer
@@ -342,12 +342,12 @@ def test_tokens_by_tier_add_up_though_what_was_fetched_ahead_is_evicted_again(se
     engine.add("waits", prompt, GREEDY)
     while manager.fetching.counts.prefetched < 4:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
     manager.eviction.evict(3)
     store.drop(list(store.runs))
     while engine.has_work:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
     assert collected["waits"].num_cached_tokens == 64
     check_tiers(collected["waits"])
 
@@ -385,7 +385,7 @@ def test_what_is_fetched_in_two_parts_is_all_counted_by_its_store(seed: int) -> 
     collected: dict[str, RequestOutput] = {}
     while manager.fetching.counts.prefetched < 2:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
     store.runs |= late
     assert drain(engine, collected)["waits"].cached_by_tier == {"toy": 64 * 4}
 
@@ -402,7 +402,7 @@ def test_all_swapped_sequences_of_a_prefix_that_is_far_come_back(seed: int) -> N
     collected: dict[str, RequestOutput] = {}
     while min(each.num_generated for each in sequences) < 20:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
     for each in sequences:
         engine.scheduler.preempt(each)
         assert each.swapped is not None
@@ -410,7 +410,7 @@ def test_all_swapped_sequences_of_a_prefix_that_is_far_come_back(seed: int) -> N
     manager.eviction.evict(99)
     while engine.has_work:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         engine.check()
     assert [collected[str(index)].outputs[0].token_ids for index in range(3)] == expected
     assert manager.fetching.counts.swapped_in == 3 and engine.stats()["replayed_tokens"] == 0
@@ -439,14 +439,14 @@ def test_a_prefix_that_is_lost_while_its_sequence_comes_back_is_computed(calls: 
     collected: dict[str, RequestOutput] = {}
     while sequence.num_generated < 5:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
     engine.scheduler.preempt(sequence)
     assert sequence.swapped is not None
     engine.scheduler.manager.eviction.evict(99)
     store.left = calls
     while engine.has_work:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         engine.check()
     assert [collected["swapped"].outputs[0].token_ids] == expected
     assert engine.holds_nothing
@@ -470,7 +470,7 @@ def test_a_sequence_that_comes_back_knows_the_segments_that_are_there_now(seed: 
     engine.add("other", [*shared, 3], GREEDY)
     scheduler.waiting.reverse()
     scheduler.policy.max_running = 1
-    while sequence.state is State.WAITING:
+    while sequence.state is SequenceState.WAITING:
         engine.step()
     path = sequence.path
     assert path.num_shared == 2 and scheduler.manager.fetching.counts.swapped_in == 1

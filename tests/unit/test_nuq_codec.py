@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.reference import rotate
-from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of
+from quire.cache.codecs.nuq import NuqCodec, NuqTables, nuq_layout
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import resolve
@@ -188,7 +188,7 @@ def test_a_page_says_nothing_of_where_it_is() -> None:
 
 def test_sizes_of_pages() -> None:
     """Key lines, slots, value lines, ranges: bits per number at head sizes 64 and 128, as the pool counts them."""
-    assert layout_of(64, 8 * 3, 1, 3, 1).end == 24 * 64 + 192 + 24 * 64 + 256 + 192
+    assert nuq_layout(64, 8 * 3, 1, 3, 1).end == 24 * 64 + 192 + 24 * 64 + 256 + 192
     found = {
         (dim, bits): NuqCodec.nominal_page_bytes(dim, bits, 1) * 8 / (2 * PAGE_TOKENS * dim)
         for dim in (64, 128)

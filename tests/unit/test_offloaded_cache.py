@@ -19,13 +19,13 @@ from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.sinks import Sinks
 from quire.offload.blocks import BlockAttention
-from quire.offload.mover import NOTHING, Mover, Ticket
-from quire.offload.table import OffloadedTable, Placed
+from quire.offload.mover import NOTHING, IoTicket, Mover
+from quire.offload.table import FarChunks, OffloadedTable
 from quire.offload.units import Share
 from quire.stores.direct import DirectFile
 
 from ..effort import tries
-from ..offloaded import Kernels, Machine, Made, StepError, delayed, patched, poisoned
+from ..offloaded import FakeSequence, Kernels, Machine, StepError, delayed, patched, poisoned
 
 DENSE = DenseCodec(2, torch.float32)
 LAYERS, HEADS = 3, 2
@@ -58,7 +58,7 @@ def random_machine(folder: Path, generator: random.Random, codec: str) -> Machin
     )
 
 
-def rows_of(machine: Machine, made: Made, generator: random.Random) -> list[RowSlice]:
+def rows_of(machine: Machine, made: FakeSequence, generator: random.Random) -> list[RowSlice]:
     """The next rows of a sequence: one, those that fill its chunk, many, or a row and drafts. None if it is full."""
     left = machine.max_chunks * PAGE_TOKENS - made.num_tokens
     to_fill = PAGE_TOKENS - made.num_tokens % PAGE_TOKENS
@@ -160,7 +160,7 @@ def machine(tmp_path: Path, seed: int) -> Iterator[Callable[..., Machine]]:
         each.close()
 
 
-def computed(machine: Machine, num_tokens: int) -> Made:
+def computed(machine: Machine, num_tokens: int) -> FakeSequence:
     """A sequence of its own with so many tokens."""
     made = machine.begin()
     machine.step([machine.slice(made, num_tokens)])
@@ -174,7 +174,7 @@ def cached(machine: Machine, num_chunks: int) -> list[int]:
     return machine.cached[-1]
 
 
-def decode(machine: Machine, *sequences: Made) -> None:
+def decode(machine: Machine, *sequences: FakeSequence) -> None:
     machine.step([machine.slice(made, 1) for made in sequences])
     for made in sequences:
         machine.commit(made, made.num_tokens + 1)
@@ -207,7 +207,7 @@ def test_prefixes_longer_than_the_shared_buffers_are_no_error(machine: Callable[
     sequences = [made.begin(4, chain) for chain in chains for _ in range(3)]
     for _ in range(3):
         decode(made, *sequences)
-    assert made.table.room.shared_bytes == 5 * made.table.sealed.largest
+    assert made.table.memory_plan.shared_bytes == 5 * made.table.sealed.largest
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -330,7 +330,7 @@ def test_a_read_of_a_step_that_failed_spoils_no_later_step(machine: Callable[...
 def test_the_share_of_near_chunks_is_kept(machine: Callable[..., Machine], codec: str, share: float) -> None:
     """A step that fills many chunks keeps no more of them in memory than one that fills few."""
     made = machine(codec, memory=8.0, near=Share(share), max_chunks=4)
-    assert made.table.room.num_near >= 16
+    assert made.table.memory_plan.num_near >= 16
     for number in range(1, 5):
         computed(made, 4 * PAGE_TOKENS)
         assert made.table._num_sealed == 4 * number
@@ -349,9 +349,7 @@ def test_the_share_that_is_told_is_that_of_all_steps(machine: Callable[..., Mach
 def test_micro_batches_wait_for_chunks_in_transfer() -> None:
     """Each one's plan is told when a layer's pages may be read."""
     told: list[Any] = []
-    fake: Any = SimpleNamespace(
-        plan=lambda slices, moved, ready: told.append(ready), another=lambda: fake, refresh=None
-    )
+    fake: Any = SimpleNamespace(plan=lambda slices, moved, ready: told.append(ready), clone=lambda: fake, refresh=None)
     ready = np.zeros(3, np.int32)
     chunks = np.arange(2, dtype=np.int32)
     slices = [RowSlice(70, 1, chunks) for _ in range(3)]
@@ -382,7 +380,7 @@ class Recorder:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.events: list[tuple[str, int, int]] = []
-        self.names: dict[Ticket, tuple[str, int, int]] = {}
+        self.names: dict[IoTicket, tuple[str, int, int]] = {}
         self.waited: dict[tuple[int, int], set[tuple[str, int, int]]] = {}
         machine.take = lambda layer: self.events.append(("take", layer, -1))
         machine.give = lambda layer: self.events.append(("give", layer, -1))
@@ -391,7 +389,9 @@ class Recorder:
     def step(self) -> Iterator[None]:
         load, store, finish, layer = OffloadedTable.load, OffloadedTable.store, Mover._finish, Kernels.layer
 
-        def loading(table: OffloadedTable, at: int, batch: int, count: int, placed: Placed, *after: Ticket) -> Ticket:
+        def loading(
+            table: OffloadedTable, at: int, batch: int, count: int, placed: FarChunks, *after: IoTicket
+        ) -> IoTicket:
             # What is done already need not be waited for.
             self.waited[at, batch] = {self.names[ticket] for ticket in after if ticket in self.names} | {
                 event for event in self.events if event[0] == "stored"
@@ -399,11 +399,11 @@ class Recorder:
             self.events.append(("load", at, batch))
             return self._named("loaded", at, batch, load(table, at, batch, count, placed, *after))
 
-        def storing(table: OffloadedTable, at: int, batch: int, count: int, placed: Placed) -> Ticket:
+        def storing(table: OffloadedTable, at: int, batch: int, count: int, placed: FarChunks) -> IoTicket:
             self.events.append(("store", at, batch))
             return self._named("stored", at, batch, store(table, at, batch, count, placed))
 
-        def finishing(mover: Mover, ticket: Ticket, error: BaseException | None) -> None:
+        def finishing(mover: Mover, ticket: IoTicket, error: BaseException | None) -> None:
             if ticket.left == 1 and ticket in self.names:
                 self.events.append(self.names[ticket])
             finish(mover, ticket, error)
@@ -422,7 +422,7 @@ class Recorder:
         ):
             yield
 
-    def _named(self, event: str, layer: int, batch: int, ticket: Ticket) -> Ticket:
+    def _named(self, event: str, layer: int, batch: int, ticket: IoTicket) -> IoTicket:
         if ticket is NOTHING:
             self.events.append((event, layer, batch))
         else:

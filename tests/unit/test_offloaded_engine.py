@@ -346,7 +346,7 @@ def test_the_share_of_the_cache_in_memory_is_what_the_policy_says(model: Path, t
     options = {"offload.mode": policy_file(tmp_path, 2, 2, 100, percent, 100), "offload.cache": "8MiB"}
     with running(model, options | {"cache.memory": "6MiB"}) as run:
         table = run.table
-        assert table is not None and table.room.num_near > 16
+        assert table is not None and table.memory_plan.num_near > 16
         placed = table.place
 
         def checked(batches: Any) -> Any:

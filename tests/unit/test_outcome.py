@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cli.simulated import result_of
+from quire.cli.simulation_common import result_of
 from quire.planning.latency import LatencyModel, Origin, StepWork
 from quire.planning.queueing import poisson_arrivals, tandem, waits
 from quire.planning.slo import Slo

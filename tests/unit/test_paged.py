@@ -88,10 +88,10 @@ class Oracle:
         arena, every = self.arena, range(generator.choice((9, len(self.bytes) // BLOCK_BYTES)))
         arena.begin()
         sets = [np.array(sorted(generator.sample(every, generator.randrange(1, 8)))) for _ in range(batches)]
-        tickets = [arena.bring(sets[0])]
+        tickets = [arena.load_blocks(sets[0])]
         for number, blocks in enumerate(sets):
             if number + 1 < batches:
-                tickets.append(arena.bring(sets[number + 1]))
+                tickets.append(arena.load_blocks(sets[number + 1]))
             tickets[number].wait()
             changed = blocks[[generator.random() < 0.5 for _ in blocks]]
             for block in blocks.tolist():
@@ -102,7 +102,7 @@ class Oracle:
                     at = generator.randrange(BLOCK_BYTES)
                     found[at] = self.bytes[block * BLOCK_BYTES + at] = generator.randrange(256)
             keep = blocks[[generator.random() < 0.2 for _ in blocks]]
-            arena.let_go(blocks, changed, keep)
+            arena.release_blocks(blocks, changed, keep)
 
 
 @pytest.mark.parametrize("budget", [0, 5, 12, 100])
@@ -128,12 +128,12 @@ def test_memory_is_bounded_by_the_budget_and_what_is_used(mover: Mover, seed: in
         arena.begin()
         for first in range(0, 64, 4):
             blocks = np.arange(first, first + 4)
-            arena.bring(blocks).wait()
-            arena.let_go(blocks, blocks, blocks[:0]).wait()
+            arena.load_blocks(blocks).wait()
+            arena.release_blocks(blocks, blocks, blocks[:0]).wait()
             arena._finish()
-            assert arena.num_here <= budget + 4
+            assert arena.num_resident <= budget + 4
     arena.begin()
-    assert arena.num_here <= budget and int(arena._is_here.sum()) == arena.num_here
+    assert arena.num_resident <= budget and int(arena._is_resident.sum()) == arena.num_resident
 
 
 def test_what_came_first_stays_when_everything_is_used_in_turns(mover: Mover) -> None:
@@ -145,8 +145,8 @@ def test_what_came_first_stays_when_everything_is_used_in_turns(mover: Mover) ->
         arena.begin()
         for block in range(64):
             blocks = np.array([block])
-            arena.bring(blocks).wait()
-            arena.let_go(blocks, blocks, blocks[:0]).wait()
+            arena.load_blocks(blocks).wait()
+            arena.release_blocks(blocks, blocks, blocks[:0]).wait()
         return (mover.bytes_read - before) // BLOCK_BYTES
 
     assert step() == 0
@@ -160,23 +160,23 @@ def test_what_nothing_uses_any_more_makes_room(mover: Mover) -> None:
             arena.begin()
             for block in range(first, first + 12):
                 blocks = np.array([block])
-                arena.bring(blocks).wait()
-                arena.let_go(blocks, blocks, blocks[:0]).wait()
+                arena.load_blocks(blocks).wait()
+                arena.release_blocks(blocks, blocks, blocks[:0]).wait()
             mover.settle()
     before = mover.bytes_read
     arena.begin()
-    arena.bring(np.arange(32, 44)).wait()
+    arena.load_blocks(np.arange(32, 44)).wait()
     assert mover.bytes_read == before, "the newer ones, which are used, are not in memory"
 
 
 def test_pages_that_hold_nothing_are_not_read(mover: Mover) -> None:
     arena = PagedArena(8 * BLOCK_BYTES, 0, mover)
     arena.begin()
-    arena.bring(np.arange(4)).wait()
-    arena.let_go(np.arange(4), np.arange(4), np.arange(0)).wait()
+    arena.load_blocks(np.arange(4)).wait()
+    arena.release_blocks(np.arange(4), np.arange(4), np.arange(0)).wait()
     arena.begin()
-    arena.forget(np.array([0, 2 * BLOCK_BYTES + 128]), np.array([2 * BLOCK_BYTES, BLOCK_BYTES]))
-    arena.bring(np.arange(4)).wait()
+    arena.discard_blocks(np.array([0, 2 * BLOCK_BYTES + 128]), np.array([2 * BLOCK_BYTES, BLOCK_BYTES]))
+    arena.load_blocks(np.arange(4)).wait()
     assert mover.bytes_read == 2 * BLOCK_BYTES, "two blocks are whole, two are shared with others"
 
 
@@ -280,15 +280,15 @@ def test_fewer_bytes_are_read_than_of_whole_chunks(model: Path) -> None:
 def test_memory_stays_within_what_was_given(model: Path) -> None:
     options = retaining("threshold", "dense") | ON_DISK | {"offload.micro_batch": 4, "scheduler.max_running": 8}
     memory = least(model, options)
-    most, bring = [0], PagedArena.bring
+    most, load_blocks = [0], PagedArena.load_blocks
 
     def watched(self: PagedArena, *arguments: Any) -> Any:
-        found = bring(self, *arguments)
-        most[0] = max(most[0], self.num_here * BLOCK_BYTES)
+        found = load_blocks(self, *arguments)
+        most[0] = max(most[0], self.num_resident * BLOCK_BYTES)
         return found
 
     with (
-        patched(PagedArena, bring=watched),
+        patched(PagedArena, load_blocks=watched),
         delayed(0, 0.004),
         running(model, options | {"cache.memory": memory}) as run,
     ):
@@ -301,9 +301,9 @@ def test_pages_that_are_taken_anew_are_not_read(model: Path) -> None:
     options, load, wanted = retaining("budget", "dense") | ON_DISK | {"cache.share": False}, Pager.load, [0]
 
     def counted(self: Pager, *arguments: Any) -> Any:
-        self.arena._coming.clear()
+        self.arena._loading.clear()
         found = load(self, *arguments)
-        wanted[-1] += sum(len(blocks) for _, blocks in self.arena._coming) * BLOCK_BYTES
+        wanted[-1] += sum(len(blocks) for _, blocks in self.arena._loading) * BLOCK_BYTES
         return found
 
     with poisoned(budget=0), running(model, options | {"cache.memory": least(model, options)}) as run:
@@ -356,6 +356,8 @@ def test_a_pager_has_its_parameters(model: Path) -> None:
     run = Run(model, options | {"cache.memory": "3MiB"})
     attention: Any = run.engine.runner.attention
     pager = attention._table
-    assert isinstance(pager, Pager) and pager.own_chunks >= 4 and pager.table is run.engine.scheduler.manager.table
+    assert (
+        isinstance(pager, Pager) and pager.max_batch_chunks >= 4 and pager.table is run.engine.scheduler.manager.table
+    )
     assert run.ask(PROMPTS[:2], PARAMS[:2]) == expected(model, options)[:2]
     run.llm.close()

@@ -951,7 +951,7 @@ def test_weights_that_instances_map_are_counted_once(
     planner._fits.clear()
     apart = planner.fit(settings).room
     monkeypatch.setattr(
-        "quire.evaluation.auto_local.image_for", lambda checkpoint, config: SimpleNamespace(num_bytes=weights)
+        "quire.evaluation.auto_local.engine_image_spec", lambda checkpoint, config: SimpleNamespace(num_bytes=weights)
     )
     planner._shared.cache_clear()
     planner._fits.clear()

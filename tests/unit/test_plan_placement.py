@@ -432,13 +432,13 @@ def test_a_placement_is_simulated_on_the_gpus_that_it_is_for(
     parser = argparse.ArgumentParser()
     simulate.add_arguments(Arguments(parser, []))
     command = ["opt-13b", "--hardware", "A100-80G", "--trace", str(folder / "trace.jsonl"), *OPTIONS]
-    found = simulate._subject(parser.parse_args([*command, "--cluster.placement", str(file)])).setup
+    found = simulate._scenario(parser.parse_args([*command, "--cluster.placement", str(file)])).setup
     assert found.in_pairs and found.ways == planned[0].ways
     assert [each.plan.sizes.cache_bytes for each in found.replicas] == [
         each.plan.sizes.cache_bytes for each in planned[0].replicas
     ]
     assert [each.plan.latency for each in found.replicas] == [each.plan.latency for each in planned[0].replicas]
-    other = simulate._subject(parser.parse_args([*command, "--hardware", "h100", "--cluster.placement", str(file)]))
+    other = simulate._scenario(parser.parse_args([*command, "--hardware", "h100", "--cluster.placement", str(file)]))
     assert other.setup.replicas[0].plan.latency.device == DEVICES["h100"]  # type: ignore[attr-defined]
 
 
@@ -469,7 +469,7 @@ def test_a_placement_on_machines_without_gpus_is_simulated_and_served_as_it_was_
         simulate.add_arguments(Arguments(parser, []))
         latencies = [word for count in (1, 2) for word in ("--latency", str(folder / f"{count}.json"))]
         command = [str(folder / "model"), "--trace", str(folder / "trace.jsonl"), *OPTIONS, *latencies]
-        subject = simulate._subject(parser.parse_args([*command, "--cluster.placement", str(file)]))
+        subject = simulate._scenario(parser.parse_args([*command, "--cluster.placement", str(file)]))
         found = subject.setup
         assert (found.in_pairs, found.ways) == (planned[0].in_pairs, planned[0].ways)
         tcp = LINKS["tcp"].bytes_per_second

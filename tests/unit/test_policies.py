@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.retention.policies import MEMBERS, Chain, Decided, decide, keep_on, largest, occurrences
+from quire.cache.retention.policies import (
+    MEMBERS,
+    PolicyChain,
+    RetentionDecision,
+    decide,
+    largest,
+    occurrences,
+    select_while_decoding,
+)
 from tests.effort import examples
 
 EXAMPLE = [
@@ -44,7 +52,7 @@ def local_recovery(attention: np.ndarray) -> Any:
     return recovery
 
 
-def decided(chain: Chain, attention: np.ndarray, **marks: np.ndarray) -> Decided:
+def decided(chain: PolicyChain, attention: np.ndarray, **marks: np.ndarray) -> RetentionDecision:
     """Of attention [heads, n, n]."""
     none = np.zeros(attention.shape[1], bool)
     marks = {"special": none, "punctuation": none, **marks}
@@ -60,7 +68,7 @@ EXAMPLE_MARKS = {"special": only(6, 0), "punctuation": only(6, 2)}
 )
 def test_the_worked_example(threshold: float, policy: int, kept: list[int]) -> None:
     # Two of six tokens for either share.
-    found = decided(Chain(threshold, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
+    found = decided(PolicyChain(threshold, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
     assert found.policies.tolist() == [policy]
     assert np.flatnonzero(found.kept[0]).tolist() == list(kept)
     recovery = [0.575, 4.4 / 6, 0.95, 1.0, 1.0][: policy + 1]
@@ -71,7 +79,7 @@ def test_the_worked_example(threshold: float, policy: int, kept: list[int]) -> N
 def test_rows_count_and_not_the_last_one_alone() -> None:
     last = square(EXAMPLE)[-1]
     assert [last[[0]].sum(), last[[0, 2]].sum(), last[[0, 1, 2, 3]].sum()] == pytest.approx([0.4, 0.6, 0.8])
-    found = decided(Chain(0.7, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
+    found = decided(PolicyChain(0.7, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
     assert found.policies[0] == 1
 
 
@@ -94,7 +102,7 @@ def test_every_head_has_the_policy_it_needs() -> None:
             scores = np.where(causal & (at[:, None] - at < 4), 9.0, np.where(causal, -9.0, -np.inf))
         heads.append(np.exp(scores) / np.exp(scores).sum(1, keepdims=True))
     attention = np.array(heads)
-    found = decided(Chain(0.8, 0.1, 0.1), attention, special=only(n, 0), punctuation=at % 7 == 3)
+    found = decided(PolicyChain(0.8, 0.1, 0.1), attention, special=only(n, 0), punctuation=at % 7 == 3)
     assert found.policies.tolist() == [0, 1, 2, 3, 4]
     assert found.kept[4].all() and found.kept[:4].sum(1).tolist() == [1, 7, 11, 14]
 
@@ -102,7 +110,7 @@ def test_every_head_has_the_policy_it_needs() -> None:
 def test_members_do_not_count_tokens_twice() -> None:
     """Frequent tokens are beside the special ones and the punctuation, which would be among the most frequent."""
     attention = square(EXAMPLE)[None]
-    found = decided(Chain(0.9, 0.3, 0.3), attention, special=only(6, 0), punctuation=only(6, 0, 2))
+    found = decided(PolicyChain(0.9, 0.3, 0.3), attention, special=only(6, 0), punctuation=only(6, 0, 2))
     assert found.kept.sum() == 2 + 2
 
 
@@ -116,7 +124,7 @@ def test_more_is_kept_for_more_recovery(seed: int, n: int, members: list[str], l
     special, punctuation = generator.random((2, n)) < 0.2
     before = np.zeros((5, n), bool)
     for threshold in (0.0, 0.3, 0.6, 0.8, 0.9, 0.97, 1.1):
-        chain = Chain(threshold, 0.25, 0.2, tuple(members[:length]))
+        chain = PolicyChain(threshold, 0.25, 0.2, tuple(members[:length]))
         found = decided(chain, attention, special=special, punctuation=punctuation)
         assert (found.kept | ~before).all(), "something that less recovery keeps is dropped"
         before = found.kept
@@ -128,7 +136,7 @@ def test_more_is_kept_for_more_recovery(seed: int, n: int, members: list[str], l
 
 
 def test_while_decoding_budgets_grow_and_the_window_does_not() -> None:
-    chain = Chain(0.9)
+    chain = PolicyChain(0.9)
     prompt, generated = 50, 100
     n = prompt + generated
     at = np.arange(n)
@@ -139,7 +147,7 @@ def test_while_decoding_budgets_grow_and_the_window_does_not() -> None:
     kept[2:4, 20:30] = False  # dropped before
     slots = np.random.default_rng(1).permutation(n)  # the order of slots means nothing
     positions = np.where(kept, at, -1)[:, slots].astype(np.int32)
-    in_slots = keep_on(chain, policies, positions, marks, sums[:, slots], prompt, n)
+    in_slots = select_while_decoding(chain, policies, positions, marks, sums[:, slots], prompt, n)
     found = np.zeros((5, n), bool)
     found[:, slots] = in_slots
     assert found[4].all()

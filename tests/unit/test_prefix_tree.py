@@ -31,7 +31,7 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.namespace import FORMAT_VERSION, Namespace
-from quire.cache.path import Path, Swapped
+from quire.cache.path import Path, SwappedPath
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
@@ -56,7 +56,7 @@ class Holder:
     priority: int = 0
     lifetime: float | None = None
     fetched: dict[str, int] = field(default_factory=dict)
-    swapped: Swapped | None = None
+    swapped: SwappedPath | None = None
     path: Path = field(default_factory=Path)
 
     @property
@@ -648,15 +648,15 @@ class Churn(RuleBasedStateMachine):
         self.written: dict[int, tuple[object, ...]] = {}  # chunk id -> namespace and tokens up to its end
         self.cached: dict[tuple[object, ...], int] = {}  # namespace and tokens up to a chunk's end -> chunk id
         self.holders: list[Holder] = []
-        give = self.manager.table.give
+        free = self.manager.table.free
 
         def forget(chunks: np.ndarray) -> None:
             for each in chunks.tolist():
                 if self.cached.get(self.written.get(each, ())) == each:
                     del self.cached[self.written[each]]
-            give(chunks)
+            free(chunks)
 
-        self.manager.table.give = forget  # type: ignore[method-assign]
+        self.manager.table.free = forget  # type: ignore[method-assign]
 
     @rule(
         target=live,
@@ -736,9 +736,9 @@ class Churn(RuleBasedStateMachine):
         """As a demand for memory does."""
         self.count()
         idle = self.tree.num_idle
-        dropped = np.concatenate([np.empty(0, np.int32), *(each.rows for each in self.tree.vacate(count))])
+        dropped = np.concatenate([np.empty(0, np.int32), *(each.rows for each in self.tree.evict(count))])
         assert len(dropped) == min(count, idle)
-        self.manager.table.give(dropped)
+        self.manager.table.free(dropped)
 
     @rule(seconds=st.floats(0, 12))
     def wait(self, seconds: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import COMMANDS, build_parser, simulated
+from quire.cli import COMMANDS, build_parser, simulation_common
 from quire.cli.shared import ENGINE_SECTIONS
 from quire.config import EngineConfig, options_from
 from quire.planning.cluster_file import read_cluster
@@ -95,4 +95,4 @@ def test_a_command_that_is_printed_is_taken(page: str, command: str, capsys: pyt
     settings = options_from(args, ENGINE_SECTIONS)
     EngineConfig.from_options({key: value for key, value in settings.items() if str(value) != str(value).upper()})
     if words[0] == "plan" and words[1] in ("auto", "placement"):
-        simulated.check_targets(simulated.slo_of(args), f"quire plan {words[1]}")
+        simulation_common.check_targets(simulation_common.slo_of(args), f"quire plan {words[1]}")

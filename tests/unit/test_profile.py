@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.attention.profile import column_sums, recovered
 from quire.attention.reference import attend_dense
-from quire.cache.retention.policies import Chain, decide
+from quire.cache.retention.policies import PolicyChain, decide
 from tests.effort import examples
 
 H, G, D = 3, 2, 16
@@ -79,7 +79,7 @@ def test_padding_counts_for_nothing() -> None:
         found = []
         for sums, n in (first, second):
             marks = {"special": np.arange(n) == 0, "punctuation": np.zeros(n, bool)}
-            chain = Chain(0.6, members=("special", "punctuation", "frequent"))
+            chain = PolicyChain(0.6, members=("special", "punctuation", "frequent"))
             found.append(decide(chain, marks, sums.double().numpy(), lambda *_: np.empty(0)))
         assert np.array_equal(found[0].policies, found[1].policies) and np.array_equal(found[0].kept, found[1].kept)
 

@@ -14,35 +14,35 @@ from quire.cluster.messages import (
     Abort,
     Ack,
     Admitted,
-    Ask,
     Attempt,
     Begin,
+    CachePart,
     Cancel,
     Compute,
-    Down,
+    Envelope,
     Expired,
     Failed,
-    Gone,
+    HandedOver,
+    InstanceDown,
+    Lost,
     Manifest,
-    Part,
+    ManifestRequest,
+    PartsRequest,
     Receive,
-    Sampled,
-    Sent,
-    Taken,
     Token,
-    Want,
+    TokenSampled,
 )
-from quire.cluster.protocol import Intake, Receiver, Route, Routed, Source, Supply
+from quire.cluster.protocol import ReceiverPhase, ReceiverState, RequestPhase, RequestState, SourcePhase, SourceState
 from tests.effort import full_only
+from tests.protocol_checker import Budget, ModelChecker, Violation, changed
 from tests.protocol_table import tables
-from tests.worlds import Budget, Explorer, Violation, changed
 
 ROOT = Path(__file__).parents[2]
 FIRST = Attempt(0, 1)
 
 
-def explore(budget: Budget, **more: Any) -> Explorer:
-    explorer = Explorer(budget=budget, **more)
+def explore(budget: Budget, **more: Any) -> ModelChecker:
+    explorer = ModelChecker(budget=budget, **more)
     assert explorer.explore(), "there are more worlds than that"
     return explorer
 
@@ -78,7 +78,7 @@ def test_two_requests_share_the_room_of_their_instances(budget: Budget) -> None:
 )
 def test_worlds_that_are_visited_once_hide_no_outcome(requests: int, tokens: int, budget: Budget) -> None:
     found = [explore(budget, requests=requests, tokens=tokens, merges=merges) for merges in (True, False)]
-    assert found[0].outcomes == found[1].outcomes and found[0].num_worlds < found[1].num_worlds
+    assert found[0].outcomes == found[1].outcomes and found[0].num_states < found[1].num_states
 
 
 def test_two_requests_survive_a_crash_together() -> None:
@@ -90,7 +90,7 @@ def test_two_requests_survive_a_crash_together() -> None:
 
 def test_merging_hides_no_outcome_of_a_wrong_protocol() -> None:
     """What is dropped because it changes nothing is asked of the code that is explored."""
-    code = changed(route=router_ignores_the_attempt)
+    code = changed(advance_request=router_ignores_the_attempt)
     found = [explore(EARLY, code=code, merges=merges).outcomes for merges in (True, False)]
     assert found[0] == found[1] != explore(EARLY).outcomes
 
@@ -111,153 +111,163 @@ def test_larger_worlds(requests: int, budget: Budget) -> None:
 
 def source_frees_when_all_is_sent(state: Any, sender: str, event: Any) -> Any:
     """Before it knows that anything has arrived."""
-    after, sent = protocol.supply(state, sender, event)
-    if any(isinstance(each.message, Part) for each in sent):
-        return Source(after.attempt, Supply.ENDED), sent
+    after, sent = protocol.advance_source(state, sender, event)
+    if any(isinstance(each.message, CachePart) for each in sent):
+        return SourceState(after.attempt, SourcePhase.ENDED), sent
     return after, sent
 
 
 def source_serves_what_it_has_freed(state: Any, sender: str, event: Any) -> Any:
-    if state is not None and state.phase is Supply.ENDED and isinstance(event, Want):
-        return state, [Sent(sender, Part(event.attempt, part)) for part in sorted(event.parts)]
-    if state is not None and state.phase is Supply.HELD and isinstance(event, Want):
-        after, sent = protocol.supply(state, sender, event)
-        return Source(after.attempt, Supply.ENDED), sent
-    return protocol.supply(state, sender, event)
+    if state is not None and state.phase is SourcePhase.ENDED and isinstance(event, PartsRequest):
+        return state, [Envelope(sender, CachePart(event.attempt, part)) for part in sorted(event.parts)]
+    if state is not None and state.phase is SourcePhase.HELD and isinstance(event, PartsRequest):
+        after, sent = protocol.advance_source(state, sender, event)
+        return SourceState(after.attempt, SourcePhase.ENDED), sent
+    return protocol.advance_source(state, sender, event)
 
 
 def source_has_no_lease(state: Any, sender: str, event: Any) -> Any:
-    if isinstance(event, Expired) and state.phase is Supply.HELD:
+    if isinstance(event, Expired) and state.phase is SourcePhase.HELD:
         return state, []
-    return protocol.supply(state, sender, event)
+    return protocol.advance_source(state, sender, event)
 
 
 def source_sends_what_is_not_computed(state: Any, sender: str, event: Any) -> Any:
     """And says before that it is."""
-    after, sent = protocol.supply(state, sender, event)
-    if isinstance(event, Ask) and after is not None and after.phase is Supply.RUNNING:
-        return after, [Sent(sender, Manifest(event.attempt, frozenset({0, 1}), 1))]
-    if isinstance(event, Want) and after is not None and after.phase is Supply.RUNNING:
-        return after, [Sent(sender, Part(event.attempt, part)) for part in sorted(event.parts)]
+    after, sent = protocol.advance_source(state, sender, event)
+    if isinstance(event, ManifestRequest) and after is not None and after.phase is SourcePhase.RUNNING:
+        return after, [Envelope(sender, Manifest(event.attempt, frozenset({0, 1}), 1))]
+    if isinstance(event, PartsRequest) and after is not None and after.phase is SourcePhase.RUNNING:
+        return after, [Envelope(sender, CachePart(event.attempt, part)) for part in sorted(event.parts)]
     return after, sent
 
 
 def source_answers_one_wish(state: Any, sender: str, event: Any) -> Any:
-    if isinstance(event, Want) and state is not None and state.phase is Supply.HELD:
+    if isinstance(event, PartsRequest) and state is not None and state.phase is SourcePhase.HELD:
         if not state.is_asked:
             return state, []
-        _, sent = protocol.supply(state, sender, event)
+        _, sent = protocol.advance_source(state, sender, event)
         return replace(state, is_asked=False), sent
-    return protocol.supply(state, sender, event)
+    return protocol.advance_source(state, sender, event)
 
 
 def receiver_starts_without_a_part(state: Any, event: Any) -> Any:
-    if isinstance(event, Part) and state is not None and state.phase is Intake.PULLING:
-        return protocol.take(replace(state, missing=frozenset({event.part})), event)
-    return protocol.take(state, event)
+    if isinstance(event, CachePart) and state is not None and state.phase is ReceiverPhase.PULLING:
+        return protocol.advance_receiver(replace(state, missing=frozenset({event.part})), event)
+    return protocol.advance_receiver(state, event)
 
 
 def receiver_starts_when_it_has_room(state: Any, event: Any) -> Any:
-    if isinstance(event, Admitted) and state.phase is Intake.QUEUED:
-        return protocol.take(state, Admitted(state.parts))
-    return protocol.take(state, event)
+    if isinstance(event, Admitted) and state.phase is ReceiverPhase.QUEUED:
+        return protocol.advance_receiver(state, Admitted(state.parts))
+    return protocol.advance_receiver(state, event)
 
 
 def receiver_takes_room_before_the_source_has_begun(state: Any, event: Any) -> Any:
     """The order that the first draft had: two requests wait for each other's room until a deadline."""
     if state is None and isinstance(event, Receive):
-        return Receiver(event.attempt, Intake.QUEUED, event.source), []
-    if isinstance(event, Admitted) and state.phase is Intake.QUEUED and not state.parts:
-        asked = replace(state, phase=Intake.PULLING, missing=frozenset({-1}))
-        return asked, [Sent(state.source, Ask(state.attempt))]
+        return ReceiverState(event.attempt, ReceiverPhase.QUEUED, event.source), []
+    if isinstance(event, Admitted) and state.phase is ReceiverPhase.QUEUED and not state.parts:
+        asked = replace(state, phase=ReceiverPhase.PULLING, missing=frozenset({-1}))
+        return asked, [Envelope(state.source, ManifestRequest(state.attempt))]
     if isinstance(event, Manifest) and state is not None and state.missing == frozenset({-1}):
         pulling = replace(state, parts=event.parts, missing=event.parts, num_tokens=event.num_tokens)
-        return pulling, [Sent(state.source, Want(state.attempt, event.parts))]
-    return protocol.take(state, event)
+        return pulling, [Envelope(state.source, PartsRequest(state.attempt, event.parts))]
+    return protocol.advance_receiver(state, event)
 
 
 def receiver_never_asks_again(state: Any, event: Any) -> Any:
     if isinstance(event, Expired):
         return state, []
-    return protocol.take(state, event)
+    return protocol.advance_receiver(state, event)
 
 
 def receiver_keeps_what_was_cancelled(state: Any, event: Any) -> Any:
-    if isinstance(event, Cancel) and state is not None and state.phase is not Intake.RUNNING:
+    if isinstance(event, Cancel) and state is not None and state.phase is not ReceiverPhase.RUNNING:
         return replace(state, tries=0), []
     if isinstance(event, Expired) and not state.tries:
         return state, []
-    return protocol.take(state, event)
+    return protocol.advance_receiver(state, event)
 
 
 def router_passes_on_what_comes(state: Any, event: Any) -> Any:
-    after, sent = protocol.route(state, event)
-    if isinstance(event, Token) and not sent and state.phase is Route.RUNNING:
-        return after, [Sent("client", event)]
+    after, sent = protocol.advance_request(state, event)
+    if isinstance(event, Token) and not sent and state.phase is RequestPhase.RUNNING:
+        return after, [Envelope("client", event)]
     return after, sent
 
 
 def router_does_not_hear_of_crashes(state: Any, event: Any) -> Any:
-    if isinstance(event, Down | Expired):
+    if isinstance(event, InstanceDown | Expired):
         return state, []
-    return protocol.route(state, event)
+    return protocol.advance_request(state, event)
 
 
 def router_gives_up_at_once(state: Any, event: Any) -> Any:
-    after, sent = protocol.route(state, event)
-    if after.phase is Route.QUEUED and state.phase is Route.RUNNING:
-        return replace(after, phase=Route.FAILED), [*sent, Sent("client", Failed(state.attempt, "gave up"))]
+    after, sent = protocol.advance_request(state, event)
+    if after.phase is RequestPhase.QUEUED and state.phase is RequestPhase.RUNNING:
+        return replace(after, phase=RequestPhase.FAILED), [*sent, Envelope("client", Failed(state.attempt, "gave up"))]
     return after, sent
 
 
 def router_begins_again_from_the_start(state: Any, event: Any) -> Any:
-    return protocol.route(replace(state, delivered=0) if isinstance(event, Begin) else state, event)
+    return protocol.advance_request(replace(state, delivered=0) if isinstance(event, Begin) else state, event)
 
 
 def receiver_goes_on_after_its_end(state: Any, event: Any) -> Any:
     """A part that comes late revives what was cancelled."""
-    if isinstance(event, Part) and state is not None and state.phase is Intake.ENDED:
-        return replace(state, phase=Intake.RUNNING, source="p", num_tokens=1), []
-    return protocol.take(state, event)
+    if isinstance(event, CachePart) and state is not None and state.phase is ReceiverPhase.ENDED:
+        return replace(state, phase=ReceiverPhase.RUNNING, source="p", num_tokens=1), []
+    return protocol.advance_receiver(state, event)
 
 
 def router_passes_on_tokens_of_old_attempts(state: Any, event: Any) -> Any:
     if isinstance(event, Token) and event.attempt != state.attempt:
-        return state, [Sent("client", event)]
-    return protocol.route(state, event)
+        return state, [Envelope("client", event)]
+    return protocol.advance_request(state, event)
 
 
 def router_ignores_the_attempt(state: Any, event: Any) -> Any:
     if isinstance(event, Failed):
-        return protocol.route(state, replace(event, attempt=state.attempt))
-    return protocol.route(state, event)
+        return protocol.advance_request(state, replace(event, attempt=state.attempt))
+    return protocol.advance_request(state, event)
 
 
 LOSS, CRASH, BOTH = Budget(0, 1, 0, 0, 0), Budget(1, 0, 0, 0, 0), Budget(1, 1, 0, 0, 0)
 EARLY = Budget(0, 0, 0, 1, 0)
 
 DEFECTS: list[tuple[dict[str, Any], Budget, int, str]] = [
-    ({"supply": source_serves_what_it_has_freed}, LOSS, 1, "decodes without"),
-    ({"supply": source_has_no_lease}, BOTH, 1, "never given back"),
-    ({"supply": source_sends_what_is_not_computed}, Budget(0, 0, 0, 0, 0), 1, "decodes without"),
-    ({"take": receiver_starts_when_it_has_room}, Budget(0, 0, 0, 0, 0), 1, "decodes without"),
-    ({"take": receiver_starts_without_a_part}, LOSS, 1, "decodes without"),
-    ({"take": receiver_takes_room_before_the_source_has_begun}, Budget(0, 0, 0, 0, 0), 2, "nothing went wrong"),
-    ({"take": receiver_never_asks_again}, BOTH, 1, "never given back"),
-    ({"take": receiver_keeps_what_was_cancelled}, Budget(0, 0, 0, 0, 1), 1, "never given back|waits for ever"),
-    ({"route": router_passes_on_what_comes}, Budget(0, 0, 0, 0, 0), 1, "a client has|after its end"),
-    ({"route": router_does_not_hear_of_crashes}, CRASH, 1, "waits for ever"),
-    ({"route": router_gives_up_at_once}, LOSS, 1, "although there are tries"),
-    ({"route": router_begins_again_from_the_start}, LOSS, 1, "a client has"),
-    ({"take": receiver_goes_on_after_its_end}, EARLY, 1, "decodes without"),
-    ({"route": router_passes_on_tokens_of_old_attempts}, EARLY, 1, "a client has|after its end"),
+    ({"advance_source": source_serves_what_it_has_freed}, LOSS, 1, "decodes without"),
+    ({"advance_source": source_has_no_lease}, BOTH, 1, "never given back"),
+    ({"advance_source": source_sends_what_is_not_computed}, Budget(0, 0, 0, 0, 0), 1, "decodes without"),
+    ({"advance_receiver": receiver_starts_when_it_has_room}, Budget(0, 0, 0, 0, 0), 1, "decodes without"),
+    ({"advance_receiver": receiver_starts_without_a_part}, LOSS, 1, "decodes without"),
+    (
+        {"advance_receiver": receiver_takes_room_before_the_source_has_begun},
+        Budget(0, 0, 0, 0, 0),
+        2,
+        "nothing went wrong",
+    ),
+    ({"advance_receiver": receiver_never_asks_again}, BOTH, 1, "never given back"),
+    (
+        {"advance_receiver": receiver_keeps_what_was_cancelled},
+        Budget(0, 0, 0, 0, 1),
+        1,
+        "never given back|waits for ever",
+    ),
+    ({"advance_request": router_passes_on_what_comes}, Budget(0, 0, 0, 0, 0), 1, "a client has|after its end"),
+    ({"advance_request": router_does_not_hear_of_crashes}, CRASH, 1, "waits for ever"),
+    ({"advance_request": router_gives_up_at_once}, LOSS, 1, "although there are tries"),
+    ({"advance_request": router_begins_again_from_the_start}, LOSS, 1, "a client has"),
+    ({"advance_receiver": receiver_goes_on_after_its_end}, EARLY, 1, "decodes without"),
+    ({"advance_request": router_passes_on_tokens_of_old_attempts}, EARLY, 1, "a client has|after its end"),
 ]
 
 
 @pytest.mark.parametrize(("parts", "budget", "requests", "message"), DEFECTS, ids=lambda value: _name_of(value))
 def test_a_planted_defect_is_found(parts: dict[str, Any], budget: Budget, requests: int, message: str) -> None:
     with pytest.raises(Violation, match=message):
-        Explorer(budget=budget, requests=requests, parts=2, code=changed(**parts)).explore()
+        ModelChecker(budget=budget, requests=requests, parts=2, code=changed(**parts)).explore()
 
 
 def _name_of(value: Any) -> str:
@@ -267,30 +277,30 @@ def _name_of(value: Any) -> str:
 def test_a_loss_alone_costs_no_attempt_while_the_cache_is_pulled() -> None:
     """What the receiver and the source tell each other is asked for again."""
 
-    class Pulling(Explorer):
-        def events(self, world: Any) -> Any:
+    class Pulling(ModelChecker):
+        def events(self, system: Any) -> Any:
             """A receiver asks again before a lease ends, and that ends before the router begins again."""
-            found = super().events(world)
+            found = super().events(system)
             roles = [event.what[0] for event in found if event.kind == "expire"]
             first = next((role for role in ("receiver", "source", "route") if role in roles), "")
             return [event for event in found if event.kind != "expire" or event.what[0] == first]
 
-        def after(self, world: Any, event: Any) -> Any:
+        def after(self, system: Any, event: Any) -> Any:
             if event.kind == "lose" and event.what[0] not in (4, 5):
-                return world
-            return super().after(world, event)
+                return system
+            return super().after(system, event)
 
-        def _route(self, world: Any, event: Any) -> Any:
-            if isinstance(event, Begin) and self.items[world.route].number:
+        def _route(self, system: Any, event: Any) -> Any:
+            if isinstance(event, Begin) and self.items[system.route].number:
                 raise Violation("an attempt was lost")
-            return super()._route(world, event)
+            return super()._route(system, event)
 
     assert Pulling(budget=LOSS, requests=1, parts=2).explore()
     with pytest.raises(Violation, match="an attempt was lost"):
-        code = changed(supply=source_frees_when_all_is_sent)
+        code = changed(advance_source=source_frees_when_all_is_sent)
         Pulling(budget=LOSS, requests=1, parts=2, code=code).explore()
     with pytest.raises(Violation, match="an attempt was lost"):
-        code = changed(supply=source_answers_one_wish)
+        code = changed(advance_source=source_answers_one_wish)
         Pulling(budget=LOSS, requests=1, parts=2, code=code).explore()
 
 
@@ -298,83 +308,94 @@ def test_a_loss_alone_costs_no_attempt_while_the_cache_is_pulled() -> None:
 
 
 def test_a_part_that_has_not_come_is_asked_for_again() -> None:
-    state = Receiver(FIRST, Intake.PULLING, "p", 2, frozenset({0, 1}), frozenset({0, 1}), 1)
-    after, _ = protocol.take(state, Part(FIRST, 1))
+    state = ReceiverState(FIRST, ReceiverPhase.PULLING, "p", 2, frozenset({0, 1}), frozenset({0, 1}), 1)
+    after, _ = protocol.advance_receiver(state, CachePart(FIRST, 1))
     assert after is not None and after.missing == {0}
-    again, sent = protocol.take(after, Expired())
-    assert sent == [Sent("p", Want(FIRST, frozenset({0})))] and again is not None and again.tries == 1
+    again, sent = protocol.advance_receiver(after, Expired())
+    assert sent == [Envelope("p", PartsRequest(FIRST, frozenset({0})))] and again is not None and again.tries == 1
 
 
 def test_only_what_the_receiver_lacks_is_sent() -> None:
     parts = frozenset(range(4))
-    state = Receiver(FIRST, Intake.QUEUED, "p", parts=parts)
-    after, sent = protocol.take(state, Admitted(frozenset({0, 1, 2})))
-    assert sent == [Sent("p", Want(FIRST, frozenset({3})))] and after is not None and after.missing == {3}
+    state = ReceiverState(FIRST, ReceiverPhase.QUEUED, "p", parts=parts)
+    after, sent = protocol.advance_receiver(state, Admitted(frozenset({0, 1, 2})))
+    assert sent == [Envelope("p", PartsRequest(FIRST, frozenset({3})))] and after is not None and after.missing == {3}
 
 
 def test_nothing_is_promised_before_retention_has_decided() -> None:
-    state = found(protocol.supply(None, "d", Ask(FIRST)))
-    for event in (Compute(FIRST, 0, "d"), Admitted(), Ask(FIRST)):
-        state, sent = protocol.supply(state, "d", event)
+    state = found(protocol.advance_source(None, "d", ManifestRequest(FIRST)))
+    for event in (Compute(FIRST, 0, "d"), Admitted(), ManifestRequest(FIRST)):
+        state, sent = protocol.advance_source(state, "d", event)
         assert not sent
-    state, sent = protocol.supply(state, "", Sampled(False, frozenset({0, 1})))
-    assert sent == [Sent(ROUTER, Token(FIRST, 0)), Sent("d", Manifest(FIRST, frozenset({0, 1}), 1))]
-    assert found((state, sent)).phase is Supply.HELD
+    state, sent = protocol.advance_source(state, "", TokenSampled(False, frozenset({0, 1})))
+    assert sent == [Envelope(ROUTER, Token(FIRST, 0)), Envelope("d", Manifest(FIRST, frozenset({0, 1}), 1))]
+    assert found((state, sent)).phase is SourcePhase.HELD
 
 
-def found(answer: tuple[Any, list[Sent]]) -> Any:
+def found(answer: tuple[Any, list[Envelope]]) -> Any:
     assert answer[0] is not None
     return answer[0]
 
 
 def test_a_receiver_that_has_everything_asks_for_nothing() -> None:
-    state = Receiver(FIRST, Intake.QUEUED, "p", parts=frozenset({0}), num_tokens=1)
-    after, sent = protocol.take(state, Admitted(frozenset({0})))
-    assert found((after, sent)).phase is Intake.RUNNING
-    assert [type(each.message) for each in sent] == [Ack, Taken, Token]
+    state = ReceiverState(FIRST, ReceiverPhase.QUEUED, "p", parts=frozenset({0}), num_tokens=1)
+    after, sent = protocol.advance_receiver(state, Admitted(frozenset({0})))
+    assert found((after, sent)).phase is ReceiverPhase.RUNNING
+    assert [type(each.message) for each in sent] == [Ack, HandedOver, Token]
 
 
 def test_an_attempt_without_a_source_is_computed_by_its_receiver() -> None:
-    state, sent = protocol.route(Routed(0, 1, delivered=3), Begin("", "d"))
-    assert sent == [Sent("d", Receive(state.attempt, "", 3))] and state.is_taken
-    receiver = found(protocol.take(None, sent[0].message))
-    assert receiver.phase is Intake.RUNNING
-    assert protocol.take(receiver, Sampled(False))[1] == [Sent(ROUTER, Token(state.attempt, 3))]
-    assert [each.to for each in protocol.route(state, Expired())[1]][:1] == ["d"]
+    state, sent = protocol.advance_request(RequestState(0, 1, delivered=3), Begin("", "d"))
+    assert sent == [Envelope("d", Receive(state.attempt, "", 3))] and state.is_taken
+    receiver = found(protocol.advance_receiver(None, sent[0].message))
+    assert receiver.phase is ReceiverPhase.RUNNING
+    assert protocol.advance_receiver(receiver, TokenSampled(False))[1] == [Envelope(ROUTER, Token(state.attempt, 3))]
+    assert [each.to for each in protocol.advance_request(state, Expired())[1]][:1] == ["d"]
 
 
 def test_what_has_ended_holds_nothing_and_begins_nothing() -> None:
-    for event in (Cancel(FIRST), Ack(FIRST), Expired(), Sampled(True), Admitted(), Failed(FIRST, "")):
-        source, receiver = Source(FIRST, Supply.ENDED), Receiver(FIRST, Intake.ENDED)
-        assert protocol.supply(source, "d", event) == (source, [])
+    for event in (Cancel(FIRST), Ack(FIRST), Expired(), TokenSampled(True), Admitted(), Failed(FIRST, "")):
+        source, receiver = SourceState(FIRST, SourcePhase.ENDED), ReceiverState(FIRST, ReceiverPhase.ENDED)
+        assert protocol.advance_source(source, "d", event) == (source, [])
         if not isinstance(event, Ack):
-            assert protocol.take(receiver, event) == (receiver, [])
-    assert protocol.supply(Source(FIRST, Supply.ENDED), "d", Want(FIRST, frozenset()))[1] == [Sent("d", Gone(FIRST))]
+            assert protocol.advance_receiver(receiver, event) == (receiver, [])
+    assert protocol.advance_source(SourceState(FIRST, SourcePhase.ENDED), "d", PartsRequest(FIRST, frozenset()))[1] == [
+        Envelope("d", Lost(FIRST))
+    ]
 
 
 def test_a_crash_of_the_source_costs_nothing_once_the_receiver_has_the_cache() -> None:
-    state = Routed(0, 1, Route.RUNNING, 1, "p", "d")
-    taken, _ = protocol.route(state, Taken(FIRST))
-    assert protocol.route(taken, Down("p")) == (taken, [])
-    again, sent = protocol.route(taken, Down("d"))
-    assert again.phase is Route.QUEUED and {each.to for each in sent} == {"p", "d"}
-    assert protocol.route(state, Down("p"))[0].phase is Route.QUEUED
+    state = RequestState(0, 1, RequestPhase.RUNNING, 1, "p", "d")
+    taken, _ = protocol.advance_request(state, HandedOver(FIRST))
+    assert protocol.advance_request(taken, InstanceDown("p")) == (taken, [])
+    again, sent = protocol.advance_request(taken, InstanceDown("d"))
+    assert again.phase is RequestPhase.QUEUED and {each.to for each in sent} == {"p", "d"}
+    assert protocol.advance_request(state, InstanceDown("p"))[0].phase is RequestPhase.QUEUED
 
 
 def test_a_client_that_leaves_ends_everything() -> None:
-    state = Routed(0, 1, Route.RUNNING, 1, "p", "d")
-    after, sent = protocol.route(state, Abort())
-    assert after.phase is Route.FAILED
+    state = RequestState(0, 1, RequestPhase.RUNNING, 1, "p", "d")
+    after, sent = protocol.advance_request(state, Abort())
+    assert after.phase is RequestPhase.FAILED
     assert [each for each in sent if isinstance(each.message, Cancel)] == [
-        Sent("p", Cancel(FIRST)), Sent("d", Cancel(FIRST)),
+        Envelope("p", Cancel(FIRST)), Envelope("d", Cancel(FIRST)),
     ]  # fmt: skip
 
 
 def test_every_state_that_waits_has_a_deadline() -> None:
-    states: list[Any] = [Source(FIRST, phase) for phase in Supply] + [Receiver(FIRST, phase) for phase in Intake]
+    states: list[Any] = [SourceState(FIRST, phase) for phase in SourcePhase] + [
+        ReceiverState(FIRST, phase) for phase in ReceiverPhase
+    ]
     waits = {state.phase for state in states if protocol.has_deadline(state)}
-    assert waits == {*Supply, *Intake} - {Supply.RUNNING, Supply.ENDED, Intake.RUNNING, Intake.ENDED}
-    assert {phase for phase in Route if protocol.has_deadline(Routed(0, 1, phase))} == {Route.RUNNING}
+    assert waits == {*SourcePhase, *ReceiverPhase} - {
+        SourcePhase.RUNNING,
+        SourcePhase.ENDED,
+        ReceiverPhase.RUNNING,
+        ReceiverPhase.ENDED,
+    }
+    assert {phase for phase in RequestPhase if protocol.has_deadline(RequestState(0, 1, phase))} == {
+        RequestPhase.RUNNING
+    }
 
 
 def test_the_tables_of_the_docs_are_those_of_the_code() -> None:

@@ -16,10 +16,9 @@ from quire.cli import main
 from quire.cli.batch_lines import read_input
 from quire.config import ConfigError, EngineConfig
 from quire.engine.calibration import Calibration
-from quire.engine.pins import read_lines
+from quire.engine.pins import read_pin_lines
 from quire.errors import MOST_CHARS, MOST_WORD_CHARS, ModelError, QuireError, shown
 from quire.evaluation.curves import Text
-from quire.importing import read_parcel
 from quire.models.embedded import pull
 from quire.models.fingerprint import fingerprint
 from quire.models.tokenizer import load_tokenizer
@@ -32,7 +31,8 @@ from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import read_placement
 from quire.planning.step_log import read_steps
 from quire.planning.traces import read_trace, read_workload
-from quire.reading import open_file, parse_json
+from quire.prefix_import import open_archive
+from quire.safe_io import open_file, parse_json
 from quire.server.auth import ApiKeys
 from tests.tiny_models import save_tokenizer
 
@@ -60,7 +60,7 @@ READERS: dict[str, Reader] = {
     "trace": read_trace,
     "workload": read_workload,
     "prompts": lambda path: read_input(str(path), {}),
-    "pins": read_lines,
+    "pins": read_pin_lines,
     "placement": read_placement,
     "latency model": LatencyModel.read,
     "steps": lambda path: read_steps([path]),
@@ -69,7 +69,7 @@ READERS: dict[str, Reader] = {
     "curve": read_curve,
     "text": Text.read,
     "calibration": lambda path: Calibration.load(path, "model"),
-    "parcel": read_parcel,
+    "parcel": open_archive,
     "keys": ApiKeys.from_file,
     "tokenizer": lambda path: load_tokenizer(path.parent, path),
     "chat template": in_folder("chat_template.jinja", load_tokenizer),
@@ -141,7 +141,7 @@ def test_a_pipe_that_takes_the_place_of_the_file_is_not_waited_for(
 ) -> None:
     """Between the check of the path and its opening."""
     make_pipe(short)
-    monkeypatch.setattr("quire.reading.check_regular", lambda path: None)
+    monkeypatch.setattr("quire.safe_io.check_regular", lambda path: None)
     assert isinstance(in_time(lambda: open_file(short)), OSError)
 
 

@@ -18,16 +18,16 @@ from quire.cache.codecs.sums import SumsCodec
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import CacheManager
-from quire.cache.path import Path, Swapped
-from quire.cache.retention.decisions import Decided, Retention
-from quire.cache.retention.policies import Chain
+from quire.cache.path import Path, SwappedPath
+from quire.cache.retention.decisions import Retention, RetentionDecision
+from quire.cache.retention.policies import PolicyChain
 from quire.cache.table import ChunkTable
 from quire.cache.tree import NoSharing, PrefixTree
 from tests.effort import examples
 
 L, H, D = 2, 2, 8
 CODEC = DenseCodec(D, torch.float32)
-CHAIN = Chain(0.9, frequent=0.2, local=0.3)
+CHAIN = PolicyChain(0.9, frequent=0.2, local=0.3)
 FULL = CHAIN.full
 
 
@@ -43,7 +43,7 @@ class Holder:
     priority: int = 0
     lifetime: float | None = None
     fetched: dict[str, int] = field(default_factory=dict)
-    swapped: Swapped | None = None
+    swapped: SwappedPath | None = None
     path: Path = field(default_factory=Path)
     # By position: which tokens heads keep, bool [L, H, n], as a plain list of rules would have it.
     kept: NDArray[np.bool_] | None = None
@@ -131,7 +131,7 @@ def retain(manager: CacheManager, holder: Holder, policies: list[list[int]]) -> 
     for layer in range(L):
         for head in range(H):
             kept[layer, head] = by_rules(holder, layer, head, policies[layer][head], kept[layer, head], n)
-    decided = Decided(np.array(policies, np.uint8), kept, np.full((L, H, FULL + 1), np.nan), CHAIN)
+    decided = RetentionDecision(np.array(policies, np.uint8), kept, np.full((L, H, FULL + 1), np.nan), CHAIN)
     manager.retain(holder, decided)
     holder.kept = kept.copy()
     holder.kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is in an open chunk is not dropped yet
@@ -254,7 +254,7 @@ def test_a_second_request_is_admitted_into_what_the_first_has_freed() -> None:
     for holder in (first, second):
         check_tokens(manager, holder)
         manager.release(holder)
-    assert manager.table.ledger.bytes_out == 0
+    assert manager.table.ledger.allocated_bytes == 0
 
 
 def test_all_full_is_as_without_retention() -> None:

@@ -14,7 +14,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
-from quire.llm import gather
+from quire.llm import merge_delta
 from tests import engines
 from tests.codecs import ENCODING, row_of
 from tests.effort import EFFORT, whole
@@ -75,7 +75,7 @@ def test_hits_answer_like_misses_and_all_is_given_back(codec: str, rule: dict[st
     assert manager.tree is not None
     manager.eviction.evict(manager.tree.num_idle)
     engine.check()
-    assert manager.table.ledger.bytes_out == 0
+    assert manager.table.ledger.allocated_bytes == 0
 
 
 @RULES
@@ -90,7 +90,7 @@ def test_a_preemption_changes_no_token(codec: str, rule: dict[str, object]) -> N
     every = 15 if EFFORT == "quick" else 30
     for step in range(3 * every + 5):
         for delta in engine.step():
-            gather(outputs, delta)
+            merge_delta(outputs, delta)
         if step % every == every * 2 // 3:
             engine.scheduler.preempt(engine.scheduler.running[step % 4])
     assert engine.stats()["preemptions"] == 3
@@ -125,7 +125,7 @@ def test_bytes_are_those_of_pages_sums_positions_and_the_open_chunk(codec: str, 
             expected = int((pages * (sizes + 256 * packed + 256 * has_sums)).sum())
             expected += is_open * int(packed.size * table.open_codec.page_bytes + 256 * has_sums.sum())
             expected += table.sidecar_bytes if table.sinks is not None else 0
-            assert table.ledger.bytes_out == expected, path.num_tokens
+            assert table.ledger.allocated_bytes == expected, path.num_tokens
             num_checked += is_open
     assert num_checked > 100
 

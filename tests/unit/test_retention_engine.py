@@ -14,17 +14,17 @@ import pytest
 
 from quire.cache.codecs import DENSE
 from quire.cache.keys import ChunkKeys
-from quire.cache.retention.prefix_sums import SharingRetainer
 from quire.cache.retention.retainer import Retainer
+from quire.cache.retention.sharing_retainer import SharingRetainer
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.request import Sequence, State
+from quire.engine.request import Sequence, SequenceState
 from quire.engine.retention_report import report_of
-from quire.llm import gather
+from quire.llm import merge_delta
 from tests.codecs import ENCODING, EVERY, row_of
 from tests.effort import tries, whole
 from tests.engines import drain, make_engine
-from tests.retention_cases import BOS, Bench, Head, HeadWeights, Witness
+from tests.retention_cases import BOS, Bench, EngineRecorder, Head, HeadWeights
 from tests.retention_oracle import SPECIAL, Rules
 from tests.tiny_models import tiny_shape
 
@@ -193,7 +193,7 @@ def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str, bu
     engine.check()
     after = manager.stats()
     assert all(after[name] == before[name] for name in ("bytes_used", "bytes_cached", "bytes_free"))
-    assert manager.tree.num_chunks == manager.table.ledger.bytes_out == manager.table.num_taken == 0
+    assert manager.tree.num_chunks == manager.table.ledger.allocated_bytes == manager.table.num_taken == 0
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -222,7 +222,7 @@ def test_who_retains_needs_no_preemption_where_others_do(share: bool) -> None:
     for threshold in ("off", 0.8):
         bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), chunks=14, options={"cache.share": share})
         if threshold == "off":
-            bench.witness = Witness(bench.engine(**{"retain.threshold": "off"}))
+            bench.witness = EngineRecorder(bench.engine(**{"retain.threshold": "off"}))
         answer(bench, "x", *requests)
         if threshold != "off":
             bench.check()
@@ -241,7 +241,7 @@ def test_the_next_request_gets_the_pages_of_a_decision_in_the_next_step(backend:
     for threshold in ("off", 0.8):
         witness = bench.witness
         if threshold == "off":
-            witness = Witness(bench.engine(**{"retain.threshold": "off"}))
+            witness = EngineRecorder(bench.engine(**{"retain.threshold": "off"}))
         engine = witness.engine
         scheduler = engine.scheduler
         witness.add("first", *first)
@@ -278,7 +278,7 @@ def test_a_request_that_fails_disturbs_nobody_in_its_step(monkeypatch: pytest.Mo
     (bad,) = engine.add("bad", prompt_of(60, 2), greedy(3, prompt_logprobs=0)).sequences
     monkeypatch.setattr(engine.runner.sampler, "prompt_logprobs", lambda *asked: [{1: Logprob(math.nan)}])
     bench.witness.step({})
-    assert bad.state is State.FINISHED and not bad.num_generated
+    assert bad.state is SequenceState.FINISHED and not bad.num_generated
     assert prompt.path.is_decided, "it is decided on in this step"
     assert bench.witness.sequences["answer"][0].num_generated == before + 1, "it has its token of this step"
     bench.witness.drain()
@@ -293,7 +293,7 @@ def test_a_report_is_of_what_was_decided(backend: str, budget: float | None) -> 
     manager = bench.witness.engine.scheduler.manager
     assert isinstance(manager.retention, Retainer)
     reports = []
-    manager.retention.watch = lambda decided, before, after: reports.append(report_of(decided, before, after))
+    manager.retention.on_decision = lambda decided, before, after: reports.append(report_of(decided, before, after))
     answer(bench, "x", (prompt_of(300, 1), greedy(1)), (prompt_of(40, 2), greedy(1)))
     bench.check()
     for name, report in zip(("x 0", "x 1"), reports, strict=True):
@@ -348,7 +348,7 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
 def phase(bench: Bench, sequence: Sequence) -> str:
     """Where a sequence stands."""
     path = sequence.path
-    if sequence.state is not State.RUNNING:
+    if sequence.state is not SequenceState.RUNNING:
         return sequence.state.value if not sequence.num_preemptions else "preempted"
     if bench.witness.engine.scheduler.manager.retention.must_wait(sequence):
         return "waits for another's sums"
@@ -504,7 +504,7 @@ def test_sums_that_a_prompt_of_one_token_gave_back_are_no_longer_added_to(option
         engine.add("other", [number % 90 + 5 for number in range(100)], greedy(150))
         for step in range(70):
             for delta in engine.step():
-                gather(outputs, delta)
+                merge_delta(outputs, delta)
             if step == 40:
                 engine.add("one", [7], greedy(60))
         drain(engine, outputs)

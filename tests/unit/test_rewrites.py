@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 
 from quire.engine import schemas
-from quire.engine.rewrites import MAX_COPIED
+from quire.engine.schema_rewriter import MAX_COPIED
 
-from ..walks import allows, refusal, walked
+from ..schema_texts import allows, refusal, walked
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, 1.5, -1, "", "a", "b", "abc", [], [1], [1, 1], ["a"], ["a", "b"], [True, False], [None],
@@ -37,7 +37,7 @@ def fits(schema: Any, value: Any) -> bool:
 
 
 def rewritten(schema: Any) -> Any:
-    found = dict(schemas.written(schema))  # type: ignore[arg-type]
+    found = dict(schemas.prepare_schema(schema))  # type: ignore[arg-type]
     del found["x-guidance"]
     # The only expressions here are those of lengths, in Rust's syntax.
     return json.loads(json.dumps(found).replace(r"\\x{1}-\\x{10ffff}", r"\\s\\S"))
@@ -93,7 +93,7 @@ def test_the_same_values_fit_a_rewritten_schema(seed: int) -> None:
             continue
         try:
             found = rewritten(schema)
-        except schemas.Unhonoured:
+        except schemas.UnsupportedSchemaError:
             continue
         if any(f'"{word}": ' in json.dumps(found) for word in REFUSED):
             continue
@@ -270,7 +270,7 @@ def test_rewriting_takes_linear_time_and_writes_little_twice() -> None:
          "items": [{"not": {"$ref": "#/$defs/a"}}] * 2000},
     ):  # fmt: skip
         before = len(json.dumps(schema))
-        assert len(json.dumps(schemas.written(schema))) < 12 * before + 8 * MAX_COPIED
+        assert len(json.dumps(schemas.prepare_schema(schema))) < 12 * before + 8 * MAX_COPIED
     assert time.process_time() - begun < 6
 
 
@@ -358,12 +358,12 @@ def test_no_schema_takes_much_time_or_memory(name: str) -> None:
     source = len(json.dumps(schema))
     assert source < 262_144
     begun = time.process_time()
-    with contextlib.suppress(schemas.Unhonoured):
-        assert len(json.dumps(schemas.written(schema))) < 5 * source + 2 * MAX_COPIED
+    with contextlib.suppress(schemas.UnsupportedSchemaError):
+        assert len(json.dumps(schemas.prepare_schema(schema))) < 5 * source + 2 * MAX_COPIED
     assert time.process_time() - begun < 0.8  # 0.25 s on a machine that is not busy
     tracemalloc.start()
-    with contextlib.suppress(schemas.Unhonoured):
-        schemas.written(schema)
+    with contextlib.suppress(schemas.UnsupportedSchemaError):
+        schemas.prepare_schema(schema)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 50 << 20
@@ -384,8 +384,8 @@ def test_random_definitions_that_refer_to_one_another_take_little_time(seed: int
             ])  # fmt: skip
         schema = {"$defs": definitions, "allOf": [{draw.choice(["not", "if"]): refers("d0"), "then": False}] * 20}
         begun = time.process_time()
-        with contextlib.suppress(schemas.Unhonoured):
-            assert len(json.dumps(schemas.written(schema))) < 5 * len(json.dumps(schema)) + 2 * MAX_COPIED
+        with contextlib.suppress(schemas.UnsupportedSchemaError):
+            assert len(json.dumps(schemas.prepare_schema(schema))) < 5 * len(json.dumps(schema)) + 2 * MAX_COPIED
         assert time.process_time() - begun < 0.8, schema
 
 

@@ -18,8 +18,8 @@ from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PageLedger
 from quire.cache.namespace import FORMAT_VERSION
-from quire.cache.path import Swapped
-from quire.cache.run import CHECKSUM, MAC, Arrival, Origin, Pages, take_rows
+from quire.cache.path import SwappedPath
+from quire.cache.run import CHECKSUM, MAC, HeldPages, RunIdentity, RunUnpacker, take_rows
 from quire.cache.store import Transfer
 from quire.cache.table import ALL_SLOTS, ChunkTable
 from quire.errors import ExtentError
@@ -43,7 +43,7 @@ def make_table(slabs: int = 40, retains: bool = True) -> ChunkTable:
     return table
 
 
-def extents_of(pages: Pages) -> list[bytes]:
+def extents_of(pages: HeldPages) -> list[bytes]:
     return [bytes(extent) for extent in pages.pack(range(LAYERS))]
 
 
@@ -91,7 +91,7 @@ def test_a_row_with_gaps_arrives_with_what_it_holds_and_shows_nothing_else(seed:
     source, target = make_table(), make_table(60)
     target.take(5, target.sealed_codec)
     rows = gappy_rows(source, rng)
-    pages = Pages.of(source, Origin((b"h" * 16,)), rows)
+    pages = HeldPages.of(source, RunIdentity((b"h" * 16,)), rows)
     extents = extents_of(pages)
     # Of every page that is held the bytes are there once, of no other any.
     held = [image for row in rows.tolist() for image in bytes_of(source, row) if image is not None]
@@ -100,7 +100,7 @@ def test_a_row_with_gaps_arrives_with_what_it_holds_and_shows_nothing_else(seed:
     heads_and_headers = len(together) - sum(map(len, held))
     assert heads_and_headers == sum(80 + len(rows) * (1 + 1 + 4 + HEADS * 9) for _ in range(LAYERS))
     arrived = take_rows(target, pages.run)
-    arrival = Arrival(target, pages.run, arrived)
+    arrival = RunUnpacker(target, pages.run, arrived)
     for extent in rng.permutation(np.array(extents, object)).tolist():
         arrival.unpack(extent)
     assert target.masks is not None and source.masks is not None
@@ -109,7 +109,7 @@ def test_a_row_with_gaps_arrives_with_what_it_holds_and_shows_nothing_else(seed:
     pages.release()
     for table, taken in ((source, rows), (target, arrived)):
         table.check()
-        table.give(taken)
+        table.free(taken)
         table.check()
 
 
@@ -119,8 +119,8 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     rows = np.concatenate([table.take(1, table.sealed_codec) for _ in range(6)])
     write(table, rows, rng)
     expected = [image for row in rows[::2].tolist() for image in bytes_of(table, row)]
-    pages = Pages.of(table, Origin((b"h" * 16,)), rows[::2])
-    table.give(rows)
+    pages = HeldPages.of(table, RunIdentity((b"h" * 16,)), rows[::2])
+    table.free(rows)
     # All of the arena is wanted but for what is held.
     codec = table.sealed_codec
     assert available(table, codec) < 20 * 2 // (LAYERS * HEADS)
@@ -131,18 +131,18 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     together = b"".join(extents_of(pages))
     assert all(image is not None and image in together for image in expected)
     pages.release()
-    table.give(np.concatenate((taken, sums)))
+    table.free(np.concatenate((taken, sums)))
     table.check()
-    assert table.ledger.bytes_out == 0
+    assert table.ledger.allocated_bytes == 0
 
 
 def test_an_extent_that_is_short_or_of_another_run_is_refused_and_writes_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     source, target = make_table(), make_table()
     rows = gappy_rows(source, rng)
-    pages = Pages.of(source, Origin((b"h" * 16,)), rows)
-    arrival = Arrival(target, pages.run, take_rows(target, pages.run))
-    other = Pages.of(source, Origin((b"o" * 16,)), rows[:3])
+    pages = HeldPages.of(source, RunIdentity((b"h" * 16,)), rows)
+    arrival = RunUnpacker(target, pages.run, take_rows(target, pages.run))
+    other = HeldPages.of(source, RunIdentity((b"o" * 16,)), rows[:3])
     before = target.arena.data.clone()
     extent = extents_of(pages)[0]
     wrong = [b"", extent[:40], extent[:-1], extent + b"\0", extents_of(other)[0]]
@@ -162,7 +162,7 @@ def test_a_layer_that_arrives_twice_counts_once() -> None:
     parts, extents = [], []
     for name in (b"a" * 16, b"b" * 16):
         rows = table.take(1, table.sealed_codec)
-        pages = Pages.of(table, Origin((name,), np.arange(64, dtype=np.int32)), rows)
+        pages = HeldPages.of(table, RunIdentity((name,), np.arange(64, dtype=np.int32)), rows)
         extents.append(extents_of(pages))
         parts.append((pages.run, take_rows(table, pages.run)))
         pages.release()
@@ -182,7 +182,7 @@ def test_the_header_of_an_extent_is_that_of_the_page_format() -> None:
     rows = table.take(2, table.sealed_codec)
     write(table, rows, np.random.default_rng(0))
     tokens = np.arange(128, dtype=np.int32)
-    pages = Pages.of(table, Origin((b"a" * 16, b"b" * 16), tokens), rows)
+    pages = HeldPages.of(table, RunIdentity((b"a" * 16, b"b" * 16), tokens), rows)
     extent = extents_of(pages)[2]
     magic, version, flags, layer, num_rows, attached, heads, length = struct.unpack_from("<4sHHIIIIQ", extent)
     assert (magic, version, flags, layer) == (b"QRUN", FORMAT_VERSION, 1, 2)
@@ -232,7 +232,7 @@ def test_a_sequence_with_gaps_goes_on_in_another_engine(codec: str, backend: str
     assert swapped is not None and ((swapped.run.masks != ALL_SLOTS).any() or swapped.run.placed.any())
     (other,) = second.add("x", prompt, params).sequences
     other.token_ids.extend(sequence.token_ids[len(prompt) :])
-    other.swapped, sequence.swapped = Swapped(swapped.path, swapped.num_shared, swapped.run), None
+    other.swapped, sequence.swapped = SwappedPath(swapped.path, swapped.num_shared, swapped.run), None
     assert drain(second)["x"].outputs[0].token_ids == expected[50:]
     assert second.holds_nothing
     second.check()

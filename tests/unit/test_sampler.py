@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.engine import candidates
-from quire.engine.candidates import best_ids, falling, lane_maxima, num_above
+from quire.engine.candidates import best_ids, descending_order, lane_maxima, num_above
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed, uniform
 from tests.effort import EFFORT, examples
@@ -190,7 +190,7 @@ def test_ties_go_to_the_lowest_id(seed, vocab_size, levels):
 
 def test_the_two_zeros_are_equal():
     assert best_ids(torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0]])).tolist() == [1, 1]
-    assert falling(np.array([-0.0, 0.0, 1.0, -0.0], np.float32)).tolist() == [2, 0, 1, 3]
+    assert descending_order(np.array([-0.0, 0.0, 1.0, -0.0], np.float32)).tolist() == [2, 0, 1, 3]
 
 
 FILTERS = {
@@ -418,7 +418,7 @@ def test_the_variants_for_other_devices_agree_with_the_cpu_ones(seed, vocab_size
     floors = np.array([4.0, 0.0, -math.inf, 5.0, math.nan], np.float32)
     assert torch.equal(candidates._best_ids_on_device(scores), best_ids(scores))
     assert candidates._num_above_on_device(scores, ids) == num_above(scores, ids)
-    there, here = candidates._at_least_on_device(scores, floors), candidates.at_least(scores, floors)
+    there, here = candidates._at_least_on_device(scores, floors), candidates.entries_at_least(scores, floors)
     for (ids_there, values_there), (ids_here, values_here) in zip(there, here, strict=True):
         assert ids_there.tolist() == ids_here.tolist()
         assert values_there.tolist() == values_here.tolist()
@@ -442,7 +442,7 @@ def test_only_what_a_mask_allows_keeps_its_score(seed, vocab_size, rows, share, 
     masks = some if any(words is not None for words in some) else masks
     scores = wide[:, :vocab_size]  # as the sampler has it of a padded head
     there = scores.clone()
-    candidates.keep_allowed(scores, masks)
+    candidates.mask_disallowed(scores, masks)
     candidates._keep_allowed_on_device(there, masks)
     for row, words in enumerate(masks):
         for token in range(vocab_size):

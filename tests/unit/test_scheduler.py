@@ -48,7 +48,7 @@ def test_a_preempted_sequence_runs_again_before_those_that_came_after_it() -> No
 def test_a_row_goes_on_only_in_the_same_chunks() -> None:
     chunks, sums = np.arange(8, dtype=np.int32), np.arange(4, dtype=np.int32)
     last = Slice(70, 1, chunks[:2], samples=True, profiled=Profiled(sums, peaks=1, near=2))
-    assert last.goes_on_as(replace(last, start=71))
+    assert last.can_advance_to(replace(last, start=71))
     others = [
         replace(last, start=128),  # the first slot of a chunk
         replace(last, start=71, chunks=chunks[:3]),
@@ -63,7 +63,7 @@ def test_a_row_goes_on_only_in_the_same_chunks() -> None:
         replace(last, start=71, profiled=Profiled(sums, peaks=1, near=3)),
         replace(last, start=71, profiled=Profiled(sums, last_rows=1, near=2)),
     ]
-    assert not any(last.goes_on_as(row) for row in others)
+    assert not any(last.can_advance_to(row) for row in others)
 
 
 def test_a_step_and_its_result_are_plain_values() -> None:

@@ -11,80 +11,82 @@ from blake3 import blake3
 
 from quire.cache.run import layer_of
 from quire.errors import ExtentError
-from quire.stores.heads import Head, common_digest, encode_head, parse_head
-from quire.stores.seal import Seal
+from quire.stores.headers import RunHeader, common_digest, encode_run_header, parse_run_header
+from quire.stores.signer import ExtentSigner
 
-from ..disk_runs import NAMESPACE, Fake
+from ..disk_runs import NAMESPACE, FakeRun
 from ..effort import tries
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 
 
-def closed(fake: Fake, layer: int, secret: bytes = SECRET) -> bytearray:
+def closed(fake: FakeRun, layer: int, secret: bytes = SECRET) -> bytearray:
     extent = bytearray(fake.extents[layer])
-    Seal(secret).close(b"".join(fake.names), memoryview(extent))
+    ExtentSigner(secret).sign(b"".join(fake.names), memoryview(extent))
     return extent
 
 
-def refuses(seal: Seal, names: bytes, extent: bytes) -> bool:
+def refuses(signer: ExtentSigner, names: bytes, extent: bytes) -> bool:
     try:
-        seal.verify(names, memoryview(extent))
+        signer.verify(names, memoryview(extent))
     except ExtentError:
         return True
     return False
 
 
 def test_checksum_and_mac_are_those_of_the_page_format() -> None:
-    fake = Fake(1)
+    fake = FakeRun(1)
     extent, names = closed(fake, 2), b"".join(fake.names)
     assert layer_of(memoryview(extent)) == 2
     assert extent[:32] == fake.extents[2][:32] and extent[80:] == fake.extents[2][80:]
     assert extent[32:48] == blake3(names + fake.extents[2]).digest()[:16]
     assert extent[48:80] == blake3(bytes(extent[:48]) + bytes(32), key=SECRET).digest()
-    assert not refuses(Seal(SECRET), names, extent) and not refuses(Seal(None), names, extent)
+    assert not refuses(ExtentSigner(SECRET), names, extent) and not refuses(ExtentSigner(None), names, extent)
 
 
 def test_every_flipped_bit_of_a_header_and_many_behind_it_are_found(seed: int) -> None:
-    rng, fake = random.Random(seed), Fake(seed)
+    rng, fake = random.Random(seed), FakeRun(seed)
     extent, names = closed(fake, 0), b"".join(fake.names)
     for bit in [*range(640), *(rng.randrange(8 * len(extent)) for _ in range(tries(200)))]:
         changed = bytearray(extent)
         changed[bit // 8] ^= 1 << bit % 8
-        assert refuses(Seal(SECRET), names, changed), f"bit {bit}"
-        assert refuses(Seal(None), names, changed) == (not 48 <= bit // 8 < 80), "the MAC alone needs the secret"
+        assert refuses(ExtentSigner(SECRET), names, changed), f"bit {bit}"
+        assert refuses(ExtentSigner(None), names, changed) == (not 48 <= bit // 8 < 80), (
+            "the MAC alone needs the secret"
+        )
     for length in (0, 1, 79, 80, 81, len(extent) - 1):
-        assert refuses(Seal(SECRET), names, extent[:length])
-    assert refuses(Seal(SECRET), names, extent + b"x")
+        assert refuses(ExtentSigner(SECRET), names, extent[:length])
+    assert refuses(ExtentSigner(SECRET), names, extent + b"x")
 
 
 def test_an_extent_of_another_run_or_secret_is_refused() -> None:
-    fake, other = Fake(1), Fake(2)
+    fake, other = FakeRun(1), FakeRun(2)
     names, others = b"".join(fake.names), b"".join(other.names)
-    assert refuses(Seal(SECRET), names, closed(other, 0))
-    assert refuses(Seal(SECRET), others, closed(fake, 0))
+    assert refuses(ExtentSigner(SECRET), names, closed(other, 0))
+    assert refuses(ExtentSigner(SECRET), others, closed(fake, 0))
     foreign = closed(fake, 0, OTHER)
-    assert refuses(Seal(SECRET), names, foreign) and not refuses(Seal(None), names, foreign)
+    assert refuses(ExtentSigner(SECRET), names, foreign) and not refuses(ExtentSigner(None), names, foreign)
 
 
 @pytest.mark.parametrize("attached", [0, 2])
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("secret", [SECRET, None])
 def test_a_head_says_everything_of_its_run(attached: int, start: int, secret: bytes | None) -> None:
-    run = Fake(3, 4, attached=attached, start=start, namespace=replace(NAMESPACE, salt="ä\n", strict=False)).run
+    run = FakeRun(3, 4, attached=attached, start=start, namespace=replace(NAMESPACE, salt="ä\n", strict=False)).run
     lengths = (80, 5000, 1 << 30)
-    head = parse_head(encode_head(Head(run, lengths), Seal(SECRET)), Seal(secret))
-    assert head.lengths == lengths
+    header = parse_run_header(encode_run_header(RunHeader(run, lengths), ExtentSigner(SECRET)), ExtentSigner(secret))
+    assert header.lengths == lengths
     for name in ("names", "is_shared", "num_attached", "namespace", "start", "parent"):
-        assert getattr(head.run, name) == getattr(run, name)
+        assert getattr(header.run, name) == getattr(run, name)
     for name in ("tokens", "kinds", "masks", "placed", "bases", "has_sidecar"):
-        found = getattr(head.run, name)
+        found = getattr(header.run, name)
         np.testing.assert_array_equal(found, getattr(run, name))
         assert found.dtype == getattr(run, name).dtype
 
 
 def test_any_damage_to_a_head_is_an_extent_error(seed: int) -> None:
     rng = random.Random(seed)
-    blob = encode_head(Head(Fake(seed, 3, attached=1).run, (100, 200, 300)), Seal(SECRET))
+    blob = encode_run_header(RunHeader(FakeRun(seed, 3, attached=1).run, (100, 200, 300)), ExtentSigner(SECRET))
     for _ in range(tries(300)):
         changed = bytearray(blob)
         match rng.randrange(4):
@@ -99,16 +101,16 @@ def test_any_damage_to_a_head_is_an_extent_error(seed: int) -> None:
                 changed[at : at + 8] = rng.randbytes(8)
         if changed != blob:
             with pytest.raises(ExtentError):
-                parse_head(bytes(changed), Seal(SECRET))
+                parse_run_header(bytes(changed), ExtentSigner(SECRET))
     for junk in (b"", b"QHED", rng.randbytes(80), rng.randbytes(5000), bytes(5000)):
         with pytest.raises(ExtentError):
-            parse_head(junk, Seal(SECRET))
+            parse_run_header(junk, ExtentSigner(SECRET))
 
 
 def test_any_contents_under_a_valid_seal_are_a_head_or_an_extent_error(seed: int) -> None:
     """What a stranger may send whose checksums are right."""
     rng = random.Random(seed)
-    blob = encode_head(Head(Fake(seed, 3, attached=1).run, (100, 200, 300)), Seal(SECRET))
+    blob = encode_run_header(RunHeader(FakeRun(seed, 3, attached=1).run, (100, 200, 300)), ExtentSigner(SECRET))
     num_refused = 0
     for _ in range(tries(400)):
         changed = bytearray(blob)
@@ -119,21 +121,21 @@ def test_any_contents_under_a_valid_seal_are_a_head_or_an_extent_error(seed: int
         if rng.random() < 0.3:
             del changed[rng.randrange(80, len(changed)) :]
         changed[24:32] = (len(changed) - 80).to_bytes(8, "little")
-        Seal(SECRET).close(b"", memoryview(changed))
+        ExtentSigner(SECRET).sign(b"", memoryview(changed))
         for secret in (SECRET, None):
             try:
-                head = parse_head(bytes(changed), Seal(secret))
-                assert len(head.run.masks) == len(head.run.kinds) == len(head.run.names) + head.run.num_attached
+                header = parse_run_header(bytes(changed), ExtentSigner(secret))
+                assert len(header.run.masks) == len(header.run.kinds) == len(header.run.names) + header.run.num_attached
             except ExtentError:
                 num_refused += 1
     assert num_refused > tries(100)
 
 
 def test_a_strangers_tokens_must_have_the_keys_of_its_chunks() -> None:
-    run = replace(Fake(1).run, tokens=Fake(2).run.tokens)
-    blob = encode_head(Head(run, (100, 100, 100)), Seal(SECRET))
+    run = replace(FakeRun(1).run, tokens=FakeRun(2).run.tokens)
+    blob = encode_run_header(RunHeader(run, (100, 100, 100)), ExtentSigner(SECRET))
     with pytest.raises(ExtentError, match="other keys"):
-        parse_head(blob, Seal(None))
+        parse_run_header(blob, ExtentSigner(None))
 
 
 def test_a_salt_is_no_other_model() -> None:

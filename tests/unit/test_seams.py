@@ -51,9 +51,9 @@ def test_chunks_are_taken_whole_or_not_at_all() -> None:
         table.take(2, table.open_codec)
     table.check()
     assert table.fits(table.demand(1)) and not table.fits(table.demand(2))
-    table.give(taken)
+    table.free(taken)
     table.check()
-    assert table.ledger.bytes_out == 0
+    assert table.ledger.allocated_bytes == 0
 
 
 def test_a_segment_holds_whole_chunks() -> None:

@@ -16,7 +16,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS
 from quire.errors import QueueFullError, RequestError
-from quire.llm import gather
+from quire.llm import merge_delta
 from tests import engines
 from tests.effort import examples
 from tests.engines import GREEDY, drain, generate
@@ -156,7 +156,7 @@ def test_an_abort_at_any_moment_leaves_every_lock_undone(steps: int) -> None:
     collected: dict[str, RequestOutput] = {}
     for _ in range(steps):
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         engine.check()
     engine.abort("0")
     engine.check()
@@ -248,7 +248,7 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
 
     def step() -> None:
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
         engine.check()
 
     for number, event in enumerate(events):

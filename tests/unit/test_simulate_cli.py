@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cli import latencies, main, simulated
+from quire.cli import latencies, main, simulation_common
 from quire.config import ClusterConfig, EngineConfig
 from quire.planning.analytic import MODELS
 from quire.planning.bounds import Asked
@@ -234,7 +234,7 @@ def test_steps_outside_the_range_are_counted_and_doubted(
     found = printed(capsys, *words[:place], str(tmp_path / "narrow.json"), *words[place + 1 :])["rates"][0]
     assert 0 < found["steps_outside"] < found["steps"]
     for most, is_doubted in ((0.0, True), (1.0, False)):
-        monkeypatch.setattr(simulated, "MOST_OUTSIDE", most)
+        monkeypatch.setattr(simulation_common, "MOST_OUTSIDE", most)
         assert main([*words[:place], str(tmp_path / "narrow.json"), *words[place + 1 :]]) == 0
         assert ("doubt: up to" in capsys.readouterr().out) == is_doubted
 

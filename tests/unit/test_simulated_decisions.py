@@ -36,15 +36,15 @@ def setting(rng: random.Random, *, small: bool) -> Setting:
 
 
 EXPECTED = {
-    0: {"_preempt", "retain"}, 2: {"_preempt", "retain", "vacate", "begin", "swapped", "Wait"},
-    4: {"_preempt", "vacate", "begin", "expire", "follows"}, 9: {"vacate", "make_room"},
+    0: {"_preempt", "retain"}, 2: {"_preempt", "retain", "evict", "start_transfer", "swapped", "Wait"},
+    4: {"_preempt", "evict", "start_transfer", "expire", "follows"}, 9: {"evict", "compact"},
 }  # fmt: skip
 """What some loads must lead to, so that it is compared."""
 
 
 def decided(notes: list[Note]) -> set[str]:
     found = {note[2] for note in notes if len(note) > 2 and isinstance(note[2], str)}
-    found |= {"swapped" for note in notes if note[2:3] == ("take_out",) and note[4]}
+    found |= {"swapped" for note in notes if note[2:3] == ("swap_out",) and note[4]}
     found |= {"Wait" for note in notes if note[2:4] == ("next_step", "Wait")}
     return found | {"follows" for note in notes if note[2:3] == ("next_step",) and len(note) > 4 and note[4]}
 

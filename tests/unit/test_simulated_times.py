@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cluster.bodies import Extents
-from quire.cluster.cargo import Cargo
+from quire.cluster.bodies import PullExtents
 from quire.cluster.messages import Attempt
+from quire.cluster.outgoing_pages import OutgoingPages
 from quire.planning.latency import LatencyModel, Link
 from quire.planning.traces import tokens
 from quire.planning.workload import Arrival, Span, Workload
@@ -94,7 +94,7 @@ class Receiver(SimulatedInstance):
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
 
-    def expect(self, number: int, begun: float, seconds: float, cargo: Cargo) -> None:
+    def expect(self, number: int, begun: float, seconds: float, outgoing_pages: OutgoingPages) -> None:
         self.found.append((begun, begun + seconds))
 
     def receive(self, sender: str, message: Any, extents: Any) -> None:
@@ -114,8 +114,8 @@ def test_an_instance_sends_and_receives_one_cache_at_a_time(
     events = Events()
     network = Network(events, HOP, Link(0.5, 100.0), {name: Receiver() for name in "xy"})
     for number, (sender, to) in enumerate(pairs):
-        cargo: Any = SimpleNamespace(page_bytes=[120, 80], done=lambda: None)
-        network.carry(sender, to, Extents(ATTEMPT, number), cargo)
+        outgoing_pages: Any = SimpleNamespace(page_bytes=[120, 80], done=lambda: None)
+        network.carry(sender, to, PullExtents(ATTEMPT, number), outgoing_pages)
     found = [time for name in "xy" for time in network.hearers[name].found]  # type: ignore[attr-defined]
     assert sorted(found) == sorted(times)
 
@@ -159,9 +159,9 @@ def test_a_layer_that_takes_long_is_asked_for_once(monkeypatch: pytest.MonkeyPat
     num_bytes = 2 * 64 * plan().sizes.bytes_per_token
     sent, carry = list[str](), Network.carry
 
-    def noted(network: Network, sender: str, to: str, message: Any, cargo: Cargo) -> None:
+    def noted(network: Network, sender: str, to: str, message: Any, outgoing_pages: OutgoingPages) -> None:
         sent.append(to)
-        carry(network, sender, to, message, cargo)
+        carry(network, sender, to, message, outgoing_pages)
 
     monkeypatch.setattr(Network, "carry", noted)
     found, cluster = handed_over(Link(0.002, num_bytes / 16), [(0.0, 128, 3)])

@@ -16,7 +16,7 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.evaluation.engines import _configs, _name, decodes_apart
 from quire.evaluation.perplexity import measure
-from quire.llm import gather
+from quire.llm import merge_delta
 from quire.load import load_engine
 from tests.engines import drain, generate, make_engine
 from tests.real_model import embedded_gguf
@@ -45,7 +45,7 @@ def preempted_answers() -> list[list[int]]:
     outputs: dict[str, RequestOutput] = {}
     for step in range(80):
         for delta in engine.step():
-            gather(outputs, delta)
+            merge_delta(outputs, delta)
         if step in (20, 68):
             engine.scheduler.check()
             engine.scheduler.preempt(engine.scheduler.running[step // 30])

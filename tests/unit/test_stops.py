@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.params import SamplingParams
-from quire.engine.stops import Stop, StopChecker, StopStrings
+from quire.engine.stops import SequenceEnd, StopChecker, StopStrings
 from tests.effort import examples
 
 EOS = 2
@@ -25,7 +25,9 @@ def first_stop(text: str, stops: list[str], first_char: int = 0) -> tuple[int, s
     return None
 
 
-def run(params: SamplingParams, deltas: list[str], token_ids: list[int] | None = None) -> tuple[list[str], Stop | None]:
+def run(
+    params: SamplingParams, deltas: list[str], token_ids: list[int] | None = None
+) -> tuple[list[str], SequenceEnd | None]:
     """What each push emitted, and the stop; the last delta is the last token the length allows."""
     checker = StopChecker(params, [EOS])
     emitted = []
@@ -55,11 +57,11 @@ def test_the_emitted_text_is_the_text_cut_at_the_first_stop(case, keep, min_toke
     emitted, stop = run(params, deltas)
     expected = first_stop(text, stops, first_char=len("".join(deltas[:min_tokens])))
     if expected is None:
-        assert ("".join(emitted), stop) == (text, Stop("length", None))
+        assert ("".join(emitted), stop) == (text, SequenceEnd("length", None))
     else:
         end, string = expected
         assert "".join(emitted) == text[: end if keep else end - len(string)]
-        assert stop == Stop("stop", string)
+        assert stop == SequenceEnd("stop", string)
 
 
 @examples(200)
@@ -83,48 +85,48 @@ def test_a_stop_string_over_many_tokens_never_leaks():
     params = SamplingParams(stop=["<|end|>"])
     emitted, stop = run(params, ["Hi", " <", "|e", "nd", "|", ">tail", "x"])
     assert emitted == ["Hi", " ", "", "", "", ""]
-    assert stop == Stop("stop", "<|end|>")
+    assert stop == SequenceEnd("stop", "<|end|>")
 
 
 def test_a_near_miss_is_released():
     emitted, stop = run(SamplingParams(stop=["<|end|>"]), ["a<|", "en", "ough", "."])
     assert emitted == ["a", "", "<|enough", "."]
-    assert stop == Stop("length", None)
+    assert stop == SequenceEnd("length", None)
 
 
 def test_the_first_complete_string_wins_whatever_the_order():
     for stops in (["abcd", "bc"], ["bc", "abcd"]):
         for deltas in (["xabcd", "."], list("xabcd.")):
             emitted, stop = run(SamplingParams(stop=stops), deltas)
-            assert ("".join(emitted), stop) == ("xa", Stop("stop", "bc"))
+            assert ("".join(emitted), stop) == ("xa", SequenceEnd("stop", "bc"))
 
 
 def test_of_two_strings_ending_together_the_longer_is_cut():
     emitted, stop = run(SamplingParams(stop=["b", "ab"]), ["xxab", "."])
-    assert ("".join(emitted), stop) == ("xx", Stop("stop", "ab"))
+    assert ("".join(emitted), stop) == ("xx", SequenceEnd("stop", "ab"))
 
 
 def test_a_stop_token_ends_the_text():
     emitted, stop = run(SamplingParams(stop_token_ids=[7]), ["a", "", "b"], [5, 7, 5])
-    assert ("".join(emitted), stop) == ("a", Stop("stop", 7))
+    assert ("".join(emitted), stop) == ("a", SequenceEnd("stop", 7))
 
 
 def test_end_of_text_has_no_stop_reason_and_releases_what_was_held():
     emitted, stop = run(SamplingParams(stop=["<|end|>"]), ["a<|", "", "b"], [5, EOS, 5])
-    assert ("".join(emitted), stop) == ("a<|", Stop("stop", None))
+    assert ("".join(emitted), stop) == ("a<|", SequenceEnd("stop", None))
 
 
 def test_ignore_eos_goes_on_unless_the_id_is_a_stop_token_too():
     emitted, stop = run(SamplingParams(ignore_eos=True), ["a", "", "b"], [5, EOS, 5])
-    assert ("".join(emitted), stop) == ("ab", Stop("length", None))
+    assert ("".join(emitted), stop) == ("ab", SequenceEnd("length", None))
     _, stop = run(SamplingParams(ignore_eos=True, stop_token_ids=[EOS]), ["a", "", "b"], [5, EOS, 5])
-    assert stop == Stop("stop", EOS)
+    assert stop == SequenceEnd("stop", EOS)
 
 
 def test_no_stop_counts_before_min_tokens():
     params = SamplingParams(min_tokens=2, stop="x", stop_token_ids=[7])
     emitted, stop = run(params, ["x", "x", "x", "y"], [7, EOS, 5, 5])
-    assert ("".join(emitted), stop) == ("xx", Stop("stop", "x"))
+    assert ("".join(emitted), stop) == ("xx", SequenceEnd("stop", "x"))
     checker = StopChecker(params, [EOS])
     assert [checker.ends_at(7), checker.ends_at(EOS)] == [False, False]
     checker.push("x", 7)
@@ -134,14 +136,14 @@ def test_no_stop_counts_before_min_tokens():
 
 def test_a_stop_string_begun_before_min_tokens_counts_when_completed_after():
     emitted, stop = run(SamplingParams(min_tokens=1, stop="ab"), ["xa", "by", "z"])
-    assert (emitted, stop) == (["x", ""], Stop("stop", "ab"))
+    assert (emitted, stop) == (["x", ""], SequenceEnd("stop", "ab"))
 
 
 def test_a_stop_in_the_last_token_takes_precedence_over_the_length():
     _, stop = run(SamplingParams(stop="b"), ["a", "ab"])
-    assert stop == Stop("stop", "b")
+    assert stop == SequenceEnd("stop", "b")
     _, stop = run(SamplingParams(), ["a", ""], [5, EOS])
-    assert stop == Stop("stop", None)
+    assert stop == SequenceEnd("stop", None)
 
 
 def test_flush_releases_what_an_aborted_sequence_held():
@@ -154,7 +156,7 @@ def test_flush_releases_what_an_aborted_sequence_held():
 
 
 def test_without_stop_strings_text_passes_through():
-    assert run(SamplingParams(), ["a", "", "b"]) == (["a", "", "b"], Stop("length", None))
+    assert run(SamplingParams(), ["a", "", "b"]) == (["a", "", "b"], SequenceEnd("length", None))
 
 
 @pytest.mark.alone
@@ -180,4 +182,4 @@ def test_sequences_of_a_request_share_what_is_prepared_of_stop_strings() -> None
     first, second = checkers[:2]
     assert first.push(stop[0][:-1], 10) == ("", None)
     assert second.push("z", 10) == ("z", None), "the text of another sequence counts"
-    assert first.push("b", 10) == ("", Stop("stop", stop[0]))
+    assert first.push("b", 10) == ("", SequenceEnd("stop", stop[0]))

@@ -14,7 +14,7 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.run import Run
 from quire.engine.engine import Engine
 from quire.engine.params import CacheHints, SamplingParams
-from quire.llm import gather
+from quire.llm import merge_delta
 
 from ..codecs import EVERY, TOY, options_of
 from ..effort import EFFORT, combine, tries, whole
@@ -173,7 +173,7 @@ def test_somebody_else_goes_on_while_chunks_are_under_way(seed: int) -> None:
     fetching = engine.add("fetching", first, GREEDY)
     collected: dict[str, Any] = {}
     for delta in engine.step():
-        gather(collected, delta)
+        merge_delta(collected, delta)
     assert fetching.sequences[0].path.transfer is not None, "nothing is fetched"
     while fetching.sequences[0].path.transfer is not None and running.sequences[0].num_generated < 100:
         before = running.sequences[0].num_generated
@@ -201,7 +201,7 @@ def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_sam
         swapped = num_steps = 0
         while engine.has_work:
             for delta in engine.step():
-                gather(collected, delta)
+                merge_delta(collected, delta)
             engine.check()
             num_steps += 1
             if swapped < 12 and rng.random() < 0.2 and engine.scheduler.running:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from quire import tied
-from quire.cluster.instance import Order
+from quire import parent_watch
+from quire.cluster.instance import LaunchConfig
 from quire.cluster.processes import Processes
 from quire.kernels.build import _run
 
@@ -21,9 +21,9 @@ PATIENCE = 20.0
 
 BUSY = """
 import sys
-from quire import tied
+from quire import parent_watch
 number = int(sys.argv[1])
-tied.tie(number)
+parent_watch.exit_with_parent(number)
 {then}
 print("tied", flush=True)
 while True:
@@ -32,10 +32,10 @@ while True:
 
 SERVER = """
 import sys, time
-from quire.cluster.instance import Order
+from quire.cluster.instance import LaunchConfig
 from quire.cluster.processes import Processes
 processes = Processes()
-order = Order("mixed-0.1", "shm://nobody", "00", "smollm2", {})
+order = LaunchConfig("mixed-0.1", "shm://nobody", "00", "smollm2", {})
 processes.start(order)
 print(processes.pid(order.name), flush=True)
 time.sleep(60)
@@ -63,7 +63,7 @@ def ends(pid: int, seconds: float = PATIENCE) -> bool:
 
 
 def busy(then: str = "") -> tuple[subprocess.Popen[bytes], int]:
-    process, writing = tied.start([sys.executable, "-c", BUSY.format(then=then)], stdout=subprocess.PIPE)
+    process, writing = parent_watch.start([sys.executable, "-c", BUSY.format(then=then)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"tied\n"
     return process, writing
 
@@ -88,7 +88,7 @@ def test_a_process_goes_on_when_the_thread_that_started_it_ends() -> None:
 
 
 def test_a_process_that_is_untied_goes_on() -> None:
-    process, writing = busy("tied.untie(number)")
+    process, writing = busy("parent_watch.outlive_parent(number)")
     os.close(writing)
     assert not ends(process.pid, 0.1)
     process.kill()
@@ -98,7 +98,8 @@ def test_a_process_that_is_untied_goes_on() -> None:
 def test_a_process_that_begins_after_its_starter_has_ended_ends_too() -> None:
     reading, writing = os.pipe()
     os.close(writing)
-    code = "import sys, time; from quire import tied; tied.tie(int(sys.argv[1])); time.sleep(60)"
+    code = "import sys, time; from quire.parent_watch import exit_with_parent; exit_with_parent(int(sys.argv[1]))"
+    code += "; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code, str(reading)], pass_fds=(reading,))
     os.close(reading)
     assert process.wait(PATIENCE) == 1
@@ -107,14 +108,14 @@ def test_a_process_that_begins_after_its_starter_has_ended_ends_too() -> None:
 def test_a_process_that_cannot_be_started_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        tied.start(["/no/such/program"])
+        parent_watch.start(["/no/such/program"])
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
 def test_an_instance_that_starts_ends_with_its_starter(seconds: float) -> None:
-    """Also while it imports: one that got as far as to read its order would complain."""
-    process, writing = tied.start(
+    """Also while it imports: one that got as far as to read its configuration would complain."""
+    process, writing = parent_watch.start(
         [sys.executable, "-m", "quire.cluster.start"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     time.sleep(seconds)
@@ -126,7 +127,7 @@ def test_an_instance_that_starts_ends_with_its_starter(seconds: float) -> None:
 
 def test_signals_of_a_terminal_do_not_reach_an_instance() -> None:
     """Ctrl-C and SIGHUP reach all its processes; the server ends its instances when their requests are done."""
-    process, writing = tied.start(
+    process, writing = parent_watch.start(
         [sys.executable, "-m", "quire.cluster.start"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     until = time.monotonic() + PATIENCE
@@ -154,12 +155,12 @@ def test_nothing_is_left_of_a_server_that_is_killed_while_an_instance_starts() -
 def test_an_instance_that_is_killed_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     processes = Processes()
-    order = Order("mixed-0.1", "shm://nobody", "00", "smollm2", {})
-    processes.start(order)
-    pid = processes.pid(order.name)
+    launch_config = LaunchConfig("mixed-0.1", "shm://nobody", "00", "smollm2", {})
+    processes.start(launch_config)
+    pid = processes.pid(launch_config.name)
     assert pid is not None and not processes.ended()
-    processes.kill(order.name)
-    assert ends(pid) and processes.pid(order.name) is None
+    processes.kill(launch_config.name)
+    assert ends(pid) and processes.pid(launch_config.name) is None
     assert processes.ended() == [] and len(os.listdir("/proc/self/fd")) == len(before)
 
 
@@ -177,6 +178,6 @@ def test_a_compiler_and_what_it_starts_end_with_the_process_that_waits_for_them(
 
 
 def test_a_tied_command_has_its_own_output_and_status(tmp_path: Path) -> None:
-    done = tied.run(["sh", "-c", "echo out; echo err >&2; exit 3"], capture_output=True)
+    done = parent_watch.run(["sh", "-c", "echo out; echo err >&2; exit 3"], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
     _run(["true"], tmp_path)

@@ -22,7 +22,7 @@ from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.manager import CacheManager
-from quire.cache.path import Path, Swapped
+from quire.cache.path import Path, SwappedPath
 from quire.cache.run import Run, layer_of
 from quire.cache.sinks import Sinks
 from quire.cache.store import Transfer
@@ -54,7 +54,7 @@ class Asked:
     num_preemptions: int = 0
     priority: int = 0
     lifetime: float | None = None
-    swapped: Swapped | None = None
+    swapped: SwappedPath | None = None
     fetched: dict[str, int] = field(default_factory=dict)
     path: Path = field(default_factory=Path)
     keys: ChunkKeys = field(init=False)
@@ -176,15 +176,15 @@ class Machine:
             return
         asked = self.waiting[0]
         near, was_swapped, taken = self.num_near(asked), asked.swapped is not None, self.table.num_taken
-        guests = len(self.fetching.guests)
+        prefetches = len(self.fetching.prefetches)
         if self.manager.swapping.must_wait(asked):
             assert not self.manager.admit(asked) and asked.swapped is not None
             self.counts["waited for another's"] += 1
             return
         if not self.manager.admit(asked):
-            assert len(self.fetching.guests) == 0, "a fetch for others was left in the way"
-            assert self.table.num_taken == taken or guests
-            assert self.running or asked.swapped is not None or guests, "it would wait for ever"
+            assert len(self.fetching.prefetches) == 0, "a fetch for others was left in the way"
+            assert self.table.num_taken == taken or prefetches
+            assert self.running or asked.swapped is not None or prefetches, "it would wait for ever"
             return
         self.waiting.popleft()
         self.running.append(asked)
@@ -219,14 +219,14 @@ class Machine:
         self.waiting.appendleft(asked)
 
     def preempt(self, asked: Asked) -> None:
-        self.manager.swapping.take_out(asked)
+        self.manager.swapping.swap_out(asked)
         self.counts["swapped with shared ones"] += asked.swapped is not None and asked.path.num_shared > 0
         self.restart(asked)
         asked.num_preemptions += 1
 
     def make_room(self, asked: Asked, num_tokens: int) -> bool:
         while not self.manager.extend(asked, num_tokens):
-            if self.fetching.make_way():
+            if self.fetching.cancel_latest_prefetch():
                 continue
             youngest = max(self.running, key=lambda each: each.number)
             self.preempt(youngest)
@@ -293,9 +293,9 @@ class Machine:
                 continue
             mine = [each for each in self.store.pending if each[0] is path.transfer]
             self.deliver([each for each in mine if layer_of(each[2]) == 0])
-            if path.transfer.is_over or not self.fetching.may_follow(path):
+            if path.transfer.is_over or not self.fetching.can_overlap(path):
                 continue
-            self.fetching.assume(asked)
+            self.fetching.assume_arrived(asked)
             self.manager.check()
             end = min(len(asked.token_ids), path.num_tokens + self.rng.randrange(1, 130))
             if end <= path.num_tokens or not self.make_room(asked, end):
@@ -324,7 +324,7 @@ class Machine:
         else:
             self.waiting.remove(asked)
             self.manager.swapping.forget(asked)
-        assert asked not in self.fetching.guests and asked.swapped is None
+        assert asked not in self.fetching.prefetches and asked.swapped is None
 
     # ---- what a store does -------------------------------------------------------------------------------------------
 
@@ -458,7 +458,7 @@ class Machine:
             names = asked.path.segments
             fresh = tuple((segment.number, len(segment.chunks)) for segment in names)
             assert self.tree.shared(asked.path) == fresh, "what a path remembers of its segments is out of date"
-        owners = [each.path for each in self.running] + [each.path for each in self.fetching.guests.values()]
+        owners = [each.path for each in self.running] + [each.path for each in self.fetching.prefetches.values()]
         live = {path.transfer for path in owners if path.transfer is not None}
         assert live == set(self.fetching._underway), "a transfer of nobody, or one that nobody counts"
         arriving = [name for path in owners for name in path.arriving]
@@ -469,7 +469,7 @@ class Machine:
                 pages = self.table._pages_of(rows[rows >= 0])
                 assert ledger.holds(pages).all(), "a page may move while a store writes it"
         if not live:
-            assert not ledger.holds(ledger.ids_out()).any(), "a hold outlives its transfer"
+            assert not ledger.holds(ledger.allocated_ids()).any(), "a hold outlives its transfer"
         handles = {each.swapped.run.names[0] for each in self.waiting if each.swapped is not None}
         handles |= {run.names[0] for path in owners if path.transfer for run in path.transfer.runs if not run.is_shared}
         kept = {run.names[0] for run in self.store.extents if not run.is_shared}
@@ -500,13 +500,13 @@ class Machine:
         self.deliver(self.store.pending)
         self.manager.tick(self.now)
         self.verify()
-        assert not self.fetching.arriving and not self.fetching.guests and self.fetching.transfer is None
+        assert not self.fetching.arriving and not self.fetching.prefetches and self.fetching.transfer is None
         assert not any(not run.is_shared for run in self.store.runs.values())
         assert self.manager.stats()["bytes_used"] == 0
         while self.manager.pins.end_oldest():
             pass
         self.manager.eviction.evict(1 << 20)
-        assert self.table.num_taken == 0 and self.table.ledger.bytes_out == 0
+        assert self.table.num_taken == 0 and self.table.ledger.allocated_bytes == 0
         self.counts.update(vars(self.fetching.counts))
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import jsonschema
 import pytest
 
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.grammar_tokens import _TextCutter, make_vocabulary, token_table
-from quire.engine.grammars import Grammars
 from quire.engine.structured import StructuredOutputsParams
 from quire.models.tokenizer import Tokenizer
-from quire.tools.calls import CallArguments, CallBegins, Reasoning, Text, Tool, ToolChoice
+from quire.tools.answer_parser import AnswerParser
+from quire.tools.calls import ArgumentsDelta, CallStart, ReasoningDelta, TextDelta, Tool, ToolChoice
 from quire.tools.format import ToolFormat
 from quire.tools.formats import FORMATS, format_of
 from quire.tools.formats.generic import GENERIC
 from quire.tools.parser import CallParser
-from quire.tools.reader import AnswerReader
 from quire.tools.reasoning import FORMATS as REASONING
 from quire.tools.reasoning import ReasoningParser
 
@@ -50,11 +50,11 @@ def tokenizer(family: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenize
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(tokenizer, tokenizer.vocab_size + 3, tokenizer.eos_ids)
+def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size + 3, tokenizer.eos_ids)
 
 
-def drawn(grammars: Grammars, wanted: StructuredOutputsParams, draw: random.Random, begins: str = "") -> str:
+def drawn(grammars: GrammarCompiler, wanted: StructuredOutputsParams, draw: random.Random, begins: str = "") -> str:
     """An answer of random tokens that ends soon. begins: what it begins with, which must be allowed."""
     tokenizer = grammars._tokenizer
     script = continued(tokenizer, begins)
@@ -114,7 +114,9 @@ def test_forced_text_is_cut_as_a_continuation_into_its_own_bytes(family: str, to
 
 
 @pytest.mark.parametrize("way", ["regex", "choice", "json", "grammar", "in a word"])
-def test_a_form_may_have_the_name_of_any_added_token(family: str, grammars: Grammars, way: str, seed: int) -> None:
+def test_a_form_may_have_the_name_of_any_added_token(
+    family: str, grammars: GrammarCompiler, way: str, seed: int
+) -> None:
     draw = random.Random(seed)
     for name in [*FAMILIES[family].special, *FAMILIES[family].plain, "<tool_call>", "<|im_end|>", "</think>"]:
         given: dict[str, Any] = {
@@ -134,14 +136,14 @@ def test_a_form_may_have_the_name_of_any_added_token(family: str, grammars: Gram
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("format_", [*FORMATS, GENERIC], ids=lambda each: each.name)
 def test_calls_are_valid_in_every_format(
-    tokenizer: Tokenizer, grammars: Grammars, format_: ToolFormat, mode: str, seed: int
+    tokenizer: Tokenizer, grammars: GrammarCompiler, format_: ToolFormat, mode: str, seed: int
 ) -> None:
     """Also in formats that are not the family's: its marks are then plain text."""
     draw, choice = random.Random(seed), MODES[mode]
     grammar = format_.grammar(TOOLS, choice, tokenizer.added_id)
     assert grammar is not None
     before = "" if format_.at_start else draw.choice(["", "Let me see: 1 < 2. "])
-    begins = before + (format_.opens or "{") if mode == "auto" else ""
+    begins = before + (format_.opener or "{") if mode == "auto" else ""
     for _ in range(tries(3)):
         text = drawn(grammars, StructuredOutputsParams(grammar=grammar), draw, begins)
         parser = CallParser(format_, SCHEMAS, is_exact=True)
@@ -152,10 +154,10 @@ def test_calls_are_valid_in_every_format(
             assert choice.name in ("", name)
 
 
-def test_a_strict_tool_may_be_called_wherever_the_model_likes(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_a_strict_tool_may_be_called_wherever_the_model_likes(tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
     """The token that begins a call can be chosen, at the start and behind text, and what follows is held."""
     format_ = format_of(tokenizer.tool_template)
-    opener = continued(tokenizer, format_.opens or "{")[:1]
+    opener = continued(tokenizer, format_.opener or "{")[:1]
     grammar = format_.grammar(TOOLS, ToolChoice(), tokenizer.added_id)
     matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
     for before in ("", "" if format_.at_start else "Let me see. "):
@@ -163,7 +165,7 @@ def test_a_strict_tool_may_be_called_wherever_the_model_likes(tokenizer: Tokeniz
         assert matcher.deep_copy().try_consume_tokens(ids) == len(ids), before
 
 
-def test_text_that_spells_the_opener_of_calls_is_held_like_it(tokenizer: Tokenizer, grammars: Grammars) -> None:
+def test_text_that_spells_the_opener_of_calls_is_held_like_it(tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
     format_ = format_of(tokenizer.tool_template)
     if format_.at_start or not format_.marks:
         pytest.skip("nothing opens a call")
@@ -178,18 +180,18 @@ def test_text_that_spells_the_opener_of_calls_is_held_like_it(tokenizer: Tokeniz
 @pytest.mark.parametrize("reasoning", REASONING, ids=lambda each: each.name)
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_reasoning_stands_before_a_form_in_every_format(
-    tokenizer: Tokenizer, grammars: Grammars, reasoning: Any, is_begun: bool, seed: int
+    tokenizer: Tokenizer, grammars: GrammarCompiler, reasoning: Any, is_begun: bool, seed: int
 ) -> None:
     draw = random.Random(seed)
     marks = ("" if is_begun else reasoning.begins, reasoning.ends)
     wanted = StructuredOutputsParams(json=SCHEMAS["say"], reasoning=marks)
     for before in ("Hm, 1 < 2.", "\n", "a <b> [c]\n"):
         text = drawn(grammars, wanted, draw, f"{marks[0]}{before}{reasoning.ends}")
-        reader = AnswerReader(ReasoningParser(reasoning, is_inside=is_begun))
+        reader = AnswerParser(ReasoningParser(reasoning, is_inside=is_begun))
         parts = reader.read(text, is_last=True)
-        said = "".join(part.text for part in parts if isinstance(part, Text))
+        said = "".join(part.text for part in parts if isinstance(part, TextDelta))
         jsonschema.validate(json.loads(said), SCHEMAS["say"])
-        reasoned = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        reasoned = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
         assert reasoned == before.strip()
 
 
@@ -197,11 +199,11 @@ def gathered(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str]]]:
     said, calls = "", list[list[str]]()
     for part in parts:
         match part:
-            case Text(text):
+            case TextDelta(text):
                 said += text
-            case CallBegins(_, _, name):
+            case CallStart(_, _, name):
                 calls.append([name, ""])
-            case CallArguments(index, text):
+            case ArgumentsDelta(index, text):
                 calls[index][1] += text
     return said, [(name, arguments) for name, arguments in calls]
 

@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.engine.grammars import Grammars
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.structured import StructuredOutputsParams
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
-from quire.tools.calls import Call, CallArguments, CallBegins, Part, Text, Tool, ToolChoice
+from quire.tools.calls import AnswerDelta, ArgumentsDelta, Call, CallStart, TextDelta, Tool, ToolChoice
 from quire.tools.format import ToolFormat
 from quire.tools.formats import FORMATS, format_of
 from quire.tools.formats.generic import GENERIC
@@ -33,24 +33,24 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
-def read(format_: ToolFormat, text: str, cuts: list[int], **how: int | bool) -> list[Part]:
-    parser, found = CallParser(format_, NAMES, **how), list[Part]()  # type: ignore[arg-type]
+def read(format_: ToolFormat, text: str, cuts: list[int], **how: int | bool) -> list[AnswerDelta]:
+    parser, found = CallParser(format_, NAMES, **how), list[AnswerDelta]()  # type: ignore[arg-type]
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         found += parser.push(text[begin:end])
     return found + parser.flush()
 
 
-def gathered(parts: list[Part]) -> tuple[str, list[tuple[str, str]]]:
+def gathered(parts: list[AnswerDelta]) -> tuple[str, list[tuple[str, str]]]:
     """The joined text, and the calls' names and arguments."""
     text, calls = "", list[tuple[str, str]]()
     for part in parts:
         match part:
-            case Text(piece):
+            case TextDelta(piece):
                 text += piece
-            case CallBegins(index, id_, name):
+            case CallStart(index, id_, name):
                 assert index == len(calls) and id_
                 calls.append((name, ""))
-            case CallArguments(index, piece):
+            case ArgumentsDelta(index, piece):
                 assert index == len(calls) - 1
                 calls[-1] = (calls[-1][0], calls[-1][1] + piece)
     return text, calls
@@ -64,7 +64,7 @@ def cuts_of(draw: random.Random, text: str) -> list[int]:
 def test_calls_that_are_written_are_read_however_they_are_cut(name: str, seed: int) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
     for _ in range(300):
-        count = draw.randrange(1, 4) if format_.between is not None else 1
+        count = draw.randrange(1, 4) if format_.separator is not None else 1
         calls = [Call("id", draw.choice(NAMES), json.dumps(draw.choice(ARGUMENTS), ensure_ascii=False))
                  for _ in range(count)]  # fmt: skip
         before = "" if format_.at_start else draw.choice(["", "Let me look.", "a < b, [T {"])
@@ -183,7 +183,7 @@ def test_arguments_are_found_wherever_a_model_writes_them_and_never_lost(
 ) -> None:
     """What cannot be read stays text: an empty object never stands for something."""
     draw, format_ = random.Random(seed), EVERY[name]
-    for text in (format_.opens + call + format_.closes, *(also + call for also in format_.also)):
+    for text in (format_.opener + call + format_.closer, *(also + call for also in format_.other_openers)):
         for _ in range(12):
             said, found = gathered(read(format_, text, cuts_of(draw, text)))
             if arguments is None:
@@ -210,7 +210,7 @@ def test_what_stands_beside_arguments_is_text_whether_they_are_streamed_or_not(n
         arguments = call[1].partition(": ")[2]
         beside, blank = [other for other, _ in others], draw.choice(["", " "])
         for members_ in ([*call, *beside], ['"id": 1', *call, *beside], [*reversed(call), *beside]):
-            text = f"{format_.opens}{{{(blank + ', ').join(members_)}{blank}}}{format_.closes}"
+            text = f"{format_.opener}{{{(blank + ', ').join(members_)}{blank}}}{format_.closer}"
             for cuts in ([], list(range(1, len(text))), cuts_of(draw, text)):
                 assert gathered(read(format_, text, cuts)) == (said, [("add", arguments)]), text
             assert gathered(read(format_, text + text, [], most=1))[0] == said, "no text is of a call that is dropped"
@@ -228,7 +228,7 @@ def test_what_stands_beside_arguments_is_not_lost_where_the_answer_is_cut_off(
     name: str, rest: str, said: str, seed: int
 ) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
-    text = f'{format_.opens}{{"name": "add", "{format_.key}": {{"a": 1}}{rest}'
+    text = f'{format_.opener}{{"name": "add", "{format_.key}": {{"a": 1}}{rest}'
     for cuts in ([], list(range(1, len(text))), cuts_of(draw, text)):
         assert gathered(read(format_, text, cuts)) == (said, [("add", '{"a": 1}')])
 
@@ -237,7 +237,7 @@ def test_what_stands_beside_arguments_is_not_lost_where_the_answer_is_cut_off(
 def test_long_arguments_are_the_same_however_they_are_cut(name: str, seed: int) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
     arguments = '{"a":  1e400, "text": "' + "x" * 6000 + '", "n": 12345678901234567890.10}'
-    text = format_.opens + '{"name": "add", "' + format_.key + '": ' + arguments + "}" + format_.closes
+    text = format_.opener + '{"name": "add", "' + format_.key + '": ' + arguments + "}" + format_.closer
     for cuts in ([], list(range(1, len(text))), cuts_of(draw, text)):
         assert gathered(read(format_, text, cuts)) == ("", [("add", arguments)])
 
@@ -304,7 +304,14 @@ def test_calls_side_by_side_leave_no_syntax_and_texts_keep_their_distance(
 @pytest.mark.parametrize("name", EVERY)
 def test_whole_and_streamed_agree_on_anything_that_looks_like_calls(name: str, seed: int) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
-    pieces = [*CALL_PIECES, format_.opens, format_.between or ";", format_.closes, *format_.also, *format_.marks]
+    pieces = [
+        *CALL_PIECES,
+        format_.opener,
+        format_.separator or ";",
+        format_.closer,
+        *format_.other_openers,
+        *format_.marks,
+    ]
     for _ in range(400):
         text = "".join(draw.choices(pieces, k=draw.randrange(1, 9)))
         how = {"most": 1} if draw.random() < 0.3 else {}
@@ -323,7 +330,7 @@ CALL_PIECES = [ONE, OTHER, " ", "\n", "; ", ", ", "text", "{", "}", '{"name": "a
 @pytest.mark.parametrize("piece", ['{"a": {}, ', '{"name": "', " ", "{", '{"name": "add", "arguments": {', "\\"])
 def test_any_long_text_is_read_in_linear_time(name: str, piece: str) -> None:
     parser = CallParser(EVERY[name], NAMES)
-    parser.push(EVERY[name].write([Call("", "add", '{"a": 1}')]) if EVERY[name].at_start else EVERY[name].opens)
+    parser.push(EVERY[name].write([Call("", "add", '{"a": 1}')]) if EVERY[name].at_start else EVERY[name].opener)
     begun = time.process_time()
     for _ in range(20_000):
         parser.push(piece)
@@ -345,12 +352,12 @@ NESTS = [("{", "}"), ("[", "]"), ('{"a": ', "}"), ('{"name": "add", "a": ', "}")
 @pytest.mark.parametrize("most_chars", [5, 1 << 20])
 def test_any_nesting_is_read_in_linear_time(name: str, opens: str, closes: str, most_chars: int, seed: int) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
-    for opener in {format_.opens, ""}:
+    for opener in {format_.opener, ""}:
         close = closes + (CLOSES[name] if opener else "")
         count = 100_000 // len(opener + opens + close)
         text = format_.write([Call("", "add", '{"a": 1}')]) * format_.at_start
         text += (opener + opens) * count + close * count
-        parser, at, begun, found = CallParser(format_, NAMES), 0, time.process_time(), list[Part]()
+        parser, at, begun, found = CallParser(format_, NAMES), 0, time.process_time(), list[AnswerDelta]()
         while at < len(text):
             size = draw.randrange(1, most_chars + 1)
             found += parser.push(text[at : at + size])
@@ -364,7 +371,7 @@ def test_an_answer_that_is_mostly_no_calls_is_the_same_however_it_is_cut(name: s
     """What is read again too often makes the rest text, at the same place."""
     draw, format_ = random.Random(seed), EVERY[name]
     call = format_.write([Call("", "add", '{"a": 1}')])
-    opener = format_.opens or (format_.also[0] + call)
+    opener = format_.opener or (format_.other_openers[0] + call)
     closes = "}" + CLOSES[name]
     nest = (opener + '{"a": ') * 700 + closes * 700
     text = call + "so " + nest + " then " + call + " \n"
@@ -383,13 +390,13 @@ def test_an_answer_that_is_mostly_no_calls_is_the_same_however_it_is_cut(name: s
 def test_a_call_without_its_brace_swallows_nothing(name: str, seed: int) -> None:
     """Small models forget it where they are free to."""
     draw, format_ = random.Random(seed), EVERY[name]
-    brace = "}" + format_.closes
+    brace = "}" + format_.closer
     whole = format_.write([Call("", "add", '{"a": 1}')])
     assert whole.endswith(brace)
-    cut = whole.removesuffix(brace) + format_.closes
+    cut = whole.removesuffix(brace) + format_.closer
     for text, said, count in (
         (f"{cut}\nIt is done.", "It is done.", 1),
-        (f"{cut}\nIt is. {format_.opens or '@'}", None, 1),
+        (f"{cut}\nIt is. {format_.opener or '@'}", None, 1),
         (whole.removesuffix(brace) + ', "id": "}x"' + brace, "", 1),
         (whole.removesuffix(brace) + " \n" + brace, "", 1),
     ):
@@ -414,9 +421,9 @@ def test_further_calls_are_dropped_where_one_may_be(name: str, is_exact: bool, s
     """Not even their syntax is text. What stands beside them is."""
     draw, format_ = random.Random(seed), EVERY[name]
     calls = [Call("", "add", '{"a": 1}'), Call("", "weather", '{"b": 2}'), Call("", "no_arguments", "{}")]
-    opens, text = format_.opens, format_.write(calls[: 1 if format_.between is None else 3])
+    opens, text = format_.opener, format_.write(calls[: 1 if format_.separator is None else 3])
     texts = [(text, "")]
-    if format_.between is not None:
+    if format_.separator is not None:
         texts += [(f"{text}\n{format_.write(calls[1:])}", ""), (f"Well. {text} So {text}\nDone.", "Well. So\nDone.")]
         texts += [(f"{text}\n{opens}nothing", f"{opens}nothing")]
     elif not is_exact:
@@ -433,18 +440,18 @@ def test_further_calls_are_dropped_where_one_may_be(name: str, is_exact: bool, s
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: Grammars, name: str) -> None:
+def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: GrammarCompiler, name: str) -> None:
     """Where arguments must be valid, the parser takes for a call only what the grammar does."""
     format_ = EVERY[name]
     grammar = format_.grammar(TOOLS, ToolChoice(), lambda text: None)
     matcher = grammars.compile(StructuredOutputsParams(grammar=grammar)).begin()
     call = f'{{"name": "add", "{format_.key}": {{"a": "one", "b": true}}}}'
     for opener in (
-        *format_.also,
-        format_.opens.strip(),
-        " " + format_.opens,
-        "\n" + format_.opens,
-        format_.opens + " ",
+        *format_.other_openers,
+        format_.opener.strip(),
+        " " + format_.opener,
+        "\n" + format_.opener,
+        format_.opener + " ",
     ):
         for text in (opener + call, opener + "[" + call + "]"):
             ids, copy = grammars._tokenizer.encode(text, add_special=False), matcher.deep_copy()
@@ -457,7 +464,7 @@ def test_what_a_grammar_lets_pass_as_text_is_no_call(grammars: Grammars, name: s
 @pytest.mark.parametrize("name", EVERY)
 def test_of_forced_calls_that_are_cut_off_no_syntax_is_text(name: str) -> None:
     format_ = EVERY[name]
-    calls = [Call("id", each, json.dumps(ARGUMENTS[1])) for each in NAMES[: 2 if format_.between is not None else 1]]
+    calls = [Call("id", each, json.dumps(ARGUMENTS[1])) for each in NAMES[: 2 if format_.separator is not None else 1]]
     whole = format_.write(calls)
     for end in range(len(whole) + 1):
         parser = CallParser(format_, NAMES, is_exact=True)
@@ -474,9 +481,9 @@ def test_beside_a_form_an_answer_is_either_calls_or_text(name: str, seed: int) -
     draw, format_ = random.Random(seed), EVERY[name]
     calls = format_.write([Call("", "add", '{"a": 1}')])
     for text in (
-        *(f'"see {opener} [{{' for opener in (*format_.also, format_.opens, *format_.marks)), f"word {calls}",
+        *(f'"see {opener} [{{' for opener in (*format_.other_openers, format_.opener, *format_.marks)), f"word {calls}",
         f" {calls}",
-        format_.opens[:5], f"x{format_.opens[:5]}", '{"na', '{"name": "b", "c": 1}', f"x {calls} y", "", " ", "a \n",
+        format_.opener[:5], f"x{format_.opener[:5]}", '{"na', '{"name": "b", "c": 1}', f"x {calls} y", "", " ", "a \n",
     ):  # fmt: skip
         for _ in range(10):
             found = gathered(read(format_, text, cuts_of(draw, text), is_exact=True, is_either=True))
@@ -490,7 +497,7 @@ def test_beside_a_form_an_answer_is_either_calls_or_text(name: str, seed: int) -
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_calls_beside_a_form_may_be_several(name: str, count: int, seed: int) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
-    if count > 1 and format_.between is None:
+    if count > 1 and format_.separator is None:
         pytest.skip("this format has one call")
     text = format_.write([Call("", "add", json.dumps({"a": number})) for number in range(count)])
     expected = ("", [("add", json.dumps({"a": number})) for number in range(count)])
@@ -528,9 +535,9 @@ TOOLS = [Tool(name, parameters=schema, strict=True) for name, schema in SCHEMAS.
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
-    return Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -540,19 +547,19 @@ def grammars() -> Grammars:
     ids=["required", "named", "one"],
 )
 def test_answers_that_must_call_do_with_valid_arguments(
-    grammars: Grammars, name: str, choice: ToolChoice, seed: int
+    grammars: GrammarCompiler, name: str, choice: ToolChoice, seed: int
 ) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
     for _ in range(4):
         said, calls = gathered(read(format_, drawn(grammars, format_, choice, draw), []))
-        assert not said and 1 <= len(calls) <= (9 if choice.parallel and format_.between else 1)
+        assert not said and 1 <= len(calls) <= (9 if choice.parallel and format_.separator else 1)
         for called, arguments in calls:
             jsonschema.validate(json.loads(arguments), SCHEMAS[called])
             assert choice.name in ("", called)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_arguments_are_an_object_whatever_else_the_parameters_allow(grammars: Grammars, name: str) -> None:
+def test_arguments_are_an_object_whatever_else_the_parameters_allow(grammars: GrammarCompiler, name: str) -> None:
     parameters = {"type": ["null", "object"], "properties": {"a": {"$ref": "#/$defs/word"}}, "required": ["a"],
                   "$defs": {"word": {"enum": ["x"]}}, "additionalProperties": False}  # fmt: skip
     grammar = EVERY[name].grammar([Tool("add", parameters=parameters)], ToolChoice("required"), lambda text: None)
@@ -567,7 +574,7 @@ def test_arguments_are_an_object_whatever_else_the_parameters_allow(grammars: Gr
 
 @pytest.mark.parametrize("name", EVERY)
 def test_answers_that_may_call_say_anything_or_call_with_valid_arguments(
-    grammars: Grammars, name: str, seed: int
+    grammars: GrammarCompiler, name: str, seed: int
 ) -> None:
     draw, format_ = random.Random(seed), EVERY[name]
     grammar = format_.grammar(TOOLS, ToolChoice(), lambda text: None)
@@ -588,7 +595,7 @@ def test_answers_that_may_call_say_anything_or_call_with_valid_arguments(
     del draw
 
 
-def drawn(grammars: Grammars, format_: ToolFormat, choice: ToolChoice, draw: random.Random) -> str:
+def drawn(grammars: GrammarCompiler, format_: ToolFormat, choice: ToolChoice, draw: random.Random) -> str:
     """A text that the grammar allows, of random tokens."""
     grammar = format_.grammar(TOOLS, choice, lambda text: None)
     assert grammar is not None

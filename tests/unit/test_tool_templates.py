@@ -123,7 +123,7 @@ def test_calls_that_a_template_writes_are_read(name: str, seed: int) -> None:
     draw, (_, family, begin, end) = random.Random(seed), FAMILIES[name]
     for _ in range(20):
         format_ = format_of(FAMILIES[name][0])
-        count = draw.randrange(1, 4) if format_.between is not None else 1
+        count = draw.randrange(1, 4) if format_.separator is not None else 1
         calls = [Call(f"call_{draw.random()}", draw.choice(NAMES), json.dumps(draw.choice(ARGUMENTS)))
                  for _ in range(count)]  # fmt: skip
         results = [{"role": "tool", "content": "17", "tool_call_id": call.id} for call in calls]

@@ -24,16 +24,16 @@ from quire.engine.offloading import policy_of
 from quire.errors import ConfigError, QuireError
 from quire.models.decoder import build_model
 from quire.models.image_folder import DRAFT_SUFFIX, image_folder, image_path, lock_draft
-from quire.models.images import whole_image_of
+from quire.models.images import full_image_spec
 from quire.models.layers import Ops
 from quire.models.plan import Model
 from quire.models.weights import open_model
 from quire.offload.costs import Policy
 from quire.offload.files import policy_text, read_policy
-from quire.offload.homes import ALIGNMENT, Piece, Place
 from quire.offload.model import OffloadedModel, load_offloaded
 from quire.offload.stream import WeightStream
 from quire.offload.units import Share, Split
+from quire.offload.weight_placement import ALIGNMENT, ReadRange, StoredMatrix
 from quire.stores.direct import DirectFile
 from tests.dense_plan import DensePlan
 from tests.effort import tries
@@ -52,9 +52,11 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def layers_of(count: int, blocks: int = BLOCKS) -> list[tuple[Piece, ...]]:
+def layers_of(count: int, blocks: int = BLOCKS) -> list[tuple[ReadRange, ...]]:
     size = blocks * ALIGNMENT
-    return [(Piece(n * size, size, (Place(f"layer {n}", n * size + 128, size - 128),)),) for n in range(count)]
+    return [
+        (ReadRange(n * size, size, (StoredMatrix(f"layer {n}", n * size + 128, size - 128),)),) for n in range(count)
+    ]
 
 
 class Reader:
@@ -213,7 +215,7 @@ def test_without_overlap_a_layer_is_read_when_it_is_taken(reader: Callable[..., 
 
 def decoder(path: Path, dtype: torch.dtype, form: Any, split: Split) -> tuple[Model, OffloadedModel]:
     with open_model(path) as checkpoint:
-        wanted = whole_image_of(checkpoint, dtype, form)
+        wanted = full_image_spec(checkpoint, dtype, form)
 
         def build(ops: Ops) -> Model:
             return build_model(checkpoint.shape, checkpoint, ops, dtype, "cpu", form)
@@ -449,7 +451,7 @@ def test_a_start_waits_while_another_process_writes_the_image(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {"offload.mode": "auto", "offload.memory": "1792KiB"}
     with open_model(model) as checkpoint:
-        draft = image_path(whole_image_of(checkpoint, torch.float32, "native").origin).with_suffix(DRAFT_SUFFIX)
+        draft = image_path(full_image_spec(checkpoint, torch.float32, "native").origin).with_suffix(DRAFT_SUFFIX)
     draft.parent.mkdir(parents=True)
     with lock_draft(draft, create=True):
         thread = threading.Thread(target=lambda: answers(model, options))

@@ -16,7 +16,7 @@ from quire.engine.sampling_defaults import read_sampling_defaults
 from quire.errors import ModelError
 from quire.models.digest import digest_of
 from quire.models.fingerprint import fingerprint
-from quire.models.images import whole_image_of
+from quire.models.images import full_image_spec
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
@@ -74,7 +74,7 @@ def test_names_for_contents_cover_all_parts(parts: list[Path]) -> None:
 
     def names(part: Path) -> tuple[str, str, str]:
         with open_model(part) as checkpoint:
-            key = whole_image_of(checkpoint, torch.bfloat16, "checkpoint").origin.key
+            key = full_image_spec(checkpoint, torch.bfloat16, "checkpoint").origin.key
             return digest_of(checkpoint).digest, fingerprint(part), key
 
     before = {names(part) for part in parts}
@@ -94,7 +94,7 @@ def test_parts_that_are_links_are_found_by_the_names_of_the_links(parts: list[Pa
     for number, part in enumerate(parts):
         (links / part.name).symlink_to(part.rename(tmp_path / f"blob{number}"))
     with open_model(links / parts[1].name) as checkpoint:
-        assert whole_image_of(checkpoint, torch.bfloat16, "checkpoint").origin.fingerprint == fingerprint(
+        assert full_image_spec(checkpoint, torch.bfloat16, "checkpoint").origin.fingerprint == fingerprint(
             links / parts[0].name
         )
 

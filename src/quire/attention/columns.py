@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.attention.plan import Sources
+from quire.attention.plan import StagedWrites
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
@@ -50,7 +50,7 @@ class Columns:
 
 def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes: bool, strict: bool) -> Columns:
     """The columns of a step's profiled slices. Arguments and names of staged chunks are those of `plan.lay_out`."""
-    sources = Sources(encodes)
+    sources = StagedWrites(encodes)
     scored = np.full((sum(piece.num_rows for piece in slices), 3), -1, np.int64)
     num_scores = 0
     rows: list[NDArray[np.int32]] = [np.empty((0, 2), np.int32)]

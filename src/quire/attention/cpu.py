@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from quire.attention.columns import profiled_columns
-from quire.attention.plan import AttentionSpec, Layout, lay_out, sparse_singles
+from quire.attention.plan import AttentionSpec, StepLayout, lay_out, sparse_singles
 from quire.attention.rows import RowSlice
 from quire.cache.codecs import CODECS, load
 from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
-from quire.kernels.memory import Carver
+from quire.kernels.memory import HugePageAllocator
 
 _POINTERS = (
     "arena", "table", "kinds", "masks", "cos", "sin", "positions", "write_chunk", "indices", "pieces", "merges",
@@ -73,7 +73,7 @@ class CpuAttention:
         self._codec = load(place)(table.sealed_codec) if place else None
         self._turns = _turns(spec) if table.encodes else None
         self._angles = _angles(spec) if table.encodes and spec.dtype == torch.bfloat16 else None
-        self._room: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
         self._fixed = _Plan(
             arena=table.arena.data.data_ptr(),
             table=table.pages.ctypes.data,
@@ -98,10 +98,10 @@ class CpuAttention:
             sparse_values=spec.sparse_values,
         )
 
-    def another(self) -> CpuAttention:
+    def clone(self) -> CpuAttention:
         """A backend of the same table with plans and scratch of its own: both plans may be alive."""
         found = copy.copy(self)
-        found._last, found._room = None, {}
+        found._last, found._scratch = None, {}
         return found
 
     def plan(
@@ -129,7 +129,7 @@ class CpuAttention:
     def refresh(self, chunks: NDArray[np.int32]) -> None:
         """Nothing to do: the kernels read the table itself."""
 
-    def reading(self, slices: Sequence[RowSlice]) -> CpuPlan:
+    def read_only_plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
         """A plan of single rows that only read: all chunks of the slices precede them and have bases in the table."""
         spec = self.spec
         layout = lay_out(
@@ -142,11 +142,11 @@ class CpuAttention:
         layout.pieces[:, 4] = 0  # so that no piece ends behind its row, and none writes
         return CpuPlan(self, layout, slices, only_reads=True)
 
-    def room(self, name: str, num_bytes: int) -> torch.Tensor:
+    def scratch_buffer(self, name: str, num_bytes: int) -> torch.Tensor:
         """A buffer of at least `num_bytes`, initially zero. The next call with the same name may return it again."""
-        if name not in self._room or len(self._room[name]) < num_bytes:
-            self._room[name] = Carver().take(num_bytes)
-        return self._room[name]
+        if name not in self._scratch or len(self._scratch[name]) < num_bytes:
+            self._scratch[name] = HugePageAllocator().take(num_bytes)
+        return self._scratch[name]
 
 
 def _turns(spec: AttentionSpec) -> torch.Tensor:
@@ -178,7 +178,7 @@ class CpuPlan:
     def __init__(
         self,
         backend: CpuAttention,
-        layout: Layout,
+        layout: StepLayout,
         slices: Sequence[RowSlice],
         ready: NDArray[np.int32] | None = None,
         *,
@@ -200,10 +200,10 @@ class CpuPlan:
         # chunk of its own to write to.
         written = layout.write_chunk.tolist()
         plan.decode = only_reads or (not plan.num_seals and len(written) == len(slices) == len({*written}))
-        self._room: dict[str, torch.Tensor] = {}  # buffers of the backend that kernels write, by field of the plan
+        self._scratch: dict[str, torch.Tensor] = {}  # buffers of the backend that kernels write, by field of the plan
         if layout.num_staged:
             page_bytes = spec.num_kv_heads * spec.table.open_codec.page_bytes
-            self._take_room(plan, staged=layout.num_staged * page_bytes)
+            self._take_scratch(plan, staged=layout.num_staged * page_bytes)
         if any(piece.profiled is not None for piece in slices):
             self._profile(plan)
         if num_sparse := sparse_singles(slices, spec.sparse_values):
@@ -230,10 +230,10 @@ class CpuPlan:
         self._width = spec.num_kv_heads * spec.group_size * spec.head_dim
         self._out: torch.Tensor | None = None
 
-    def _take_room(self, plan: _Plan, **num_bytes: int) -> None:
+    def _take_scratch(self, plan: _Plan, **num_bytes: int) -> None:
         for name, size in num_bytes.items():
-            self._room[name] = self._backend.room(name, size)
-            setattr(plan, name, self._room[name].data_ptr())
+            self._scratch[name] = self._backend.scratch_buffer(name, size)
+            setattr(plan, name, self._scratch[name].data_ptr())
 
     def _choose_values(self, plan: _Plan, singles: Sequence[RowSlice]) -> None:
         """Makes the kernels choose, for each of these rows, the values that it takes."""
@@ -251,7 +251,7 @@ class CpuPlan:
         self._sparse_rows = rows
         plan.sparse_rows, plan.num_sparse_rows = rows.ctypes.data, len(rows)
         places = int(columns.sum()) * spec.num_kv_heads * spec.group_size
-        self._take_room(plan, sparse_scores=places * PAGE_TOKENS * 4, sparse_slots=places * 8)
+        self._take_scratch(plan, sparse_scores=places * PAGE_TOKENS * 4, sparse_slots=places * 8)
 
     def _profile(self, plan: _Plan) -> None:
         """Makes the kernels sum the attention of the profiled slices, and keep what `recovered` reads."""
@@ -269,7 +269,7 @@ class CpuPlan:
         steps = self._backend.kernels.quire_query_steps(ctypes.addressof(plan))
         kept = spec.num_layers * found.num_kept * heads
         key_bytes = PAGE_TOKENS * spec.head_dim * spec.dtype.itemsize
-        self._take_room(
+        self._take_scratch(
             plan,
             lse=plan.num_rows * heads * 4,
             scores=found.num_scores * heads * 4,
@@ -299,7 +299,7 @@ class CpuPlan:
         return found
 
     def advance(self, slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
-        """See Layout.advance."""
+        """See StepLayout.advance."""
         before, self.slices = self.slices, slices
         if any(before[row].reads_all != slices[row].reads_all for row in moved):
             return False

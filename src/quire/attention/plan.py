@@ -99,7 +99,7 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """A step as int32 arrays.
 
     positions    [R] of the query rows
@@ -237,7 +237,7 @@ def common_runs(
     return found
 
 
-class Sources:
+class StagedWrites:
     """Where the rows of a step find the chunks they write: the chunk itself if it stays open, else the dense source
     that it will be encoded from.
 
@@ -272,7 +272,7 @@ class Sources:
 
     @property
     def seals(self) -> NDArray[np.int32]:
-        """See Layout."""
+        """See StepLayout."""
         return np.array(self._seals, np.int32).reshape(-1, 2)
 
 
@@ -295,19 +295,19 @@ def lay_out(
     window: int | None,
     encodes: bool = False,
     strict: bool = True,
-) -> Layout:
+) -> StepLayout:
     """Cuts a step into pieces of near-equal cost.
 
     block_rows  most query rows of a piece: a divisor or multiple of 64, so that causal runs end on chunk boundaries; if
                 sealed chunks are encoded at most 64, because rows of two chunks see different sources
     num_heads   H: every piece is computed once per kv head
     workers     threads or streaming multiprocessors that compute pieces at the same time
-    encodes     see Sources
+    encodes     see StagedWrites
     strict      whether rows see earlier chunks of their own slice as stored, not as computed
 
     A run is split only if one piece alone would take more than half of a worker's fair share.
     """
-    sources = Sources(encodes)
+    sources = StagedWrites(encodes)
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
     num_dropped = np.array([piece.num_dropped for piece in singles], np.int32)
@@ -377,7 +377,7 @@ def lay_out(
         pieces[single, 4] += num_dropped[pieces[single, 0]]
     pieces[:, 4] *= PAGE_TOKENS
     merges, parts, num_partials = _merges(pieces)
-    return Layout(
+    return StepLayout(
         positions,
         write_chunk,
         np.ascontiguousarray(indices, np.int32),

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.partial import Partial
-from quire.attention.plan import AttentionSpec, Sources
+from quire.attention.plan import AttentionSpec, StagedWrites
 from quire.attention.profile import column_peaks, column_sums, recovered
 from quire.attention.rows import RowSlice, wait_for
 from quire.attention.scores import visible_scores
@@ -133,7 +133,7 @@ class ReferencePlan:
         self.spec = spec
         self.slices = slices
         self._ready = ready
-        sources = Sources(spec.table.encodes)
+        sources = StagedWrites(spec.table.encodes)
         self._own = [sources.of(piece) for piece in slices]
         self._seals = sources.seals.tolist()
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

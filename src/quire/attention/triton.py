@@ -123,7 +123,7 @@ class TritonAttention:
         self._num_moved = 0  # the table's `num_moved_pages` at the last plan
         self._decode = self._new_decode_buffer()
 
-    def another(self) -> TritonAttention:
+    def clone(self) -> TritonAttention:
         """A backend of the same table with plans of its own: both plans may be alive. They share the memory that the
         launches of one layer use.
         """

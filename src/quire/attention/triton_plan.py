@@ -145,9 +145,9 @@ class TritonPlan:
         return GraphKey(self.batch_size, self.shares, self.profile is not None, self._launches[0].stages)
 
     @contextlib.contextmanager
-    def rehearsed(self) -> Iterator[None]:
+    def profiling_suspended(self) -> Iterator[None]:
         """Nothing is added to column sums inside: keys and values may be written twice, sums must be added once."""
-        with contextlib.nullcontext() if self.profile is None else self.profile.held():
+        with contextlib.nullcontext() if self.profile is None else self.profile.suspended():
             yield
 
     def advance(self) -> None:

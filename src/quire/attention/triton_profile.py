@@ -95,17 +95,17 @@ class ProfileMemory:
         self.launch = profile_launch(spec.dtype, spec.group_size, spec.head_dim)
         self.single_launch = single_profile_launch(spec.dtype, spec.group_size)
         self._columns = torch.zeros(_HEADER + COLUMN_INTS * max_columns, dtype=torch.int32, device=self.device)
-        self._room: dict[str, Tensor] = {}
+        self._scratch: dict[str, Tensor] = {}
 
     def decode_columns(self, num_ints: int) -> Tensor:
         """The start of the one buffer of decode steps' columns."""
         return self._columns[:num_ints]
 
-    def room(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+    def scratch_buffer(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         """A buffer of at least `count` elements. The next call with the same name may return it again."""
-        if name not in self._room or len(self._room[name]) < count:
-            self._room[name] = torch.empty(count, dtype=dtype, device=self.device)
-        return self._room[name]
+        if name not in self._scratch or len(self._scratch[name]) < count:
+            self._scratch[name] = torch.empty(count, dtype=dtype, device=self.device)
+        return self._scratch[name]
 
     @property
     def pages(self) -> tuple[Tensor | None, ...]:
@@ -122,9 +122,9 @@ class ProfileMemory:
         return *positions, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
 
 
-def page_id_of(room: Tensor, table: ChunkTable) -> int:
+def page_id_of(scratch_buffer: Tensor, table: ChunkTable) -> int:
     """The id, relative to the arena, of the first page in a separate buffer that has `UNIT` bytes to spare."""
-    return -((table.arena.data.data_ptr() - room.data_ptr()) // UNIT)
+    return -((table.arena.data.data_ptr() - scratch_buffer.data_ptr()) // UNIT)
 
 
 class StepProfile:
@@ -174,11 +174,11 @@ class StepProfile:
         heads = spec.num_kv_heads * spec.group_size
         self.lse, self._queries = memory.lse, memory.queries
         if batch_size is None:
-            self.lse = memory.room("lse", len(kept_indices) * heads, torch.float32)
-            self._queries = memory.room("queries", len(kept_indices) * heads * spec.head_dim, spec.dtype)
+            self.lse = memory.scratch_buffer("lse", len(kept_indices) * heads, torch.float32)
+            self._queries = memory.scratch_buffer("queries", len(kept_indices) * heads * spec.head_dim, spec.dtype)
         count = spec.num_layers * heads * self.num_kept
-        self._kept_queries = memory.room("kept_queries", count * spec.head_dim, spec.dtype) if count else None
-        self._kept_lse = memory.room("kept_lse", count, torch.float32) if count else None
+        self._kept_queries = memory.scratch_buffer("kept_queries", count * spec.head_dim, spec.dtype) if count else None
+        self._kept_lse = memory.scratch_buffer("kept_lse", count, torch.float32) if count else None
         self._num_pages = len(kept_chunks)
         self._kept_chunks = torch.from_numpy(kept_chunks).to(memory.device) if self._num_pages else None
         self._kept_page = 0
@@ -190,7 +190,7 @@ class StepProfile:
             self._kept_page = page_id_of(self._kept_keys, table)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """A decode step that runs inside adds nothing, because it has no columns meanwhile."""
         count = self._num_columns.clone()
         self._num_columns.zero_()
@@ -278,8 +278,8 @@ class _StepColumns(NamedTuple):
     columns      int32 [n, COLUMN_INTS]
     kept_indices  int32 [R], for every row its index among the kept rows, or -1
     kept         slice -> its kept rows
-    kept_chunks  int32, named as in `Sources`: chunks that the kept rows saw as computed, and that exist so only in this
-                 step
+    kept_chunks  int32, named as in `StagedWrites`: chunks that the kept rows saw as computed, and that exist so only in
+                 this step
     """
 
     columns: NDArray[np.int32]

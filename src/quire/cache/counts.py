@@ -87,13 +87,13 @@ class ChunkCounts:
         self.kinds = np.zeros(self.capacity, np.uint8)
         self.sidecars = np.full(self.capacity, -1, np.int32)
         self._free = list(range(self.capacity - 1, -1, -1))
-        self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
+        self.zero_demand = Demand([0] * (len(ledger.page_sizes) + 1))
         self._costs = {kind: self.demand_of_sizes(self.sizes[kind], num_rows=1) for kind in self.codecs}
-        of_row = Demand([*self.nothing[:-1], 1])
+        of_row = Demand([*self.zero_demand[:-1], 1])
         # A retained path has rows of its own for pages of sealed chunks that the tree has too.
         of_sealed = self.cost(self.sealed_codec) if sums is None else self.cost(self.sealed_codec) + of_row
-        self._of_sidecar = self.demand_of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
-        of_sums = self.cost(sums) if sums else self.nothing
+        self._of_sidecar = self.demand_of_sizes(np.array([self.sidecar_bytes])) if sinks else self.zero_demand
+        of_sums = self.cost(sums) if sums else self.zero_demand
         self._units = of_sealed, self.cost(open_codec), self._of_sidecar, of_sums, of_row
         self._demand = functools.lru_cache(4096)(self._sum_of_units)
 
@@ -140,15 +140,15 @@ class ChunkCounts:
         if not self.fits(demand):
             raise CacheFullError(
                 f"{count} chunks of {codec.name}{' and a sidecar' if sidecar else ''} do not fit beside"
-                f" {self.ledger.bytes_out} of {self.ledger.num_bytes} bytes (cache.memory)"
+                f" {self.ledger.allocated_bytes} of {self.ledger.num_bytes} bytes (cache.memory)"
             )
         return self._take(count, codec, sidecar, demand)
 
     def copy(self, source: int, target: int) -> None:
         """Copies the contents of a whole chunk to another of the same codec. Nothing to do without pages."""
 
-    def give(self, chunks: Int32s) -> None:
-        """Gives chunks and their sidecars back."""
+    def free(self, chunks: Int32s) -> None:
+        """Frees chunks and their sidecars."""
         if not len(chunks):
             return
         kinds = self.kinds[chunks].tolist() if len(self._costs) > 1 else [self.open_codec.kernel_id] * len(chunks)
@@ -209,7 +209,7 @@ class ChunkCounts:
         return is_taken
 
     def _sum_of_units(self, *counts: int) -> Demand:
-        total = self.nothing
+        total = self.zero_demand
         for unit, count in zip(self._units, counts, strict=True):
             total = total + unit * count
         return total

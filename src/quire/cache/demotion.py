@@ -6,11 +6,11 @@ import sys
 
 from quire.cache.arrays import Int32s
 from quire.cache.counts import ChunkCounts
-from quire.cache.run import RUN_BYTES, RUN_CHUNKS, Origin
+from quire.cache.run import RUN_BYTES, RUN_CHUNKS, RunIdentity
 from quire.cache.segment import Segment
 from quire.cache.store import Store, put_rows
 from quire.cache.table import ChunkTable
-from quire.cache.tree import Vacated
+from quire.cache.tree import DroppedChunks
 
 COPY_SPEED = 200e6
 """Bytes a second that are copied beside running requests: at 3 GB/s, 7 % of the time of the engine's thread, and three
@@ -78,29 +78,29 @@ class Demotion:
                     if each.lifetime is not None:
                         continue
                     rows, num_attached = each.rows, len(each.attached)
-                    copied, is_all = self.offer(each.origin, rows, num_attached, num_bytes - done)
+                    copied, is_all = self.offer(each.identity, rows, num_attached, num_bytes - done)
                     done += copied
                     if not is_all:
                         return done
             del self._waiting[segment]
         return done
 
-    def last_call(self, vacated: Vacated) -> None:
+    def offer_evicted(self, dropped_chunks: DroppedChunks) -> None:
         """Offers chunks that are being evicted."""
-        if vacated.lifetime is not None:
+        if dropped_chunks.lifetime is not None:
             return
-        origin = vacated.origin
-        _, is_all = self.offer(origin, vacated.rows, vacated.num_attached, sys.maxsize)
+        identity = dropped_chunks.identity
+        _, is_all = self.offer(identity, dropped_chunks.rows, dropped_chunks.num_attached, sys.maxsize)
         if not is_all:
-            self.num_lost += sum(self.store.find(name) is None for name in origin.names)
+            self.num_lost += sum(self.store.find(name) is None for name in identity.names)
 
-    def offer(self, origin: Origin, rows: Int32s, num_attached: int, num_bytes: int) -> tuple[int, bool]:
+    def offer(self, identity: RunIdentity, rows: Int32s, num_attached: int, num_bytes: int) -> tuple[int, bool]:
         """Puts those chunks into the store that it lacks, as runs. Stops after `num_bytes`. Returns the bytes, and
         whether the store now has all chunks.
 
         rows  of the chunks, then of the attachment of their end
         """
-        store, names, done = self.store, origin.names, 0
+        store, names, done = self.store, identity.names, 0
         wanted = store.wants(names)
         if num_attached and not wanted[-1]:
             run = store.find(names[-1])
@@ -118,7 +118,7 @@ class Demotion:
             attached = num_attached if end == len(names) else 0
             taken = rows[first : end + attached]
             assert isinstance(self.table, ChunkTable), "a table without pages"
-            put_rows(store, self.table, origin.part(first, end), taken, attached=attached)
+            put_rows(store, self.table, identity.part(first, end), taken, attached=attached)
             done += self.table.bytes_of(taken)
             if store.find(names[first]) is None or (done >= num_bytes and end < len(names)):
                 return done, False

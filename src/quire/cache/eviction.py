@@ -37,7 +37,7 @@ class Eviction:
 
     def evictable_of(self, found: Iterable[tuple[Segment, int]]) -> Demand:
         """The part of `evictable` in the first chunks of some segments, without attachments."""
-        total = self.table.nothing
+        total = self.table.zero_demand
         for segment, count in found:
             if not segment.is_idle:
                 continue
@@ -67,13 +67,13 @@ class Eviction:
 
     def evict(self, count: int) -> None:
         """Evicts `count` idle chunks, or all of them. Those that the store lacks are offered to it."""
-        for vacated in self.tree.vacate(count):
+        for dropped_chunks in self.tree.evict(count):
             if self.demotion.is_on:
-                self.demotion.last_call(vacated)
-            self.table.give(vacated.rows)
+                self.demotion.offer_evicted(dropped_chunks)
+            self.table.free(dropped_chunks.rows)
 
     def evict_for(self, demand: Callable[[], Demand]) -> None:
         """Makes room for a demand that is known to fit: evicts idle chunks, then all attachments."""
         if not self.make_room(demand):
-            self.table.give(self.tree.detach_all())
+            self.table.free(self.tree.detach_all())
             assert self.table.fits(demand()), "the demand does not fit after all evictions"

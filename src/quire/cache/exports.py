@@ -10,14 +10,14 @@ import numpy as np
 
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
-from quire.cache.path import Path, Swapped
-from quire.cache.paths import Paths
-from quire.cache.run import Origin, Pages
+from quire.cache.path import Path, SwappedPath
+from quire.cache.path_manager import PathManager
+from quire.cache.run import HeldPages, RunIdentity
 from quire.cache.table import ChunkTable
 
 
 @dataclass(frozen=True, eq=False)
-class Export:
+class ExportedSequence:
     """A sequence that left. Nothing of it changes, so any thread may pack its pages until it is ended.
 
     Its parts are its shared chunks, by index, and then, if it has any, its own chunks together.
@@ -31,16 +31,16 @@ class Export:
 
     keys: ChunkKeys
     path: Path
-    swapped: Swapped
-    shared: Pages | None
-    own: Pages | None
+    swapped: SwappedPath
+    shared: HeldPages | None
+    own: HeldPages | None
 
     @property
     def parts(self) -> frozenset[int]:
         """All parts."""
         return frozenset(range(self.swapped.num_shared + (self.own is not None)))
 
-    def pages(self, group: Collection[int]) -> Pages:
+    def pages(self, group: Collection[int]) -> HeldPages:
         """The pages of some parts that go together: shared chunks, or the sequence's own. Raises ValueError for
         others.
         """
@@ -58,11 +58,11 @@ class Exports:
     held  exports that nobody has ended
     """
 
-    def __init__(self, paths: Paths) -> None:
+    def __init__(self, paths: PathManager) -> None:
         self.paths = paths
-        self.held: set[Export] = set()
+        self.held: set[ExportedSequence] = set()
 
-    def add(self, holder: Holder) -> Export:
+    def add(self, holder: Holder) -> ExportedSequence:
         """Takes the chunks of a sequence whose tokens are all computed. To the manager, it ends."""
         path, paths = holder.path, self.paths
         assert path.transfer is None and path.filled < 0, "the sequence is in the middle of a step"
@@ -70,21 +70,23 @@ class Exports:
         if path.num_shared:
             shared = shared_pages(self._table, holder.keys, path, list(range(path.num_shared)))
         if len(rows):
-            own = Pages.of(self._table, Origin((os.urandom(16),)), rows, attached=len(path.sums))
-        export = Export(holder.keys, path, Swapped.of(path, None if own is None else own.run), shared, own)
+            own = HeldPages.of(self._table, RunIdentity((os.urandom(16),)), rows, attached=len(path.sums))
+        export = ExportedSequence(
+            holder.keys, path, SwappedPath.of(path, None if own is None else own.run), shared, own
+        )
         paths.retention.leave(holder)
-        paths.room.forget(holder)
+        paths.reservations.release(holder)
         holder.path = Path()
         self.held.add(export)
         return export
 
-    def end(self, export: Export) -> None:
+    def end(self, export: ExportedSequence) -> None:
         """Frees what a sequence left. Its shared chunks stay cached."""
         self.held.remove(export)
         for pages in (export.shared, export.own):
             if pages is not None:
                 pages.release()
-        self.paths.give_back(export.path)
+        self.paths.release_path(export.path)
 
     @property
     def _table(self) -> ChunkTable:
@@ -92,8 +94,8 @@ class Exports:
         return self.paths.table
 
 
-def shared_pages(table: ChunkTable, keys: ChunkKeys, path: Path, chunks: list[int]) -> Pages:
+def shared_pages(table: ChunkTable, keys: ChunkKeys, path: Path, chunks: list[int]) -> HeldPages:
     """The pages of some shared chunks of a path, by rising index."""
     count = path.num_shared
-    whole = Origin(tuple(keys.first(count)), keys.tokens(0, count), keys.namespace)
-    return Pages.of(table, whole.some(chunks), path.chunks[chunks])
+    whole = RunIdentity(tuple(keys.first(count)), keys.tokens(0, count), keys.namespace)
+    return HeldPages.of(table, whole.subset(chunks), path.chunks[chunks])

@@ -20,14 +20,14 @@ from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.paths import Paths
+from quire.cache.path_manager import PathManager
 from quire.cache.run import Run, run_bytes
-from quire.cache.store import Nowhere, Store, Transfer
+from quire.cache.store import NullStore, Store, Transfer
 from quire.cache.table import ChunkTable
 
 log = logging.getLogger("quire")
 
-FOLLOW_SECONDS = 0.1
+OVERLAP_SECONDS = 0.1
 """A step may run behind arriving layers if the last one is expected within this time: the step holds up everybody."""
 
 
@@ -45,7 +45,7 @@ class FetchCounts:
 
 
 @dataclass(eq=False)
-class Guest:
+class Prefetch:
     """Chunks on their way into the tree, for a sequence that is not admitted yet."""
 
     keys: ChunkKeys
@@ -60,17 +60,17 @@ class Fetching:
     arriving  keys of chunks in transfer
     changed   notified when a layer of any transfer arrives, or a transfer fails
     clock     seconds, monotonic; times transfers
-    guests    transfers for sequences that wait for admission, by sequence
+    prefetches    transfers for sequences that wait for admission, by sequence
     """
 
-    def __init__(self, paths: Paths, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, paths: PathManager, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self.paths = paths
         self.table = paths.table
         self.tree = paths.tree
         self.store = store
         self.costs = Costs()
         self.arriving: set[bytes] = set()
-        self.guests: dict[Holder, Guest] = {}
+        self.prefetches: dict[Holder, Prefetch] = {}
         self.counts = FetchCounts()
         self.changed = threading.Condition()
         self.clock = clock
@@ -90,7 +90,7 @@ class Fetching:
             found.append(run)
         return found
 
-    def bring(self, holder: Holder) -> None:
+    def start_fetch(self, holder: Holder) -> None:
         """Starts to fetch the chunks of an admitted prompt that the store has and the tree has not, if that is faster
         than to compute them.
         """
@@ -99,7 +99,7 @@ class Fetching:
         paths, path, keys = self.paths, holder.path, holder.keys
         limit = paths.retention.limit(holder)
         near = sum(count for _, count in self.tree.walk(keys, limit))
-        end = limit + paths.retention.takes_whole(holder)
+        end = limit + paths.retention.can_copy_last_chunk(holder)
         runs = paths.retention.fetchable(keys, near, self.far(keys, near, end))
         if not runs:
             return
@@ -109,66 +109,70 @@ class Fetching:
         self.tree.extend(path, keys, near, not holder.num_preemptions)
         paths.settle_shared(holder)
         if paths.extend(holder, (near + len(runs)) * PAGE_TOKENS):
-            self.begin(keys, path, runs)
-            if paths.room.fits(self.table.nothing):
+            self.start_transfer(keys, path, runs)
+            if paths.reservations.fits(self.table.zero_demand):
                 return
             self.cancel(path)
         # Chunks without their sums are of no use.
-        paths.give_back(path)
+        paths.release_path(path)
         paths.settle_shared(holder)
         paths.match(holder)
 
     def prefetch(self, holder: Holder) -> None:
         """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
-        if isinstance(self.store, Nowhere) or not (self.tree.shares and holder.reads_cache) or holder in self.guests:
+        if (
+            isinstance(self.store, NullStore)
+            or not (self.tree.shares and holder.reads_cache)
+            or holder in self.prefetches
+        ):
             return
         keys, table = holder.keys, self.table
-        limit = self.paths.retention.limit(holder) + self.paths.retention.takes_whole(holder)
+        limit = self.paths.retention.limit(holder) + self.paths.retention.can_copy_last_chunk(holder)
         near = sum(count for _, count in self.tree.walk(keys, limit))
         runs = self.paths.retention.prefetchable(self.far(keys, near, limit))
         if not runs or not self._pays(holder, near, runs):
             return
-        guest = Guest(keys, Path(priority=holder.priority, lifetime=holder.lifetime))
-        path, demand = guest.path, table.demand(len(runs), sidecars=near == 0)
+        prefetch = Prefetch(keys, Path(priority=holder.priority, lifetime=holder.lifetime))
+        path, demand = prefetch.path, table.demand(len(runs), sidecars=near == 0)
         self.tree.extend(path, keys, near, False)
-        if not self.paths.room.fits(demand + self.paths.room.growth()):
+        if not self.paths.reservations.fits(demand + self.paths.reservations.growth()):
             self.tree.release(path)
             return
         self.paths.eviction.evict_for(lambda: demand)
         path.append(table.take(len(runs), table.sealed_codec, sidecar=near == 0))
-        self.guests[holder] = guest
-        self.begin(keys, path, runs)
-        if not self.paths.room.fits(table.nothing):
-            self.dismiss(holder)
+        self.prefetches[holder] = prefetch
+        self.start_transfer(keys, path, runs)
+        if not self.paths.reservations.fits(table.zero_demand):
+            self.cancel_prefetch(holder)
 
-    def dismiss(self, holder: Holder) -> None:
+    def cancel_prefetch(self, holder: Holder) -> None:
         """Ends the fetch for a sequence that waits, if there is one: it ends, or its room is wanted."""
-        guest = self.guests.pop(holder, None)
-        if guest is not None:
-            self.cancel(guest.path)
-            self.paths.give_back(guest.path)
+        prefetch = self.prefetches.pop(holder, None)
+        if prefetch is not None:
+            self.cancel(prefetch.path)
+            self.paths.release_path(prefetch.path)
 
-    def make_way(self) -> bool:
+    def cancel_latest_prefetch(self) -> bool:
         """Ends the latest fetch for a sequence that waits, because its room is wanted. False if there is none."""
-        if not self.guests:
+        if not self.prefetches:
             return False
-        self.dismiss(next(reversed(self.guests)))
+        self.cancel_prefetch(next(reversed(self.prefetches)))
         return True
 
     def tick(self) -> None:
         """Puts chunks that have arrived for waiting sequences into the tree."""
-        if not self.guests:
+        if not self.prefetches:
             return
-        for holder, guest in [each for each in self.guests.items() if self._is_over(each[1].path)]:
-            if self._close(guest.path):
-                self.counts.prefetched += len(guest.path.private)
-                _note_sources(holder, guest.path)
-                spare = self.tree.publish(guest.path, guest.keys, len(guest.path.chunks))
-                self.table.give(spare)
-            del self.guests[holder]
-            self.paths.give_back(guest.path)
+        for holder, prefetch in [each for each in self.prefetches.items() if self._is_over(each[1].path)]:
+            if self._close(prefetch.path):
+                self.counts.prefetched += len(prefetch.path.private)
+                _note_sources(holder, prefetch.path)
+                spare = self.tree.publish(prefetch.path, prefetch.keys, len(prefetch.path.chunks))
+                self.table.free(spare)
+            del self.prefetches[holder]
+            self.paths.release_path(prefetch.path)
 
-    def assume(self, holder: Holder) -> None:
+    def assume_arrived(self, holder: Holder) -> None:
         """Counts chunks in transfer as computed: the step's layers wait for their pages."""
         holder.path.num_tokens = self._num_known(holder)
 
@@ -178,19 +182,19 @@ class Fetching:
         arriving = (path.num_shared + len(path.arriving)) * PAGE_TOKENS
         return max(path.num_tokens, min(arriving, len(holder.token_ids) - 1))
 
-    def may_follow(self, path: Path) -> bool:
+    def can_overlap(self, path: Path) -> bool:
         """Whether rows may be computed while the path's chunks arrive, layer by layer behind them."""
         transfer = path.transfer
         if transfer is None or not path.arriving or not transfer.done(0) or not transfer.is_shared:
             return False
         seconds = self.costs.fetch(int(self._underway[transfer] * (1 - transfer.share)))
-        return seconds is not None and seconds < FOLLOW_SECONDS
+        return seconds is not None and seconds < OVERLAP_SECONDS
 
     def end(self, holder: Holder) -> bool:
         """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
         and the sequence must start again.
         """
-        self.assume(holder)
+        self.assume_arrived(holder)
         has_arrived = self._close(holder.path)
         if has_arrived:
             _note_sources(holder, holder.path)
@@ -215,7 +219,7 @@ class Fetching:
         assert isinstance(self.table, ChunkTable), "a table without pages"
         return self.table
 
-    def begin(self, keys: ChunkKeys, path: Path, far: list[Run], *private: tuple[Run, Int32s]) -> None:
+    def start_transfer(self, keys: ChunkKeys, path: Path, far: list[Run], *private: tuple[Run, Int32s]) -> None:
         """Fetches the chunks of a path that follow its shared ones: `far[i]` is the run of the i-th one. If the last
         run ends with its attachment, the column sums of all chunks come with it.
         """
@@ -286,7 +290,7 @@ class Fetching:
         """
         num_bytes, num_tokens = sum(run_bytes(self.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
         fetching = self.costs.fetch(num_bytes + self.backlog())
-        others = (each for each in self.paths.room.live if each is not holder)
+        others = (each for each in self.paths.reservations.live if each is not holder)
         before = sum(max(0, each.num_prompt - self._num_known(each)) for each in others)
         computing = self.costs.prefill(near * PAGE_TOKENS, num_tokens)
         waiting = self.costs.prefill(0, before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.cache.keys import ChunkKeys
-from quire.cache.path import Path, Swapped
+from quire.cache.path import Path, SwappedPath
 
 
 class Holder(Protocol):
@@ -22,7 +22,7 @@ class Holder(Protocol):
 
     path: Path
     num_preemptions: int
-    swapped: Swapped | None
+    swapped: SwappedPath | None
     fetched: dict[str, int]
     keys: ChunkKeys
     token_ids: list[int]

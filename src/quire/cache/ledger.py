@@ -33,7 +33,7 @@ _MOVED_SHARE = 256
 which costs about as much as moving that share of the arena."""
 
 
-class Move(NamedTuple):
+class PageMove(NamedTuple):
     """Pages of one size that compaction moves: their ids before and after, int32 [n] each."""
 
     page_bytes: int
@@ -82,7 +82,7 @@ class PageCounts:
 
     num_bytes   size of the arena; rounded down to whole slabs
     slab_bytes  bytes of a slab; by default a 64th of the arena, between 256 KiB and 4 MiB
-    bytes_out   bytes of all pages that are not free
+    allocated_bytes   bytes of all pages that are not free
     Raises ConfigError if not even one slab fits.
     """
 
@@ -94,7 +94,7 @@ class PageCounts:
         if self.num_slabs < 1:
             raise ConfigError(f"a cache of {num_bytes} bytes holds no slab of {slab_bytes} bytes; raise cache.memory")
         self.num_bytes = self.num_slabs * self.slab_bytes
-        self.bytes_out = 0
+        self.allocated_bytes = 0
         self._classes: list[_SizeClass] = []
         self._slab_shares = 1  # of a slab: a whole number of them for a page of each size
 
@@ -149,14 +149,14 @@ class PageCounts:
         for index, pages in enumerate(self._classes):
             change = by * needs[index]
             pages.num_out += change
-            self.bytes_out += change * pages.page_bytes
+            self.allocated_bytes += change * pages.page_bytes
             assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
 
     def check(self) -> None:
         """Proves that the pages that are out fit."""
         assert self.has_room([0] * len(self._classes)), "more pages are out than there is room for"
-        bytes_out = sum(pages.num_out * pages.page_bytes for pages in self._classes)
-        assert bytes_out == self.bytes_out, f"{bytes_out} != {self.bytes_out} bytes out"
+        allocated_bytes = sum(pages.num_out * pages.page_bytes for pages in self._classes)
+        assert allocated_bytes == self.allocated_bytes, f"{allocated_bytes} != {self.allocated_bytes} bytes out"
 
 
 class PageLedger(PageCounts):
@@ -226,14 +226,14 @@ class PageLedger(PageCounts):
         """Ends one hold of each page. Pages without another holder become free."""
         assert self.holds(ids).all(), "a page is released that has no hold"
         self._count_holds(ids, -1)
-        self.give(ids)
+        self.free(ids)
 
     def holds(self, ids: Int32s) -> Int64s:
         """Number of holds of each page."""
         return np.asarray(self._holds[self._at(ids)], np.int64)
 
-    def give(self, ids: Int32s) -> None:
-        """Takes pages back, from one holder each."""
+    def free(self, ids: Int32s) -> None:
+        """Frees pages, for one holder each."""
         if not len(ids):
             return
         ids = np.sort(ids)
@@ -251,11 +251,11 @@ class PageLedger(PageCounts):
         """The sizes of pages that are out."""
         return np.asarray(self._page_units[self.slabs_of(ids)] * UNIT)
 
-    def ids_out(self) -> Int32s:
+    def allocated_ids(self) -> Int32s:
         """The ids of the pages that are out, int32 [out] in rising order."""
         return self._ids(*np.nonzero(self._holders))
 
-    def make_room(self, needs: Sequence[int]) -> list[Move]:
+    def compact(self, needs: Sequence[int]) -> list[PageMove]:
         """Empties the slabs with the fewest bytes out until `take` can give all of the needs, by size class, which fit.
         The caller copies the bytes of the moved pages and renames them for their holders before it takes any.
         """
@@ -343,14 +343,14 @@ class PageLedger(PageCounts):
         self._out += np.bincount(slabs, minlength=self.num_slabs)
         return self._ids(slabs, index)
 
-    def _empty(self, pages: _SizeClass, slabs: Int64s) -> Move:
+    def _empty(self, pages: _SizeClass, slabs: Int64s) -> PageMove:
         """Moves the pages of some slabs, without holds, into the others of the class."""
         at, index = np.nonzero(self._holders[slabs])
         before = self._ids(slabs[at], index)
         after = self._pop(pages, np.setdiff1d(self._slabs(pages), slabs), len(before))
         self._holders[self._at(after)] = self.holders(before)
         self._holders[slabs], self._out[slabs], self._page_units[slabs] = 0, 0, 0
-        return Move(pages.page_bytes, before, after)
+        return PageMove(pages.page_bytes, before, after)
 
     def _ids(self, slabs: NDArray[Any], index: NDArray[Any]) -> Int32s:
         """Ids of the pages at some indices in slabs."""

@@ -20,10 +20,10 @@ from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.paths import Paths
+from quire.cache.path_manager import PathManager
 from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Retention
-from quire.cache.store import Nowhere, Store
+from quire.cache.store import NullStore, Store
 from quire.cache.swapping import Swapping
 from quire.cache.tree import PrefixTree
 
@@ -33,7 +33,7 @@ PINNED_SHARE = 0.5
 """Largest share of the arena that pins may keep."""
 
 
-class CacheManager(Paths):
+class CacheManager(PathManager):
     """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
     chunks; `check` proves it.
 
@@ -54,12 +54,12 @@ class CacheManager(Paths):
         store: Store | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(table, tree, retention, store or Nowhere())
+        super().__init__(table, tree, retention, store or NullStore())
         tree.lifetime = lifetime
         self.fetching = Fetching(self, self.demotion.store, clock)
         self.swapping = Swapping(self.fetching)
         self.exports = Exports(self)
-        self.capacity = self.room.capacity()
+        self.capacity = self.reservations.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
 
@@ -67,13 +67,13 @@ class CacheManager(Paths):
         """Gives a sequence a path, over the chunks found in the cache, and reserves room for its tokens. False, and
         nothing changes, if it must wait.
         """
-        if self.refuses(holder) or self.swapping.must_wait(holder):
+        if self.was_refused(holder) or self.swapping.must_wait(holder):
             return False
         while not self._has_room_for(holder):
-            if self.fetching.make_way():
+            if self.fetching.cancel_latest_prefetch():
                 continue
             # A sequence that is alone would wait for ever for pinned chunks: no other one will end and make room.
-            if self.room.live or (given_up := self.pins.end_oldest()) is None:
+            if self.reservations.live or (given_up := self.pins.end_oldest()) is None:
                 self._refused = self._state(holder)
                 return False
             log.warning(
@@ -84,37 +84,49 @@ class CacheManager(Paths):
             )
         self._refused = None
         if holder.swapped is not None:
-            if not self.swapping.bring_back(holder):
+            if not self.swapping.swap_in(holder):
                 return False
-            self.room.promise(holder)
+            self.reservations.reserve(holder)
             self.statistics.note_peak()
             return True
         holder.path = Path(priority=holder.priority, lifetime=holder.lifetime)
         self.retention.enter(holder)
-        self.room.promise(holder)
+        self.reservations.reserve(holder)
         self.match(holder)
-        self.fetching.bring(holder)
+        self.fetching.start_fetch(holder)
         if self.demotion.is_on and holder.path.num_shared:
             self.demotion.use(holder.keys.first(holder.path.num_shared), holder.path.tip)
         return True
 
-    def refuses(self, holder: Holder) -> bool:
+    def was_refused(self, holder: Holder) -> bool:
         """Whether this sequence was refused last and nothing has changed since."""
         return self._refused is not None and self._refused == self._state(holder)
 
     def _state(self, holder: Holder) -> object:
         """The state on which the admission of a sequence depends."""
-        tree, bytes_out, num_guests = self.tree, self.table.ledger.bytes_out, len(self.fetching.guests)
-        return holder, len(self.room.live), num_guests, bytes_out, self.room.promised(), tree.num_uses, tree.num_chunks
+        tree, allocated_bytes, num_prefetches = (
+            self.tree,
+            self.table.ledger.allocated_bytes,
+            len(self.fetching.prefetches),
+        )
+        return (
+            holder,
+            len(self.reservations.live),
+            num_prefetches,
+            allocated_bytes,
+            self.reservations.outstanding(),
+            tree.num_uses,
+            tree.num_chunks,
+        )
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
         if (swapped := self.swapping.demand(holder)) is not None:
-            return self.room.fits(swapped + self.room.growth())
+            return self.reservations.fits(swapped + self.reservations.growth())
         found = list(self.tree.walk(holder.keys, self.retention.findable(holder))) if holder.reads_cache else []
         # Found chunks will be locked, and cannot be evicted.
-        demand = self.retention.wanted(holder, found) + self.room.growth() + self.eviction.evictable_of(found)
-        return self.room.fits(demand)
+        demand = self.retention.wanted(holder, found) + self.reservations.growth() + self.eviction.evictable_of(found)
+        return self.reservations.fits(demand)
 
     def tick(self, now: float) -> None:
         """Sets the clock. Ends pins, drops chunks whose time is over, and moves chunks from and to the store."""
@@ -122,8 +134,8 @@ class CacheManager(Paths):
         self.fetching.tick()
         self.demotion.tick(now)
         self.pins.expire()
-        for vacated in self.tree.expire():
-            self.table.give(vacated.rows)  # stores count the time of what they have themselves
+        for dropped_chunks in self.tree.expire():
+            self.table.free(dropped_chunks.rows)  # stores count the time of what they have themselves
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute
@@ -131,31 +143,35 @@ class CacheManager(Paths):
         """
         path = holder.path
         may_share = self.tree.shares and holder.reads_cache and path.is_all_shared
-        if not may_share or path.num_sealed >= self.retention.limit(holder) + self.retention.takes_whole(holder):
+        if not may_share or path.num_sealed >= self.retention.limit(holder) + self.retention.can_copy_last_chunk(
+            holder
+        ):
             return None
         return holder.keys.first(path.num_sealed + 1)[-1]
 
     def release(self, holder: Holder) -> None:
         """Ends or preempts a sequence: unlocks its shared chunks, which stay cached, and frees its own."""
-        self.fetching.dismiss(holder)
+        self.fetching.cancel_prefetch(holder)
         self.fetching.cancel(holder.path)
-        self.give_back(holder.path)
+        self.release_path(holder.path)
         self.retention.leave(holder)
-        self.room.forget(holder)
+        self.reservations.release(holder)
         holder.path = Path()
 
     def stats(self) -> dict[str, int]:
         """See Statistics.bytes."""
         # Another thread may call this during a step. Slightly old numbers are good enough.
-        paths = [holder.path for holder in list(self.room.live)] + [each.path for each in list(self.exports.held)]
+        paths = [holder.path for holder in list(self.reservations.live)] + [
+            each.path for each in list(self.exports.held)
+        ]
         return self.statistics.bytes(paths, self.retention.bytes_freed)
 
     def check(self) -> None:
         """Proves the invariant of the manager, the tree, the table and the ledger."""
         self.table.check()
-        self.room.check()
+        self.reservations.check()
         held: list[int] = []
-        for holder in self.room.live:
+        for holder in self.reservations.live:
             path = holder.path
             assert path.free_until == self._free_until(path), "what happens next is not known"
             held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
@@ -166,8 +182,8 @@ class CacheManager(Paths):
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         for export in self.exports.held:
             held += [*export.path.private, *export.path.sums]
-        for guest in self.fetching.guests.values():
-            held += guest.path.private.tolist()
+        for prefetch in self.fetching.prefetches.values():
+            held += prefetch.path.private.tolist()
         self.tree.check()
         self.pins.check()
         for segment in self.tree.segments():

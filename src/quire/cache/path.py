@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.cache.arrays import Bools, Int32s
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.retention.retained import Retained
+from quire.cache.retention.retained import RetainedTokens
 from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.store import Transfer
@@ -57,7 +57,7 @@ class Path:
     filled: int = -1
     shared: tuple[tuple[int, int], tuple[tuple[int, int], ...]] = ((-1, -1), ())
     is_decided: bool = False
-    retained: Retained | None = None
+    retained: RetainedTokens | None = None
     num_dropped: int = 0
     sums: Int32s = field(default_factory=lambda: NO_ROWS)
     transfer: Transfer | None = None
@@ -126,7 +126,7 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Swapped:
+class SwappedPath:
     """A path whose own chunks are in a store.
 
     path        unchanged but for its chunks
@@ -139,7 +139,7 @@ class Swapped:
     run: Run | None
 
     @classmethod
-    def of(cls, path: Path, run: Run | None) -> Swapped:
+    def of(cls, path: Path, run: Run | None) -> SwappedPath:
         """What is left of a path without its chunks."""
         kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared, chunks=NO_ROWS, sums=NO_ROWS)
         return cls(kept, path.num_shared, run)

@@ -2,7 +2,7 @@
 
 A run is packed layer by layer into extents, bytes with a header. Chunks leave an arena in no other form. Pages that a
 row does not hold are in no extent. Knows rows of the chunk table and their bytes, not sequences. docs/page-format.md
-defines the header. Checksum and MAC are zero here: whoever takes extents out of the process seals them.
+defines the header. Checksum and MAC are zero here: whoever takes extents out of the process signs them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAGIC = b"QRUN"
 _HEADER = struct.Struct("<4sHHIIIIQ16s32s")
 _IS_SHARED = 1
 CHECKSUM, MAC = slice(32, 48), slice(48, 80)
-"""The bytes of an extent's header that belong to whoever seals it."""
+"""The bytes of an extent's header that belong to whoever signs it."""
 
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -99,7 +99,7 @@ class Run:
         return self.num_attached > 0 and self.names[-1] == name
 
 
-class Origin(NamedTuple):
+class RunIdentity(NamedTuple):
     """What a run is called and where it comes from; the fields are those of `Run`. A private run has only a handle."""
 
     names: tuple[bytes, ...]
@@ -108,22 +108,22 @@ class Origin(NamedTuple):
     start: int = 0
     parent: bytes = b""
 
-    def part(self, first: int, end: int) -> Origin:
+    def part(self, first: int, end: int) -> RunIdentity:
         """The origin of its chunks [first, end)."""
         parent = self.names[first - 1] if first else self.parent
         tokens = self.tokens[first * PAGE_TOKENS : end * PAGE_TOKENS]
-        return Origin(self.names[first:end], tokens, self.namespace, self.start + first, parent)
+        return RunIdentity(self.names[first:end], tokens, self.namespace, self.start + first, parent)
 
-    def some(self, chunks: list[int]) -> Origin:
+    def subset(self, chunks: list[int]) -> RunIdentity:
         """The origin of some of its chunks, by rising index."""
         first = chunks[0]
         parent = self.names[first - 1] if first else self.parent
         tokens = self.tokens.reshape(-1, PAGE_TOKENS)[chunks].reshape(-1)
         names = tuple(self.names[chunk] for chunk in chunks)
-        return Origin(names, tokens, self.namespace, self.start + first, parent)
+        return RunIdentity(names, tokens, self.namespace, self.start + first, parent)
 
 
-class Pages:
+class HeldPages:
     """The pages of a run in an arena, under a hold: until `release` they neither move nor change, even if the run's
     rows are freed.
     """
@@ -137,11 +137,11 @@ class Pages:
         self._held = table.hold(rows)
 
     @classmethod
-    def of(cls, table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int = 0) -> Pages:
+    def of(cls, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int = 0) -> HeldPages:
         """The pages of some rows of the table. The last `attached` rows are the attachment."""
-        return cls(table, run_of(table, origin, rows, attached=attached), rows)
+        return cls(table, run_of(table, identity, rows, attached=attached), rows)
 
-    def part(self, wanted: Bools) -> Pages:
+    def part(self, wanted: Bools) -> HeldPages:
         """The pages of some rows, bool [n], which are valid as long as these are held."""
         found = copy.copy(self)
         found.run = self.run.part(wanted)
@@ -151,7 +151,7 @@ class Pages:
 
     def pack(self, layers: range) -> Iterator[memoryview]:
         """The extents of some layers, each valid until the next one is taken."""
-        at = layout_of(self._table, self.run)
+        at = extent_layout(self._table, self.run)
         buffer = np.empty(max(at.num_bytes[layer] for layer in layers), np.uint8)
         for layer in layers:
             extent = buffer[: at.num_bytes[layer]]
@@ -168,7 +168,7 @@ class Pages:
         """Ends the hold: the bytes are copied, or not needed."""
         self._table.ledger.release(self._held)
 
-    def _fill(self, layer: int, at: Layout, extent: Bytes) -> None:
+    def _fill(self, layer: int, at: ExtentLayout, extent: Bytes) -> None:
         """Copies the pages of a layer, their positions and the layer's part of sidecars."""
         arena = self._table.arena
         for ids, group in _pieces(self._ids, self._positions, at, layer):
@@ -178,22 +178,22 @@ class Pages:
             extent[start : start + at.beside] = arena.read(page * UNIT + layer * at.beside, at.beside)
 
 
-def run_of(table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int = 0) -> Run:
+def run_of(table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int = 0) -> Run:
     """The run of some rows of a table. The last `attached` rows are the attachment."""
-    is_shared = len(origin.tokens) > 0
+    is_shared = len(identity.tokens) > 0
     run = Run(
-        origin.names,
+        identity.names,
         is_shared,
-        origin.tokens,
+        identity.tokens,
         attached,
         table.kinds[rows].copy(),
         table.masks[rows],
         table.positions[rows] >= 0,
         table.bases[rows].copy(),
         table.sidecars[rows] >= 0,
-        origin.namespace,
-        origin.start,
-        origin.parent,
+        identity.namespace,
+        identity.start,
+        identity.parent,
     )
     chunks = slice(len(rows) - attached)
     assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
@@ -202,28 +202,28 @@ def run_of(table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int = 0
     return run
 
 
-def complete_run(table: ChunkTable, origin: Origin) -> Run:
+def complete_run(table: ChunkTable, identity: RunIdentity) -> Run:
     """The run that complete chunks, sealed in another arena of the same format, are. Any of them may come alone."""
-    n, shape = len(origin.names), table.shape
-    starts = np.arange(origin.start, origin.start + n) == 0
+    n, shape = len(identity.names), table.shape
+    starts = np.arange(identity.start, identity.start + n) == 0
     return Run(
-        origin.names,
+        identity.names,
         True,
-        origin.tokens,
+        identity.tokens,
         0,
         np.full(n, table.sealed_codec.kernel_id, np.uint8),
         np.full((n, *shape), ALL_SLOTS, np.uint64),
         np.zeros((n, *shape), bool),
         np.full(n, -1, np.int32),
         starts & (table.sidecar_bytes > 0),
-        origin.namespace,
-        origin.start,
-        origin.parent,
+        identity.namespace,
+        identity.start,
+        identity.parent,
         is_divisible=True,
     )
 
 
-class Group:
+class PageGroup:
     """Pages of one size in an extent.
 
     held     which of the run's pages they are, bool [n, H]
@@ -246,7 +246,7 @@ class Group:
         return np.ndarray(shape, np.uint8, body, first, (self.step, 1))
 
 
-class Layout:
+class ExtentLayout:
     """The layout of a run's extents. After the header: the description of the rows; then for each row and head the page
     and its positions; then the layer's part of each sidecar.
 
@@ -266,8 +266,8 @@ class Layout:
         ends = np.cumsum(lengths.reshape(num_layers, -1), 1).reshape(lengths.shape)
         self.heads: list[bytes] = []
         self.num_bytes: list[int] = []
-        self.groups: list[list[Group]] = [[] for _ in range(num_layers)]
-        self.placed: list[Group | None] = [None] * num_layers
+        self.groups: list[list[PageGroup]] = [[] for _ in range(num_layers)]
+        self.placed: list[PageGroup | None] = [None] * num_layers
         self.beside = 0 if table.sinks is None else table.sinks.layer_bytes
         alike = run.kinds.tobytes() + run.has_sidecar.astype(np.uint8).tobytes()
         bases, beside = run.bases.astype("<i4").tobytes(), int(run.has_sidecar.sum()) * self.beside
@@ -281,22 +281,22 @@ class Layout:
             parts = placed[layer].astype(np.uint8).tobytes(), bases, masks[layer].astype("<u8").tobytes()
             self.heads.append(b"".join((_HEADER.pack(*fields, bytes(16), bytes(32)), alike, *parts)))
             if placed[layer].any():
-                self.placed[layer] = Group(POSITIONS_BYTES, placed[layer], ends[layer] + fixed - POSITIONS_BYTES)
+                self.placed[layer] = PageGroup(POSITIONS_BYTES, placed[layer], ends[layer] + fixed - POSITIONS_BYTES)
         for page_bytes in np.unique(sizes[held]).tolist():
             group = held & (sizes == page_bytes)
             for layer in np.flatnonzero(group.any((1, 2))).tolist():
-                self.groups[layer].append(Group(page_bytes, group[layer], starts[layer]))
+                self.groups[layer].append(PageGroup(page_bytes, group[layer], starts[layer]))
 
 
-def layout_of(table: ChunkTable, run: Run) -> Layout:
+def extent_layout(table: ChunkTable, run: Run) -> ExtentLayout:
     """The layout of a run's extents. Short runs of complete chunks are alike, and 0.5 ms each would add up. Long ones,
     which come from other instances, have all lengths.
     """
     if not run.is_shared or run.num_attached or len(run.kinds) > RUN_CHUNKS:
-        return Layout(table, run)
+        return ExtentLayout(table, run)
     key = run.kinds.tobytes(), run.has_sidecar.tobytes(), run.bases.tobytes()
     if (known := table.layouts.get(key)) is None:
-        known = table.layouts[key] = Layout(table, run)
+        known = table.layouts[key] = ExtentLayout(table, run)
     return known
 
 
@@ -328,7 +328,7 @@ def take_rows(table: ChunkTable, run: Run) -> Int32s:
     return rows
 
 
-class Arrival:
+class RunUnpacker:
     """A run that arrives in an arena.
 
     rows  int32 [n], for each row of the run the row of the table that takes it; -1: not needed
@@ -338,7 +338,7 @@ class Arrival:
         self.rows = rows
         self._table = table
         self._run = run
-        self._at = layout_of(table, run)
+        self._at = extent_layout(table, run)
         self._ids, self._positions = table.pages[rows], table.positions[rows]
         self._is_wanted = None if (rows >= 0).all() else np.broadcast_to((rows >= 0)[:, None], self._ids[:, 0].shape)
 
@@ -381,7 +381,7 @@ def layer_of(extent: memoryview | bytes) -> int:
     return int(layer)
 
 
-def _pieces(ids: Int32s, positions: Int32s, at: Layout, layer: int) -> Iterator[tuple[Int32s, Group]]:
+def _pieces(ids: Int32s, positions: Int32s, at: ExtentLayout, layer: int) -> Iterator[tuple[Int32s, PageGroup]]:
     """The groups of a layer, with the ids of their pages in an arena. ids, positions: int32 [n, L, H], of the run."""
     for group in at.groups[layer]:
         yield ids[:, layer][group.held], group

@@ -10,7 +10,7 @@ import numpy as np
 from quire.cache.arrays import Int32s
 from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.run import Origin
+from quire.cache.run import RunIdentity
 
 NO_ROWS = np.empty(0, np.int32)
 
@@ -89,11 +89,11 @@ class Segment:
         return np.concatenate((self.chunks, self.attached)) if len(self.attached) else self.chunks
 
     @property
-    def origin(self) -> Origin:
+    def identity(self) -> RunIdentity:
         """Its chunks, as a run names them."""
         above = self.parent.keys if self.parent is not None else []
         parent = above[-1] if above else namespace_key(self.namespace)
-        return Origin(tuple(self.keys), self.tokens, self.namespace, self.start, parent)
+        return RunIdentity(tuple(self.keys), self.tokens, self.namespace, self.start, parent)
 
     @property
     def locks(self) -> Int32s:

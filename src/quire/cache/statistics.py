@@ -25,7 +25,7 @@ class Statistics:
 
     def note_peak(self) -> None:
         """Updates the peak of the bytes that live sequences use."""
-        self._peak = max(self._peak, self.table.ledger.bytes_out - self.cached())
+        self._peak = max(self._peak, self.table.ledger.allocated_bytes - self.cached())
 
     def restart(self) -> None:
         """Counts from now on."""
@@ -55,9 +55,9 @@ class Statistics:
         )
         return {
             "bytes_total": table.ledger.num_bytes,
-            "bytes_used": table.ledger.bytes_out - cached,
+            "bytes_used": table.ledger.allocated_bytes - cached,
             "bytes_cached": cached,
-            "bytes_free": table.ledger.num_bytes - table.ledger.bytes_out,
+            "bytes_free": table.ledger.num_bytes - table.ledger.allocated_bytes,
             "bytes_peak": self._peak,
             "bytes_pinned": tree.num_pinned * self.chunk_bytes,
             "bytes_saved": max(0, int(((read - tree.num_read - tree.part_read) * self.page_sizes).sum())),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.arrays import Int32s
-from quire.cache.run import Arrival, Origin, Pages, Run
+from quire.cache.run import HeldPages, Run, RunIdentity, RunUnpacker
 from quire.cache.table import ChunkTable
 from quire.errors import ExtentError, QuireError
 
@@ -52,7 +52,7 @@ class Transfer:
         self._is_closed = False
         self._table = table
         self._parts = dict(parts)
-        self._arrivals: dict[Run, Arrival] = {}
+        self._unpackers: dict[Run, RunUnpacker] = {}
         self._missing = [set(self._parts) for _ in range(num_layers)]
         self._held = table.hold(np.concatenate([rows[rows >= 0] for _, rows in parts]))
         self._lock = threading.Lock()
@@ -66,7 +66,7 @@ class Transfer:
             if self._is_closed or self.error is not None:
                 return
             try:
-                layer = self._arrival(run).unpack(extent)
+                layer = self._unpacker(run).unpack(extent)
             except ExtentError as error:
                 self._fail(error, run)
                 return
@@ -124,10 +124,10 @@ class Transfer:
             self._table.ledger.release(self._held)
             return bool((self.ready == 1).all())
 
-    def _arrival(self, run: Run) -> Arrival:
-        found = self._arrivals.get(run)
+    def _unpacker(self, run: Run) -> RunUnpacker:
+        found = self._unpackers.get(run)
         if found is None:
-            found = self._arrivals[run] = Arrival(self._table, run, self._parts[run])
+            found = self._unpackers[run] = RunUnpacker(self._table, run, self._parts[run])
         return found
 
     def _note(self, run: Run, layer: int) -> None:
@@ -179,15 +179,15 @@ class Store(Protocol):
         ...
 
 
-def put_rows(store: Store, table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int) -> Run:
-    """Packs rows of a table and puts them into a store. See `Pages.of`."""
-    pages = Pages.of(table, origin, rows, attached=attached)
+def put_rows(store: Store, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int) -> Run:
+    """Packs rows of a table and puts them into a store. See `HeldPages.of`."""
+    pages = HeldPages.of(table, identity, rows, attached=attached)
     store.put(pages.run, pages.pack(range(table.shape[0])))
     pages.release()
     return pages.run
 
 
-class Nowhere:
+class NullStore:
     """The plainest store: it keeps nothing, so evicted chunks are lost."""
 
     keeps = False

@@ -9,8 +9,8 @@ import numpy as np
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
-from quire.cache.path import Swapped
-from quire.cache.run import Origin, Run, demand_of, take_rows
+from quire.cache.path import SwappedPath
+from quire.cache.run import Run, RunIdentity, demand_of, take_rows
 from quire.cache.store import put_rows
 
 
@@ -26,7 +26,7 @@ class Swapping:
         self.tree = fetching.tree
         self.store = fetching.store
 
-    def take_out(self, holder: Holder) -> None:
+    def swap_out(self, holder: Holder) -> None:
         """Puts the chunks of a preempted sequence that are in no tree into the store, if to bring them back is faster
         than to compute them again. The caller frees them.
         """
@@ -42,10 +42,10 @@ class Swapping:
             return
         if not self._pays(holder, self.fetching.pages.bytes_of(rows)):
             return
-        run = put_rows(self.store, self.fetching.pages, Origin((handle,)), rows, attached=len(path.sums))
+        run = put_rows(self.store, self.fetching.pages, RunIdentity((handle,)), rows, attached=len(path.sums))
         if self.store.find(handle) is run:
             self.fetching.counts.swapped_out += len(path.private)
-            holder.swapped = Swapped.of(path, run)
+            holder.swapped = SwappedPath.of(path, run)
 
     def must_wait(self, holder: Holder) -> bool:
         """Whether shared chunks of a swapped path are in transfer for another sequence. They will be in the arena or,
@@ -72,7 +72,7 @@ class Swapping:
         demand = self._own(swapped.run) + self.paths.eviction.evictable_of(found)
         return demand + self.table.demand(num_far, sidecars=num_far > 0 and near == 0)
 
-    def bring_back(self, holder: Holder) -> bool:
+    def swap_in(self, holder: Holder) -> bool:
         """Starts to bring back the path of a sequence, for which there is room. False, and it is forgotten, if it does
         not fit with its holds, or if the store has lost a part of it since it was asked.
         """
@@ -101,28 +101,28 @@ class Swapping:
             num_own = len(rows) - run.num_attached
             own, path.sums = [(run, rows)], rows[num_own:]
         if far or own:
-            self.fetching.begin(keys, path, far, *own)
+            self.fetching.start_transfer(keys, path, far, *own)
         for _, rows in own:
             path.append(rows[:num_own])
-        while not self.paths.room.fits(table.nothing):  # slabs with holds cannot be emptied
-            if self.fetching.make_way():
+        while not self.paths.reservations.fits(table.zero_demand):  # slabs with holds cannot be emptied
+            if self.fetching.cancel_latest_prefetch():
                 continue
             self.fetching.cancel(path)
-            self.paths.give_back(path)
+            self.paths.release_path(path)
             return False
         self.fetching.counts.swapped_in += num_own
         return True
 
     def forget(self, holder: Holder) -> None:
         """Drops what is kept or fetched for a sequence that waits."""
-        self.fetching.dismiss(holder)
+        self.fetching.cancel_prefetch(holder)
         if holder.swapped is not None and holder.swapped.run is not None:
             self.store.drop(holder.swapped.run.names)
         holder.swapped = None
 
     def _own(self, run: Run | None) -> Demand:
         """The demand of a path's own chunks."""
-        return self.table.nothing if run is None else demand_of(self.fetching.pages, run)
+        return self.table.zero_demand if run is None else demand_of(self.fetching.pages, run)
 
     def _pays(self, holder: Holder, num_bytes: int) -> bool:
         """Whether writing and reading a path takes less time than computing it again. Generated tokens are computed one

@@ -15,14 +15,14 @@ from quire.errors import CacheFullError
 
 if TYPE_CHECKING:
     from quire.cache.arena import Arena
-    from quire.cache.codecs import Codec, Moves, PageFormat
+    from quire.cache.codecs import Codec, PageFormat, SlotMoves
     from quire.cache.codecs.dense import DenseCodec
     from quire.cache.sinks import Sinks
 
 ALL_SLOTS = np.uint64(2**PAGE_TOKENS - 1)
 """The mask of a page with all slots visible."""
 
-Places = tuple[Int32s, NDArray[np.intp], NDArray[np.intp]]
+PageIndices = tuple[Int32s, NDArray[np.intp], NDArray[np.intp]]
 """Pages by row, layer and head: three arrays of equal length."""
 
 
@@ -45,7 +45,7 @@ class ChunkTable(ChunkCounts):
                      its path
     takes            int64 [capacity]; how often the row changed. A mirror on a device finds new rows by it
     num_moved_pages  pages moved so far, to make room in slabs
-    layouts          `Layout` of the extents of complete chunks, by their formats, sidecars and bases
+    layouts          `StepLayout` of the extents of complete chunks, by their formats, sidecars and bases
     """
 
     def __init__(
@@ -109,47 +109,47 @@ class ChunkTable(ChunkCounts):
             at = sizes == page_bytes
             self.arena.copy(self.pages[source][at], self.pages[target][at], page_bytes)
 
-    def move(self, codec: Codec | SumsCodec, moves: Moves) -> None:
+    def move(self, codec: Codec | SumsCodec, moves: SlotMoves) -> None:
         """Overwrites slots of pages of a codec with others."""
         sizes = self.page_sizes(codec)[moves.layers, moves.heads].astype(np.int64)
         with self.arena.held(moves.pages.reshape(-1), np.tile(sizes, 2), changes=True):
             codec.move(self.arena.data, moves)
 
-    def drop(self, places: Places) -> None:
-        """Gives back the pages at some places."""
-        assert self.masks[places].all(), "a page is dropped that is not there"
-        positions = self.positions[places]
-        self.ledger.give(np.append(self.pages[places], positions[positions >= 0]))
-        self.masks[places], self.positions[places] = 0, -1
-        self.takes[places[0]] += 1
+    def drop(self, page_indices: PageIndices) -> None:
+        """Frees some pages."""
+        assert self.masks[page_indices].all(), "a page is dropped that is not there"
+        positions = self.positions[page_indices]
+        self.ledger.free(np.append(self.pages[page_indices], positions[positions >= 0]))
+        self.masks[page_indices], self.positions[page_indices] = 0, -1
+        self.takes[page_indices[0]] += 1
 
-    def detach(self, places: Places) -> None:
+    def unshare(self, page_indices: PageIndices) -> None:
         """Replaces shared pages by copies. Raises CacheFullError if they do not fit. May move pages, as `take`."""
-        rows, layers, heads = places
+        rows, layers, heads = page_indices
         sizes = self.sizes[self.kinds[rows], layers, heads]
         after = self._new_pages(sizes)
-        before = self.pages[places]
+        before = self.pages[page_indices]
         for page_bytes in {*sizes.tolist()}:
             self.arena.copy(before[sizes == page_bytes], after[sizes == page_bytes], page_bytes)
-        self.ledger.give(before)
-        self.pages[places] = after
+        self.ledger.free(before)
+        self.pages[page_indices] = after
         self.takes[rows] += 1
 
-    def place(self, places: Places, positions: Int32s) -> None:
+    def store_positions(self, page_indices: PageIndices, positions: Int32s) -> None:
         """Stores positions of the slots of pages, int32 [n, 64]. Takes pages for them where there are none yet. Raises
         CacheFullError if they do not fit. May move pages, as `take`. Hidden slots need some valid position too.
         """
-        new = tuple(part[self.positions[places] < 0] for part in places)
+        new = tuple(part[self.positions[page_indices] < 0] for part in page_indices)
         if len(new[0]):
             self.positions[new] = self._new_pages(np.full(len(new[0]), POSITIONS_BYTES))
             self.takes[new[0]] += 1
         if len(positions):
             images = np.ascontiguousarray(positions, np.int32).view(np.uint8)
-            self.arena.store(self.positions[places], POSITIONS_BYTES, images)
+            self.arena.store(self.positions[page_indices], POSITIONS_BYTES, images)
 
-    def is_shared(self, places: Places) -> Bools:
-        """Whether another row holds the page at a place too, bool [n]."""
-        return np.greater(self.ledger.holders(self.pages[places]), 1)
+    def is_shared(self, page_indices: PageIndices) -> Bools:
+        """Whether another row holds the page too, bool [n]."""
+        return np.greater(self.ledger.holders(self.pages[page_indices]), 1)
 
     def take_part(self, kind: int, masks: NDArray[np.uint64], placed: Bools, has_sidecar: bool) -> int:
         """Takes a row with pages of a format where masks, uint64 [L, H], are not 0, and pages for positions where
@@ -197,11 +197,11 @@ class ChunkTable(ChunkCounts):
         self.ledger.hold(ids)
         return ids
 
-    def give(self, chunks: Int32s) -> None:
-        """Gives chunks back, with their pages and sidecars."""
+    def free(self, chunks: Int32s) -> None:
+        """Frees chunks, with their pages and sidecars."""
         if not len(chunks):
             return
-        self.ledger.give(self._pages_of(chunks))
+        self.ledger.free(self._pages_of(chunks))
         self.masks[chunks] = 0
         self.positions[chunks] = self.bases[chunks] = self.sidecars[chunks] = -1
         self._free.extend(chunks.tolist())
@@ -217,7 +217,7 @@ class ChunkTable(ChunkCounts):
         sizes = self.sizes[self.kinds[chunks]][held]
         assert np.array_equal(self.ledger.page_bytes(self.pages[chunks][held]), sizes), "a page has another size"
         ids, holders = np.unique(self._pages_of(chunks), return_counts=True)
-        out = self.ledger.ids_out()
+        out = self.ledger.allocated_ids()
         # Pages that only holds keep belong to no row.
         of_rows = self.ledger.holders(out) - self.ledger.holds(out)
         assert np.array_equal(ids, out[of_rows > 0]), f"chunks hold {len(ids)} pages that are not the {len(out)} out"
@@ -262,7 +262,7 @@ class ChunkTable(ChunkCounts):
             demand = self.demand_of_sizes(sizes)
             if not self.ledger.has_room(demand):
                 raise
-        for page_bytes, before, after in (moves := self.ledger.make_room(demand)):
+        for page_bytes, before, after in (moves := self.ledger.compact(demand)):
             self.arena.copy(before, after, page_bytes)
         self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
         return self.ledger.take(sizes)

@@ -30,17 +30,17 @@ from quire.cache.arrays import Bools, Int32s
 from quire.cache.keys import ChunkKeys, num_common
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.run import Origin
+from quire.cache.run import RunIdentity
 from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.tree_counts import TreeCounts
 
 
-class Vacated(NamedTuple):
+class DroppedChunks(NamedTuple):
     """Consecutive chunks that the tree dropped, and their rows of the chunk table. The last `num_attached` rows are the
     attachment of their end. lifetime: see `Segment`.
     """
 
-    origin: Origin
+    identity: RunIdentity
     rows: Int32s
     num_attached: int
     lifetime: float | None = None
@@ -120,15 +120,15 @@ class PrefixTree(TreeCounts):
             self._offer(segment)
         path.tip, path.num_shared, path.heads = None, 0, {}
 
-    def loosen(self, path: Path, heads: Mapping[Segment, Bools]) -> None:
+    def unlock_heads(self, path: Path, heads: Mapping[Segment, Bools]) -> None:
         """Unlocks a path's segments but for the given heads of each, bool [L, H]. The others' pages may be evicted."""
         for segment, held in path.reads():
             kept = heads[segment]
             assert held is None or not (kept & ~held).any(), "a path cannot read again what it has let go of"
-            let_go = ~kept if held is None else held & ~kept
-            if let_go.any():
+            unlocked = ~kept if held is None else held & ~kept
+            if unlocked.any():
                 self._count(segment, -1)
-                segment.unread = let_go.astype(np.int32) if segment.unread is None else segment.unread + let_go
+                segment.unread = unlocked.astype(np.int32) if segment.unread is None else segment.unread + unlocked
                 self._count(segment, 1)
                 self._offer(segment)
         path.heads = dict(heads)
@@ -151,11 +151,11 @@ class PrefixTree(TreeCounts):
         """Ends all attachments. Returns their rows; the caller frees them."""
         return np.concatenate([NO_ROWS, *(self.attach(segment, NO_ROWS) for segment in self.segments())])
 
-    def vacate(self, count: int) -> list[Vacated]:
+    def evict(self, count: int) -> list[DroppedChunks]:
         """Drops `count` idle chunks, or all: from the ends of leaves, the lowest priority and the least recently used
         first. The caller frees their rows.
         """
-        dropped: list[Vacated] = []
+        dropped: list[DroppedChunks] = []
         while count > 0 and (leaf := self._oldest_leaf()) is not None:
             num_dropped = min(count, len(leaf.chunks))
             dropped.append(self._drop(leaf, len(leaf.chunks) - num_dropped))
@@ -163,9 +163,9 @@ class PrefixTree(TreeCounts):
             self.num_evicted += num_dropped
         return dropped
 
-    def expire(self) -> list[Vacated]:
+    def expire(self) -> list[DroppedChunks]:
         """Drops segments that were not used for their lifetimes. The caller frees their rows."""
-        dropped: list[Vacated] = []
+        dropped: list[DroppedChunks] = []
         while self._ends and self._ends[0][0] <= self.now:
             _, _, leaf = heapq.heappop(self._ends)
             if leaf.is_evictable and leaf.used_at + self.lifetime_of(leaf) <= self.now:
@@ -182,7 +182,7 @@ class PrefixTree(TreeCounts):
         lifetime = self.lifetime if segment.lifetime is None else segment.lifetime
         return math.inf if lifetime is None else lifetime
 
-    def discard(self, names: list[bytes]) -> list[Vacated]:
+    def discard(self, names: list[bytes]) -> list[DroppedChunks]:
         """Drops the idle chunks of a prefix, given by the keys of its chunks: the segment where it ends and all after
         it, then those before it that have no other child. The caller frees their rows.
         """
@@ -358,25 +358,27 @@ class PrefixTree(TreeCounts):
             heapq.heappop(self._leaves)
         return None
 
-    def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
+    def _drop(self, leaf: Segment, num_kept: int) -> DroppedChunks:
         """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
         rows = leaf.chunks[num_kept:]
         if len(leaf.attached):
             rows = np.concatenate((rows, leaf.attached))
-        vacated = Vacated(leaf.origin.part(num_kept, len(leaf.keys)), rows, len(leaf.attached), leaf.lifetime)
+        dropped_chunks = DroppedChunks(
+            leaf.identity.part(num_kept, len(leaf.keys)), rows, len(leaf.attached), leaf.lifetime
+        )
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
             leaf.chunks, leaf.keys = leaf.chunks[:num_kept], leaf.keys[:num_kept]
             leaf.tokens = leaf.tokens[: num_kept * PAGE_TOKENS]
             self._count(leaf, 1)
-            return vacated
+            return dropped_chunks
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.keys[0]]
         leaf.is_dropped = True  # it keeps its parent, for paths that still read it
         self._offer(parent)
-        return vacated
+        return dropped_chunks
 
 
 class NoSharing(PrefixTree):

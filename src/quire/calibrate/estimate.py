@@ -53,7 +53,7 @@ def _product_rate() -> float:
     return best
 
 
-def told(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """A duration for a log line: `about 40 s`, `about 6 minutes`, `about 2.5 hours`."""
     if seconds < 90:
         return f"about {max(5, 5 * round(seconds / 5))} s"

@@ -22,7 +22,7 @@ from quire.attention.nuq import NuqHeads
 from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, SLOT_BYTES, NuqCodec, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.cache.ledger import PAGE_TOKENS
-from quire.calibrate.books import Histogram
+from quire.calibrate.codebooks import Histogram
 from quire.calibrate.samples import LayerSamples
 from quire.kernels import runtime
 
@@ -40,7 +40,7 @@ FIT_TOKENS = 2048
 """Number of tokens for fitting value books."""
 
 
-class Book(NamedTuple):
+class Codebook(NamedTuple):
     """Rising centroids [..., 2^bits], and their decoded values: the same numbers, or others with Q-Norm."""
 
     centroids: Tensor
@@ -58,9 +58,9 @@ class LayerFit:
     key_weight   float32 [H, D]: mean cost of a squared error in a channel
     """
 
-    key_books: dict[tuple[str, int], Book]
+    key_books: dict[tuple[str, int], Codebook]
     key_cost: dict[str, Tensor]
-    value_books: dict[tuple[str, int], Book]
+    value_books: dict[tuple[str, int], Codebook]
     value_cost: dict[str, Tensor]
     key_weight: Tensor
 
@@ -83,8 +83,8 @@ def fit_layer(
     value_price = damped(held_out.value_cost, train.value_cost)
     for kind in kinds:
         for bits in range(MAX_BITS + 1):
-            tables = even_tables(key_books[kind, bits], key_weight, slots, value_books[kind, max(bits, 1)], slots)
-            k, v = as_stored(tables, held_out.keys, held_out.values)
+            tables = uniform_tables(key_books[kind, bits], key_weight, slots, value_books[kind, max(bits, 1)], slots)
+            k, v = quantize_dequantize(tables, held_out.keys, held_out.values)
             key_cost[kind][:, :, bits] = ((k - held_out.keys).square() * key_price).sum(0)
             if bits:
                 value_cost[kind][:, bits] = ((v - held_out.values).square() * value_price).sum((0, 2))
@@ -96,7 +96,9 @@ def damped(cost: Tensor, seen: Tensor) -> Tensor:
     return torch.minimum(cost, DAMPING * seen.mean(0))
 
 
-def _key_books(train: LayerSamples, kinds: Sequence[str], q_norm: bool) -> tuple[dict[tuple[str, int], Book], Tensor]:
+def _key_books(
+    train: LayerSamples, kinds: Sequence[str], q_norm: bool
+) -> tuple[dict[tuple[str, int], Codebook], Tensor]:
     """Fits key books in units of the channels' ranges, where a squared error costs range^2 as much. Also returns the
     weights of channels.
     """
@@ -111,7 +113,7 @@ def _key_books(train: LayerSamples, kinds: Sequence[str], q_norm: bool) -> tuple
         weights.append((unit.abs() <= 1).float())
     plain, fisher, own, *inliers = Histogram.of(unit, weights, -one, one)
     pools = Histogram.joined([each.pooled() for each in (plain, fisher, own)])
-    books: dict[tuple[str, int], Book] = {}
+    books: dict[tuple[str, int], Codebook] = {}
 
     def add(kind: str, bits: int, book: Tensor) -> None:
         """A book [C or 1, n] in units of the ranges."""
@@ -120,7 +122,7 @@ def _key_books(train: LayerSamples, kinds: Sequence[str], q_norm: bool) -> tuple
         moved = book
         if q_norm:
             moved = (inliers[0] if len(book) > 1 else inliers[0].pooled()).q_norm(book)
-        books[kind, bits] = Book(
+        books[kind, bits] = Codebook(
             *((each * reach[:, None] + middle[:, None]).float().view(*shape, -1) for each in (book, moved))
         )
 
@@ -153,7 +155,9 @@ def _even_book(size: int) -> Tensor:
     return torch.linspace(-1, 1, size, dtype=torch.float64) if size > 1 else torch.zeros(1, dtype=torch.float64)
 
 
-def _value_books(train: LayerSamples, slots: int, kinds: Sequence[str], q_norm: bool) -> dict[tuple[str, int], Book]:
+def _value_books(
+    train: LayerSamples, slots: int, kinds: Sequence[str], q_norm: bool
+) -> dict[tuple[str, int], Codebook]:
     """Fits value books. A book is in units of fitted ranges, and the ranges depend on the book. So it alternates:
     ranges for an even book, a book for these ranges, ranges for that book, and so on.
     """
@@ -162,7 +166,7 @@ def _value_books(train: LayerSamples, slots: int, kinds: Sequence[str], q_norm: 
     values, cost = train.values[::step], train.value_cost[::step]
     calm = damped(cost, train.value_cost)
     low, high = -torch.full((heads,), VALUE_REACH), torch.full((heads,), VALUE_REACH)
-    books: dict[tuple[str, int], Book] = {}
+    books: dict[tuple[str, int], Codebook] = {}
     coarser_plain = coarser = None
     for bits in range(1, MAX_BITS + 1):
         size = 1 << bits
@@ -185,7 +189,7 @@ def _value_books(train: LayerSamples, slots: int, kinds: Sequence[str], q_norm: 
             book = moved = made[kind]
             if q_norm:
                 moved = (inliers[0] if len(book) > 1 else inliers[0].pooled()).q_norm(book)
-            books[kind, bits] = Book(*(each.float().expand(heads, -1).contiguous() for each in (book, moved)))
+            books[kind, bits] = Codebook(*(each.float().expand(heads, -1).contiguous() for each in (book, moved)))
     return books
 
 
@@ -204,7 +208,7 @@ def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, T
     count, heads, channels = values.shape
     no_key = torch.zeros(heads, channels, 1)
     shared = book.float().expand(heads, -1).contiguous()
-    tables = even_tables(Book(no_key, no_key), torch.ones(heads, channels), 0, Book(shared, shared), slots)
+    tables = uniform_tables(Codebook(no_key, no_key), torch.ones(heads, channels), 0, Codebook(shared, shared), slots)
     codec = NuqCodec("trial", tables)
     s, z = torch.empty(count, heads), torch.empty(count, heads)
     inner = torch.ones_like(values)
@@ -219,7 +223,9 @@ def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, T
     return s, z, inner
 
 
-def even_tables(key_book: Book, key_weight: Tensor, key_slots: int, value_book: Book, value_slots: int) -> NuqTables:
+def uniform_tables(
+    key_book: Codebook, key_weight: Tensor, key_slots: int, value_book: Codebook, value_slots: int
+) -> NuqTables:
     """Tables of one layer with the same width for all heads and channels.
 
     key_book    [H, D, 2^bits]
@@ -246,7 +252,7 @@ def even_tables(key_book: Book, key_weight: Tensor, key_slots: int, value_book: 
     )
 
 
-def padded(book: Book) -> tuple[Tensor, Tensor]:
+def padded(book: Codebook) -> tuple[Tensor, Tensor]:
     """A book in the form of a codec's tables: edges [..., 31] between the centroids, and decoded values [..., 32]."""
     centroids, stands_for = (part.float() for part in book)
     *lead, size = centroids.shape
@@ -255,7 +261,7 @@ def padded(book: Book) -> tuple[Tensor, Tensor]:
     return edges, torch.cat((stands_for, stands_for[..., -1:].expand(*lead, NUM_BOOK - size)), -1)
 
 
-def as_stored(tables: NuqTables, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_dequantize(tables: NuqTables, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Encodes keys and values [T, H, D] with the tables of one layer and decodes them again."""
     codec = NuqCodec("trial", tables)
     heads, count = NuqHeads(codec), len(keys)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.memory import Memory
+from quire.kernels.memory import WeightMemory
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import GATE_LANES, Panels, has_panels
 from quire.models.layers import Embedding, Linear, TorchLinear, TorchOps
@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad, panels = grads[0], context.panels
         found, at = torch.zeros(len(grad), panels.shape[1]), 0
-        narrow = multiplies(context.dtype, grad.device)
+        narrow = has_matmul(context.dtype, grad.device)
         for rows in panels.decoded(DECODED_ROWS, context.dtype if narrow else torch.float32):
             part = grad[:, at : at + len(rows)]
             at += len(rows)
@@ -83,7 +83,7 @@ class _Product(torch.autograd.Function):
         return found.to(context.dtype), None
 
 
-def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+def has_matmul(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a device has products of a dtype; without them torch computes number by number."""
     if device.type != "cpu" or dtype == torch.float32:
         return True
@@ -131,7 +131,7 @@ class GradientOps(_Norms, TorchOps):
 class PanelGradientOps(_Norms, CpuOps):
     """Over panels, laid out in memory as `CpuOps` does, so that both can map the same layer image."""
 
-    def __init__(self, memory: Memory | None = None) -> None:
+    def __init__(self, memory: WeightMemory | None = None) -> None:
         super().__init__(memory)
 
     def panels(  # type: ignore[override]

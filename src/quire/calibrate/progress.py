@@ -17,7 +17,7 @@ PLAIN_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def shown(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
+def progress_display(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
     """Yields a progress function for `calibrate`. It shows a bar per phase on stderr, or log lines: one at the start of
     a phase, then one every ten seconds.
 

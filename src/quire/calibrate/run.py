@@ -29,14 +29,14 @@ from quire.calibrate.progress import WAITING
 from quire.calibrate.samples import SampleStore
 from quire.calibrate.settings import ALGORITHM, CODEC_OF, CalibrationSettings, folder
 from quire.calibrate.tables import make_tables
-from quire.calibrate.text import cut, write
+from quire.calibrate.text import generate_windows, windows_from_text
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.build import assemble, load_model, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.machine import usable_cores
-from quire.errors import ConfigError, UnwantedError
+from quire.errors import ConfigError, LoadCancelledError
 from quire.kernels import runtime
-from quire.kernels.memory import trim
+from quire.kernels.memory import trim_heap
 from quire.models import images
 from quire.models.decoder import build_model
 from quire.models.fingerprint import fingerprint
@@ -114,7 +114,9 @@ def calibrate(
     name = _digest(json.dumps([model_id, gathered, config.model.tokenizer], sort_keys=True))[:16]
     # Reports a text that is too short before it waits for another process.
     windows = (
-        None if text is None else cut(load_tokenizer(path, config.model.tokenizer), text, settings.num_windows, tokens)
+        None
+        if text is None
+        else windows_from_text(load_tokenizer(path, config.model.tokenizer), text, settings.num_windows, tokens)
     )
     try:
         with _locked(folder() / f".{model_id[:16]}.lock", progress):
@@ -125,7 +127,7 @@ def calibrate(
             try:
                 _gather(path, store, settings, windows, config, dtype, device, progress)
                 tables, report = _fit(store, settings, shape, progress)
-            except (KeyboardInterrupt, UnwantedError):
+            except (KeyboardInterrupt, LoadCancelledError):
                 kept = sum(store.has(window) for window in range(settings.num_windows))
                 if kept:
                     log.warning(
@@ -201,7 +203,7 @@ def _gather(
     if windows is None:
         windows = _written(path, settings, config, progress)
         gc.collect()  # frees the engine that wrote the text, and its weights
-        trim()
+        trim_heap()
         store.put_tokens(windows)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
@@ -224,7 +226,7 @@ def _model(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, dev
     shape, form = checkpoint.shape, config.model.weights
     if device.type != "cpu":
         return build_model(shape, checkpoint, GradientOps(), dtype, device)
-    image = images.image_of(checkpoint, dtype, form) if config.model.images else None
+    image = images.image_spec(checkpoint, dtype, form) if config.model.images else None
     return images.load(
         image, lambda memory: build_model(shape, checkpoint, PanelGradientOps(memory), dtype, device, form)
     )
@@ -243,7 +245,7 @@ def _written(path: Path, settings: CalibrationSettings, config: EngineConfig, pr
     with open_model(path) as checkpoint:
         resolved, fits = resolve(plain, checkpoint.shape, checkpoint)
         engine = assemble(load_model(checkpoint, resolved), tokenizer, resolved, fits)
-    return write(
+    return generate_windows(
         engine, tokenizer, count, tokens, settings.seed, lambda done, total: progress("writing a text", done, total)
     )
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.calibrate.gradients import multiplies
-from quire.kernels.memory import trim
+from quire.calibrate.gradients import has_matmul
+from quire.kernels.memory import trim_heap
 
 if TYPE_CHECKING:
     from quire.models.plan import Model
@@ -39,7 +39,7 @@ layers are one segment, and none runs twice.
 """
 
 
-class TappedPlan:
+class CapturePlan:
     """Causal attention over one whole window with torch. It remembers each layer's un-rotated keys and values [T, H,
     D].
 
@@ -56,7 +56,7 @@ class TappedPlan:
         if shape.rope is not None:
             cos, sin = (torch.from_numpy(part)[:, None].to(device) for part in shape.rope.tables(num_tokens))
             self._tables = cos, sin
-        self.tapped: dict[int, tuple[Tensor, Tensor]] = {}
+        self.captured: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See StepPlan."""
@@ -64,11 +64,11 @@ class TappedPlan:
         tell()
         if k.requires_grad:
             k.register_hook(lambda grad: tell())  # not of self: a circle of references would keep the window
-        self.tapped[layer] = k, v
+        self.captured[layer] = k, v
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See StepPlan."""
-        keys, values = self.tapped[layer]
+        keys, values = self.captured[layer]
         q, k = (self._rotate(x).transpose(0, 1) for x in (q, keys))
         v = values.transpose(0, 1)
         mask = None
@@ -77,7 +77,7 @@ class TappedPlan:
             behind = at[:, None] - at
             mask = (behind >= 0) & (behind < self._window)
         dtype = q.dtype
-        if not multiplies(dtype, q.device):
+        if not has_matmul(dtype, q.device):
             q, k, v = q.float(), k.float(), v.float()
         out = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], mask, is_causal=mask is None, enable_gqa=self._groups > 1
@@ -104,7 +104,7 @@ def gather(
     """
     shape, device = model.shape, tokens.device
     positions = torch.arange(len(tokens), device=device)
-    plan = TappedPlan(shape, len(tokens), device, tell)
+    plan = CapturePlan(shape, len(tokens), device, tell)
 
     def run(state: tuple[Tensor, ...], layers: range) -> tuple[Tensor, ...]:
         state = tuple(part.clone() for part in state)
@@ -119,22 +119,22 @@ def gather(
             states.append(run(states[-1], layers))
     given: tuple[Tensor | None, ...] | None = None
     for layers in reversed(segments):
-        plan.tapped = {}
+        plan.captured = {}
         inputs = tuple(part.detach().requires_grad_() for part in states.pop())
         outputs = run(inputs, layers)
         if given is None:
             outputs = (model.finish(outputs),)
             given = (_loss_gradient(model, outputs[0].detach(), tokens),)
-        tapped = [part for index in layers for part in plan.tapped[index]]
+        captured = [part for index in layers for part in plan.captured[index]]
         pairs = [(out, grad) for out, grad in zip(outputs, given, strict=True) if grad is not None]
         grads = torch.autograd.grad(
-            [out for out, _ in pairs], [*inputs, *tapped], [grad for _, grad in pairs], allow_unused=True
+            [out for out, _ in pairs], [*inputs, *captured], [grad for _, grad in pairs], allow_unused=True
         )
-        given, of_tapped = grads[: len(inputs)], grads[len(inputs) :]
+        given, of_captured = grads[: len(inputs)], grads[len(inputs) :]
         for index in reversed(layers):
             at = 2 * (index - layers.start)
             names = ("keys", "values", "key_grads", "value_grads")
-            found = zip(names, (*tapped[at : at + 2], *of_tapped[at : at + 2]), strict=True)
+            found = zip(names, (*captured[at : at + 2], *of_captured[at : at + 2]), strict=True)
             yield index, {name: tensor.detach() for name, tensor in found}
 
 
@@ -218,7 +218,7 @@ class SampleStore:
                 found[f"{layer}.{name}"] = tensor[self.skip :].to("cpu", torch.bfloat16).contiguous()
             layers.append(layer)
             progress(len(layers))
-        trim()
+        trim_heap()
         self._save(found, self._path(window))
 
     def layer(self, layer: int, windows: int) -> LayerSamples:

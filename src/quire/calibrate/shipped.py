@@ -32,10 +32,10 @@ def shipped(model: str, settings: CalibrationSettings) -> Calibration | None:
     Raises ConfigError for a damaged file.
     """
     path = FOLDER / (settings.file(model).name + SUFFIX)
-    return unpacked(path, model) if path.exists() else None
+    return unpack(path, model) if path.exists() else None
 
 
-def packed(calibration: Calibration) -> bytes:
+def pack(calibration: Calibration) -> bytes:
     """The contents of a file."""
     tensors = calibration.tensors()
     head = {
@@ -51,7 +51,7 @@ def packed(calibration: Calibration) -> bytes:
     return lzma.compress(b"".join(parts), preset=9 | lzma.PRESET_EXTREME)
 
 
-def unpacked(path: Path, model: str) -> Calibration:
+def unpack(path: Path, model: str) -> Calibration:
     """The calibration in a packed file. Raises the errors of `Calibration.load`."""
     try:
         line, _, body = lzma.decompress(path.read_bytes()).partition(b"\n")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.cache.codecs.nuq import BLOCK_PAIRS, NuqTables
-from quire.calibrate.fit import KINDS, Book, LayerFit, padded
-from quire.calibrate.spend import Spending, even, spend
+from quire.calibrate.bit_allocation import BitAllocation, allocate_bits, allocate_evenly
+from quire.calibrate.fit import KINDS, Codebook, LayerFit, padded
 
 
 def make_tables(
@@ -27,8 +27,8 @@ def make_tables(
     value_kinds = [min(kinds, key=lambda kind: float(fit.value_cost[kind][..., bits].sum())) for fit in fits]
     key_cost = torch.stack([fit.key_cost[kind] for fit, kind in zip(fits, key_kinds, strict=True)])
     value_cost = torch.stack([fit.value_cost[kind] for fit, kind in zip(fits, value_kinds, strict=True)])
-    plain = even(key_cost, value_cost, bits, slots)
-    chosen = spend(key_cost, value_cost, bits, slots) if spends else plain
+    plain = allocate_evenly(key_cost, value_cost, bits, slots)
+    chosen = allocate_bits(key_cost, value_cost, bits, slots) if spends else plain
     tables = [
         _layer_tables(fit, key_kind, value_kind, chosen, layer, slots)
         for layer, (fit, key_kind, value_kind) in enumerate(zip(fits, key_kinds, value_kinds, strict=True))
@@ -39,7 +39,7 @@ def make_tables(
 
 
 def _layer_tables(
-    fit: LayerFit, key_kind: str, value_kind: str, chosen: Spending, layer: int, slots: int
+    fit: LayerFit, key_kind: str, value_kind: str, chosen: BitAllocation, layer: int, slots: int
 ) -> dict[str, Tensor]:
     order, block_bits = chosen.key_order[layer], chosen.key_bits[layer]  # [H, D / 2], [H, D / 8]
     heads = len(order)
@@ -52,7 +52,7 @@ def _layer_tables(
         where = widths == bits
         key_edges[where], key_books[where] = edges[where], books[where]
     value = [
-        padded(Book(*(part[head] for part in fit.value_books[value_kind, bits])))
+        padded(Codebook(*(part[head] for part in fit.value_books[value_kind, bits])))
         for head, bits in enumerate(chosen.value_bits[layer].tolist())
     ]
     return {
@@ -75,8 +75,8 @@ def _report(
     bits: int,
     key_kinds: Sequence[str],
     value_kinds: Sequence[str],
-    chosen: Spending,
-    plain: Spending,
+    chosen: BitAllocation,
+    plain: BitAllocation,
 ) -> dict[str, Any]:
     channels = chosen.key_order.shape[-1] * 2
 

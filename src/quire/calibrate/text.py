@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
 
-def cut(tokenizer: Tokenizer, text: str, num_windows: int, window_tokens: int) -> Tensor:
+def windows_from_text(tokenizer: Tokenizer, text: str, num_windows: int, window_tokens: int) -> Tensor:
     """Windows int64 [num_windows, window_tokens], spread evenly over a text, each with the model's begin tokens.
 
     Raises ConfigError if the text is too short for windows without overlap.
@@ -36,7 +36,7 @@ def cut(tokenizer: Tokenizer, text: str, num_windows: int, window_tokens: int) -
     return torch.stack([torch.cat((head, ids[start : start + body])) for start in starts])
 
 
-def write(
+def generate_windows(
     engine: Engine,
     tokenizer: Tokenizer,
     num_windows: int,

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from quire.arguments import Arguments
 from quire.config import nearest
 from quire.errors import ConfigError, QuireError, shortened, shown
-from quire.habits import command_answer, flag_answer
-from quire.interrupt import install, leave, remove
+from quire.foreign_flags import command_hint, flag_hint
+from quire.interrupt import exit_on_next, install, remove
 from quire.version import __version__
 
 COMMANDS = {
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if debug:
             raise
-        leave()
+        exit_on_next()
         _leave_if_loading("quire: interrupted\n")
         print("quire: interrupted", file=sys.stderr)
         return 130
@@ -234,7 +234,7 @@ class Parser(argparse.ArgumentParser):
             self.print_help(sys.stderr)
             self.exit(2)
         if commands and not words[0].startswith("-") and words[0] not in commands:
-            self.error(f"unknown command {words[0]!r}; {command_answer(words[0]) or nearest(words[0], commands)}")
+            self.error(f"unknown command {words[0]!r}; {command_hint(words[0]) or nearest(words[0], commands)}")
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             command = commands.get(getattr(found, "command", ""), self)
@@ -277,7 +277,7 @@ class Parser(argparse.ArgumentParser):
         known = command.flags
         given = rest[: rest.index("--")] if "--" in rest else rest
         flags = [word for word in given if word.startswith("-") and word.partition("=")[0] not in known]
-        answers = [answer for word in flags if (answer := flag_answer(word, known)) is not None]
+        answers = [answer for word in flags if (answer := flag_hint(word, known)) is not None]
         if answers:
             command.error("; ".join(dict.fromkeys(answers)))
 

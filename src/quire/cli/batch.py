@@ -21,11 +21,11 @@ from io import FileIO
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.cli.batch_lines import PROMPT_KEYS, Line, read_input
-from quire.cli.forecast import Forecast, told
+from quire.cli.batch_lines import PROMPT_KEYS, BatchLine, read_input
+from quire.cli.forecast import Forecast, format_duration
 from quire.cli.shared import PLAIN_SECONDS, progress_bar
 from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError, RequestError
-from quire.reading import parse_json
+from quire.safe_io import parse_json
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -42,7 +42,7 @@ BAR_SECONDS = 0.2
 """Interval between updates of the progress bar."""
 
 
-class Batch:
+class BatchJob:
     """The input lines that the output does not have yet. A context manager: it locks the output against other runs.
 
     source       file of the prompts; - is stdin
@@ -126,7 +126,7 @@ class Batch:
             self._num_running += 1
             group.create_task(self._finish(self.todo.popleft(), llm, group))
 
-    async def _finish(self, line: Line, llm: AsyncLLM, group: asyncio.TaskGroup) -> None:
+    async def _finish(self, line: BatchLine, llm: AsyncLLM, group: asyncio.TaskGroup) -> None:
         """Generates and writes one line, then starts others in its place."""
         try:
             answer = await self._generate(llm, line)
@@ -143,7 +143,7 @@ class Batch:
         the model will refuse come first, as they are.
         """
 
-        def tokens_of(line: Line) -> list[int]:
+        def tokens_of(line: BatchLine) -> list[int]:
             try:
                 prompt = _in_tokens(tokenizer, line.prompt)
             except RequestError:
@@ -155,7 +155,7 @@ class Batch:
 
         self.todo = deque(sorted(self.todo, key=tokens_of))
 
-    async def _generate(self, llm: AsyncLLM, line: Line) -> dict[str, Any]:
+    async def _generate(self, llm: AsyncLLM, line: BatchLine) -> dict[str, Any]:
         """The answer to one line, without its id."""
         prompt = dict(line.prompt) if "messages" not in line.prompt else _in_tokens(llm.tokenizer, line.prompt)
         num_choices = line.params.n
@@ -195,13 +195,13 @@ class Batch:
         answer = choices[0] if num_choices == 1 else {"choices": choices}
         return answer | {"usage": usage}
 
-    def _left(self, total: int) -> float | None:
+    def _remaining_seconds(self, total: int) -> float | None:
         """Seconds for the lines that are left, if they are like those before them."""
         if not self.num_done or not self._num_answered:
             return None
         prompts = (total - self._num_answered) * self._prompt_tokens / self._num_answered
         tokens = total * self._wanted_tokens / self.num_done - self.num_tokens
-        return self._forecast.left(prompts, max(0.0, tokens))
+        return self._forecast.remaining_seconds(prompts, max(0.0, tokens))
 
     @contextlib.contextmanager
     def _progress(self, total: int) -> Iterator[tuple[float, Callable[[], None]]]:
@@ -210,8 +210,10 @@ class Batch:
         def speed() -> str:
             seconds = max(time.monotonic() - self._begun, 1e-9)
             self._forecast.note(seconds, self._prompt_tokens, self.num_tokens)
-            left = self._left(total)
-            return f"{self.num_tokens / seconds:.0f} tokens/s" + ("" if left is None else f", {told(left)} left")
+            remaining_seconds = self._remaining_seconds(total)
+            return f"{self.num_tokens / seconds:.0f} tokens/s" + (
+                "" if remaining_seconds is None else f", {format_duration(remaining_seconds)} left"
+            )
 
         # On a terminal that shows both, a bar would break up the answers.
         if not sys.stderr.isatty() or (self._out.name == "-" and os.isatty(self._out.fileno())):

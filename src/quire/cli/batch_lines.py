@@ -9,7 +9,7 @@ from typing import Any
 from quire.cli import shared
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
-from quire.reading import parse_json, read_bytes
+from quire.safe_io import parse_json, read_bytes
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _HINTS = frozenset(field.name for field in fields(CacheHints) if field.init)
@@ -19,7 +19,7 @@ _SHOWN_CHARS = 300
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchLine:
     """One line of the input. `prompt` has one of `PROMPT_KEYS`, and the line's cache hints."""
 
     line_id: str | int
@@ -27,14 +27,14 @@ class Line:
     params: SamplingParams
 
 
-def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
+def read_input(name: str, sampling: dict[str, Any]) -> list[BatchLine]:
     """Reads the input. Raises ConfigError that describes the first ten invalid lines."""
     label = "stdin" if name == "-" else name
     try:
         content = shared.read_stdin() if name == "-" else read_bytes(name)
     except OSError as error:
         raise ConfigError(f"cannot read {label}: {error.strerror or error}") from error
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     known: dict[str | int, int] = {}
     problems: list[str] = []
     for number, raw in enumerate(content.split(b"\n"), 1):
@@ -61,7 +61,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
     return lines
 
 
-def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
+def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> BatchLine:
     """Parses a line. Raises ValueError (RequestError is one) if it is invalid."""
     try:
         values = parse_json(raw.decode("utf-8-sig"))
@@ -95,4 +95,4 @@ def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
     if kind == "prompt_token_ids" and not all(type(each) is int for each in prompt):
         raise ValueError("'prompt_token_ids' must be a list of integers")
     CacheHints(**hints)  # raises RequestError for invalid hints
-    return Line(line_id, {kind: prompt, **hints}, SamplingParams(**(sampling | values)))
+    return BatchLine(line_id, {kind: prompt, **hints}, SamplingParams(**(sampling | values)))

@@ -17,12 +17,12 @@ from quire.errors import ConfigError
 from quire.options import format_number
 
 if TYPE_CHECKING:
-    from quire.cli.batch import Batch
+    from quire.cli.batch import BatchJob
     from quire.planning.batches import BatchPlan
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedBatch:
     """What a batch runs with.
 
     options  all settings by key; None: those of the command line
@@ -32,7 +32,7 @@ class Planned:
     options: dict[str, Any] | None = None
     plan: BatchPlan | None = None
 
-    def report(self, batch: Batch, stats: Mapping[str, Any]) -> list[str]:
+    def report(self, batch: BatchJob, stats: Mapping[str, Any]) -> list[str]:
         """What was near, what moved, and what the plan had said."""
         from quire.offload.units import Share, percent
 
@@ -57,13 +57,13 @@ class Planned:
 
 
 @contextlib.contextmanager
-def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
+def planned(args: argparse.Namespace, batch: BatchJob) -> Iterator[PlannedBatch]:
     """Plans the lines that are left, if the configuration has a profile, and prints the placement. The policy's file is
     removed at the end. Raises ConfigError.
     """
     config = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
     if config.offload.profile is None:
-        yield Planned()
+        yield PlannedBatch()
         return
     for name, value in (("cache.memory", config.cache.memory), ("offload.micro_batch", config.offload.micro_batch)):
         if value not in (None, "auto"):
@@ -80,7 +80,7 @@ def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
     prompts = [line.prompt["prompt_token_ids"] for line in lines]
     plan = plan_batch(args.model, config, prompts, [line.params.max_tokens for line in lines])
     if plan is None:  # every line will be refused, with its reason
-        yield Planned({**config.to_options(), "offload.profile": None})
+        yield PlannedBatch({**config.to_options(), "offload.profile": None})
         return
     settings = {**config.to_options(), **plan.settings, "offload.profile": None, "offload.memory": None}
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
@@ -93,7 +93,7 @@ def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
             settings |= {"offload.cache": None, "offload.disk_bandwidth": None, "offload.micro_batch": None}
             settings["offload.overlap"] = True
         _tell(plan)
-        yield Planned(settings, plan)
+        yield PlannedBatch(settings, plan)
 
 
 def _tell(plan: BatchPlan) -> None:

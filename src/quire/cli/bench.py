@@ -29,17 +29,19 @@ from typing import Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.cli.bench_compose import Composition
-from quire.cli.bench_latency import Latencies
-from quire.cli.bench_throughput import Throughput
-from quire.cli.bench_trace import Trace
+from quire.cli.bench_compose import CompositionBenchmark
+from quire.cli.bench_latency import LatencyBenchmark
+from quire.cli.bench_throughput import ThroughputBenchmark
+from quire.cli.bench_trace import TraceBenchmark
 from quire.errors import ConfigError
 
-BENCHMARKS: dict[str, type[Throughput] | type[Trace] | type[Latencies] | type[Composition]] = {
-    "throughput": Throughput,
-    "trace": Trace,
-    "latency": Latencies,
-    "compose": Composition,
+BENCHMARKS: dict[
+    str, type[ThroughputBenchmark] | type[TraceBenchmark] | type[LatencyBenchmark] | type[CompositionBenchmark]
+] = {
+    "throughput": ThroughputBenchmark,
+    "trace": TraceBenchmark,
+    "latency": LatencyBenchmark,
+    "compose": CompositionBenchmark,
 }
 
 ACTION_FLAGS = {name: tuple(benchmark.DEFAULTS) for name, benchmark in BENCHMARKS.items()}
@@ -82,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
     from quire.llm import LLM
 
     console = Console(highlight=False, soft_wrap=True)
-    if isinstance(benchmark, Composition):
+    if isinstance(benchmark, CompositionBenchmark):
         rows, is_right = benchmark.run(console)
         _append(args.json, rows)
         return 0 if is_right else 1
-    if isinstance(benchmark, Latencies) and args.steps:
+    if isinstance(benchmark, LatencyBenchmark) and args.steps:
         _append(args.json, benchmark.fit_log(console))
         return 0
     with LLM(args.model, benchmark.options(), args.config) as llm:

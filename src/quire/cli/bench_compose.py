@@ -27,7 +27,7 @@ QUICK: dict[str, Any] = {
 """What --quick sets, unless it is given: enough to see that all of it works, too little to compare."""
 
 
-class Composition:
+class CompositionBenchmark:
     """The benchmark; see `quire.cli.bench`. --output, --seconds, --trace and --input-tokens are flags of the others,
     too.
     """

@@ -27,7 +27,7 @@ LARGE = 0.15
 """Relative error of nine of ten steps above which a model is called poor."""
 
 
-class Latencies:
+class LatencyBenchmark:
     """The benchmark; see `quire.cli.bench`."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {

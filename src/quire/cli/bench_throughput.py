@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 
-class Throughput:
+class ThroughputBenchmark:
     """The benchmark; see the module's docstring."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {

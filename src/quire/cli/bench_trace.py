@@ -36,7 +36,7 @@ FORCE = 100.0
 
 
 @dataclass(eq=False)
-class Sent:
+class InFlightRequest:
     """A request in flight. Times are seconds since the replay began. `matched` is the engine's number of cached
     tokens.
     """
@@ -50,7 +50,7 @@ class Sent:
     answer: list[int] = dataclasses.field(default_factory=list)
 
 
-class Trace:
+class TraceBenchmark:
     """The benchmark; see the module's docstring."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -142,7 +142,7 @@ class Trace:
         # Ids from the middle of the vocabulary, which are not special tokens. The id after them is the forced token.
         ids = range(llm.shape.vocab_size // 4, llm.shape.vocab_size // 2)
         prompts = traces.make_prompts(self._requests, self._args.block_tokens, ids)
-        work = [Sent(*each) for each in zip(self._requests, prompts, self._expected, strict=True)]
+        work = [InFlightRequest(*each) for each in zip(self._requests, prompts, self._expected, strict=True)]
         _warm(llm, ids)
         before = llm.stats()
         seconds = self._replay(llm, work, ids.stop)
@@ -166,7 +166,7 @@ class Trace:
                     f" {request.output_tokens} output tokens exceed the context of {context}; lower --block-tokens"
                 )
 
-    def _replay(self, llm: LLM, work: list[Sent], forced: int) -> float:
+    def _replay(self, llm: LLM, work: list[InFlightRequest], forced: int) -> float:
         """Sends all requests and records the results in `work`. Returns the seconds. Raises ModelError or QuireError if
         an answer is not the requested number of forced tokens.
         """
@@ -177,7 +177,7 @@ class Trace:
         at_once = self._args.concurrency if speed is None else len(work)
         due = [0.0 if speed is None else (each.request.seconds - work[0].request.seconds) / speed for each in work]
         todo = deque(zip(due, work, strict=True))
-        running: dict[str, Sent] = {}
+        running: dict[str, InFlightRequest] = {}
         begun = time.perf_counter()
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("replaying", total=len(work))
@@ -213,7 +213,7 @@ class Trace:
                 )
         return seconds
 
-    def _row(self, work: list[Sent], seconds: float, before: dict[str, Any], llm: LLM) -> dict[str, Any]:
+    def _row(self, work: list[InFlightRequest], seconds: float, before: dict[str, Any], llm: LLM) -> dict[str, Any]:
         """The results. before: the engine's counters at the start of the replay."""
         import numpy as np
 

@@ -26,7 +26,7 @@ from quire.cli import shared
 from quire.config import add_flags, format_bytes, options_from
 from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
-from quire.models.image_folder import Draft, Image, ImageError
+from quire.models.image_folder import Image, ImageDraft, ImageError
 
 ACTIONS = ("ls", "clear", "export", "import")
 SECTIONS = ("model", "cache", "attention", "runtime")
@@ -125,7 +125,7 @@ def _is_called(image: Image, name: str) -> bool:
     )
 
 
-def _show(images: list[Image], drafts: list[Draft], *, as_json: bool) -> None:
+def _show(images: list[Image], drafts: list[ImageDraft], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_facts(image) for image in images], indent=2))
         return

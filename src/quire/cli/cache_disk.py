@@ -20,8 +20,8 @@ from quire.folders import user_path
 
 if TYPE_CHECKING:
     from quire.cache.namespace import Namespace
-    from quire.stores.admin import Located, Shelf, Space
-    from quire.stores.parcel import Parcel
+    from quire.stores.archive import RunArchive
+    from quire.stores.folder_reader import FolderReader, LocatedRun, NamespaceUsage
 
 SHOWN_DIGEST = 12
 SHOWN_PROBLEMS = 20
@@ -33,12 +33,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.action == "import":
             return _import(args, folder, cap)
-        from quire.stores.admin import Shelf
+        from quire.stores.folder_reader import FolderReader
 
-        shelf = Shelf(folder)
+        reader = FolderReader(folder)
         if args.action == "ls":
-            return _show(shelf, as_json=args.json)
-        return _clear(shelf, args.model) if args.action == "clear" else _export(shelf, args)
+            return _show(reader, as_json=args.json)
+        return _clear(reader, args.model) if args.action == "clear" else _export(reader, args)
     except OSError as error:
         raise QuireError(f"{error.filename or folder}: {error.strerror or error}") from error
 
@@ -56,25 +56,25 @@ def _folder(disk: str) -> tuple[Path, int | None]:
 # ---- ls and clear ------------------------------------------------------------------------------------------------
 
 
-def _show(shelf: Shelf, *, as_json: bool) -> int:
-    spaces, places = shelf.spaces(), shelf.places()
-    shelf.note_foreign()
-    cap, num_bytes = shelf.cap, shelf.num_bytes
-    names = _names({space.namespace.model for space in spaces})
+def _show(reader: FolderReader, *, as_json: bool) -> int:
+    usages, subfolders = reader.usages(), reader.subfolders()
+    reader.note_foreign()
+    cap, num_bytes = reader.cap, reader.num_bytes
+    names = _names({usage.namespace.model for usage in usages})
     if as_json:
         facts = {
-            "folder": str(shelf.path),
+            "folder": str(reader.path),
             "num_bytes": num_bytes,
             "cap_bytes": cap or None,
             "writers": [
-                {"path": str(each.path), "num_bytes": each.num_bytes, "is_live": each.is_live} for each in places
+                {"path": str(each.path), "num_bytes": each.num_bytes, "is_live": each.is_live} for each in subfolders
             ],
-            "namespaces": [_facts(space, names) for space in spaces],
-            "problems": shelf.problems,
+            "namespaces": [_facts(usage, names) for usage in usages],
+            "problems": reader.problems,
         }
         print(json.dumps(facts, indent=2))
         return 0
-    if spaces:
+    if usages:
         columns = (
             "model",
             "name",
@@ -88,12 +88,12 @@ def _show(shelf: Shelf, *, as_json: bool) -> int:
             "salts",
             "last used",
         )
-        rows = [_row(space, names) for space in spaces]
+        rows = [_row(usage, names) for usage in usages]
         shared.print_table(columns, rows, ("name", "codec", "weights", "dtype"))
-    num_live = sum(each.is_live for each in places)
+    num_live = sum(each.is_live for each in subfolders)
     limit = f" of at most {format_bytes(cap)}" if cap else ""
-    print(f"{format_bytes(num_bytes)}{limit} in {shelf.path}; engines that write to it now: {num_live}")
-    _print_problems(shelf)
+    print(f"{format_bytes(num_bytes)}{limit} in {reader.path}; engines that write to it now: {num_live}")
+    _print_problems(reader)
     return 0
 
 
@@ -115,8 +115,8 @@ def _names(digests: set[str]) -> dict[str, str]:
     return found
 
 
-def _row(space: Space, names: dict[str, str]) -> tuple[str, ...]:
-    named = space.namespace
+def _row(usage: NamespaceUsage, names: dict[str, str]) -> tuple[str, ...]:
+    named = usage.namespace
     return (
         named.model[:SHOWN_DIGEST],
         names.get(named.model, ""),
@@ -124,46 +124,46 @@ def _row(space: Space, names: dict[str, str]) -> tuple[str, ...]:
         named.weights,
         named.dtype,
         str(named.version),
-        format_bytes(space.num_bytes),
-        f"{space.num_chunks:,}",
-        f"{space.num_chunks * 64:,}",
-        f"{len(space.salts):,}",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(space.used)),
+        format_bytes(usage.num_bytes),
+        f"{usage.num_chunks:,}",
+        f"{usage.num_chunks * 64:,}",
+        f"{len(usage.salts):,}",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(usage.used)),
     )
 
 
-def _facts(space: Space, names: dict[str, str]) -> dict[str, object]:
-    named = dataclasses.asdict(space.namespace)
+def _facts(usage: NamespaceUsage, names: dict[str, str]) -> dict[str, object]:
+    named = dataclasses.asdict(usage.namespace)
     del named["salt"]
     return named | {
-        "name": names.get(space.namespace.model),
-        "num_bytes": space.num_bytes,
-        "num_chunks": space.num_chunks,
-        "num_runs": space.num_runs,
-        "num_salts": len(space.salts),
-        "last_used": space.used,
+        "name": names.get(usage.namespace.model),
+        "num_bytes": usage.num_bytes,
+        "num_chunks": usage.num_chunks,
+        "num_runs": usage.num_runs,
+        "num_salts": len(usage.salts),
+        "last_used": usage.used,
     }
 
 
-def _print_problems(shelf: Shelf) -> None:
-    for problem in shelf.problems[:SHOWN_PROBLEMS]:
+def _print_problems(reader: FolderReader) -> None:
+    for problem in reader.problems[:SHOWN_PROBLEMS]:
         print(problem)
-    if len(shelf.problems) > SHOWN_PROBLEMS:
-        print(f"and {len(shelf.problems) - SHOWN_PROBLEMS} more")
+    if len(reader.problems) > SHOWN_PROBLEMS:
+        print(f"and {len(reader.problems) - SHOWN_PROBLEMS} more")
 
 
-def _clear(shelf: Shelf, model: str | None) -> int:
-    freed, live = shelf.clear(None if model is None else _is_of(model, shelf))
+def _clear(reader: FolderReader, model: str | None) -> int:
+    freed, live = reader.clear(None if model is None else _is_of(model, reader))
     print(f"freed {format_bytes(freed)}")
-    _print_problems(shelf)
-    for place in live:
-        print(f"{place}: an engine writes to it; stop it first")
+    _print_problems(reader)
+    for subfolder in live:
+        print(f"{subfolder}: an engine writes to it; stop it first")
     return 1 if live else 0
 
 
-def _is_of(model: str, shelf: Shelf) -> Callable[[Namespace], bool]:
+def _is_of(model: str, reader: FolderReader) -> Callable[[Namespace], bool]:
     """Whether a namespace is of a model, given by the beginning of its digest, or by its name or path."""
-    digests = {space.namespace.model for space in shelf.spaces()}
+    digests = {usage.namespace.model for usage in reader.usages()}
     if re.fullmatch(r"[0-9a-f]{8,}", model):
         found = {digest for digest in digests if digest.startswith(model)}
         if len(found) > 1:
@@ -177,7 +177,7 @@ def _is_of(model: str, shelf: Shelf) -> Callable[[Namespace], bool]:
             found = {digest_of(checkpoint, report).digest} & digests
     if not found:
         known = ", ".join(sorted(digest[:SHOWN_DIGEST] for digest in digests)) or "none"
-        raise ConfigError(f"{shelf.path} has nothing of {model!r}; models there: {known}")
+        raise ConfigError(f"{reader.path} has nothing of {model!r}; models there: {known}")
     (digest,) = found
     return lambda namespace: namespace.model == digest
 
@@ -185,13 +185,13 @@ def _is_of(model: str, shelf: Shelf) -> Callable[[Namespace], bool]:
 # ---- export ------------------------------------------------------------------------------------------------------
 
 
-def _export(shelf: Shelf, args: argparse.Namespace) -> int:
+def _export(reader: FolderReader, args: argparse.Namespace) -> int:
     from quire.stores.export import export
 
     target = Path(args.names[0])
-    is_of = (lambda namespace: True) if args.model is None else _is_of(args.model, shelf)
-    holds = _holds(args, shelf)
-    found = export(shelf, target, lambda located: is_of(located.namespace) and holds(located))
+    is_of = (lambda namespace: True) if args.model is None else _is_of(args.model, reader)
+    holds = _holds(args, reader)
+    found = export(reader, target, lambda located: is_of(located.namespace) and holds(located))
     if not found.num_runs:
         target.unlink()
     for count, why in (
@@ -201,23 +201,23 @@ def _export(shelf: Shelf, args: argparse.Namespace) -> int:
     ):
         if count:
             print(f"{count} runs are left out: {why}")
-    _print_problems(shelf)
+    _print_problems(reader)
     if not found.num_runs:
         raise QuireError("nothing to export: no stored prefix is chosen")
     print(f"{target}: {found.num_tokens:,} tokens, {format_bytes(found.num_bytes)}")
     return 0
 
 
-def _holds(args: argparse.Namespace, shelf: Shelf) -> Callable[[Located], bool]:
+def _holds(args: argparse.Namespace, reader: FolderReader) -> Callable[[LocatedRun], bool]:
     """Whether a run is one of those asked for."""
     if args.key is not None:
-        from quire.engine.known import read_key
+        from quire.engine.cached_prefixes import parse_prefix_key
 
         try:
-            key = read_key(args.key)
+            key = parse_prefix_key(args.key)
         except RequestError as error:
             raise ConfigError(f"--key: {error}") from error
-        return lambda located: key in located.head.run.names
+        return lambda located: key in located.header.run.names
     if args.prompt_file is None:
         return lambda located: True
     from quire.cache.keys import ChunkKeys
@@ -227,31 +227,31 @@ def _holds(args: argparse.Namespace, shelf: Shelf) -> Callable[[Located], bool]:
 
     tokenizer = load_tokenizer(resolve_model(args.model))
     prompts = [pin.ids for pin in read_pins(args.prompt_file, tokenizer, "--prompt-file")]
-    namespaces = {dataclasses.replace(space.namespace, salt=salt) for space in shelf.spaces() for salt in space.salts}
+    namespaces = {dataclasses.replace(usage.namespace, salt=salt) for usage in reader.usages() for salt in usage.salts}
     names = {
         name for namespace in namespaces for ids in prompts for name in ChunkKeys(namespace, ids).first(len(ids) // 64)
     }
-    return lambda located: not names.isdisjoint(located.head.run.names)
+    return lambda located: not names.isdisjoint(located.header.run.names)
 
 
 # ---- import ------------------------------------------------------------------------------------------------------
 
 
 def _import(args: argparse.Namespace, folder: Path, cap: int | None) -> int:
-    from quire.importing import check_namespaces, check_paths, read_parcel
+    from quire.prefix_import import check_namespaces, check_paths, open_archive
 
     config = _config(args)
     source = Path(args.names[0])
-    with read_parcel(source) as parcel:
+    with open_archive(source) as archive:
         try:
             cap = _cap(folder, cap)
             namespace = _namespace(args.model, config)
-            check_namespaces(parcel, namespace)
-            check_paths(parcel)
-            _compare(args.model, config, parcel, is_trusted=args.trust)
+            check_namespaces(archive, namespace)
+            check_paths(archive)
+            _compare(args.model, config, archive, is_trusted=args.trust)
         except ExtentError as error:
             raise QuireError(f"{source} is refused: {error}") from error
-        return _put(folder, cap, namespace, parcel)
+        return _put(folder, cap, namespace, archive)
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
@@ -264,12 +264,12 @@ def _config(args: argparse.Namespace) -> EngineConfig:
 
 
 def _cap(folder: Path, cap: int | None) -> int:
-    from quire.stores.admin import Shelf
+    from quire.stores.folder_reader import FolderReader
 
     if cap is not None:
         return cap
     try:
-        known = Shelf(folder).cap
+        known = FolderReader(folder).cap
     except ConfigError:
         known = 0
     if not known:
@@ -280,7 +280,7 @@ def _cap(folder: Path, cap: int | None) -> int:
 def _namespace(model: str, config: EngineConfig) -> Namespace:
     """What the model's pages depend on, without loading it."""
     from quire.engine.build import resolve
-    from quire.engine.control import namespace_of
+    from quire.engine.control_plane import namespace_of
     from quire.load import find_calibration
     from quire.models.digest import digest_of
     from quire.models.resolve import resolve_model
@@ -298,33 +298,33 @@ def _namespace(model: str, config: EngineConfig) -> Namespace:
         return namespace_of(resolved, checkpoint.shape, digest_of(checkpoint, report).digest, calibration)
 
 
-def _compare(model: str, config: EngineConfig, parcel: Parcel, *, is_trusted: bool) -> None:
+def _compare(model: str, config: EngineConfig, archive: RunArchive, *, is_trusted: bool) -> None:
     """Checks the form of all runs and, unless they are trusted, computes some of their chunks again."""
-    from quire.importing import check_forms, check_pages
     from quire.load import load_engine
-    from quire.stores.incoming import Incoming
+    from quire.prefix_import import check_pages, check_run_shapes
+    from quire.stores.archive_store import ArchiveStore
     from quire.stores.tiers import Tiers
 
-    incoming = Incoming(parcel)
-    loaded = load_engine(model, config, tiers=Tiers([incoming]))
-    check_forms(loaded.engine, parcel)
+    archive_store = ArchiveStore(archive)
+    loaded = load_engine(model, config, tiers=Tiers([archive_store]))
+    check_run_shapes(loaded.engine, archive)
     if is_trusted:
         return
     with shared.progress("chunks compared") as report:
-        num_checked, worst = check_pages(loaded.engine, parcel, incoming, random.SystemRandom(), report)
+        num_checked, worst = check_pages(loaded.engine, archive, archive_store, random.SystemRandom(), report)
     print(f"computed {num_checked} chunks again: they differ by at most {worst:.3f} of their variation")
 
 
-def _put(folder: Path, cap: int, namespace: Namespace, parcel: Parcel) -> int:
-    from quire.importing import put_all
+def _put(folder: Path, cap: int, namespace: Namespace, archive: RunArchive) -> int:
+    from quire.prefix_import import store_runs
     from quire.stores.disk import DiskStore
 
     store = DiskStore(folder, cap, namespace)
     try:
-        there = put_all(store, parcel)
+        there = store_runs(store, archive)
     finally:
         store.close()
-    num_runs, num_tokens = len(parcel.runs), sum(len(each.head.run.tokens) for each in parcel.runs)
+    num_runs, num_tokens = len(archive.runs), sum(len(each.header.run.tokens) for each in archive.runs)
     if is_partial := there.num_runs < num_runs:
         print(
             f"{num_runs - there.num_runs} of {num_runs} runs found no room in {folder}:"

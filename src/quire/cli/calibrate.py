@@ -22,7 +22,7 @@ from quire.cache.codecs import CODECS
 from quire.cli import shared
 from quire.config import CacheConfig, EngineConfig, options_from
 from quire.errors import ConfigError
-from quire.reading import read_text
+from quire.safe_io import read_text
 
 if TYPE_CHECKING:
     from quire.calibrate import CalibrationSettings
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if file is not None:
             shared.check_writable(file)
     from quire.calibrate import CalibrationSettings, calibrate
-    from quire.calibrate.progress import shown
+    from quire.calibrate.progress import progress_display
     from quire.load import kept_calibration
     from quire.models.fingerprint import fingerprint
     from quire.models.resolve import resolve_model
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     file = settings.file(model) if args.output is None else args.output
     found = CalibrationSettings(outlier_slots=settings.outlier_slots, sink_tokens=settings.sink_tokens).file(model)
     replaces = file.exists()
-    with shown() as progress:
+    with progress_display() as progress:
         made = calibrate(path, settings, file, text=text, config=config, progress=progress)
     if args.export is not None:
         return _export(args, made)

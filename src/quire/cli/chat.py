@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             params = shared.sampling_params(dict(llm.sampling_defaults.values or SAMPLING) | given)
             terminal.note(f"{llm.model_name}, context {llm.max_context:,} tokens; /help shows the commands")
-            talk(
+            chat_loop(
                 terminal, Conversation(args.system), lambda messages: loop.run(answer(llm, messages, params, terminal))
             )
         finally:
@@ -85,7 +85,7 @@ class Conversation:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
 
-def talk(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
+def chat_loop(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
     """Reads messages and commands until the input ends.
 
     ask  streams the answer to messages and returns its text. If it raises RequestError or ModelError, the chat shows
@@ -95,7 +95,7 @@ def talk(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
         if not text.strip():
             continue
         if text.startswith("/"):
-            if not obey(terminal, conversation, text):
+            if not run_command(terminal, conversation, text):
                 return
             continue
         conversation.turns.append({"role": "user", "content": text})
@@ -109,7 +109,7 @@ def talk(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
         conversation.turns.append({"role": "assistant", "content": reply})
 
 
-def obey(terminal: Terminal, conversation: Conversation, text: str) -> bool:
+def run_command(terminal: Terminal, conversation: Conversation, text: str) -> bool:
     """Executes a command. Returns whether the chat continues."""
     command, _, rest = text.strip().partition(" ")
     rest = rest.strip()

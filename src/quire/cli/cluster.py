@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         path += "?pause=true"
     seconds = remote.TIMEOUT_SECONDS if args.action in ("status", "role") else PATIENCE_SECONDS
     key = remote.read_key(args.api_key_file)
-    found = remote.ask(args.url, path, key, "--url", "instances", body, seconds)
+    found = remote.call_server(args.url, path, key, "--url", "instances", body, seconds)
     try:
         if args.json:
             print(json.dumps(found, indent=2))

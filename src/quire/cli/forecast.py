@@ -20,7 +20,7 @@ class Forecast:
         if (prompt_tokens, tokens) != self._samples[-1][1:]:
             self._samples.append((seconds, prompt_tokens, tokens))
 
-    def left(self, prompt_tokens: float, tokens: float) -> float | None:
+    def remaining_seconds(self, prompt_tokens: float, tokens: float) -> float | None:
         """Seconds for so many more tokens; None if nothing is known yet."""
         if len(self._samples) < LEAST_SAMPLES:
             return None
@@ -32,7 +32,7 @@ class Forecast:
         return float(found @ (prompt_tokens, tokens))
 
 
-def told(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time for people: `40 s`, `12 min`, `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"

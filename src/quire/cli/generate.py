@@ -34,8 +34,8 @@ from quire.cli import shared
 from quire.errors import ConfigError, EngineStoppedError
 
 if TYPE_CHECKING:
-    from quire.cli.batch import Batch
-    from quire.cli.batch_plan import Planned
+    from quire.cli.batch import BatchJob
+    from quire.cli.batch_plan import PlannedBatch
     from quire.engine.params import SamplingParams
 
 
@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give a PROMPT or --input FILE, not both")
     if args.chat:
         raise ConfigError("--chat is for a PROMPT; lines of an --input file have the key prompt or messages")
-    from quire.cli.batch import Batch
+    from quire.cli.batch import BatchJob
 
-    with Batch(args.input, "-" if args.output is None else args.output, sampling) as batch:
+    with BatchJob(args.input, "-" if args.output is None else args.output, sampling) as batch:
         if batch.num_retried:
             print(f"failed lines, tried again: {batch.num_retried}", file=sys.stderr)
         try:
@@ -121,7 +121,7 @@ async def _stream(args: argparse.Namespace, params: SamplingParams) -> str | Non
     return failure
 
 
-async def _work(args: argparse.Namespace, batch: Batch, plan: Planned) -> None:
+async def _work(args: argparse.Namespace, batch: BatchJob, plan: PlannedBatch) -> None:
     async with shared.engine(args, plan.options) as llm:
         await batch.run(llm, is_planned=plan.plan is not None)
         for line in plan.report(batch, llm.stats()):

@@ -25,9 +25,9 @@ from quire.options import format_number
 
 if TYPE_CHECKING:
     from quire.engine.calibration import Calibration
-    from quire.engine.sizes import Sizes
+    from quire.engine.sizes import EngineSizes
     from quire.models.digest import Digest
-    from quire.models.loading import Held
+    from quire.models.loading import TensorGroup
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.load import find_calibration
     from quire.models.digest import digest_of
     from quire.models.layers import torch_dtype
-    from quire.models.loading import held
+    from quire.models.loading import group_tensors
     from quire.models.resolve import resolve_model
     from quire.models.weights import open_model
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         calibration = find_calibration(path, given)
         config, sizes = resolve(given, shape, checkpoint, calibration)
         kinds = ops_type(config.attention.backend).kinds
-        weights = held(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
+        weights = group_tensors(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
         image = _image(checkpoint, config)
         if args.tiers is not None:
             from quire.cli import tiers
@@ -150,9 +150,9 @@ def _show_server(args: argparse.Namespace) -> int:
 def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | None:
     """The layer image of this configuration: path, bytes, and whether it is written. None if it uses none."""
     from quire.models.image_folder import ImageError, image_path, open_image
-    from quire.models.images import image_for
+    from quire.models.images import engine_image_spec
 
-    wanted = image_for(checkpoint, config)
+    wanted = engine_image_spec(checkpoint, config)
     if wanted is None:
         return None
     try:
@@ -167,10 +167,10 @@ def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | Non
 def _facts(
     shape: ModelShape,
     config: EngineConfig,
-    sizes: Sizes,
+    sizes: EngineSizes,
     lengths: list[int],
     calibration: Calibration | None,
-    weights: list[Held],
+    weights: list[TensorGroup],
     image: dict[str, Any] | None,
     digest: Digest | None,
 ) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _facts(
     }
 
 
-def _sequences(sizes: Sizes, length: int) -> int:
+def _sequences(sizes: EngineSizes, length: int) -> int:
     """Number of sequences of a length that fit at once."""
     return sizes.sequences(length) if length <= sizes.max_context else 0
 
@@ -212,14 +212,14 @@ def _digest_note(digest: Digest) -> str:
     )
 
 
-def _context_note(given: EngineConfig, sizes: Sizes, shape: ModelShape) -> str:
+def _context_note(given: EngineConfig, sizes: EngineSizes, shape: ModelShape) -> str:
     asked = given.model.max_context
     if asked is not None and sizes.max_context < asked:
         return f"model.max_context is {asked:,}, and the cache holds no more"
     return f"the model's own limit is {shape.max_context:,}"
 
 
-def _held_note(part: Held) -> str:
+def _loaded_note(part: TensorGroup) -> str:
     tensors = f"{part.tensors} tensor{'s' * (part.tensors != 1)}"
     bits = f"{format_number(8 * part.num_bytes / part.numbers)} bits"
     if part.stored != part.held:
@@ -232,10 +232,10 @@ def _print_table(
     shape: ModelShape,
     given: EngineConfig,
     config: EngineConfig,
-    sizes: Sizes,
+    sizes: EngineSizes,
     lengths: list[int],
     calibration: Calibration | None,
-    weights: list[Held],
+    weights: list[TensorGroup],
     image: dict[str, Any] | None,
 ) -> None:
     from rich.console import Console
@@ -251,7 +251,7 @@ def _print_table(
     cache = ("cache", sizes.cache_text, f"codec {config.cache.codec}{chosen}")
     rows = [
         ("weights", format_bytes(sizes.weight_bytes), f"on {config.runtime.device}, rows in {config.model.dtype}"),
-        *((f"  {part.stored}", format_bytes(part.num_bytes), _held_note(part)) for part in weights),
+        *((f"  {part.stored}", format_bytes(part.num_bytes), _loaded_note(part)) for part in weights),
         cache,
         (
             "bytes per token",

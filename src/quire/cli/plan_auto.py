@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.cli import shared, simulated
+from quire.cli import shared, simulation_common
 from quire.cli.latencies import kept_folder
 from quire.config import ClusterConfig, EngineConfig, PlanConfig, format_bytes, options_from, sources
 from quire.errors import ConfigError
@@ -58,10 +58,10 @@ def add_arguments(parser: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plans, prints the result, and writes the configuration."""
     planner = planner_of(args)
-    from quire.cli import plan_auto_shown as shown
+    from quire.cli import plan_auto_report as shown
 
     if not args.json:
-        simulated.print_load(planner.goal.load)
+        simulation_common.print_load(planner.goal.load)
     found = planner.run()
     if args.plot is not None:
         from quire.evaluation.auto_plot import save_frontier
@@ -83,9 +83,9 @@ def planner_of(args: argparse.Namespace) -> Planner:
     """Everything that a plan needs, checked. Raises ConfigError."""
     if args.trace is None:
         raise ConfigError("quire plan auto needs --trace FILE: the requests to plan for")
-    slo = simulated.slo_of(args)
-    simulated.check_targets(slo, "quire plan auto")
-    simulated.check_seed(args.seed)
+    slo = simulation_common.slo_of(args)
+    simulation_common.check_targets(slo, "quire plan auto")
+    simulation_common.check_seed(args.seed)
     plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
     options = options_from(args, shared.ENGINE_SECTIONS)
     config, cluster = EngineConfig.from_options(options, args.config), ClusterConfig.from_options({}, args.config)
@@ -107,7 +107,7 @@ def planner_of(args: argparse.Namespace) -> Planner:
     from quire.planning.space import Space
 
     text = None if args.text is None else Text.read(args.text)
-    load = simulated.load_of(args.trace, RUNGS[-1].requests, fitted=True)
+    load = simulation_common.load_of(args.trace, RUNGS[-1].requests, fitted=True)
     tools = Tools(kept_folder(), text, args.context, args.windows or WINDOWS, args.processes, progress=_teller())
     common = load, slo
     if args.hardware is not None:

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Planner(ABC):
+class OffloadPlanner(ABC):
     """A model and a machine, from the command line.
 
     tiers       names, fastest first
@@ -150,7 +150,7 @@ def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
     return Workload(args.input_tokens, args.output_tokens, args.shared_tokens, prefixes, kept=kept, growth=kept)
 
 
-class PaperPlanner(Planner):
+class PaperPlanner(OffloadPlanner):
     """The machine of FlexGen's paper."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -192,7 +192,7 @@ class PaperPlanner(Planner):
         return found
 
 
-class MeasuredPlanner(Planner):
+class MeasuredPlanner(OffloadPlanner):
     """A machine with a profile."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -257,7 +257,7 @@ class MeasuredPlanner(Planner):
             raise self.too_small(str(error)) from None
 
 
-def facts(planner: Planner, found: Found) -> dict[str, Any]:
+def facts(planner: OffloadPlanner, found: Found) -> dict[str, Any]:
     """All numbers of a policy."""
     policy, said, tiers = found.policy, found.prediction, planner.tiers
     return {
@@ -275,7 +275,7 @@ def facts(planner: Planner, found: Found) -> dict[str, Any]:
     }
 
 
-def print_policy(planner: Planner, found: Found) -> None:
+def print_policy(planner: OffloadPlanner, found: Found) -> None:
     """Prints a policy for people."""
     from quire.offload.units import percent
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.cli import shared, simulated
+from quire.cli import shared, simulation_common
 from quire.cli.latencies import LatencyFiles
 from quire.config import flags_of, options_from
 from quire.errors import ConfigError, QuireError
@@ -71,7 +71,7 @@ def add_arguments(parser: Arguments) -> None:
     text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
     add("--trace", text, type=Path, metavar="FILE")
     text = "requests/s to serve, with the instances that serve most per machine (default: as many as all can serve)"
-    add("--rate", text, type=simulated.positive, metavar="X")
+    add("--rate", text, type=simulation_common.positive, metavar="X")
     text = "requests of a simulation, up to 20 times as many where targets are long against them (default: 300)"
     add("--requests", text, type=shared.count, metavar="N")
     add("--seed", "first seed of the requests (default: 0)", type=int, metavar="N")
@@ -81,7 +81,7 @@ def add_arguments(parser: Arguments) -> None:
         "time for the search; one option of each role is tried in any case, and what is found is simulated as a whole"
         " afterwards (default: 120; of auto: 300)"
     )
-    add("--plan.seconds", text, type=simulated.positive, dest="plan_seconds", metavar="X")
+    add("--plan.seconds", text, type=simulation_common.positive, dest="plan_seconds", metavar="X")
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
     add("--algorithm", text, choices=(*ALGORITHMS, "auto"))
     add("--ablation", "search with all algorithms, and show them beside each other", action="store_true")
@@ -89,7 +89,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class PlacementResult:
     """What an algorithm found.
 
     attainment  in the simulation of the whole placement at its predicted rate
@@ -119,9 +119,9 @@ def run(args: argparse.Namespace) -> int:
     from quire.planning.cluster_file import read_cluster
 
     cluster = read_cluster(args.cluster_file)
-    load = simulated.load_of(args.trace, args.requests, fitted=True)
+    load = simulation_common.load_of(args.trace, args.requests, fitted=True)
     maker = maker_of(args, cluster, load)
-    with simulated.workers_of(args.processes) as workers:
+    with simulation_common.workers_of(args.processes) as workers:
         found = _search(args, maker, load, slo, workers)
     best = _best(found, slo, args)
     assert best.placement is not None
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(placement.to_json(), end="")
         return 0
-    simulated.print_load(load)
+    simulation_common.print_load(load)
     if len(found) > 1:
         _print_algorithms(found, slo)
     _print(placement, maker, slo, args.output)
@@ -146,9 +146,9 @@ def _checked(args: argparse.Namespace) -> Slo:
     given = options_from(args, ("plan",))
     if given:
         raise ConfigError(f"--{next(iter(given))} is for quire plan offload, not for placement")
-    simulated.check_seed(args.seed)
-    slo = simulated.slo_of(args)
-    simulated.check_targets(slo, "quire plan placement")
+    simulation_common.check_seed(args.seed)
+    slo = simulation_common.slo_of(args)
+    simulation_common.check_targets(slo, "quire plan placement")
     if args.output is not None:
         shared.check_writable(args.output)
     return slo
@@ -180,7 +180,9 @@ def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Make
     return OnGpus(target, cluster, min(int(lengths.max()), context))
 
 
-def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, workers: Workers | None) -> list[Found]:
+def _search(
+    args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, workers: Workers | None
+) -> list[PlacementResult]:
     """What each algorithm that is asked for finds."""
     from quire.planning.placement import Budget, Rough, Search
     from quire.simulation.search import Planner
@@ -191,7 +193,7 @@ def _search(args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, worker
         chosen = ["apart" if maker.cluster.is_fast else "pairs", "mixed"]
     chosen = list(ALGORITHMS) if args.ablation else chosen
     _check_known(planner)
-    found, left = list[Found](), args.plan_seconds
+    found, left = list[PlacementResult](), args.plan_seconds
     for index, algorithm in enumerate(chosen):
         with shared.progress(f"options ({algorithm})") as progress:
             search = Search(
@@ -234,7 +236,7 @@ def _check_known(planner: Planner) -> None:
 
 def _place(
     args: argparse.Namespace, algorithm: str, search: Search, planner: Planner, workers: Workers | None
-) -> Found:
+) -> PlacementResult:
     """What one algorithm finds, simulated as a whole with fresh seeds."""
     from quire.planning import placement
     from quire.simulation.load import run_many
@@ -249,7 +251,7 @@ def _place(
     try:
         found = planner.warned(places[algorithm](search))
     except placement.PlacementError as error:
-        return Found(algorithm, error=str(error), searched=time.monotonic() - begun)
+        return PlacementResult(algorithm, error=str(error), searched=time.monotonic() - begun)
     searched, fresh = time.monotonic() - begun, args.seed + SEEDS + CONFIRMATIONS
     if not found.predicted.fits:
         said, nodes = found.predicted, search.cluster.nodes
@@ -258,7 +260,7 @@ def _place(
             f" {search.cluster.slots} {'GPUs' if search.cluster.has_gpus else 'cores'} have no room: one {said.unit}"
             f" serves {said.rate_per_unit:.4g}/s; plan without --rate for as much as they can serve"
         )
-        return Found(algorithm, error=reason, searched=searched)
+        return PlacementResult(algorithm, error=reason, searched=searched)
 
     def outcomes(runs: list[Joint]) -> list[Outcome]:
         with shared.progress(f"requests ({algorithm}, the placement as a whole)") as progress:
@@ -276,10 +278,10 @@ def _place(
     check = planner.queue_check(found, fresh)
     at_wanted = fmean(each.attainment(planner.slo) for each in outcomes(joint(args.rate))) if misses else None
     replayed = (compared[0], compared[1]) if compared else None
-    return Found(algorithm, found, share, cached, replayed, searched, at_wanted, check)
+    return PlacementResult(algorithm, found, share, cached, replayed, searched, at_wanted, check)
 
 
-def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
+def _best(found: list[PlacementResult], slo: Slo, args: argparse.Namespace) -> PlacementResult:
     """The one with the fewest units for the wanted rate, or with the highest rate, among those that reach the target.
 
     Raises QuireError if there is no placement.
@@ -288,7 +290,7 @@ def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
     if not placed:
         raise QuireError(next(each.error for each in found if args.algorithm in (each.algorithm, "auto")))
 
-    def worth(each: Found) -> tuple[bool, float, float]:
+    def worth(each: PlacementResult) -> tuple[bool, float, float]:
         assert each.placement is not None
         said = each.placement.predicted
         share = each.attainment if each.at_wanted is None else each.at_wanted
@@ -298,7 +300,7 @@ def _best(found: list[Found], slo: Slo, args: argparse.Namespace) -> Found:
     return max(placed, key=worth)
 
 
-def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, slo: Slo) -> Placement:
+def _finished(args: argparse.Namespace, best: PlacementResult, maker: Maker, load: Load, slo: Slo) -> Placement:
     """The placement with what it was planned for and how."""
     from quire.planning.placement_file import Gpus, Hosts
     from quire.simulation.search import CONFIRMATIONS, SEEDS
@@ -339,7 +341,7 @@ def _finished(args: argparse.Namespace, best: Found, maker: Maker, load: Load, s
         predicted=dataclasses.replace(best.placement.predicted, attainment=best.attainment),
         warnings=tuple(warnings),
         workload={
-            **simulated.facts_of(load),
+            **simulation_common.facts_of(load),
             "cached": best.cached,
             **({} if args.rate is None else {"rate": args.rate}),
         },
@@ -370,7 +372,7 @@ def command_of(args: argparse.Namespace) -> str:
     return shlex.join(words + flags_of(options_from(args, (*shared.ENGINE_SECTIONS, "slo"))))
 
 
-def _print_algorithms(found: list[Found], slo: Slo) -> None:
+def _print_algorithms(found: list[PlacementResult], slo: Slo) -> None:
     rows = []
     for each in found:
         if each.placement is None:

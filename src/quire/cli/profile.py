@@ -28,7 +28,7 @@ from quire.cli import shared
 from quire.config import format_bytes, options_from
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.options import read_toml
-from quire.reading import read_bytes
+from quire.safe_io import read_bytes
 
 if TYPE_CHECKING:
     from quire.engine.retention_report import RetentionReport

@@ -39,7 +39,7 @@ def read_key(file: Path | None) -> str | None:
     return key or None
 
 
-def ask(
+def call_server(
     url: str,
     path: str,
     key: str | None,
@@ -65,7 +65,7 @@ def ask(
         request.add_header("Authorization", f"Bearer {key}")
     # No redirects: they would send the key to another server. No proxies for addresses of this machine.
     local = urlsplit(shown).hostname in ("127.0.0.1", "::1", "localhost")
-    opener = build_opener(_Staying, *([ProxyHandler({})] if local else []))
+    opener = build_opener(_NoRedirect, *([ProxyHandler({})] if local else []))
     try:
         with opener.open(request, timeout=seconds) as answer:
             found = answer.read(MAX_ANSWER_BYTES + 1)
@@ -85,7 +85,7 @@ def ask(
     return result
 
 
-class _Staying(HTTPRedirectHandler):
+class _NoRedirect(HTTPRedirectHandler):
     """Treats a redirect as an error."""
 
     def redirect_request(self, *_: Any) -> None:

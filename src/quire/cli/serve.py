@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import cluster, shared
-from quire.collecting import uncollected
 from quire.config import CalibrateConfig, ClusterConfig, ServeConfig, SloConfig, options_from
 from quire.errors import ConfigError
 from quire.extras import install_command
+from quire.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     config = ServeConfig.from_options(options_from(args, ("serve",)), args.config)
     slo = SloConfig.from_options(options_from(args, ("slo",)), args.config)
     try:
-        with uncollected():
-            from quire.server.run import Listener, serve
+        with gc_paused():
+            from quire.server.run import HttpListener, serve
             from quire.server.service import tenants_of
     except ImportError as error:
         raise ConfigError(
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     begun = time.monotonic()
     # Before the model is loaded: a wrong key file or a port in use is reported at once, not after a minute.
-    listener = Listener(config)
+    listener = HttpListener(config)
 
     async def main() -> None:
         async with _engine(args, tenants_of(config, listener.keys).salts) as llm:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.collecting import uncollected
 from quire.config import (
     CalibrateConfig,
     ClusterConfig,
@@ -26,6 +25,7 @@ from quire.config import (
     sources,
 )
 from quire.errors import ConfigError, RequestError
+from quire.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     import asyncio
@@ -225,7 +225,7 @@ def runner() -> asyncio.Runner:
 
     from quire.interrupt import remove
 
-    with uncollected():
+    with gc_paused():
         import quire.async_llm  # noqa: F401  # while Ctrl-C still ends imports
 
     remove()  # asyncio replaces only Python's own handler

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
-from quire.cli import shared, simulated
+from quire.cli import shared, simulation_common
 from quire.cli.latencies import LatencyFiles
 from quire.config import ClusterConfig, add_flags, options_from
 from quire.errors import ConfigError
@@ -66,8 +66,10 @@ def add_arguments(parser: Arguments) -> None:
     text = f"number of requests of each simulation (default: {REQUESTS})"
     load.add_argument("--requests", type=shared.count, default=REQUESTS, metavar="N", help=text)
     rates = load.add_mutually_exclusive_group()
-    rates.add_argument("--rate", type=simulated.positive, metavar="X", help="requests/s (default: the trace's)")
-    rates.add_argument("--rates", type=simulated.positives, metavar="X,...", help="several rates, one after the other")
+    rates.add_argument("--rate", type=simulation_common.positive, metavar="X", help="requests/s (default: the trace's)")
+    rates.add_argument(
+        "--rates", type=simulation_common.positives, metavar="X,...", help="several rates, one after the other"
+    )
     load.add_argument("--fit", action="store_true", help="draw requests from distributions fitted to the trace")
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests that are drawn (default: 0)")
     times = parser.add_argument_group("latencies")
@@ -93,7 +95,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 @dataclass(frozen=True)
-class Subject:
+class SimulationScenario:
     """What is simulated.
 
     units  GPUs or machines that it takes
@@ -110,7 +112,7 @@ class Subject:
     @property
     def origin(self) -> str:
         """Where its latencies come from."""
-        return simulated.origins_of([each.plan.latency for each in self.setup.replicas])
+        return simulation_common.origins_of([each.plan.latency for each in self.setup.replicas])
 
     def goodput_facts(self, found: Goodput) -> dict[str, Any]:
         """All numbers of a goodput, for JSON."""
@@ -131,7 +133,7 @@ class Subject:
         """What is simulated, for JSON."""
         slo = self.slo
         return {
-            "workload": simulated.facts_of(self.load),
+            "workload": simulation_common.facts_of(self.load),
             "slo": {
                 "ttft": None if math.isinf(slo.ttft) else slo.ttft,
                 "tpot": None if math.isinf(slo.tpot) else slo.tpot,
@@ -159,56 +161,58 @@ def run(args: argparse.Namespace) -> int:
 
         check_figure(args.plot)
         shared.check_writable(args.plot)
-    subject = _subject(args)
-    warnings = list(_warnings(subject))
+    scenario = _scenario(args)
+    warnings = list(_warnings(scenario))
     if not args.json:
-        simulated.print_load(subject.load)
-        simulated.print_setup(subject.setup)
+        simulation_common.print_load(scenario.load)
+        simulation_common.print_setup(scenario.setup)
         for warning in warnings:
             print(warning)
     found = None
-    with simulated.workers_of(args.processes) as workers:
-        outcomes = _simulate(args, subject, workers)
+    with simulation_common.workers_of(args.processes) as workers:
+        outcomes = _simulate(args, scenario, workers)
         if args.goodput:
-            found, outcome = _goodput(args.seed, subject, workers)
+            found, outcome = _goodput(args.seed, scenario, workers)
             outcomes.setdefault(found.rate or min(point.rate for point in found.points), outcome)
     outcomes = dict(sorted(outcomes.items()))
     if args.plot is not None:
         from quire.evaluation.simulation_plot import save_simulation
 
-        title = f"{args.model}, {subject.load.workload.name}, {subject.origin} latencies"
-        save_simulation(args.plot, outcomes, subject.slo, title, found)
-    results = [simulated.result_of(rate, each, subject.slo, subject.origin) for rate, each in outcomes.items()]
+        title = f"{args.model}, {scenario.load.workload.name}, {scenario.origin} latencies"
+        save_simulation(args.plot, outcomes, scenario.slo, title, found)
+    results = [
+        simulation_common.result_of(rate, each, scenario.slo, scenario.origin) for rate, each in outcomes.items()
+    ]
     if args.json:
-        facts = {"model": args.model, **subject.facts(), "seed": args.seed, "rates": results, "warnings": warnings}
-        facts |= {} if found is None else {"goodput": subject.goodput_facts(found)}
+        facts = {"model": args.model, **scenario.facts(), "seed": args.seed, "rates": results, "warnings": warnings}
+        facts |= {} if found is None else {"goodput": scenario.goodput_facts(found)}
         print(json.dumps(facts, indent=2, allow_nan=False))
         return 0
-    simulated.print_results(results, subject.origin)
+    simulation_common.print_results(results, scenario.origin)
     if found is not None:
-        _print_goodput(found, subject)
+        _print_goodput(found, scenario)
     return 0
 
 
-def _subject(args: argparse.Namespace) -> Subject:
+def _scenario(args: argparse.Namespace) -> SimulationScenario:
     """What is simulated. Raises ConfigError."""
-    slo = simulated.slo_of(args)
+    slo = simulation_common.slo_of(args)
     if args.goodput:
-        simulated.check_targets(slo, "--goodput")
-    simulated.check_seed(args.seed)
+        simulation_common.check_targets(slo, "--goodput")
+    simulation_common.check_seed(args.seed)
     settings = ClusterConfig.from_options(options_from(args, ("cluster",)), args.config)
     placement = None
     if settings.placement_file is not None:
         from quire.planning.placement_file import read_placement
 
         placement = read_placement(settings.placement_file)
-    load = simulated.load_of(args.trace, args.requests, fitted=args.fit or args.goodput)
+    load = simulation_common.load_of(args.trace, args.requests, fitted=args.fit or args.goodput)
     if args.hardware is not None:
         setup, num_gpus = _on_hardware(args, settings, placement)
-        return Subject(setup, load, slo, num_gpus, "GPU")
+        return SimulationScenario(setup, load, slo, num_gpus, "GPU")
     cores = len(os.sched_getaffinity(0)) if placement is None and settings.address is None else None
     machines = 1.0 if placement is None or placement.gpus is not None else placement.predicted.cost
-    return Subject(_here(args, settings, placement), load, slo, machines, "machine", cores)
+    return SimulationScenario(_here(args, settings, placement), load, slo, machines, "machine", cores)
 
 
 def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placement | None) -> Setup:
@@ -254,20 +258,20 @@ def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: P
     return setup, sum(each.count * each.tp * each.pp for each in divisions)
 
 
-def _simulate(args: argparse.Namespace, subject: Subject, workers: Workers | None) -> dict[float, Outcome]:
+def _simulate(args: argparse.Namespace, scenario: SimulationScenario, workers: Workers | None) -> dict[float, Outcome]:
     """The outcomes by rate."""
     from quire.simulation.load import Run, run_many
 
     rates: list[float | None] = [args.rate] if args.rate else list(args.rates or ([] if args.goodput else [None]))
     rates = list(dict.fromkeys(rates))
-    runs = [Run(subject.setup, subject.load, rate, args.seed) for rate in rates]
+    runs = [Run(scenario.setup, scenario.load, rate, args.seed) for rate in rates]
     with shared.progress("requests") as progress:
         found = run_many(runs, progress=progress) if workers is None else workers.run(runs, progress)
-    own = subject.load.workload.rate
+    own = scenario.load.workload.rate
     return {own if rate is None else rate: each for rate, each in zip(rates, found, strict=True)}
 
 
-def _goodput(seed: int, subject: Subject, workers: Workers | None) -> tuple[Goodput, Outcome]:
+def _goodput(seed: int, scenario: SimulationScenario, workers: Workers | None) -> tuple[Goodput, Outcome]:
     """The goodput, and an outcome at this rate; if there is none, at the lowest one that was tried."""
     from quire.simulation.load import Attains, Run, ceiling_of, find_goodput
     from quire.simulation.search import Joint
@@ -281,36 +285,36 @@ def _goodput(seed: int, subject: Subject, workers: Workers | None) -> tuple[Good
             progress(done, max(done, USUAL_RUNS))
 
         attains = Attains(
-            lambda rate, seed: Joint(subject.setup, subject.load, rate, seed),
-            subject.slo,
+            lambda rate, seed: Joint(scenario.setup, scenario.load, rate, seed),
+            scenario.slo,
             workers=workers,
             on_run=on_run,
         )
-        found = find_goodput(attains, ceiling_of(subject.setup, subject.load.workload), seed)
+        found = find_goodput(attains, ceiling_of(scenario.setup, scenario.load.workload), seed)
     rate = found.rate or min(point.rate for point in found.points)
-    return found, Run(subject.setup, subject.load, rate, seed + 1).outcome()
+    return found, Run(scenario.setup, scenario.load, rate, seed + 1).outcome()
 
 
-def _warnings(subject: Subject) -> Iterator[str]:
+def _warnings(scenario: SimulationScenario) -> Iterator[str]:
     """What latencies and engines do not say by themselves."""
-    workload, setup = subject.load.workload, subject.setup
+    workload, setup = scenario.load.workload, scenario.setup
     count = int((workload.prompt_tokens + workload.columns.num_out > setup.max_context).sum())
     if count:
         yield f"{count:,} requests of the trace do not fit into the context of {setup.max_context:,} tokens"
     threads = sum(each.count * (each.config.runtime.threads or 0) for each in setup.replicas)
-    if subject.cores is not None and threads > subject.cores:
+    if scenario.cores is not None and threads > scenario.cores:
         yield (
-            f"{threads} threads would share the {subject.cores} cores of this machine; the latencies are those of"
+            f"{threads} threads would share the {scenario.cores} cores of this machine; the latencies are those of"
             " threads with cores of their own"
         )
-    if subject.load.fitted is not None and not subject.load.fitted.accepted:
+    if scenario.load.fitted is not None and not scenario.load.fitted.accepted:
         yield "requests that are drawn are not like those of the trace; results with them may differ from it"
 
 
-def _print_goodput(found: Goodput, subject: Subject) -> None:
+def _print_goodput(found: Goodput, scenario: SimulationScenario) -> None:
     print(
-        f"\ngoodput, from {subject.origin} latencies and fitted requests: {found.rate:.4g} requests/s,"
-        f" {found.rate / subject.units:.4g} per {subject.unit}; {found.attainment:.1%} of fresh requests meet both"
+        f"\ngoodput, from {scenario.origin} latencies and fitted requests: {found.rate:.4g} requests/s,"
+        f" {found.rate / scenario.units:.4g} per {scenario.unit}; {found.attainment:.1%} of fresh requests meet both"
         f" targets, wanted are {found.target:.1%}"
     )
     for doubt in found.doubts:

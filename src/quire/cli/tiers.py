@@ -11,14 +11,14 @@ from quire.errors import QuireError
 from quire.folders import user_path
 
 if TYPE_CHECKING:
-    from quire.engine.sizes import Sizes
+    from quire.engine.sizes import EngineSizes
     from quire.models.shape import ModelShape
 
 EXAMPLE_BYTES = 20 << 30
 """Size of the folder that is shown where tiers.disk names none."""
 
 
-def print_disk(name: str, shape: ModelShape, config: EngineConfig, sizes: Sizes, *, as_json: bool) -> None:
+def print_disk(name: str, shape: ModelShape, config: EngineConfig, sizes: EngineSizes, *, as_json: bool) -> None:
     """Prints what the folder of tiers.disk would hold, and its speed if there is one. Raises QuireError if the folder
     cannot be written, or if an engine would refuse it.
     """
@@ -48,7 +48,7 @@ def print_disk(name: str, shape: ModelShape, config: EngineConfig, sizes: Sizes,
         print(f"{label:{width[0]}}   {value:{width[1]}}   {note}".rstrip())
 
 
-def _facts(shape: ModelShape, config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
+def _facts(shape: ModelShape, config: EngineConfig, sizes: EngineSizes) -> dict[str, Any]:
     from quire.stores.opening import check_disk
     from quire.stores.sizing import disk_bytes_per_token, measure_disk, tokens_that_fit
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quire.cli.remote import ask, plain
+from quire.cli.remote import call_server, plain
 from quire.config import format_bytes
 from quire.errors import QuireError
 
@@ -23,7 +23,7 @@ def fetch(url: str, key: str | None, flag: str = "--tree") -> dict[str, Any]:
     """The answer of a server's /debug/cache. Raises ConfigError for an invalid URL, and QuireError if no server
     answers, if it refuses, or if it is not Quire. flag: the one that had the URL.
     """
-    return ask(url, "/debug/cache", key, flag, "prefixes")
+    return call_server(url, "/debug/cache", key, flag, "prefixes")
 
 
 def print_tree(answer: dict[str, Any]) -> None:

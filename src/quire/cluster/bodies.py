@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
-from quire.cache.path import Path, Swapped
-from quire.cache.retention.policies import Chain
-from quire.cache.retention.retained import Retained
+from quire.cache.path import Path, SwappedPath
+from quire.cache.retention.policies import PolicyChain
+from quire.cache.retention.retained import RetainedTokens
 from quire.cache.run import Run
 from quire.cluster import wire
-from quire.cluster.messages import Attempt, Compute, Manifest, Receive, Token, Want
+from quire.cluster.messages import Attempt, Compute, Manifest, PartsRequest, Receive, Token
 from quire.engine.admission import RequestLimits
 from quire.engine.outputs import CompletionOutput, Logprob
 from quire.engine.params import CacheHints, SamplingParams
@@ -28,7 +28,7 @@ from quire.errors import ExtentError
 
 
 @dataclass(frozen=True)
-class Job:
+class SequenceJob:
     """A request of one sequence.
 
     name        of the request in logs, the same on every instance
@@ -58,13 +58,13 @@ class Job:
         """Raises RequestError."""
         return SamplingParams(**self.params)
 
-    def wishes(self) -> CacheHints:
+    def cache_hints(self) -> CacheHints:
         """Raises RequestError."""
         return CacheHints(**self.hints)
 
 
 @dataclass(frozen=True)
-class First:
+class FirstTokenInfo:
     """What is told of a request with its first token alone. seconds: from its admission to that token."""
 
     prompt_logprobs: list[dict[int, Logprob] | None] | None
@@ -77,15 +77,15 @@ class First:
 
 
 @dataclass(frozen=True)
-class Told:
+class TokenUpdate:
     """A token as the client sees it."""
 
     output: CompletionOutput
-    first: First | None = None
+    first: FirstTokenInfo | None = None
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemotePrefix:
     """A prefix of a prompt that another instance may have in its cache.
 
     num_chunks  from the first one on
@@ -97,28 +97,28 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class ComputeJob:
-    """Router to source. elsewhere: what it may fetch instead of computing it."""
+    """Router to source. remote_prefix: what it may fetch instead of computing it."""
 
     message: Compute
-    job: Job
-    elsewhere: Elsewhere | None = None
+    job: SequenceJob
+    remote_prefix: RemotePrefix | None = None
 
 
 @dataclass(frozen=True)
 class ReceiveJob:
-    """Router to receiver. elsewhere: what it may fetch instead of computing it, if it has no source."""
+    """Router to receiver. remote_prefix: what it may fetch instead of computing it, if it has no source."""
 
     message: Receive
-    job: Job
-    elsewhere: Elsewhere | None = None
+    job: SequenceJob
+    remote_prefix: RemotePrefix | None = None
 
 
 @dataclass(frozen=True)
-class TokenOf:
+class TokenMessage:
     """Instance to router."""
 
     message: Token
-    told: Told
+    told: TokenUpdate
 
 
 # ---- caches ----------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class RetainedState:
-    """What retention has left. Fields are those of `Retained` and its `Chain`."""
+    """What retention has left. Fields are those of `RetainedTokens` and its `PolicyChain`."""
 
     threshold: float
     frequent: float
@@ -156,7 +156,7 @@ class RetainedState:
 
 @dataclass(frozen=True)
 class CacheState:
-    """The cache of a sequence, without its bytes: what `Swapped` has.
+    """The cache of a sequence, without its bytes: what `SwappedPath` has.
 
     namespace      digest of model, codec, calibration and all else that pages depend on besides tokens
     layers, heads  the slice that is described: (first, end) each. All of them, as long as instances have one rank
@@ -183,16 +183,16 @@ class CacheState:
 
 
 @dataclass(frozen=True)
-class ManifestOf:
+class ManifestMessage:
     """Source to receiver. told: the token that the source has sampled."""
 
     message: Manifest
     cache: CacheState
-    told: Told
+    told: TokenUpdate
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrefillProgress:
     """Source to receiver: the first chunks of a prompt are computed, and may be pulled before the rest."""
 
     attempt: Attempt
@@ -200,7 +200,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Goes:
+class KeepAlive:
     """Source and receiver to each other, a few times a second: these attempts still wait for their turn, or are
     computed or pulled. It renews the deadline of whoever waits for that.
     """
@@ -209,20 +209,20 @@ class Goes:
 
 
 @dataclass(frozen=True)
-class WantPull:
+class PullParts:
     """Receiver to source.
 
     pull    a number that the answer names
     groups  the parts, in the groups that are packed together
     """
 
-    message: Want
+    message: PartsRequest
     pull: int
     groups: list[list[int]]
 
 
 @dataclass(frozen=True)
-class WantCached:
+class PullCached:
     """To an instance that may have a prefix in its cache, from one that begins with its prompt.
 
     pull    a number that the answer names
@@ -237,7 +237,7 @@ class WantCached:
 
 
 @dataclass(frozen=True)
-class Extents:
+class PullExtents:
     """Source to receiver, before the extents of a pull."""
 
     attempt: Attempt
@@ -245,14 +245,14 @@ class Extents:
 
 
 @dataclass(frozen=True)
-class Missing:
+class PullNotFound:
     """Source to receiver: it has not what a pull asked for."""
 
     attempt: Attempt
     pull: int
 
 
-def state_of(swapped: Swapped, shape: tuple[int, int], namespace: bytes) -> CacheState:
+def cache_state_of(swapped: SwappedPath, shape: tuple[int, int], namespace: bytes) -> CacheState:
     """shape: layers and kv heads of the model. namespace: see CacheState."""
     path, run, retained = swapped.path, swapped.run, swapped.path.retained
     own = kept = None
@@ -270,8 +270,10 @@ def state_of(swapped: Swapped, shape: tuple[int, int], namespace: bytes) -> Cach
     )  # fmt: skip
 
 
-def swapped_of(state: CacheState, num_tokens: int, shape: tuple[int, int], num_kinds: int, namespace: bytes) -> Swapped:
-    """What `state_of` described. Raises ExtentError for what no engine of this shape and namespace has.
+def swapped_of(
+    state: CacheState, num_tokens: int, shape: tuple[int, int], num_kinds: int, namespace: bytes
+) -> SwappedPath:
+    """What `cache_state_of` described. Raises ExtentError for what no engine of this shape and namespace has.
 
     num_tokens  tokens whose keys and values it must have
     num_kinds   kernel ids of page formats are below it
@@ -291,7 +293,7 @@ def swapped_of(state: CacheState, num_tokens: int, shape: tuple[int, int], num_k
     run = None if state.own is None else _run_of(state.own, shape, num_kinds)
     if state.retained is not None:
         path.retained = _retained_of(state.retained, shape)
-    return Swapped(path, state.num_shared, run)
+    return SwappedPath(path, state.num_shared, run)
 
 
 def _run_of(state: RunState, shape: tuple[int, int], num_kinds: int) -> Run:
@@ -306,16 +308,16 @@ def _run_of(state: RunState, shape: tuple[int, int], num_kinds: int) -> Run:
     )  # fmt: skip
 
 
-def _retained_of(state: RetainedState, shape: tuple[int, int]) -> Retained:
+def _retained_of(state: RetainedState, shape: tuple[int, int]) -> RetainedTokens:
     rows = len(state.origins)
     _check(state.policies.shape == shape and state.in_place.shape == (*shape, rows), "retention of another shape")
     _check(state.positions.shape == (*shape, rows, PAGE_TOKENS), "positions of another shape")
     _check(bool((state.policies <= len(state.members)).all()), "a policy that is not in the chain")
     try:
-        chain = Chain(state.threshold, state.frequent, state.local, state.members)
+        chain = PolicyChain(state.threshold, state.frequent, state.local, state.members)
     except AssertionError as error:
         raise ExtentError(str(error)) from error
-    found = Retained(chain, state.policies.copy(), state.num_prompt, state.holds_last, state.keeps_first)
+    found = RetainedTokens(chain, state.policies.copy(), state.num_prompt, state.holds_last, state.keeps_first)
     found.positions, found.in_place = state.positions.copy(), state.in_place.copy()
     found.origins = state.origins.copy()
     return found
@@ -330,7 +332,7 @@ def _check(is_right: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class Ready:
+class InstanceReady:
     """Instance to router, once: it has loaded its model.
 
     address      where others reach it
@@ -355,7 +357,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Load:
+class InstanceLoad:
     """Instance to router, a few times a second: it is alive, and what it has to do.
 
     prompt_rows   of prompts that are still to be computed
@@ -380,32 +382,32 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerAddresses:
     """Router to instance: where the others listen. Who is not named is gone."""
 
     addresses: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Role:
+class AssignRole:
     """Router to instance: what it does from now on."""
 
     role: str
 
 
 @dataclass(frozen=True)
-class Stop:
+class Shutdown:
     """Router to instance: end."""
 
 
 @dataclass(frozen=True)
-class Hello:
+class LoadingHeartbeat:
     """Instance to router, while it loads: it is alive."""
 
     instance: str
 
 
 wire.register(
-    ComputeJob, ReceiveJob, TokenOf, ManifestOf, Progress, Goes, WantPull, WantCached, Extents, Missing, Ready, Load,
-    Peers, Role, Stop, Hello,
+    ComputeJob, ReceiveJob, TokenMessage, ManifestMessage, PrefillProgress, KeepAlive, PullParts, PullCached,
+    PullExtents, PullNotFound, InstanceReady, InstanceLoad, PeerAddresses, AssignRole, Shutdown, LoadingHeartbeat,
 )  # fmt: skip

@@ -15,27 +15,27 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cluster.bodies import Job, Told
-from quire.cluster.placements import Model, check_instances, shared_options
-from quire.cluster.prefixes import by_machine, of_machine
+from quire.cluster.bodies import SequenceJob, TokenUpdate
+from quire.cluster.placements import ServedModel, check_instances, shared_options
+from quire.cluster.prefixes import group_by_machine, machine_total
 from quire.cluster.processes import Processes
-from quire.cluster.replanning import Command, Ended, Replanning
-from quire.cluster.router import COUNTERS, Ticket
+from quire.cluster.replanning import AnsweredRequest, Replanning, SearchCommand
+from quire.cluster.router import COUNTERS, RoutedRequest
 from quire.cluster.supervisor import Supervisor
 from quire.cluster.tracing import trace_of, tracer
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.admission import AdmittedRequest, PinLimits, Prompt, RequestLimits, admit, tokenized
 from quire.engine.build import end_tokens, resolve
+from quire.engine.cached_prefixes import DISK, CachedPrefix, SaltFilter, parse_prefix_key, prompt_key
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.grammar_guide import CompiledGrammar
-from quire.engine.grammars import Grammars
-from quire.engine.known import DISK, KnownPrefix, Salts, key_of, read_key
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import read_pins
 from quire.engine.prefixes import Prefix
 from quire.engine.sampler import sequence_seed
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from quire.engine.sizes import Sizes
+from quire.engine.sizes import EngineSizes
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, EngineStoppedError, QueueFullError
 from quire.load import find_calibration
@@ -46,7 +46,7 @@ from quire.models.weights import open_model
 from quire.planning.cluster_file import read_cluster
 from quire.planning.placement_file import Placement, read_placement
 
-ALL = Salts()
+ALL = SaltFilter()
 
 
 class Cluster:
@@ -85,13 +85,13 @@ class Cluster:
         self.tokenizer: Tokenizer = load_tokenizer(
             self._path, self.config.model.tokenizer, self.config.model.chat_template
         )
-        self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, end_tokens(self.shape, self.tokenizer))
+        self._grammars = GrammarCompiler(self.tokenizer, self.shape.vocab_size, end_tokens(self.shape, self.tokenizer))
         self.model_name = resolved.model.name or short_name(model)
         self._salts = tuple(salts)
         self._ids = itertools.count()
         self._seed = int.from_bytes(os.urandom(6), "little")
         self._tracer = tracer()
-        started_with = Model(
+        started_with = ServedModel(
             model, options, file, self.config, sizes.weight_bytes, sizes.cache_bytes,
             () if self.config.cache.pin is None else tuple(read_pins(Path(self.config.cache.pin), self.tokenizer)),
             self._salts, sizes.available_bytes or 0, self._resolve,
@@ -109,7 +109,7 @@ class Cluster:
             self.router.ended = self._note
             self.operations.replanning = self._replanning.state
 
-    def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, Sizes]:
+    def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, EngineSizes]:
         """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
         with open_model(self._path) as checkpoint:
             calibration = find_calibration(self._path, config)
@@ -127,7 +127,7 @@ class Cluster:
         if slo.ttft is None or slo.tpot is None:
             raise ConfigError("cluster.replan needs latency targets: set slo.ttft and slo.tpot")
         read_cluster(machines)
-        command = Command(self._model, options, file, machines, slo.to_options())
+        command = SearchCommand(self._model, options, file, machines, slo.to_options())
         return Replanning(lambda: self.operations.placement, command.search, self.operations.place, time.monotonic)
 
     def _note_arrivals(self, params: SamplingParams) -> None:
@@ -136,11 +136,11 @@ class Cluster:
             for _ in range(params.n):
                 replanning.note_arrival()
 
-    def _note(self, ticket: Ticket) -> None:
+    def _note(self, request: RoutedRequest) -> None:
         assert self._replanning is not None
-        num_in = len(ticket.job.prompt_ids)
-        keys = tuple(ticket.keys.first(num_in // PAGE_TOKENS))
-        self._replanning.note(Ended(ticket.begun, keys, num_in, len(ticket.token_ids), ticket.num_cached))
+        num_in = len(request.job.prompt_ids)
+        keys = tuple(request.keys.first(num_in // PAGE_TOKENS))
+        self._replanning.note(AnsweredRequest(request.begun, keys, num_in, len(request.token_ids), request.num_cached))
 
     # ---- start and end ---------------------------------------------------------------------------------------------
 
@@ -210,18 +210,23 @@ class Cluster:
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> AdmittedRequest:
         """See AsyncLLM.admit. The limits are those that every instance keeps; instances check nothing again."""
-        if self._closing:
-            raise EngineStoppedError("the cluster is closed")
-        limits = self.operations.limits
-        request = admit(prompt, params, limits, self.tokenizer.encode)
-        try:
-            limits.check_queue(self.router.num_waiting, params.n)
-        except QueueFullError:
-            self._note_arrivals(params)
-            raise
+        self._check_running()
+        request = admit(prompt, params, self.operations.limits, self.tokenizer.encode)
+        self._check_queue(params)
         if params.structured_outputs is not None:
             request.grammar = await self.compile_grammar(params.structured_outputs, request.hints.cache_salt)
         return request
+
+    def _check_running(self) -> None:
+        if self._closing:
+            raise EngineStoppedError("the cluster is closed")
+
+    def _check_queue(self, params: SamplingParams) -> None:
+        try:
+            self.operations.limits.check_queue(self.router.num_waiting, params.n)
+        except QueueFullError:
+            self._note_arrivals(params)
+            raise
 
     def generate(
         self,
@@ -237,22 +242,27 @@ class Cluster:
     ) -> AsyncGenerator[RequestOutput, None]:
         request = prompt if isinstance(prompt, AdmittedRequest) else await self.admit(prompt, params)
         ids, params, hints = request.prompt_ids, request.params, _hints(request.hints)
+        # The cluster may have been closed since the admission, and others may have taken the places in the queue.
+        self._check_running()
+        self._check_queue(params)
         self._note_arrivals(params)
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
         seed = self._seed if params.seed is None else params.seed
-        items: asyncio.Queue[tuple[int, Told | Exception | None]] = asyncio.Queue()
-        tickets: list[Ticket] = []
+        items: asyncio.Queue[tuple[int, TokenUpdate | Exception | None]] = asyncio.Queue()
+        requests: list[RoutedRequest] = []
         trace = trace_of(request_id)
         for index in range(params.n):
             name = request_id if params.n == 1 else f"{request_id}/{index}"
             own = dataclasses.replace(
                 params, n=1, seed=None, prompt_logprobs=params.prompt_logprobs if index == 0 else None
             )
-            job = Job(name, ids, asdict(own), hints, sequence_seed(seed, index) % (1 << 64), trace=trace.trace_id)
-            tickets.append(self.router.begin(job, partial(_put, items, index), trace))
+            job = SequenceJob(
+                name, ids, asdict(own), hints, sequence_seed(seed, index) % (1 << 64), trace=trace.trace_id
+            )
+            requests.append(self.router.begin(job, partial(_put, items, index), trace))
         first, left = None, params.n
-        held: list[tuple[int, Told]] = []  # until the answer that has the prompt's log-probabilities begins
+        held: list[tuple[int, TokenUpdate]] = []  # until the answer that has the prompt's log-probabilities begins
         try:
             while left:
                 index, item = held.pop(0) if held and first is not None else await items.get()
@@ -268,9 +278,9 @@ class Cluster:
                 left -= output.finish_reason is not None
                 yield _output(request_id, request.text, ids, output, item, first, finished=left == 0)
         finally:
-            for ticket in tickets:
-                if not ticket.is_over:
-                    self.router.abort(ticket)
+            for each in requests:
+                if not each.is_over:
+                    self.router.abort(each)
 
     # ---- operations ------------------------------------------------------------------------------------------------
 
@@ -279,11 +289,11 @@ class Cluster:
         on one machine have one disk.
         """
         found = [(each.machine, each.stats) for each in self.router.members.values() if each.stats is not None]
-        total = _added([_NOTHING, dict(self.router.past), *(stats for _, stats in found)])
+        total = _added([_NOTHING, dict(self.router.past_counters), *(stats for _, stats in found)])
         disks = [(machine, stats["tiers"][DISK]) for machine, stats in found if DISK in stats.get("tiers", {})]
         for name in ("bytes", "cap_bytes", "chunks") if disks else ():
-            of_each = by_machine((machine, disk[name]) for machine, disk in disks)
-            total["tiers"][DISK][name] = sum(of_machine(DISK, sizes) for sizes in of_each)
+            of_each = group_by_machine((machine, disk[name]) for machine, disk in disks)
+            total["tiers"][DISK][name] = sum(machine_total(DISK, sizes) for sizes in of_each)
         costs = [stats["costs"] for _, stats in found if "costs" in stats]
         if costs:  # sizes and speeds, which are not summed
             total["costs"] = {key: max((each[key] for each in costs), key=lambda cost: cost or 0) for key in costs[0]}
@@ -294,29 +304,29 @@ class Cluster:
             "cluster": {**self.operations.state(), "histograms": self.router.times.histograms()},
         }
 
-    async def prefixes(self, visible: Salts = ALL) -> list[Prefix]:
+    async def prefixes(self, visible: SaltFilter = ALL) -> list[Prefix]:
         """Of each instance, with its name."""
-        return await self.operations.shelves.prefixes(visible)
+        return await self.operations.cluster_prefixes.prefixes(visible)
 
-    async def known_prefixes(self, visible: Salts = ALL) -> list[KnownPrefix]:
+    async def known_prefixes(self, visible: SaltFilter = ALL) -> list[CachedPrefix]:
         """Of all instances together."""
-        return await self.operations.shelves.known_prefixes(visible)
+        return await self.operations.cluster_prefixes.known_prefixes(visible)
 
-    async def find_prefix(self, key: str, visible: Salts = ALL) -> KnownPrefix | None:
+    async def find_prefix(self, key: str, visible: SaltFilter = ALL) -> CachedPrefix | None:
         """On any instance. Raises RequestError for what is no key."""
-        return await self.operations.shelves.find_prefix(read_key(key).hex(), visible)
+        return await self.operations.cluster_prefixes.find_prefix(parse_prefix_key(key).hex(), visible)
 
-    async def drop_prefix(self, key: str, visible: Salts = ALL) -> dict[str, int] | None:
+    async def drop_prefix(self, key: str, visible: SaltFilter = ALL) -> dict[str, int] | None:
         """From all instances. Raises RequestError for what is no key."""
-        return await self.operations.shelves.drop_prefix(read_key(key).hex(), visible)
+        return await self.operations.cluster_prefixes.drop_prefix(parse_prefix_key(key).hex(), visible)
 
     def prefix_key(self, prompt: Prompt) -> str:
-        """See `Face`. Raises EngineStoppedError if no instance serves."""
+        """See `BaseLLM`. Raises EngineStoppedError if no instance serves."""
         read = tokenized(prompt, self.tokenizer.encode)
         ready = next((each.ready for each in self.router.members.values() if each.ready is not None), None)
         if ready is None:
             raise EngineStoppedError("no instance serves; try again later")
-        return key_of(ready.namespace, read.ids, read.hints.cache_salt).hex()
+        return prompt_key(ready.namespace, read.ids, read.hints.cache_salt).hex()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
         """Does nothing: every instance pins the prefixes of cache.pin when it starts, once for each of the salts that
@@ -376,7 +386,7 @@ def _hints(hints: CacheHints) -> dict[str, Any]:
 
 
 def _output(
-    request_id: str, text: str | None, ids: list[int], output: Any, item: Told, first: Any, *, finished: bool
+    request_id: str, text: str | None, ids: list[int], output: Any, item: TokenUpdate, first: Any, *, finished: bool
 ) -> RequestOutput:
     own = item.first if item.first is first else None
     prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
@@ -386,5 +396,7 @@ def _output(
     )  # fmt: skip
 
 
-def _put(items: asyncio.Queue[tuple[int, Told | Exception | None]], index: int, item: Told | Exception | None) -> None:
+def _put(
+    items: asyncio.Queue[tuple[int, TokenUpdate | Exception | None]], index: int, item: TokenUpdate | Exception | None
+) -> None:
     items.put_nowait((index, item))

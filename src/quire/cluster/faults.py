@@ -19,9 +19,9 @@ import numpy as np
 
 from quire.cache.ledger import UNIT
 from quire.cache.table import ChunkTable
-from quire.cluster.bodies import Load, Ready
-from quire.cluster.desk import Desk
-from quire.cluster.links import Bulk, Links
+from quire.cluster.bodies import InstanceLoad, InstanceReady
+from quire.cluster.connections import Bulk, PeerConnections
+from quire.cluster.engine_attempts import EngineAttempts
 from quire.cluster.messages import ROUTER, Attempt
 
 VARIABLE = "QUIRE_FAULTS"
@@ -49,7 +49,7 @@ class Faults:
     seed: int = 0
 
     @classmethod
-    def switched_on(cls) -> Faults:
+    def from_environment(cls) -> Faults:
         """Those that the environment names. Raises ValueError for others."""
         found: dict[str, Any] = {}
         none: dict[str, Any] = dataclasses.asdict(cls())
@@ -60,22 +60,22 @@ class Faults:
             found[name] = type(none[name])(value or True)
         return cls(**found)
 
-    def desk(self) -> type[Desk]:
-        """The class of an instance's desk."""
-        return PoisoningDesk if self.poison else Desk
+    def engine_attempts(self) -> type[EngineAttempts]:
+        """The class of an instance's attempts."""
+        return PoisoningAttempts if self.poison else EngineAttempts
 
-    def links(self, name: str, *given: Any, **more: Any) -> Links:
-        """An instance's links."""
+    def connections(self, name: str, *given: Any, **more: Any) -> PeerConnections:
+        """An instance's connections."""
         if self in (Faults(), Faults(poison=True)):
-            return Links(name, *given, **more)
-        return FaultyLinks(self, name, *given, **more)
+            return PeerConnections(name, *given, **more)
+        return FaultyConnections(self, name, *given, **more)
 
 
-class PoisoningDesk(Desk):
+class PoisoningAttempts(EngineAttempts):
     """Overwrites what its engine has let go."""
 
     def end(self, attempt: Attempt) -> None:
-        """See Desk. What an export has is let go of by a later command."""
+        """See EngineAttempts. A later command releases what an export has."""
         super().end(attempt)
         self._submit(self._poison)
 
@@ -85,7 +85,7 @@ class PoisoningDesk(Desk):
         poison_free(table)
 
 
-class FaultyLinks(Links):
+class FaultyConnections(PeerConnections):
     """Loses, repeats and delays what is sent. `counts` tells by fault how often."""
 
     def __init__(self, faults: Faults, name: str, *given: Any, **more: Any) -> None:
@@ -95,9 +95,9 @@ class FaultyLinks(Links):
         self._random = random.Random(f"{name} {faults.seed}")
 
     def send(self, to: str, message: Any, bulk: Bulk | None = None) -> bool:
-        """See Links."""
+        """See PeerConnections."""
         faults = self._faults
-        if isinstance(message, Load | Ready) or (to == ROUTER and faults.peers):
+        if isinstance(message, InstanceLoad | InstanceReady) or (to == ROUTER and faults.peers):
             return super().send(to, message, bulk)
         if self._random.random() < faults.lose:
             self.counts["lose"] += 1
@@ -107,10 +107,10 @@ class FaultyLinks(Links):
         if bulk is None and self._random.random() < faults.repeat:
             self.counts["repeat"] += 1
             super().send(to, message)
-        return super().send(to, message, None if bulk is None else _Slow(bulk, faults, self._random, self.counts))
+        return super().send(to, message, None if bulk is None else _FaultyBulk(bulk, faults, self._random, self.counts))
 
 
-class _Slow:
+class _FaultyBulk:
     """Extents that are sent late, and some of them damaged."""
 
     def __init__(self, bulk: Bulk, faults: Faults, draw: random.Random, counts: Counter[str]) -> None:
@@ -136,7 +136,7 @@ def poison_free(table: ChunkTable) -> int:
     """
     ledger = table.ledger
     is_free = np.ones(ledger.num_bytes // UNIT, bool)
-    ids = ledger.ids_out()
+    ids = ledger.allocated_ids()
     if len(ids):
         sizes = ledger.page_bytes(ids)
         for size in np.unique(sizes).tolist():

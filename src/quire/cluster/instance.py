@@ -1,6 +1,6 @@
 """An instance: a process with an engine, which the router starts.
 
-    python -m quire.cluster.start NUMBER      with an `Order` as JSON on the standard input
+    python -m quire.cluster.start NUMBER      with an `LaunchConfig` as JSON on the standard input
 
 It loads the model, measures what it can do, tells the router, and then does its part of every attempt until the router
 ends it or is gone.
@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.agent import Agent, Deadlines
-from quire.cluster.bodies import Hello, Ready, Role
-from quire.cluster.desk import Desk
+from quire.cluster.bodies import AssignRole, InstanceReady, LoadingHeartbeat
+from quire.cluster.connections import TransportError
+from quire.cluster.engine_attempts import EngineAttempts
 from quire.cluster.faults import Faults
-from quire.cluster.links import LinkError
 from quire.cluster.messages import ROUTER
-from quire.cluster.neighbours import Neighbours
-from quire.cluster.prefixes import Question, Shelf
+from quire.cluster.peer_store import PeerStore
+from quire.cluster.prefixes import PrefixQuery, PrefixService
 from quire.config import EngineConfig
 from quire.engine.capacity import measure_capacity
 from quire.engine.outputs import RequestOutput
 from quire.engine.pins import Pin, pin_prefixes
 from quire.engine_thread import EngineThread
 from quire.load import load_engine
-from quire.stores.seal import Seal
+from quire.stores.signer import ExtentSigner
 from quire.version import __version__
 
 log = logging.getLogger("quire")
@@ -51,7 +51,7 @@ END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchConfig:
     """What a router starts an instance with.
 
     name       of the instance, with the number of its start: a restarted instance has another name
@@ -89,68 +89,78 @@ class Order:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Order:
+    def from_json(cls, text: str) -> LaunchConfig:
         """What `to_json` wrote."""
         found = json.loads(text)
         lists = {name: tuple(found[name]) for name in ("cores", "salts")}
         return cls(**{**found, **lists, "pins": tuple(Pin(**each) for each in found["pins"])})
 
 
-def about(version: str = __version__) -> bytes:
+def compatibility_tag(version: str = __version__) -> bytes:
     """What all processes of a cluster have in common."""
     return f"quire {version}".encode()
 
 
 class Instance:
-    """Engine, links and agent of one process."""
+    """Engine, connections and agent of one process."""
 
-    def __init__(self, order: Order, is_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, launch_config: LaunchConfig, is_ready: Callable[[], None] = lambda: None) -> None:
         """is_ready: called before the router learns that the instance is ready."""
-        self.order = order
+        self.launch_config = launch_config
         self._is_ready = is_ready
-        secret = bytes.fromhex(order.secret)
-        seal = Seal(secret)
-        self._seal = seal
-        self._neighbours = Neighbours(seal)
+        secret = bytes.fromhex(launch_config.secret)
+        signer = ExtentSigner(secret)
+        self._signer = signer
+        self._peer_store = PeerStore(signer)
         self._started, self._is_alone = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._failed = False
-        self._ready: Ready | None = None
-        self._desk: Desk | None = None
-        self._faults = Faults.switched_on()
-        self._links = self._faults.links(order.name, secret, self, order.transport, about=about())
-        config = EngineConfig.from_options(order.options, Path(order.config_file) if order.config_file else None)
+        self._ready: InstanceReady | None = None
+        self._engine_attempts: EngineAttempts | None = None
+        self._faults = Faults.from_environment()
+        self._connections = self._faults.connections(
+            launch_config.name, secret, self, launch_config.transport, compatibility_tag=compatibility_tag()
+        )
+        config = EngineConfig.from_options(
+            launch_config.options, Path(launch_config.config_file) if launch_config.config_file else None
+        )
         if (log_file := config.runtime.step_log) is not None:
-            own = Path(log_file).with_suffix(f".{order.name}{Path(log_file).suffix}")
+            own = Path(log_file).with_suffix(f".{launch_config.name}{Path(log_file).suffix}")
             config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, step_log=str(own)))
-        load = functools.partial(load_engine, order.model, config, show_progress=False, neighbours=[self._neighbours])
-        self.thread = EngineThread(load, self, order.transport)
-        self._shelf = Shelf(self.thread, self._links)
+        load = functools.partial(
+            load_engine, launch_config.model, config, show_progress=False, neighbours=[self._peer_store]
+        )
+        self.thread = EngineThread(load, self, launch_config.transport)
+        self._prefix_service = PrefixService(self.thread, self._connections)
         self.agent = Agent(
-            order.name, self._links, self._neighbours, self.thread.submit, Deadlines.within(order.timeout)
+            launch_config.name,
+            self._connections,
+            self._peer_store,
+            self.thread.submit,
+            Deadlines.within(launch_config.timeout),
         )
 
     def run(self) -> int:
         """Until the router ends it. Returns the exit code."""
-        self._links.learn(ROUTER, self.order.router)
+        self._connections.learn(ROUTER, self.launch_config.router)
         try:
-            self._links.connect(ROUTER, DIAL_SECONDS)
-        except LinkError as error:
+            self._connections.connect(ROUTER, DIAL_SECONDS)
+        except TransportError as error:
             log.error("the router cannot be reached: %s", error)
             return 1
         self.thread.start()
         while not self._started.wait(HELLO_SECONDS):
-            self._links.send(ROUTER, Hello(self.order.name))
+            self._connections.send(ROUTER, LoadingHeartbeat(self.launch_config.name))
         if self._error is not None:
-            self._links.send(ROUTER, _failed(self.order.name, self._error))
+            self._connections.send(ROUTER, _failed(self.launch_config.name, self._error))
             self._is_alone.wait(DIAL_SECONDS)  # the router ends the connection once it has read why
-            self._links.close()
+            self._connections.close()
             return 1
-        assert self._desk is not None and self._ready is not None
+        assert self._engine_attempts is not None and self._ready is not None
         self._is_ready()
-        self._links.send(ROUTER, self._ready)
-        self.agent.run(self._desk)
-        self._links.close()
+        self._connections.send(ROUTER, self._ready)
+        self.agent.run(self._engine_attempts)
+        self._connections.close()
         if self._failed:
             return 1
         self.thread.stop()
@@ -163,7 +173,7 @@ class Instance:
         if not self._started.is_set():
             os._exit(1)
 
-    # ---- Listener: on the engine's thread --------------------------------------------------------------------------
+    # ---- EngineListener: on the engine's thread --------------------------------------------------------------------
 
     def has_started(self, error: BaseException | None) -> None:
         """Measures, and says that the instance is ready."""
@@ -180,22 +190,24 @@ class Instance:
         engine = self.thread.loaded.engine
         if engine.grammars is not None:
             engine.grammars.warm()
-        self._desk = self._faults.desk()(engine, self._neighbours, self._seal, self.agent.notice, self.thread.submit)
-        if self.order.pins:
-            pin_prefixes(engine, Path(self.order.pin_file), self.order.pins, self.order.salts)
+        self._engine_attempts = self._faults.engine_attempts()(
+            engine, self._peer_store, self._signer, self.agent.notice, self.thread.submit
+        )
+        if self.launch_config.pins:
+            pin_prefixes(engine, Path(self.launch_config.pin_file), self.launch_config.pins, self.launch_config.salts)
         found = measure_capacity(engine)
-        if self.order.role == "prefill":
+        if self.launch_config.role == "prefill":
             engine.scheduler.policy.prompt_rows = found.prompt_rows
-        self._ready = Ready(
-            self.order.name, self._links.listen(self.order.host), found.prompt_rows, found.batch, engine.limits,
-            found.seconds_per_row, found.seconds_per_step,
+        self._ready = InstanceReady(
+            self.launch_config.name, self._connections.listen(self.launch_config.host), found.prompt_rows, found.batch,
+            engine.limits, found.seconds_per_row, found.seconds_per_step,
             cache_bytes=engine.scheduler.manager.stats()["bytes_total"], namespace=engine.namespace,
         )  # fmt: skip
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
-        """See Listener."""
-        assert self._desk is not None
-        self._desk.has_stepped(outputs)
+        """See EngineListener."""
+        assert self._engine_attempts is not None
+        self._engine_attempts.has_stepped(outputs)
 
     def has_failed(self, reason: str) -> None:
         """An engine that stopped ends its instance. The router starts another one."""
@@ -207,16 +219,16 @@ class Instance:
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
         """See Handler."""
         match message:
-            case Role(role):
+            case AssignRole(role):
                 self.thread.submit(functools.partial(self._set_role, role))
-            case Question():
-                self._shelf.hear(message)
+            case PrefixQuery():
+                self._prefix_service.handle(message)
             case _:
                 self.agent.receive(sender, message, extents)
 
-    def lost(self, name: str) -> None:
+    def connection_lost(self, name: str) -> None:
         """See Handler."""
-        self.agent.lost(name)
+        self.agent.connection_lost(name)
         if name == ROUTER:
             self._is_alone.set()
             if not self._started.is_set():
@@ -228,19 +240,21 @@ class Instance:
         scheduler.policy.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
 
 
-def _failed(name: str, error: BaseException) -> Ready:
+def _failed(name: str, error: BaseException) -> InstanceReady:
     text = str(error) or type(error).__name__
-    return Ready(name, "", 0, 0, None, 0.0, 0.0, error=text)
+    return InstanceReady(name, "", 0, 0, None, 0.0, 0.0, error=text)
 
 
 def run(is_ready: Callable[[], None]) -> int:
     """Runs the instance that the standard input describes. is_ready: see Instance. Returns the exit code."""
-    order = Order.from_json(sys.stdin.readline())
+    launch_config = LaunchConfig.from_json(sys.stdin.readline())
     logging.basicConfig(
-        level=order.log_level, format=f"%(asctime)s %(levelname)s {order.name}: %(message)s", stream=sys.stderr
+        level=launch_config.log_level,
+        format=f"%(asctime)s %(levelname)s {launch_config.name}: %(message)s",
+        stream=sys.stderr,
     )
-    if order.cores:
-        os.sched_setaffinity(0, order.cores)
-    instance = Instance(order, is_ready)
+    if launch_config.cores:
+        os.sched_setaffinity(0, launch_config.cores)
+    instance = Instance(launch_config, is_ready)
     signal.signal(signal.SIGTERM, lambda *_: instance.end())
     return instance.run()

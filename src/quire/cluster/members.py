@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cluster.bodies import Elsewhere, Load, Ready
+from quire.cluster.bodies import InstanceLoad, InstanceReady, RemotePrefix
 from quire.cluster.messages import Attempt
 
 MOST_KEYS = 200_000
@@ -45,8 +45,8 @@ class Member:
 
     name        with the number of its start
     place       without it: a restarted instance takes the place of the one before
-    ready       what it has measured; see `starts`
-    load        what it said last; see `says`
+    ready       what it has measured; see `set_ready`
+    load        what it said last; see `set_load`
     stats       counters of its engine, a little older
     seen        when, on the router's clock
     is_loading  whether it has said that it loads
@@ -59,8 +59,8 @@ class Member:
     place: str
     role: str
     health: Health = Health.STARTING
-    ready: Ready | None = None
-    load: Load | None = None
+    ready: InstanceReady | None = None
+    load: InstanceLoad | None = None
     stats: dict[str, Any] | None = None
     seen: float = 0.0
     is_loading: bool = False
@@ -76,29 +76,29 @@ class Member:
 
     def __post_init__(self) -> None:
         if self.ready is not None:
-            self.starts(self.ready)
+            self.set_ready(self.ready)
 
-    def starts(self, ready: Ready) -> None:
+    def set_ready(self, ready: InstanceReady) -> None:
         """It has measured what it can do."""
         self.ready, self.seconds_per_row, self.batch = ready, ready.seconds_per_row, ready.batch or 1
 
-    def says(self, load: Load, now: float) -> None:
+    def set_load(self, load: InstanceLoad, now: float) -> None:
         """It has told how full it is."""
         self.load, self.seen = load, now
         self.used_memory = 1 - load.free_bytes / load.total_bytes if load.total_bytes else 0.0
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether it gets attempts."""
         return self.health is Health.SERVING
 
-    def take(self, attempt: Attempt, num_rows: int) -> None:
+    def begin_prefill(self, attempt: Attempt, num_rows: int) -> None:
         """It is to compute a prompt."""
-        self.has_computed(attempt)
+        self.end_prefill(attempt)
         self.rows[attempt] = num_rows
         self.num_rows += num_rows
 
-    def has_computed(self, attempt: Attempt) -> None:
+    def end_prefill(self, attempt: Attempt) -> None:
         """It has computed the prompt of an attempt, or will not."""
         self.num_rows -= self.rows.pop(attempt, 0)
 
@@ -126,11 +126,11 @@ class Member:
 
     def forget(self, attempt: Attempt) -> None:
         """An attempt has ended."""
-        self.has_computed(attempt)
+        self.end_prefill(attempt)
         self.sequences.discard(attempt)
 
 
-class Index:
+class PrefixIndex:
     """Which instances may have which chunks: those that they were given. Approximate, for instances evict. Only choices
     depend on it.
 
@@ -200,21 +200,21 @@ def index_keys(salt: str, token_ids: list[int]) -> ChunkKeys:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutingDecision:
     """Who does an attempt.
 
     source     None: the receiver computes the prompt
     num_rows   prompt rows that are expected to be computed
-    elsewhere  an instance from which whoever computes may fetch the prompt's first chunks, and how many
+    remote_prefix  an instance from which whoever computes may fetch the prompt's first chunks, and how many
     """
 
     source: Member | None
     receiver: Member
     num_rows: int
-    elsewhere: Elsewhere | None = None
+    remote_prefix: RemotePrefix | None = None
 
 
-class Serving(NamedTuple):
+class ServingInstances(NamedTuple):
     """The instances that get attempts: those that compute prompts, those that decode, and all. Empty lists: the roles
     of one half may be down.
     """
@@ -224,7 +224,7 @@ class Serving(NamedTuple):
     all: list[Member]
 
     @classmethod
-    def of(cls, members: Iterable[Member]) -> Serving:
+    def of(cls, members: Iterable[Member]) -> ServingInstances:
         """Those among some instances."""
         found = [each for each in members if each.health is Health.SERVING]
         mixed = [each for each in found if each.role == "mixed"]
@@ -232,9 +232,9 @@ class Serving(NamedTuple):
         return cls(first or mixed, second or mixed, found)
 
 
-def choose(
-    serving: Serving,
-    index: Index,
+def choose_instances(
+    serving: ServingInstances,
+    index: PrefixIndex,
     keys: list[bytes],
     num_tokens: int,
     routing: str = "expected",
@@ -242,7 +242,7 @@ def choose(
     avoided: Collection[str] = (),
     alone: bool = False,
     fetches: bool = True,
-) -> Choice | None:
+) -> RoutingDecision | None:
     """The instances of an attempt; None if there are none now.
 
     keys        of the prompt's whole chunks
@@ -262,10 +262,10 @@ def choose(
         else []
     )
 
-    def work_of(member: Member) -> Work:
-        near = [Elsewhere(each.name, cached[each.name]) for each in others if each.group == member.group]
+    def work_of(member: Member) -> PrefillEstimate:
+        near = [RemotePrefix(each.name, cached[each.name]) for each in others if each.group == member.group]
         most = max(near, key=lambda each: each.num_chunks, default=None)
-        return _work(member, num_tokens, cached.get(member.name, 0), most)
+        return _estimate_prefill(member, num_tokens, cached.get(member.name, 0), most)
 
     def first_token(member: Member) -> tuple[float, ...]:
         comes_last = member.name in avoided
@@ -283,7 +283,7 @@ def choose(
     computes = first_of(everybody if alone or not computing or not decoding else computing)
     work = work_of(computes)
     if alone or not computing or computes in decoding or not decoding:
-        return Choice(None, computes, work.num_rows, work.elsewhere)
+        return RoutingDecision(None, computes, work.num_rows, work.remote_prefix)
 
     def to_decode(member: Member) -> tuple[float, ...]:
         lacking = num_tokens - PAGE_TOKENS * cached.get(member.name, 0)
@@ -291,7 +291,7 @@ def choose(
         return (member.name in avoided, full >= 1, full + lacking * member.transfer_seconds)
 
     near = [each for each in decoding if each.group == computes.group]
-    return Choice(computes, min(near or decoding, key=to_decode), work.num_rows, work.elsewhere)
+    return RoutingDecision(computes, min(near or decoding, key=to_decode), work.num_rows, work.remote_prefix)
 
 
 def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) -> list[Member]:
@@ -308,24 +308,26 @@ def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) 
     return [each for each, time in zip(members, seconds, strict=True) if time <= most]
 
 
-class Work(NamedTuple):
-    """What an instance would do for a prompt. elsewhere: see Choice."""
+class PrefillEstimate(NamedTuple):
+    """What an instance would do for a prompt. remote_prefix: see RoutingDecision."""
 
     seconds: float
     num_rows: int
-    elsewhere: Elsewhere | None
+    remote_prefix: RemotePrefix | None
 
 
-def _work(member: Member, num_tokens: int, num_cached: int, elsewhere: Elsewhere | None) -> Work:
+def _estimate_prefill(
+    member: Member, num_tokens: int, num_cached: int, remote_prefix: RemotePrefix | None
+) -> PrefillEstimate:
     """The faster one of computing what is not cached and of fetching what another instance may have.
 
     num_cached  first chunks that the instance may have
     """
     rows = max(1, num_tokens - PAGE_TOKENS * num_cached)
-    computing = Work(rows * member.seconds_per_row, rows, None)
-    if elsewhere is None or elsewhere.num_chunks <= num_cached:
+    computing = PrefillEstimate(rows * member.seconds_per_row, rows, None)
+    if remote_prefix is None or remote_prefix.num_chunks <= num_cached:
         return computing
-    num_fetched = PAGE_TOKENS * (elsewhere.num_chunks - num_cached)
-    rows = max(1, num_tokens - PAGE_TOKENS * elsewhere.num_chunks)
+    num_fetched = PAGE_TOKENS * (remote_prefix.num_chunks - num_cached)
+    rows = max(1, num_tokens - PAGE_TOKENS * remote_prefix.num_chunks)
     seconds = num_fetched * member.transfer_seconds + rows * member.seconds_per_row
-    return min(computing, Work(seconds, rows, elsewhere), key=lambda work: work.seconds)
+    return min(computing, PrefillEstimate(seconds, rows, remote_prefix), key=lambda work: work.seconds)

@@ -38,7 +38,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ManifestRequest:
     """Receiver to source: what is there? Renews the source's lease."""
 
     attempt: Attempt
@@ -58,7 +58,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class PartsRequest:
     """Receiver to source: send these parts."""
 
     attempt: Attempt
@@ -66,7 +66,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CachePart:
     """Source to receiver: a part, whole. What arrives damaged does not count."""
 
     attempt: Attempt
@@ -74,7 +74,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Lost:
     """Source to receiver: it has nothing of the attempt any more. is_over: the answer has ended, and nothing is left to
     decode.
     """
@@ -91,7 +91,7 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class HandedOver:
     """Receiver to router: the source is not needed any more."""
 
     attempt: Attempt
@@ -124,10 +124,23 @@ class Cancel:
     attempt: Attempt
 
 
-Message = Compute | Receive | Ask | Manifest | Want | Part | Gone | Ack | Taken | Token | Failed | Cancel
+Message = (
+    Compute
+    | Receive
+    | ManifestRequest
+    | Manifest
+    | PartsRequest
+    | CachePart
+    | Lost
+    | Ack
+    | HandedOver
+    | Token
+    | Failed
+    | Cancel
+)
 
 
-class Sent(NamedTuple):
+class Envelope(NamedTuple):
     """A message and who gets it."""
 
     to: str
@@ -149,7 +162,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Down:
+class InstanceDown:
     """At the router: an instance has failed, and has lost everything."""
 
     instance: str
@@ -168,7 +181,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class TokenSampled:
     """At a source or receiver: the next token.
 
     is_last  the answer ends with it

@@ -43,7 +43,7 @@ NAME_CHARS = 100
 """Of a placement's name, those that are shown."""
 
 
-class Model(NamedTuple):
+class ServedModel(NamedTuple):
     """What every instance is started with.
 
     name, options, config_file  as for `LLM`
@@ -70,7 +70,7 @@ class Model(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Build:
+class InstanceSettings:
     """What an instance is started with. Instances with equal builds differ in their roles alone.
 
     options  settings that override those of all instances: pairs of key and value
@@ -83,11 +83,11 @@ class Build:
     memory: int = 0
 
 
-class Spec(NamedTuple):
+class InstanceSpec(NamedTuple):
     """An instance."""
 
     role: str
-    build: Build
+    settings: InstanceSettings
 
 
 def check_instances(placement: Placement) -> None:
@@ -124,7 +124,9 @@ def shared_options(
     return found
 
 
-def specs_of(instances: Sequence[Instances], model: Model, num_cores: int, *, is_local: bool = True) -> list[Spec]:
+def specs_of(
+    instances: Sequence[Instances], model: ServedModel, num_cores: int, *, is_local: bool = True
+) -> list[InstanceSpec]:
     """The instances that a placement wants, by role.
 
     model      with the shared options
@@ -146,21 +148,21 @@ def specs_of(instances: Sequence[Instances], model: Model, num_cores: int, *, is
                     f" {common[key]!r}; {reason}: start the server with that placement"
                 )
         overrides.append({key: value for key, value in own.items() if value != common[key]})
-    builds = [Build(tuple(own.items())) for own in overrides]
+    all_settings = [InstanceSettings(tuple(own.items())) for own in overrides]
     if is_local:
         given = [each.options.get("runtime.threads") for each in each_of]
         counts = core_counts([None if value in (None, "auto") else int(value) for value in given], num_cores)
         caches = [own.get("cache.memory", model.config.cache.memory) for own in overrides]
         sizes = cache_sizes([None if value == "auto" else value for value in caches], model)
-        builds = [_build(*each, model) for each in zip(overrides, counts, caches, sizes, strict=True)]
-    return [Spec(each.role, build) for each, build in zip(each_of, builds, strict=True)]
+        all_settings = [_settings_of(*each, model) for each in zip(overrides, counts, caches, sizes, strict=True)]
+    return [InstanceSpec(each.role, settings) for each, settings in zip(each_of, all_settings, strict=True)]
 
 
-def check_builds(specs: Iterable[Spec], model: Model) -> None:
+def check_settings(specs: Iterable[InstanceSpec], model: ServedModel) -> None:
     """Raises ConfigError if the model cannot be loaded with the settings of an instance."""
     for spec in dict.fromkeys(specs):
         try:
-            model.check(EngineConfig.from_options({**model.options, **dict(spec.build.options)}, model.config_file))
+            model.check(EngineConfig.from_options({**model.options, **dict(spec.settings.options)}, model.config_file))
         except ConfigError as error:
             raise ConfigError(f"the placement's instances with the role {spec.role}: {error}") from None
 
@@ -185,7 +187,7 @@ def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
     return [next(parts) if each is None else each for each in threads]
 
 
-def cache_sizes(given: Sequence[int | None], model: Model) -> list[int]:
+def cache_sizes(given: Sequence[int | None], model: ServedModel) -> list[int]:
     """Bytes of the cache of each instance. None: an equal part of what the others leave of the memory that one engine
     would take, at least a quarter of an equal part of its cache.
     """
@@ -201,13 +203,15 @@ def placement_name(placement: Placement) -> str:
     return name[:NAME_CHARS] or "placement"
 
 
-def _build(own: Mapping[str, Any], cores: int, cache: int | str, size: int, model: Model) -> Build:
+def _settings_of(
+    own: Mapping[str, Any], cores: int, cache: int | str, size: int, model: ServedModel
+) -> InstanceSettings:
     options = dict(own)
     if cores and options.get("runtime.threads", model.config.runtime.threads) is None:
         options["runtime.threads"] = cores
     if cache == "auto":
         options["cache.memory"] = size
-    return Build(tuple(options.items()), cores, model.weight_bytes + size)
+    return InstanceSettings(tuple(options.items()), cores, model.weight_bytes + size)
 
 
 def _config_of(each: Instances, options: Mapping[str, Any], file: Path | None) -> EngineConfig:
@@ -247,7 +251,7 @@ class Add(NamedTuple):
     """An instance starts."""
 
     place: str
-    spec: Spec
+    spec: InstanceSpec
 
     def __str__(self) -> str:
         return f"start {self.place} as {self.spec.role}"
@@ -257,7 +261,7 @@ class Restart(NamedTuple):
     """An instance ends as with Remove, and then another one starts in its place. pauses: none serves in between."""
 
     place: str
-    spec: Spec
+    spec: InstanceSpec
     pauses: bool = False
 
     def __str__(self) -> str:
@@ -268,7 +272,7 @@ Action = SetRole | Remove | Add | Restart
 
 
 @dataclass(frozen=True)
-class Room:
+class MachineCapacity:
     """What all instances together may take.
 
     cores, memory  of this machine
@@ -279,9 +283,9 @@ class Room:
     memory: int
     places: tuple[str, ...] | None = None
 
-    def holds(self, builds: Iterable[Build]) -> bool:
+    def fits(self, all_settings: Iterable[InstanceSettings]) -> bool:
         """Whether instances with these builds may run at once."""
-        found = list(builds)
+        found = list(all_settings)
         return (
             sum(each.cores for each in found) <= self.cores
             and sum(each.memory for each in found) <= self.memory
@@ -294,12 +298,14 @@ class Room:
         return f"{self.cores} cores and {format_bytes(self.memory)}"
 
 
-def covers(roles: Collection[str]) -> bool:
+def covers_both_phases(roles: Collection[str]) -> bool:
     """Whether instances with these roles compute prompts and decode."""
     return "mixed" in roles or {"prefill", "decode"} <= {*roles}
 
 
-def match(present: Mapping[str, Spec], wanted: Sequence[Spec]) -> tuple[dict[str, str], list[Spec]]:
+def match_instances(
+    present: Mapping[str, InstanceSpec], wanted: Sequence[InstanceSpec]
+) -> tuple[dict[str, str], list[InstanceSpec]]:
     """The places that go on, each with the role it gets, and the instances that must be started.
 
     As many as possible go on, and of these as many as possible keep their roles.
@@ -308,7 +314,7 @@ def match(present: Mapping[str, Spec], wanted: Sequence[Spec]) -> tuple[dict[str
     for keeps_role in (True, False):
         for spec in list(coming):
             for place, each in free.items():
-                if each.build == spec.build and (each.role == spec.role or not keeps_role):
+                if each.settings == spec.settings and (each.role == spec.role or not keeps_role):
                     kept[place] = spec.role
                     del free[place]
                     coming.remove(spec)
@@ -317,9 +323,9 @@ def match(present: Mapping[str, Spec], wanted: Sequence[Spec]) -> tuple[dict[str
 
 
 def plan_switch(
-    present: Mapping[str, Spec],
-    wanted: Sequence[Spec],
-    room: Room,
+    present: Mapping[str, InstanceSpec],
+    wanted: Sequence[InstanceSpec],
+    capacity: MachineCapacity,
     *,
     down: Collection[str] = (),
     may_pause: bool = False,
@@ -334,32 +340,32 @@ def plan_switch(
     may_pause  whether no instance may serve for a while if there is no other way; the actions then say when
     Raises ConfigError if the wanted instances have no room, or need a pause that may not be.
     """
-    if not room.holds(each.build for each in wanted):
-        raise ConfigError(f"the placement has no room: {_total(wanted)} are needed, and there are {room}")
-    way = _Way(present, wanted, room, down, may_pause)
+    if not capacity.fits(each.settings for each in wanted):
+        raise ConfigError(f"the placement has no room: {_total(wanted)} are needed, and there are {capacity}")
+    way = _SwitchPlanner(present, wanted, capacity, down, may_pause)
     return list(way.actions())
 
 
 @dataclass
-class _Way:
+class _SwitchPlanner:
     """A switch, action by action.
 
     here   instances that serve, by place
     goal   roles in the end of those that stay
     """
 
-    present: Mapping[str, Spec]
-    wanted: Sequence[Spec]
-    room: Room
+    present: Mapping[str, InstanceSpec]
+    wanted: Sequence[InstanceSpec]
+    capacity: MachineCapacity
     down: Collection[str]
     may_pause: bool
-    here: dict[str, Spec] = field(init=False)
+    here: dict[str, InstanceSpec] = field(init=False)
     goal: dict[str, str] = field(init=False)
-    coming: list[Spec] = field(init=False)
+    coming: list[InstanceSpec] = field(init=False)
 
     def __post_init__(self) -> None:
         self.here = {place: spec for place, spec in self.present.items() if place not in self.down}
-        self.goal, self.coming = match(self.here, self.wanted)
+        self.goal, self.coming = match_instances(self.here, self.wanted)
 
     def actions(self) -> Iterator[Action]:
         """All of them. What one does has been done when the next one is asked for."""
@@ -390,23 +396,23 @@ class _Way:
     def _leaving(self) -> list[str]:
         return [place for place in self.here if place not in self.goal]
 
-    def _without(self, place: str) -> dict[str, Spec]:
+    def _without(self, place: str) -> dict[str, InstanceSpec]:
         return {each: spec for each, spec in self.here.items() if each != place}
 
-    def _fits(self, spec: Spec, beside: Iterable[Spec]) -> bool:
-        return self.room.holds([spec.build, *(each.build for each in beside)])
+    def _fits(self, spec: InstanceSpec, beside: Iterable[InstanceSpec]) -> bool:
+        return self.capacity.fits([spec.settings, *(each.settings for each in beside)])
 
-    def _first_that_fits(self, beside: Iterable[Spec], role: str = "") -> Spec | None:
+    def _first_that_fits(self, beside: Iterable[InstanceSpec], role: str = "") -> InstanceSpec | None:
         """The first one to start for which there is room, one with this role before all others."""
         found = [spec for spec in self.coming if self._fits(spec, beside)]
         return min(found, key=lambda spec: spec.role != role, default=None)
 
-    def _start(self, spec: Spec, place: str) -> None:
+    def _start(self, spec: InstanceSpec, place: str) -> None:
         self.coming.remove(spec)
         self.here[place], self.goal[place] = spec, spec.role
 
     def _free_place(self, role: str) -> str:
-        names = self.room.places
+        names = self.capacity.places
         if names is None:
             names = tuple(f"{role}-{index}" for index in range(len(self.here) + 1))
         free = [name for name in names if name not in self.here]
@@ -419,7 +425,7 @@ class _Way:
         if not safe and not self.may_pause:
             raise ConfigError(
                 f"the placement needs a pause: {_smallest(self.coming)}, the smallest new instance, and"
-                f" {_smallest(self.here.values())}, the smallest that serves, do not fit into {self.room} together;"
+                f" {_smallest(self.here.values())}, the smallest that serves, do not fit into {self.capacity} together;"
                 " allow a pause, in which requests wait (quire cluster place --pause)"
             )
         numbers = Counter(spec.role for spec in self.here.values())
@@ -438,13 +444,15 @@ class _Way:
             return True
         return any(self._fits(spec, [last]) for last in rest.values() for spec in self.coming)
 
-    def _covering(self, rest: Mapping[str, Spec]) -> Iterator[Action]:
+    def _covering(self, rest: Mapping[str, InstanceSpec]) -> Iterator[Action]:
         """Gives one of those that stay for now another role if the others do only prompts, or only decode."""
         roles = [spec.role for spec in rest.values()]
-        if not rest or covers(roles):
+        if not rest or covers_both_phases(roles):
             return
         others = roles[1:]  # all have one role
-        place = next((each for each in rest if each in self.goal and covers([self.goal[each], *others])), None)
+        place = next(
+            (each for each in rest if each in self.goal and covers_both_phases([self.goal[each], *others])), None
+        )
         if place is not None:
             yield self._with_role(place, self.goal[place])
         else:
@@ -457,18 +465,18 @@ class _Way:
             yield self._with_role(place or changing[0], "mixed" if place is None else self.goal[place])
 
     def _covers_with(self, place: str) -> bool:
-        return covers([self.goal[place], *(spec.role for spec in self._without(place).values())])
+        return covers_both_phases([self.goal[place], *(spec.role for spec in self._without(place).values())])
 
     def _with_role(self, place: str, role: str) -> SetRole:
         self.here[place] = self.here[place]._replace(role=role)
         return SetRole(place, role)
 
 
-def _smallest(specs: Iterable[Spec]) -> str:
-    return _total([min(specs, key=lambda spec: (spec.build.cores, spec.build.memory))])
+def _smallest(specs: Iterable[InstanceSpec]) -> str:
+    return _total([min(specs, key=lambda spec: (spec.settings.cores, spec.settings.memory))])
 
 
-def _total(specs: Sequence[Spec]) -> str:
-    cores, memory = (sum(getattr(spec.build, name) for spec in specs) for name in ("cores", "memory"))
+def _total(specs: Sequence[InstanceSpec]) -> str:
+    cores, memory = (sum(getattr(spec.settings, name) for spec in specs) for name in ("cores", "memory"))
     needs = f"{cores} core{'s' * (cores != 1)} and {format_bytes(memory)}"
     return needs if len(specs) == 1 else f"{len(specs)} instances" + f" with {needs}" * bool(cores or memory)

@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 
 from quire.async_prefixes import AsyncPrefixes
 from quire.cluster import wire
-from quire.cluster.links import Links
+from quire.cluster.connections import PeerConnections
 from quire.cluster.members import Member
 from quire.cluster.messages import ROUTER
-from quire.cluster.neighbours import Neighbours
+from quire.cluster.peer_store import PeerStore
+from quire.engine.cached_prefixes import DISK, CachedPrefix, SaltFilter
+from quire.engine.disk_prefix_index import TierCopy
 from quire.engine.engine import Engine
-from quire.engine.known import DISK, KnownPrefix, Salts
 from quire.engine.prefixes import Prefix
-from quire.engine.stock import Held
 from quire.engine_thread import EngineThread
 from quire.errors import InstancesFailedError, QuireError
-from quire.load import Loaded
+from quire.load import LoadedEngine
 
-Found = TypeVar("Found")
+Item = TypeVar("Item")
 
 log = logging.getLogger("quire")
 
@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.1
 """Interval at which the router looks whether an instance that it asked is still there."""
 
 
-class About(Enum):
+class PrefixQueryKind(Enum):
     """What a question is about.
 
     PREFIXES  those in the arena
@@ -51,20 +51,20 @@ class About(Enum):
 
 
 @dataclass(frozen=True)
-class Question:
+class PrefixQuery:
     """Router to instance.
 
     salts  visible salts begin with this text
     """
 
     number: int
-    about: About
+    kind: PrefixQueryKind
     salts: str
     key: str = ""
 
 
 @dataclass(frozen=True)
-class Answer:
+class PrefixReply:
     """Instance to router.
 
     prefixes  in the arena
@@ -75,29 +75,29 @@ class Answer:
 
     number: int
     prefixes: list[Prefix] = dataclasses.field(default_factory=list)
-    known: list[KnownPrefix] = dataclasses.field(default_factory=list)
+    known: list[CachedPrefix] = dataclasses.field(default_factory=list)
     dropped: dict[str, int] | None = None
     error: str = ""
 
 
-wire.register(Question, Answer)
+wire.register(PrefixQuery, PrefixReply)
 
 
-class Shelf(AsyncPrefixes):
+class PrefixService(AsyncPrefixes):
     """The prefixes of an instance."""
 
-    def __init__(self, thread: EngineThread, links: Links) -> None:
+    def __init__(self, thread: EngineThread, connections: PeerConnections) -> None:
         self._thread = thread
-        self._links = links
+        self._connections = connections
 
     @property
-    def _parts(self) -> Loaded:
+    def _parts(self) -> LoadedEngine:
         if self._thread.loaded is None:
             raise QuireError("the instance has no engine")
         return self._thread.loaded
 
-    async def _ask(self, question: Callable[[Engine], Found]) -> Found:
-        loop, found = asyncio.get_running_loop(), asyncio.Future[Found]()
+    async def _ask(self, question: Callable[[Engine], Item]) -> Item:
+        loop, found = asyncio.get_running_loop(), asyncio.Future[Item]()
 
         def run() -> None:
             try:
@@ -110,37 +110,37 @@ class Shelf(AsyncPrefixes):
         self._thread.submit(run)
         return await found
 
-    def hear(self, question: Question) -> None:
+    def handle(self, question: PrefixQuery) -> None:
         """Answers on a thread of its own: a disk is read, and the engine may be in a long step."""
         threading.Thread(target=self._answer, args=(question,), name="quire-prefixes", daemon=True).start()
 
-    def _answer(self, question: Question) -> None:
+    def _answer(self, question: PrefixQuery) -> None:
         try:
-            self._links.send(ROUTER, asyncio.run(self._found(question)))
+            self._connections.send(ROUTER, asyncio.run(self._found(question)))
         except QuireError as error:  # also an answer that is too large to travel
-            self._links.send(ROUTER, Answer(question.number, error=str(error)))
+            self._connections.send(ROUTER, PrefixReply(question.number, error=str(error)))
         except Exception:
             log.exception("a question about prefixes")
-            self._links.send(ROUTER, Answer(question.number, error="it failed to answer; see the log"))
+            self._connections.send(ROUTER, PrefixReply(question.number, error="it failed to answer; see the log"))
 
-    async def _found(self, question: Question) -> Answer:
-        number, visible = question.number, Salts(question.salts)
-        match question.about:
-            case About.PREFIXES:
-                return Answer(number, prefixes=await self.prefixes(visible))
-            case About.KNOWN:
-                return Answer(number, known=await self.known_prefixes(visible))
-            case About.FIND:
+    async def _found(self, question: PrefixQuery) -> PrefixReply:
+        number, visible = question.number, SaltFilter(question.salts)
+        match question.kind:
+            case PrefixQueryKind.PREFIXES:
+                return PrefixReply(number, prefixes=await self.prefixes(visible))
+            case PrefixQueryKind.KNOWN:
+                return PrefixReply(number, known=await self.known_prefixes(visible))
+            case PrefixQueryKind.FIND:
                 found = await self.find_prefix(question.key, visible)
-                return Answer(number, known=[] if found is None else [found])
-            case About.DROP:
+                return PrefixReply(number, known=[] if found is None else [found])
+            case PrefixQueryKind.DROP:
                 dropped = await self.drop_prefix(question.key, visible)
                 if dropped is not None:
-                    dropped.pop(Neighbours.name, None)  # each instance drops its own
-                return Answer(number, dropped=dropped)
+                    dropped.pop(PeerStore.name, None)  # each instance drops its own
+                return PrefixReply(number, dropped=dropped)
 
 
-class Shelves:
+class ClusterPrefixes:
     """The prefixes of all instances.
 
     members  the router's, by name
@@ -154,10 +154,10 @@ class Shelves:
         self._members, self._places = members, places
         self._send = send
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._asked: dict[int, asyncio.Future[PrefixReply]] = {}
         self._end: Exception | None = None
 
-    def hear(self, answer: Answer) -> None:
+    def handle(self, answer: PrefixReply) -> None:
         """An instance has answered. Late answers are dropped."""
         asked = self._asked.get(answer.number)
         if asked is not None and not asked.done():
@@ -170,25 +170,25 @@ class Shelves:
             if not asked.done():
                 asked.set_exception(error)
 
-    async def prefixes(self, visible: Salts) -> list[Prefix]:
+    async def prefixes(self, visible: SaltFilter) -> list[Prefix]:
         """Those of each instance, parents first, with its name."""
-        answers = await self._ask_all(About.PREFIXES, visible)
+        answers = await self._ask_all(PrefixQueryKind.PREFIXES, visible)
         return [
             dataclasses.replace(each, instance=name) for name, answer in answers.items() for each in answer.prefixes
         ]
 
-    async def known_prefixes(self, visible: Salts) -> list[KnownPrefix]:
+    async def known_prefixes(self, visible: SaltFilter) -> list[CachedPrefix]:
         """Those of all instances together, those used last first."""
-        answers = await self._ask_all(About.KNOWN, visible)
-        return together([(self._machine(name), answer.known) for name, answer in answers.items()])
+        answers = await self._ask_all(PrefixQueryKind.KNOWN, visible)
+        return merge_prefixes([(self._machine(name), answer.known) for name, answer in answers.items()])
 
-    async def find_prefix(self, key: str, visible: Salts) -> KnownPrefix | None:
+    async def find_prefix(self, key: str, visible: SaltFilter) -> CachedPrefix | None:
         """The prefix with this key, wherever it is."""
-        answers = await self._ask_all(About.FIND, visible, key)
-        found = together([(self._machine(name), answer.known) for name, answer in answers.items()])
+        answers = await self._ask_all(PrefixQueryKind.FIND, visible, key)
+        found = merge_prefixes([(self._machine(name), answer.known) for name, answer in answers.items()])
         return found[0] if found else None
 
-    async def drop_prefix(self, key: str, visible: Salts) -> dict[str, int] | None:
+    async def drop_prefix(self, key: str, visible: SaltFilter) -> dict[str, int] | None:
         """Drops it everywhere. Returns the number of dropped chunks of all instances by tier; None if none had it.
 
         Raises InstancesFailedError while an instance is started again: it would find the prefix on its disk.
@@ -198,33 +198,35 @@ class Shelves:
             raise InstancesFailedError(
                 f"{' and '.join(coming)} cannot be asked yet, and prefixes are dropped everywhere; try again later"
             )
-        answers = await self._ask_all(About.DROP, visible, key)
+        answers = await self._ask_all(PrefixQueryKind.DROP, visible, key)
         if all(each.dropped is None for each in answers.values()):
             return None
         total = Counter[str]()
-        for own in by_machine([(self._machine(name), answer.dropped or {}) for name, answer in answers.items()]):
-            total.update({tier: of_machine(tier, [each[tier] for each in own if tier in each]) for tier in _keys(own)})
+        for own in group_by_machine([(self._machine(name), answer.dropped or {}) for name, answer in answers.items()]):
+            total.update(
+                {tier: machine_total(tier, [each[tier] for each in own if tier in each]) for tier in _keys(own)}
+            )
         return dict(total)
 
     def _machine(self, name: str) -> str:
         member = self._members.get(name)
         return "" if member is None else member.machine
 
-    async def _ask_all(self, about: About, visible: Salts, key: str = "") -> dict[str, Answer]:
+    async def _ask_all(self, kind: PrefixQueryKind, visible: SaltFilter, key: str = "") -> dict[str, PrefixReply]:
         """The answers of all instances that have loaded, by name. One that goes meanwhile has no prefixes any more.
 
         Raises InstancesFailedError if an instance cannot answer, and EngineStoppedError if the cluster is closed.
         """
         if self._end is not None:
             raise self._end
-        asked: dict[str, asyncio.Future[Answer]] = {}
+        asked: dict[str, asyncio.Future[PrefixReply]] = {}
         numbers = []
         for name, member in self._members.items():
             if member.ready is not None:
                 numbers.append(number := next(self._numbers))
                 asked[name] = self._asked[number] = asyncio.Future()
-                if not self._send(name, Question(number, about, visible.begin, key)):
-                    asked[name].set_result(Answer(number, error="it takes no messages now; try again"))
+                if not self._send(name, PrefixQuery(number, kind, visible.begin, key)):
+                    asked[name].set_result(PrefixReply(number, error="it takes no messages now; try again"))
         try:
             while waits := [each for name, each in asked.items() if name in self._members and not each.done()]:
                 await asyncio.wait(waits, timeout=LOOK_SECONDS)
@@ -238,12 +240,12 @@ class Shelves:
         return found
 
 
-def together(found: Sequence[tuple[str, Sequence[KnownPrefix]]]) -> list[KnownPrefix]:
+def merge_prefixes(found: Sequence[tuple[str, Sequence[CachedPrefix]]]) -> list[CachedPrefix]:
     """Prefixes of several instances, those used last first. What has one key is one.
 
     found  by instance: its machine, and what it has
     """
-    by_key: dict[str, list[tuple[str, KnownPrefix]]] = {}
+    by_key: dict[str, list[tuple[str, CachedPrefix]]] = {}
     for machine, known in found:
         for each in known:
             by_key.setdefault(each.key, []).append((machine, each))
@@ -254,24 +256,24 @@ def together(found: Sequence[tuple[str, Sequence[KnownPrefix]]]) -> list[KnownPr
     return sorted(merged, key=lambda prefix: (-prefix.used, prefix.num_tokens))
 
 
-def _tiers(found: Sequence[tuple[str, KnownPrefix]]) -> dict[str, Held]:
+def _tiers(found: Sequence[tuple[str, CachedPrefix]]) -> dict[str, TierCopy]:
     """What all instances have of a prefix."""
-    total: dict[str, Held] = {}
-    for own in by_machine([(machine, each.tiers) for machine, each in found]):
+    total: dict[str, TierCopy] = {}
+    for own in group_by_machine([(machine, each.tiers) for machine, each in found]):
         for tier in _keys(own):
             held = [each[tier] for each in own if tier in each]
-            known = total.get(tier, Held(0, 0.0, 0.0))
-            total[tier] = Held(
-                known.num_bytes + of_machine(tier, [each.num_bytes for each in held]),
+            known = total.get(tier, TierCopy(0, 0.0, 0.0))
+            total[tier] = TierCopy(
+                known.num_bytes + machine_total(tier, [each.num_bytes for each in held]),
                 max(known.used, *(each.used for each in held)),
                 max(known.pinned_until, *(each.pinned_until for each in held)),
             )
     return total
 
 
-def by_machine(found: Iterable[tuple[str, Found]]) -> list[list[Found]]:
+def group_by_machine(found: Iterable[tuple[str, Item]]) -> list[list[Item]]:
     """What instances have, by the machine that each runs on."""
-    groups: dict[str, list[Found]] = {}
+    groups: dict[str, list[Item]] = {}
     for machine, each in found:
         groups.setdefault(machine, []).append(each)
     return list(groups.values())
@@ -281,6 +283,6 @@ def _keys(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for each in found for key in each))
 
 
-def of_machine(tier: str, amounts: Sequence[int]) -> int:
+def machine_total(tier: str, amounts: Sequence[int]) -> int:
     """What several instances of a machine have: the folder of a disk is the same for all of them."""
     return max(amounts) if tier == DISK else sum(amounts)

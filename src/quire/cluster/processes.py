@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quire import tied
-from quire.cluster.instance import Order
+from quire import parent_watch
+from quire.cluster.instance import LaunchConfig
 from quire.config import EngineConfig
 
 log = logging.getLogger("quire")
@@ -53,18 +53,20 @@ class Processes:
         """Whatever instances have in common that must share a machine with this one."""
         return ""
 
-    def start(self, order: Order) -> None:
+    def start(self, launch_config: LaunchConfig) -> None:
         """Starts an instance. Raises OSError if that cannot be.
 
-        It reads its order, with the secret, from a file in memory that has no name. A pipe would make the caller wait
-        until the instance reads, because pinned prefixes may be longer than a pipe.
+        It reads its configuration, with the secret, from a file in memory that has no name. A pipe would make the
+        caller wait until the instance reads, because pinned prefixes may be longer than a pipe.
         """
-        environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, len(order.cores)))} if order.cores else None
-        with open(os.memfd_create("quire-order"), "w+b") as file:
-            file.write(order.to_json().encode() + b"\n")
+        environment = (
+            {**os.environ, "OMP_NUM_THREADS": str(max(1, len(launch_config.cores)))} if launch_config.cores else None
+        )
+        with open(os.memfd_create("quire-launch-config"), "w+b") as file:
+            file.write(launch_config.to_json().encode() + b"\n")
             file.seek(0)
             command = [sys.executable, "-m", "quire.cluster.start"]
-            self._running[order.name] = _Instance(*tied.start(command, stdin=file, env=environment))
+            self._running[launch_config.name] = _Instance(*parent_watch.start(command, stdin=file, env=environment))
 
     def kill(self, name: str) -> None:
         """Ends an instance at once, also a stopped one. The system may take a while to free its memory."""

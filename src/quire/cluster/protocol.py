@@ -7,10 +7,10 @@ messages, and keeps the deadlines.
     receiver  pulls what it lacks once it has room, and decodes once all of it is there
 
     router --Compute--> source       router --Receive--> receiver
-                        source <--Ask, Want------------- receiver
-                        source ---Manifest, Part-------> receiver
-                        source <--Ack------------------- receiver
-    router <--Token---- source       router <--Taken, Token---------- receiver
+                        source <--ManifestRequest, PartsRequest-- receiver
+                        source ---Manifest, CachePart-----------> receiver
+                        source <--Ack---------------------------- receiver
+    router <--Token---- source       router <--HandedOver, Token------------- receiver
 
 What the source has computed of a long prompt may travel before there is a manifest. Such chunks are cached chunks like
 any others, and the protocol need not know of them. An attempt without a source is computed by its receiver alone.
@@ -37,24 +37,24 @@ from quire.cluster.messages import (
     Abort,
     Ack,
     Admitted,
-    Ask,
     Attempt,
     Begin,
+    CachePart,
     Cancel,
     Compute,
-    Down,
+    Envelope,
     Expired,
     Failed,
-    Gone,
+    HandedOver,
+    InstanceDown,
+    Lost,
     Manifest,
+    ManifestRequest,
     Message,
-    Part,
+    PartsRequest,
     Receive,
-    Sampled,
-    Sent,
-    Taken,
     Token,
-    Want,
+    TokenSampled,
 )
 
 PULL_TRIES = 3
@@ -64,7 +64,7 @@ PULL_TRIES = 3
 # ---- router ----------------------------------------------------------------------------------------------------------
 
 
-class Route(Enum):
+class RequestPhase(Enum):
     """What a router knows of a request."""
 
     QUEUED = "queued"
@@ -74,7 +74,7 @@ class Route(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RequestState:
     """A request at the router.
 
     request    its number
@@ -90,7 +90,7 @@ class Routed:
 
     request: int
     tries: int
-    phase: Route = Route.QUEUED
+    phase: RequestPhase = RequestPhase.QUEUED
     number: int = 0
     source: str = ""
     receiver: str = ""
@@ -104,26 +104,31 @@ class Routed:
         return Attempt(self.request, self.number)
 
 
-def route(state: Routed, event: Begin | Down | Abort | Expired | Message) -> tuple[Routed, list[Sent]]:
+def advance_request(
+    state: RequestState, event: Begin | InstanceDown | Abort | Expired | Message
+) -> tuple[RequestState, list[Envelope]]:
     """The router's part. The client gets each position once, until the last one or Failed."""
     if isinstance(event, Begin):
-        if state.phase is not Route.QUEUED:
+        if state.phase is not RequestPhase.QUEUED:
             return state, []
         begun = replace(
-            state, phase=Route.RUNNING, tries=state.tries - 1, number=state.number + 1, source=event.source,
+            state, phase=RequestPhase.RUNNING, tries=state.tries - 1, number=state.number + 1, source=event.source,
             receiver=event.receiver, is_taken=not event.source, early=frozenset(),
         )  # fmt: skip
-        receive = Sent(event.receiver, Receive(begun.attempt, event.source, begun.delivered))
+        receive = Envelope(event.receiver, Receive(begun.attempt, event.source, begun.delivered))
         if not event.source:
             return begun, [receive]
-        return begun, [Sent(event.source, Compute(begun.attempt, begun.delivered, event.receiver)), receive]
+        return begun, [Envelope(event.source, Compute(begun.attempt, begun.delivered, event.receiver)), receive]
     if isinstance(event, Abort):
-        if state.phase in (Route.ENDED, Route.FAILED):
+        if state.phase in (RequestPhase.ENDED, RequestPhase.FAILED):
             return state, []
-        return replace(state, phase=Route.FAILED), [*_cancels(state), Sent(CLIENT, Failed(state.attempt, "aborted"))]
-    if state.phase is not Route.RUNNING:
+        return replace(state, phase=RequestPhase.FAILED), [
+            *_cancels(state),
+            Envelope(CLIENT, Failed(state.attempt, "aborted")),
+        ]
+    if state.phase is not RequestPhase.RUNNING:
         return state, []
-    if isinstance(event, Down):
+    if isinstance(event, InstanceDown):
         needs = {state.receiver} if state.is_taken else {state.receiver, state.source}
         return _retried(state, f"{event.instance} is down") if event.instance in needs else (state, [])
     if isinstance(event, Expired):
@@ -133,43 +138,43 @@ def route(state: Routed, event: Begin | Down | Abort | Expired | Message) -> tup
     match event:
         case Failed(_, reason):
             return _retried(state, reason)
-        case Taken():
+        case HandedOver():
             return replace(state, is_taken=True), []
         case Token(_, position, is_last) if position >= state.delivered:
             return _passed_on(replace(state, early=state.early | {(position, is_last)}))
     return state, []
 
 
-def _passed_on(state: Routed) -> tuple[Routed, list[Sent]]:
+def _passed_on(state: RequestState) -> tuple[RequestState, list[Envelope]]:
     sent, delivered, early = [], state.delivered, dict(state.early)
     while delivered in early:
         is_last = early.pop(delivered)
-        sent.append(Sent(CLIENT, Token(state.attempt, delivered, is_last)))
+        sent.append(Envelope(CLIENT, Token(state.attempt, delivered, is_last)))
         delivered += 1
         if is_last:
             # If the source has ended the answer, the receiver still waits.
-            ended = replace(state, phase=Route.ENDED, delivered=delivered, early=frozenset())
+            ended = replace(state, phase=RequestPhase.ENDED, delivered=delivered, early=frozenset())
             return ended, [*sent, *_cancels(state)]
     return replace(state, delivered=delivered, early=frozenset(early.items())), sent
 
 
-def _retried(state: Routed, reason: str) -> tuple[Routed, list[Sent]]:
+def _retried(state: RequestState, reason: str) -> tuple[RequestState, list[Envelope]]:
     sent = _cancels(state)
     if state.tries:
-        return replace(state, phase=Route.QUEUED, early=frozenset()), sent
-    return replace(state, phase=Route.FAILED), [*sent, Sent(CLIENT, Failed(state.attempt, reason))]
+        return replace(state, phase=RequestPhase.QUEUED, early=frozenset()), sent
+    return replace(state, phase=RequestPhase.FAILED), [*sent, Envelope(CLIENT, Failed(state.attempt, reason))]
 
 
-def _cancels(state: Routed) -> list[Sent]:
-    if state.phase is not Route.RUNNING:
+def _cancels(state: RequestState) -> list[Envelope]:
+    if state.phase is not RequestPhase.RUNNING:
         return []
-    return [Sent(instance, Cancel(state.attempt)) for instance in (state.source, state.receiver) if instance]
+    return [Envelope(instance, Cancel(state.attempt)) for instance in (state.source, state.receiver) if instance]
 
 
 # ---- source ----------------------------------------------------------------------------------------------------------
 
 
-class Supply(Enum):
+class SourcePhase(Enum):
     """What a source does for an attempt.
 
     EXPECTED  the receiver has asked; Compute has not arrived yet
@@ -187,7 +192,7 @@ class Supply(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceState:
     """An attempt at its source.
 
     receiver  who may pull
@@ -198,7 +203,7 @@ class Source:
     """
 
     attempt: Attempt
-    phase: Supply
+    phase: SourcePhase
     receiver: str = ""
     start: int = 0
     parts: frozenset[int] = frozenset()
@@ -206,64 +211,66 @@ class Source:
     is_over: bool = False
 
 
-def supply(
-    state: Source | None, sender: str, event: Admitted | Sampled | Expired | Message
-) -> tuple[Source | None, list[Sent]]:
+def advance_source(
+    state: SourceState | None, sender: str, event: Admitted | TokenSampled | Expired | Message
+) -> tuple[SourceState | None, list[Envelope]]:
     """The source's part. state: None if the attempt is not known. sender: of a message."""
     if state is None:
         match event:
             case Compute(attempt, start, receiver):
-                return Source(attempt, Supply.QUEUED, receiver, start), []
-            case Ask(attempt):
-                return Source(attempt, Supply.EXPECTED, sender, is_asked=True), []
-            case Want(attempt):
-                return None, [Sent(sender, Gone(attempt))]
+                return SourceState(attempt, SourcePhase.QUEUED, receiver, start), []
+            case ManifestRequest(attempt):
+                return SourceState(attempt, SourcePhase.EXPECTED, sender, is_asked=True), []
+            case PartsRequest(attempt):
+                return None, [Envelope(sender, Lost(attempt))]
             case Cancel(attempt):
-                return Source(attempt, Supply.ENDED), []
+                return SourceState(attempt, SourcePhase.ENDED), []
         return None, []
     attempt, phase = state.attempt, state.phase
-    if phase is Supply.ENDED:
-        return state, [Sent(sender, Gone(attempt, state.is_over))] if isinstance(event, Ask | Want) else []
+    if phase is SourcePhase.ENDED:
+        return state, [Envelope(sender, Lost(attempt, state.is_over))] if isinstance(
+            event, ManifestRequest | PartsRequest
+        ) else []
     match event:
         case Cancel() | Ack() | Failed():
-            told = [Sent(ROUTER, event)] if isinstance(event, Failed) else []
-            return _let_go(state), told
-        case Compute(_, start, receiver) if phase is Supply.EXPECTED:
-            return replace(state, phase=Supply.QUEUED, receiver=receiver, start=start), []
-        case Admitted() if phase is Supply.QUEUED:
-            return replace(state, phase=Supply.RUNNING), []
-        case Ask() if phase is Supply.HELD:
-            return state, [Sent(sender, Manifest(attempt, state.parts, state.start + 1))]
-        case Ask():
+            told = [Envelope(ROUTER, event)] if isinstance(event, Failed) else []
+            return _ended_source(state), told
+        case Compute(_, start, receiver) if phase is SourcePhase.EXPECTED:
+            return replace(state, phase=SourcePhase.QUEUED, receiver=receiver, start=start), []
+        case Admitted() if phase is SourcePhase.QUEUED:
+            return replace(state, phase=SourcePhase.RUNNING), []
+        case ManifestRequest() if phase is SourcePhase.HELD:
+            return state, [Envelope(sender, Manifest(attempt, state.parts, state.start + 1))]
+        case ManifestRequest():
             return replace(state, is_asked=True), []
-        case Want(_, parts) if phase is Supply.HELD:
-            return state, [Sent(sender, Part(attempt, part)) for part in sorted(parts & state.parts)]
-        case Sampled(is_last, parts) if phase is Supply.RUNNING:
-            token = Sent(ROUTER, Token(attempt, state.start, is_last))
+        case PartsRequest(_, parts) if phase is SourcePhase.HELD:
+            return state, [Envelope(sender, CachePart(attempt, part)) for part in sorted(parts & state.parts)]
+        case TokenSampled(is_last, parts) if phase is SourcePhase.RUNNING:
+            token = Envelope(ROUTER, Token(attempt, state.start, is_last))
             if is_last:
                 # A receiver that asks must not report a failure: it may be heard before the token.
-                told = [Sent(state.receiver, Gone(attempt, is_over=True))] if state.is_asked else []
-                return replace(_let_go(state), is_over=True), [token, *told]
-            told = [Sent(state.receiver, Manifest(attempt, parts, state.start + 1))] if state.is_asked else []
-            return replace(state, phase=Supply.HELD, parts=parts), [token, *told]
-        case Expired() if phase is Supply.EXPECTED:
-            return _let_go(state), [Sent(state.receiver, Gone(attempt))]
-        case Expired() if phase is Supply.QUEUED:
-            return _let_go(state), [Sent(ROUTER, Failed(attempt, "no room"))]
-        case Expired() if phase is Supply.HELD:
+                told = [Envelope(state.receiver, Lost(attempt, is_over=True))] if state.is_asked else []
+                return replace(_ended_source(state), is_over=True), [token, *told]
+            told = [Envelope(state.receiver, Manifest(attempt, parts, state.start + 1))] if state.is_asked else []
+            return replace(state, phase=SourcePhase.HELD, parts=parts), [token, *told]
+        case Expired() if phase is SourcePhase.EXPECTED:
+            return _ended_source(state), [Envelope(state.receiver, Lost(attempt))]
+        case Expired() if phase is SourcePhase.QUEUED:
+            return _ended_source(state), [Envelope(ROUTER, Failed(attempt, "no room"))]
+        case Expired() if phase is SourcePhase.HELD:
             # The receiver may have all of it, and its Ack is lost. If it has not, it asks, and fails.
-            return _let_go(state), []
+            return _ended_source(state), []
     return state, []
 
 
-def _let_go(state: Source) -> Source:
-    return Source(state.attempt, Supply.ENDED)
+def _ended_source(state: SourceState) -> SourceState:
+    return SourceState(state.attempt, SourcePhase.ENDED)
 
 
 # ---- receiver --------------------------------------------------------------------------------------------------------
 
 
-class Intake(Enum):
+class ReceiverPhase(Enum):
     """What a receiver does for an attempt.
 
     ASKED    waits for the manifest
@@ -282,7 +289,7 @@ class Intake(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Receiver:
+class ReceiverState:
     """An attempt at its receiver.
 
     source      who has the cache; none if there is nothing to pull
@@ -293,7 +300,7 @@ class Receiver:
     """
 
     attempt: Attempt
-    phase: Intake
+    phase: ReceiverPhase
     source: str = ""
     tries: int = PULL_TRIES
     parts: frozenset[int] = frozenset()
@@ -301,69 +308,80 @@ class Receiver:
     num_tokens: int = 0
 
 
-def take(state: Receiver | None, event: Admitted | Sampled | Expired | Message) -> tuple[Receiver | None, list[Sent]]:
+def advance_receiver(
+    state: ReceiverState | None, event: Admitted | TokenSampled | Expired | Message
+) -> tuple[ReceiverState | None, list[Envelope]]:
     """The receiver's part. state: None if the attempt is not known."""
     if state is None:
         match event:
             case Receive(attempt, "", start):
-                return Receiver(attempt, Intake.RUNNING, num_tokens=start), []
+                return ReceiverState(attempt, ReceiverPhase.RUNNING, num_tokens=start), []
             case Receive(attempt, source):
-                return Receiver(attempt, Intake.ASKED, source, PULL_TRIES - 1), [Sent(source, Ask(attempt))]
+                return ReceiverState(attempt, ReceiverPhase.ASKED, source, PULL_TRIES - 1), [
+                    Envelope(source, ManifestRequest(attempt))
+                ]
             case Cancel(attempt):
-                return Receiver(attempt, Intake.ENDED), []
+                return ReceiverState(attempt, ReceiverPhase.ENDED), []
         return None, []
     attempt, phase = state.attempt, state.phase
-    if phase is Intake.ENDED:
+    if phase is ReceiverPhase.ENDED:
         return state, []
     match event:
         case Cancel():
-            return _dropped(state), []
+            return _ended_receiver(state), []
         case Failed():
-            return _dropped(state), [Sent(ROUTER, event), *_released(state)]
-        case Manifest(_, parts, num_tokens) if phase is Intake.ASKED:
-            return replace(state, phase=Intake.QUEUED, parts=parts, tries=PULL_TRIES, num_tokens=num_tokens), []
-        case Admitted(has) if phase is Intake.QUEUED:
+            return _ended_receiver(state), [Envelope(ROUTER, event), *_released(state)]
+        case Manifest(_, parts, num_tokens) if phase is ReceiverPhase.ASKED:
+            return replace(state, phase=ReceiverPhase.QUEUED, parts=parts, tries=PULL_TRIES, num_tokens=num_tokens), []
+        case Admitted(has) if phase is ReceiverPhase.QUEUED:
             missing = state.parts - has
-            pulling = replace(state, phase=Intake.PULLING, missing=missing, tries=PULL_TRIES - 1)
-            return (pulling, [Sent(state.source, Want(attempt, missing))]) if missing else _complete(pulling)
-        case Part(_, part) if phase is Intake.PULLING:
+            pulling = replace(state, phase=ReceiverPhase.PULLING, missing=missing, tries=PULL_TRIES - 1)
+            return (
+                (pulling, [Envelope(state.source, PartsRequest(attempt, missing))]) if missing else _complete(pulling)
+            )
+        case CachePart(_, part) if phase is ReceiverPhase.PULLING:
             after = replace(state, missing=state.missing - {part})
             return (after, []) if after.missing else _complete(after)
-        case Gone(_, True) if phase is not Intake.RUNNING:
-            return _dropped(state), []
-        case Gone() if phase is not Intake.RUNNING:
-            return _dropped(state), [Sent(ROUTER, Failed(attempt, "the source has lost the cache"))]
-        case Sampled(is_last) if phase is Intake.RUNNING:
-            token = Sent(ROUTER, Token(attempt, state.num_tokens, is_last))
-            return _dropped(state) if is_last else replace(state, num_tokens=state.num_tokens + 1), [token]
-        case Expired() if phase is not Intake.RUNNING:
+        case Lost(_, True) if phase is not ReceiverPhase.RUNNING:
+            return _ended_receiver(state), []
+        case Lost() if phase is not ReceiverPhase.RUNNING:
+            return _ended_receiver(state), [Envelope(ROUTER, Failed(attempt, "the source has lost the cache"))]
+        case TokenSampled(is_last) if phase is ReceiverPhase.RUNNING:
+            token = Envelope(ROUTER, Token(attempt, state.num_tokens, is_last))
+            return _ended_receiver(state) if is_last else replace(state, num_tokens=state.num_tokens + 1), [token]
+        case Expired() if phase is not ReceiverPhase.RUNNING:
             if not state.tries:
-                reason = "no room" if phase is Intake.QUEUED else "the source does not answer"
-                return _dropped(state), [Sent(ROUTER, Failed(attempt, reason)), *_released(state)]
+                reason = "no room" if phase is ReceiverPhase.QUEUED else "the source does not answer"
+                return _ended_receiver(state), [Envelope(ROUTER, Failed(attempt, reason)), *_released(state)]
             # While it waits for room, asking renews the source's lease.
-            again = Want(attempt, state.missing) if phase is Intake.PULLING else Ask(attempt)
-            return replace(state, tries=state.tries - 1), [Sent(state.source, again)]
+            again = PartsRequest(attempt, state.missing) if phase is ReceiverPhase.PULLING else ManifestRequest(attempt)
+            return replace(state, tries=state.tries - 1), [Envelope(state.source, again)]
     return state, []
 
 
-def _complete(state: Receiver) -> tuple[Receiver, list[Sent]]:
+def _complete(state: ReceiverState) -> tuple[ReceiverState, list[Envelope]]:
     attempt = state.attempt
     # The source's own message with this token may be lost.
-    told = [Sent(ROUTER, Taken(attempt)), Sent(ROUTER, Token(attempt, state.num_tokens - 1))]
-    return replace(state, phase=Intake.RUNNING), [Sent(state.source, Ack(attempt)), *told]
+    told = [Envelope(ROUTER, HandedOver(attempt)), Envelope(ROUTER, Token(attempt, state.num_tokens - 1))]
+    return replace(state, phase=ReceiverPhase.RUNNING), [Envelope(state.source, Ack(attempt)), *told]
 
 
-def _released(state: Receiver) -> list[Sent]:
-    return [Sent(state.source, Cancel(state.attempt))] if state.source and state.phase is not Intake.RUNNING else []
+def _released(state: ReceiverState) -> list[Envelope]:
+    return (
+        [Envelope(state.source, Cancel(state.attempt))]
+        if state.source and state.phase is not ReceiverPhase.RUNNING
+        else []
+    )
 
 
-def _dropped(state: Receiver) -> Receiver:
-    return Receiver(state.attempt, Intake.ENDED)
+def _ended_receiver(state: ReceiverState) -> ReceiverState:
+    return ReceiverState(state.attempt, ReceiverPhase.ENDED)
 
 
-def has_deadline(state: Routed | Source | Receiver) -> bool:
+def has_deadline(state: RequestState | SourceState | ReceiverState) -> bool:
     """Whether a state ends by itself after a time. The others hold nothing, or compute."""
     waiting = {
-        Route.RUNNING, Supply.EXPECTED, Supply.QUEUED, Supply.HELD, Intake.QUEUED, Intake.ASKED, Intake.PULLING,
+        RequestPhase.RUNNING, SourcePhase.EXPECTED, SourcePhase.QUEUED, SourcePhase.HELD, ReceiverPhase.QUEUED,
+        ReceiverPhase.ASKED, ReceiverPhase.PULLING,
     }  # fmt: skip
     return state.phase in waiting

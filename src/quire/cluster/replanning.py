@@ -40,7 +40,7 @@ NICE = 19
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AnsweredRequest:
     """A request that was answered.
 
     at          seconds on the router's clock, when it arrived
@@ -56,7 +56,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class PlacementProposal:
     """What a search has found.
 
     rate     requests/s that it is predicted to serve of the last requests
@@ -68,11 +68,11 @@ class Proposal:
     present: float
 
 
-Search = Callable[[Workload, Placement], Awaitable[Proposal]]
+Search = Callable[[Workload, Placement], Awaitable[PlacementProposal]]
 """Searches for some requests, beside the present placement. Raises QuireError if there is no placement."""
 
 
-def workload_of(requests: Sequence[Ended]) -> Workload:
+def workload_of(requests: Sequence[AnsweredRequest]) -> Workload:
     """Requests as a workload: a span for each whole chunk of a prompt, and one for the rest, which nobody shares."""
     ordered = sorted(requests, key=lambda each: each.at)
     numbers: dict[bytes, int] = {}
@@ -110,13 +110,13 @@ class Replanning:
         assert placement is not None, "nothing was planned"
         self._placement = placement
         self._replanner = Replanner(_planned(placement), self._patience, clock())
-        self._last: deque[tuple[float, Ended]] = deque(maxlen=MOST_REQUESTS)  # with the time of the answer
+        self._last: deque[tuple[float, AnsweredRequest]] = deque(maxlen=MOST_REQUESTS)  # with the time of the answer
 
     def note_arrival(self) -> None:
         """A request arrives, and may be refused because too many wait."""
         self._replanner.note_arrival(self._clock())
 
-    def note(self, request: Ended) -> None:
+    def note(self, request: AnsweredRequest) -> None:
         """A request was answered."""
         self._last.append((self._clock(), request))
         self._replanner.note(Seen(request.num_in, request.num_out, request.num_cached))
@@ -188,7 +188,7 @@ def _planned(placement: Placement) -> Load:
 
 
 @dataclass(frozen=True)
-class Command:
+class SearchCommand:
     """The search in a process of its own.
 
     model     as on the command line
@@ -205,7 +205,7 @@ class Command:
     slo: Mapping[str, Any]
     seconds: float = 120.0
 
-    async def search(self, workload: Workload, present: Placement) -> Proposal:
+    async def search(self, workload: Workload, present: Placement) -> PlacementProposal:
         """See Search."""
         try:
             async with asyncio.timeout(SEARCH_FACTOR * self.seconds):
@@ -213,7 +213,7 @@ class Command:
         except TimeoutError:
             raise QuireError(f"the search took longer than {SEARCH_FACTOR * self.seconds:g} s") from None
 
-    async def _search(self, workload: Workload, present: Placement) -> Proposal:
+    async def _search(self, workload: Workload, present: Placement) -> PlacementProposal:
         with tempfile.TemporaryDirectory(prefix="quire-") as name:
             folder = Path(name)
             trace, now, found = folder / "requests.jsonl", folder / "present.json", folder / "found.json"
@@ -231,7 +231,7 @@ class Command:
                 "plan", "placement", self.model, *common, "--cluster.file", str(self.machines), "--plan.seconds",
                 f"{self.seconds:g}", "--output", str(found),
             )  # fmt: skip
-            return Proposal(read_placement(found), await goodput(found), await goodput(now))
+            return PlacementProposal(read_placement(found), await goodput(found), await goodput(now))
 
     def _settings(self) -> list[str]:
         file = [] if self.config_file is None else ["--config", str(self.config_file)]

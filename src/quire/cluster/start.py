@@ -10,20 +10,20 @@ import functools
 import signal
 import sys
 
-from quire import tied
+from quire import parent_watch
 
 
 def main() -> int:
     """Runs the instance that the standard input describes. Returns the exit code."""
     number = int(sys.argv[1])
-    tied.tie(number)
+    parent_watch.exit_with_parent(number)
     # Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests are
     # done.
     for each in (signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     from quire.cluster.instance import run
 
-    return run(functools.partial(tied.untie, number))
+    return run(functools.partial(parent_watch.outlive_parent, number))
 
 
 if __name__ == "__main__":

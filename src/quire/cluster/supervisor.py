@@ -14,31 +14,31 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from quire.cluster.bodies import Hello, Load, Peers, Ready, Role, Stop
-from quire.cluster.instance import Order, about
-from quire.cluster.links import Links
+from quire.cluster.bodies import AssignRole, InstanceLoad, InstanceReady, LoadingHeartbeat, PeerAddresses, Shutdown
+from quire.cluster.connections import PeerConnections
+from quire.cluster.instance import LaunchConfig, compatibility_tag
 from quire.cluster.members import ROLES, Health, Member
 from quire.cluster.messages import ROUTER
-from quire.cluster.on_ray import OnRay
 from quire.cluster.placements import (
     Action,
     Add,
-    Build,
-    Model,
+    InstanceSettings,
+    InstanceSpec,
+    MachineCapacity,
     Remove,
     Restart,
-    Room,
+    ServedModel,
     SetRole,
-    Spec,
-    check_builds,
     check_instances,
-    covers,
+    check_settings,
+    covers_both_phases,
     placement_name,
     plan_switch,
     specs_of,
 )
-from quire.cluster.prefixes import Answer, Shelves
+from quire.cluster.prefixes import ClusterPrefixes, PrefixReply
 from quire.cluster.processes import END_SECONDS, Processes, places_of
+from quire.cluster.ray_processes import RayProcesses
 from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
 from quire.config import ClusterConfig
@@ -66,7 +66,7 @@ LEAST_PAUSE, MOST_PAUSE = 0.5, 30.0
 
 
 @dataclass
-class Switch:
+class PlacementSwitch:
     """A switch to another placement.
 
     to       name of the placement
@@ -94,7 +94,7 @@ class Supervisor:
 
     def __init__(
         self,
-        model: Model,
+        model: ServedModel,
         settings: ClusterConfig,
         limits: RequestLimits,
         processes: Processes | None = None,
@@ -108,17 +108,17 @@ class Supervisor:
             settings = dataclasses.replace(settings, placement=strategy, prefill=prefill, decode=decode, mixed=mixed)
         self._model, self._settings = model, settings
         self._placement = placement
-        self._switch: Switch | None = None
+        self._switch: PlacementSwitch | None = None
         self._turn = asyncio.Lock()
         self.limits = limits
         self.replanning: Callable[[], dict[str, Any]] | None = None
         self._secret = os.urandom(32)
         self._starts = itertools.count(1)
-        self.processes = processes or (OnRay(settings) if settings.address else Processes())
+        self.processes = processes or (RayProcesses(settings) if settings.address else Processes())
         self._closing = False
         self._pauses: dict[str, float] = {}
         self._roles: dict[str, str] = {}
-        self._builds: dict[str, Build] = {}
+        self._instance_settings: dict[str, InstanceSettings] = {}
         self._cores: dict[str, tuple[int, ...]] = {}
         self._reserved: tuple[str, ...] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -131,8 +131,10 @@ class Supervisor:
             shares=model.config.cache.share, fetches=model.config.cache.share and not model.config.retain.is_on,
             tracer=tracer,
         )  # fmt: skip
-        self.shelves = Shelves(self.router.members, self._roles, self._send)
-        self._links = Links(ROUTER, self._secret, self, self._transport, about=about())
+        self.cluster_prefixes = ClusterPrefixes(self.router.members, self._roles, self._send)
+        self._connections = PeerConnections(
+            ROUTER, self._secret, self, self._transport, compatibility_tag=compatibility_tag()
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---- start and end ---------------------------------------------------------------------------------------------
@@ -143,12 +145,12 @@ class Supervisor:
         counts = [(role, getattr(self._settings, role)) for role in ROLES]
         instances = tuple(Instances(role, count) for role, count in counts if count)
         specs = self._specs(instances if self._placement is None else self._placement.instances)
-        for (place, role), spec in zip(places_of(counts), sorted(specs, key=_order), strict=True):
+        for (place, role), spec in zip(places_of(counts), sorted(specs, key=_role_rank), strict=True):
             assert spec.role == role, f"{spec} at {place}"
-            self._seat(place, spec)
+            self._assign_settings(place, spec)
         self._reserved = None if self.processes.is_local else tuple(self._roles)
         host = await self.processes.open(self._roles, self._model.config, self._model.weight_bytes)
-        self._address = self._links.listen(host)
+        self._address = self._connections.listen(host)
         for place in self._roles:
             self._launch(place)
         self._watching = asyncio.create_task(self._watch())
@@ -179,14 +181,14 @@ class Supervisor:
             await asyncio.gather(self._watching, return_exceptions=True)
         closed = EngineStoppedError("the cluster is closed")
         self.router.close(closed)
-        self.shelves.close(closed)
+        self.cluster_prefixes.close(closed)
         for member in self.router.members.values():
             if member.health is Health.STARTING:
-                self._links.forget(member.name)
+                self._connections.forget(member.name)
                 self.processes.kill(member.name)  # it hears nothing while it loads
-            self._links.send(member.name, Stop())
+            self._connections.send(member.name, Shutdown())
         await self.processes.wait()
-        await asyncio.to_thread(self._links.close)
+        await asyncio.to_thread(self._connections.close)
 
     @property
     def is_ready(self) -> bool:
@@ -253,7 +255,7 @@ class Supervisor:
     async def _drain(self, place: str, *, restart: bool = True) -> None:
         member = self._member_at(place)
         if not restart:
-            if not any(each.serves for each in self.router.members.values() if each is not member):
+            if not any(each.is_serving for each in self.router.members.values() if each is not member):
                 raise RequestError(f"{place} is the only instance that serves; it can be restarted", "restart")
             self._roles.pop(place, None)
             self._placement = None
@@ -275,7 +277,7 @@ class Supervisor:
             await asyncio.sleep(0.02)
         if self.router.members.get(member.name) is not member:
             return False
-        self._links.send(member.name, Stop())
+        self._connections.send(member.name, Shutdown())
         self.router.down(member.name)
         self._tell_peers()
         assert self._loop is not None
@@ -300,7 +302,7 @@ class Supervisor:
         """
         while place in self._roles:
             members = self.router.members
-            if any(each.place == place and each.serves for each in members.values()):
+            if any(each.place == place and each.is_serving for each in members.values()):
                 return
             if self._closing:
                 raise EngineStoppedError("the cluster is closed")
@@ -332,7 +334,7 @@ class Supervisor:
         for member in [each for each in self.router.members.values() if each.place == place]:
             member.role = role
             log.info("instance %s: its role is %s", member.name, role)
-            self._links.send(member.name, Role(role))
+            self._connections.send(member.name, AssignRole(role))
 
     def _member_at(self, place: str) -> Member:
         found = [each for each in self.router.members.values() if each.place == place]
@@ -353,7 +355,7 @@ class Supervisor:
         operations to end.
         """
         self._check_no_switch()
-        self._switch = switch = Switch(placement_name(placement))
+        self._switch = switch = PlacementSwitch(placement_name(placement))
         try:
             async with self._turn:
                 actions = await self._planned(placement, may_pause=may_pause)
@@ -371,7 +373,7 @@ class Supervisor:
         self._switch, self._placement = None, placement
         self._find_limits()
 
-    async def _take(self, actions: Sequence[Action], switch: Switch) -> None:
+    async def _take(self, actions: Sequence[Action], switch: PlacementSwitch) -> None:
         try:
             for action in actions:
                 switch.now = str(action)
@@ -392,13 +394,13 @@ class Supervisor:
             raise EngineStoppedError("the cluster is closed")
         check_instances(placement)
         wanted = self._specs(placement.instances)
-        await asyncio.to_thread(check_builds, wanted, self._model)
-        present = {place: Spec(role, self._builds[place]) for place, role in self._roles.items()}
-        serving = {each.place for each in self.router.members.values() if each.serves}
-        taken = [sum(spec.build.memory for spec in specs) for specs in (present.values(), wanted)]
+        await asyncio.to_thread(check_settings, wanted, self._model)
+        present = {place: InstanceSpec(role, self._instance_settings[place]) for place, role in self._roles.items()}
+        serving = {each.place for each in self.router.members.values() if each.is_serving}
+        taken = [sum(spec.settings.memory for spec in specs) for specs in (present.values(), wanted)]
         # What both placements are is allowed: weights that instances map from one file are counted for each of them.
-        room = Room(self._num_cores, max(self._model.available_bytes, *taken), self._reserved)
-        return plan_switch(present, wanted, room, down=present.keys() - serving, may_pause=may_pause)
+        capacity = MachineCapacity(self._num_cores, max(self._model.available_bytes, *taken), self._reserved)
+        return plan_switch(present, wanted, capacity, down=present.keys() - serving, may_pause=may_pause)
 
     async def _do(self, action: Action) -> None:
         match action:
@@ -409,7 +411,7 @@ class Supervisor:
             case Add(place, spec):
                 await self._begin(place, spec)
             case Restart(place, spec, pauses):
-                before = Spec(self._roles[place], self._builds[place])
+                before = InstanceSpec(self._roles[place], self._instance_settings[place])
                 await self._end(place, pauses=pauses)
                 await self._begin(place, spec, before)
 
@@ -419,26 +421,26 @@ class Supervisor:
             await self._others_serve(place)
         del self._roles[place]
         for member in [each for each in self.router.members.values() if each.place == place]:
-            if member.serves:
+            if member.is_serving:
                 if await self._finish(member):
                     await self._has_ended(member.name)
             else:  # it hears nothing while it loads
-                self._links.forget(member.name)
+                self._connections.forget(member.name)
                 self.processes.kill(member.name)
                 self.router.down(member.name)
 
-    async def _begin(self, place: str, spec: Spec, before: Spec | None = None) -> None:
+    async def _begin(self, place: str, spec: InstanceSpec, before: InstanceSpec | None = None) -> None:
         """Starts an instance. before: what is started again in its place if it does not start."""
         if self._closing:
             raise EngineStoppedError("the cluster is closed")
-        self._seat(place, spec)
+        self._assign_settings(place, spec)
         try:
             await self._serving(place, self._launch(place))
         except ModelError:
             if before is None:
                 del self._roles[place]
             else:
-                self._seat(place, before)
+                self._assign_settings(place, before)
             raise
 
     async def _others_serve(self, place: str) -> None:
@@ -447,9 +449,9 @@ class Supervisor:
         """
         end = time.monotonic() + START_SECONDS
         while True:
-            serving = [each for each in self.router.members.values() if each.serves]
+            serving = [each for each in self.router.members.values() if each.is_serving]
             others = [each.role for each in serving if each.place != place]
-            if len(others) == len(serving) or covers(others):
+            if len(others) == len(serving) or covers_both_phases(others):
                 return
             if self._closing:
                 raise EngineStoppedError("the cluster is closed")
@@ -465,16 +467,16 @@ class Supervisor:
     def _num_cores(self) -> int:
         return len(os.sched_getaffinity(0))
 
-    def _specs(self, instances: Sequence[Instances]) -> list[Spec]:
+    def _specs(self, instances: Sequence[Instances]) -> list[InstanceSpec]:
         return specs_of(instances, self._model, self._num_cores, is_local=self.processes.is_local)
 
-    def _seat(self, place: str, spec: Spec) -> None:
+    def _assign_settings(self, place: str, spec: InstanceSpec) -> None:
         """Gives a place what the next instance there is started with, and cores that no other one has."""
         held = {core for each in self._roles if each != place for core in self._cores[each]}
         free = [core for core in sorted(os.sched_getaffinity(0)) if core not in held]
-        assert spec.build.cores <= len(free), f"{place} is to have {spec.build.cores} cores, and {free} are free"
-        self._roles[place], self._builds[place] = spec
-        self._cores[place] = tuple(free[: spec.build.cores])
+        assert spec.settings.cores <= len(free), f"{place} is to have {spec.settings.cores} cores, and {free} are free"
+        self._roles[place], self._instance_settings[place] = spec
+        self._cores[place] = tuple(free[: spec.settings.cores])
 
     # ---- instances -------------------------------------------------------------------------------------------------
 
@@ -482,10 +484,10 @@ class Supervisor:
         """Starts an instance; returns its name."""
         name, cores = f"{place}.{next(self._starts)}", self._cores[place]
         model = self._model
-        options = {**model.options, **dict(self._builds[place].options)}
+        options = {**model.options, **dict(self._instance_settings[place].options)}
         if model.pins:
             options["cache.pin"] = None  # the file is here, and the instance may be elsewhere
-        order = Order(
+        launch_config = LaunchConfig(
             name, self._address, self._secret.hex(), model.name, {key: _plain(each) for key, each in options.items()},
             None if model.config_file is None else str(model.config_file), self._roles[place], self._transport,
             "127.0.0.1", cores, self._settings.timeout, log.getEffectiveLevel(), model.config.cache.pin or "",
@@ -495,7 +497,7 @@ class Supervisor:
         member = Member(name, place, self._roles[place], seen=time.monotonic(), group=group)
         self.router.members[name] = member
         try:
-            self.processes.start(order)
+            self.processes.start(launch_config)
         except OSError as error:
             self._fail(member, f"it could not be started: {error}")
         return name
@@ -538,7 +540,7 @@ class Supervisor:
         is_first = not self._all_ready.is_set()
         log.log(logging.DEBUG if is_first else logging.ERROR, "instance %s: %s", member.name, reason)
         self.processes.kill(member.name)
-        self._links.forget(member.name)
+        self._connections.forget(member.name)
         self.router.down(member.name)
         self._tell_peers()
         if is_first:
@@ -559,19 +561,21 @@ class Supervisor:
         serving = [each for each in self.router.members.values() if each.ready is not None]
         addresses = {each.name: each.ready.address for each in serving if each.ready is not None}
         for member in serving:
-            self._links.send(member.name, Peers(addresses))
+            self._connections.send(member.name, PeerAddresses(addresses))
 
-    def _is_ready(self, ready: Ready) -> None:
+    def _is_ready(self, ready: InstanceReady) -> None:
         member = self.router.members.get(ready.instance)
         if member is None:
             return
         if ready.error:
             self._fail_to_start(member, ready.error)
             return
-        member.starts(ready)
+        member.set_ready(ready)
         member.health, member.seen = Health.SERVING, time.monotonic()
         self._pauses.pop(member.place, None)
-        self._links.send(member.name, Role(member.role))  # it may be another one than when the instance was started
+        self._connections.send(
+            member.name, AssignRole(member.role)
+        )  # it may be another one than when the instance was started
         self._find_limits()
         # The first ones are printed together when the server is ready.
         log.log(
@@ -581,12 +585,15 @@ class Supervisor:
             ready.instance, ready.prompt_rows, 1e3 * ready.seconds_per_row, ready.batch, 1e3 * ready.seconds_per_step,
         )  # fmt: skip
         self._tell_peers()
-        if all(each.serves for each in self.router.members.values()):
+        if all(each.is_serving for each in self.router.members.values()):
             self._all_ready.set()
 
     def _find_limits(self) -> None:
-        ready = (each.ready for each in self.router.members.values() if each.ready is not None)
-        self.limits = narrowest([each.limits for each in ready if each.limits is not None] or [self.limits])
+        found: dict[bool, list[RequestLimits]] = {False: [], True: []}
+        for member in self.router.members.values():
+            if member.ready is not None and member.ready.limits is not None:
+                found[member.role != "decode"].append(member.ready.limits)
+        self.limits = narrowest(found[False] + found[True] or [self.limits], found[True] or [self.limits])
 
     def _fail_to_start(self, member: Member, reason: str) -> None:
         if not self._all_ready.is_set():
@@ -597,43 +604,43 @@ class Supervisor:
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
         """See Handler."""
-        self._on_loop(partial(self._hear, sender, message))
+        self._on_loop(partial(self._handle, sender, message))
 
-    def lost(self, name: str) -> None:
+    def connection_lost(self, name: str) -> None:
         """See Handler."""
-        self._on_loop(partial(self._has_lost, name))
+        self._on_loop(partial(self._on_connection_lost, name))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call)
 
-    def _hear(self, sender: str, message: Any) -> None:
+    def _handle(self, sender: str, message: Any) -> None:
         match message:
-            case Ready():
+            case InstanceReady():
                 self._is_ready(message)
-            case Load():
-                self.router.hear_load(message)
-            case Answer():
-                self.shelves.hear(message)
-            case Hello(name):
+            case InstanceLoad():
+                self.router.handle_load(message)
+            case PrefixReply():
+                self.cluster_prefixes.handle(message)
+            case LoadingHeartbeat(name):
                 if (member := self.router.members.get(name)) is not None:
                     member.seen, member.is_loading = time.monotonic(), True
             case _:
-                self.router.hear(message)
+                self.router.handle(message)
 
-    def _has_lost(self, name: str) -> None:
+    def _on_connection_lost(self, name: str) -> None:
         member = self.router.members.get(name)
         if member is not None:
             self._fail(member, "its connection ended")
 
     def _send(self, name: str, message: Any) -> bool:
-        return self._links.send(name, message)
+        return self._connections.send(name, message)
 
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _order(spec: Spec) -> int:
+def _role_rank(spec: InstanceSpec) -> int:
     return ROLES.index(spec.role)

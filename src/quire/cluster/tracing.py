@@ -25,7 +25,7 @@ _TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([
 _HEX = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 
-class Trace(NamedTuple):
+class TraceContext(NamedTuple):
     """A request's trace.
 
     trace_id    32 hexadecimal digits
@@ -38,11 +38,11 @@ class Trace(NamedTuple):
     is_sampled: bool = True
 
 
-CURRENT: ContextVar[Trace | None] = ContextVar("quire_trace", default=None)
+CURRENT: ContextVar[TraceContext | None] = ContextVar("quire_trace", default=None)
 """The client's trace while one of its requests is answered."""
 
 
-def read_traceparent(header: str | None) -> Trace | None:
+def read_traceparent(header: str | None) -> TraceContext | None:
     """What a `traceparent` header says. None if there is none, or if it is malformed, as the standard demands."""
     found = None if header is None else _TRACEPARENT.fullmatch(header.strip())
     if found is None or (found[1] == "00" and found[5]):
@@ -50,19 +50,19 @@ def read_traceparent(header: str | None) -> Trace | None:
     trace_id, parent, flags = found[2], found[3], int(found[4], 16)
     if not int(trace_id, 16) or not int(parent, 16):
         return None
-    return Trace(trace_id, parent, bool(flags & 1))
+    return TraceContext(trace_id, parent, bool(flags & 1))
 
 
-def trace_of(request_id: str) -> Trace:
+def trace_of(request_id: str) -> TraceContext:
     """The client's trace, or one whose id is in the request's own."""
     current = CURRENT.get()
     if current is not None:
         return current
     found = _HEX.search(request_id)
-    return Trace(uuid.uuid4().hex if found is None else found[0])
+    return TraceContext(uuid.uuid4().hex if found is None else found[0])
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """A stage of a request on an instance. Times are on the router's clock."""
 
     name: str
@@ -97,7 +97,12 @@ class Tracer:
         self._tracer = self._provider.get_tracer("quire")
 
     def record(
-        self, trace: Trace, whole: Span, stages: Sequence[Span], facts: Mapping[str, str | int], error: str = ""
+        self,
+        trace: TraceContext,
+        whole: TraceSpan,
+        stages: Sequence[TraceSpan],
+        facts: Mapping[str, str | int],
+        error: str = "",
     ) -> None:
         """Exports a request that has ended. whole: the request itself, and facts about it. error: why it failed."""
         from opentelemetry import trace as api

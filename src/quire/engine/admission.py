@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.engine.grammar_guide import CompiledGrammar
+from quire.engine.interned_ids import InternedTokenIds
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS
-from quire.engine.shared_ids import SharedIds
 from quire.errors import QueueFullError, RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -54,7 +54,7 @@ class PinLimits:
             raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
         if num_tokens < PAGE_TOKENS:
             raise RequestError(
-                f"cache_pin: the prompt has {counted(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
+                f"cache_pin: the prompt has {tokens_text(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
         if tier == "disk":
@@ -96,7 +96,7 @@ class RequestLimits:
             )
         if len(prompt_ids) >= self.max_context:
             raise RequestError(
-                f"the prompt has {counted(len(prompt_ids))} and the context holds {self.max_context}"
+                f"the prompt has {tokens_text(len(prompt_ids))} and the context holds {self.max_context}"
                 f" ({self.context_limit}), one of which must be generated",
                 "prompt",
             )
@@ -117,12 +117,15 @@ class RequestLimits:
             )
 
 
-def narrowest(limits: Sequence[RequestLimits]) -> RequestLimits:
-    """The limits that hold for every one of several engines over one model."""
+def narrowest(limits: Sequence[RequestLimits], pinning: Sequence[RequestLimits]) -> RequestLimits:
+    """The limits that hold for every one of several engines over one model.
+
+    pinning  of the engines that compute prompts: the others pin none
+    """
     shortest = min(limits, key=lambda each: each.max_context)
-    pinned = [each.pins.most_chunks for each in limits]
+    pinned = [each.pins.most_chunks for each in pinning]
     most = None if None in pinned else min(count for count in pinned if count is not None)
-    return replace(shortest, pins=PinLimits(most, has_disk=all(each.pins.has_disk for each in limits)))
+    return replace(shortest, pins=PinLimits(most, has_disk=all(each.pins.has_disk for each in pinning)))
 
 
 @dataclass(eq=False)
@@ -170,7 +173,7 @@ def tokenized(prompt: Prompt, encode: Callable[[str], list[int]]) -> TokenizedPr
         prompt = prompt["prompt"] if given is None else given
     if isinstance(prompt, str):
         return TokenizedPrompt(prompt, encode(prompt), hints)
-    if isinstance(prompt, SharedIds):
+    if isinstance(prompt, InternedTokenIds):
         return TokenizedPrompt(None, prompt, hints)
     prompt = as_list(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
@@ -183,7 +186,7 @@ def as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def counted(num_tokens: int) -> str:
+def tokens_text(num_tokens: int) -> str:
     """A number of tokens in words."""
     return "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
 

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.cache.exports import Export
+from quire.cache.exports import ExportedSequence
 from quire.cache.manager import CacheManager
 from quire.engine.calendar import Calendar
 from quire.engine.explain import explain
-from quire.engine.request import Sequence, State
+from quire.engine.request import Sequence, SequenceState
 
 log = logging.getLogger("quire")
 
@@ -27,7 +27,7 @@ _by_admission = operator.attrgetter("admitted")
 
 
 @dataclass
-class Counters:
+class SchedulerCounters:
     """Counts since start. A token counts once, as prefilled, cached or decoded. Computed again after a preemption, it
     counts as replayed.
     """
@@ -73,7 +73,7 @@ class Batch:
     """
 
     manager: CacheManager
-    counters: Counters = field(default_factory=Counters)
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     active: dict[Sequence, None] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Batch:
         self.active[sequence] = None
         self._num_admitted += 1
         sequence.admitted = self._num_admitted
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         self.counters.count_cached(sequence, sequence.path.num_tokens)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
@@ -120,7 +120,7 @@ class Batch:
     def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence. Preempts the youngest sequences until it fits; False if that is this one."""
         while not self.manager.extend(sequence, num_tokens):
-            if self.manager.fetching.make_way():
+            if self.manager.fetching.cancel_latest_prefetch():
                 continue
             youngest = max(self.running, key=lambda running: running.sequence_id)
             self.preempt(youngest)
@@ -137,10 +137,10 @@ class Batch:
         engine will continue.
         """
         path = sequence.path
-        if not sequence.adds_a_token or sequence.guide is not None:
+        if not sequence.is_decoding or sequence.guide is not None:
             return
         if path.free_until <= path.num_tokens:
-            waits = path.retained is not None or sequence.num_generated == 1 or sequence.leaves
+            waits = path.retained is not None or sequence.num_generated == 1 or sequence.will_hand_over
             if waits or not self.manager.extend(sequence, path.num_tokens + 1):
                 return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
@@ -155,34 +155,34 @@ class Batch:
         """
         if sequence.num_generated == 0:
             for other in sequence.request.sequences[::-1]:
-                if other is not sequence and other.awaits_scores and other.state is State.RUNNING:
+                if other is not sequence and other.waits_for_prompt_logprobs and other.state is SequenceState.RUNNING:
                     self._preempt(other)
         self._preempt(sequence)
 
     def restart(self, sequence: Sequence) -> None:
         """Moves a running sequence to the head of the queue. It loses its pages."""
         self._release(sequence)
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence in any state and frees its pages. Ending it twice does nothing."""
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self._release(sequence)
-        elif sequence.state is State.WAITING:
+        elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
             self.manager.swapping.forget(sequence)
-        if sequence.is_begun and sequence.state is not State.FINISHED:
+        if sequence.is_begun and sequence.state is not SequenceState.FINISHED:
             self._ended.append(sequence.sequence_id)
-        sequence.state = State.FINISHED
+        sequence.state = SequenceState.FINISHED
 
-    def export(self, sequence: Sequence) -> Export:
+    def export(self, sequence: Sequence) -> ExportedSequence:
         """Ends a running sequence that has just sampled a token, and keeps its chunks for another engine."""
         self.calendar.leave(sequence)
         export = self.manager.exports.add(sequence)
         self._remove(sequence)
         self._ended.append(sequence.sequence_id)
-        sequence.state = State.FINISHED
+        sequence.state = SequenceState.FINISHED
         return export
 
     def take_ended(self) -> list[int]:
@@ -200,10 +200,10 @@ class Batch:
         """Proves the invariant, and the manager's. Settles the calendar's sequences first."""
         for sequence in self.calendar:
             self.calendar.settle(sequence)
-        assert all(sequence.state is State.RUNNING for sequence in self.running), (
+        assert all(sequence.state is SequenceState.RUNNING for sequence in self.running), (
             "a sequence that does not run is in the batch"
         )
-        assert all(sequence.state is State.WAITING for sequence in self.waiting), (
+        assert all(sequence.state is SequenceState.WAITING for sequence in self.waiting), (
             "a sequence that does not wait is queued"
         )
         assert {*self.active, *self.calendar} == {*self.running} and not {*self.active} & {*self.calendar}, (
@@ -213,7 +213,7 @@ class Batch:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.calendar.leave(sequence)
-        self.manager.swapping.take_out(sequence)
+        self.manager.swapping.swap_out(sequence)
         self.restart(sequence)
         sequence.num_preemptions += 1
         self.counters.preemptions += 1

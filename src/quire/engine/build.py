@@ -21,33 +21,33 @@ from quire.cache.retention.retainer import SUMS_ROWS, Retainer
 from quire.cache.table import ChunkTable
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration
-from quire.engine.control import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
+from quire.engine.control_plane import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
 from quire.engine.engine import Engine
-from quire.engine.far_cache import far_cache, in_micro_batches, offload_counters
-from quire.engine.grammars import Grammars
+from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.machine import available_memory, device_type_of, usable_cores
+from quire.engine.offloaded_cache import build_offloaded_cache, in_micro_batches, offload_counters
 from quire.engine.offloading import (
     cache_bytes,
-    check_room,
+    check_disk_room,
     load_beside_device,
     load_with_offload,
     memory_of,
     with_offload,
 )
 from quire.engine.policy import check_budget
-from quire.engine.runner import Decode, LocalRunner
+from quire.engine.runner import DecodeFunction, LocalRunner
 from quire.engine.sampler import Sampler
-from quire.engine.sizes import Capacity, Sizes, page_counts, sizes
+from quire.engine.sizes import ArenaCapacity, EngineSizes, page_counts, sizes
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.kernels.memory import populate_ahead
 from quire.models.decoder import build_model
 from quire.models.layers import TorchOps, torch_dtype
-from quire.models.loading import held, held_kind
-from quire.models.marks import find_marks
+from quire.models.loading import group_tensors, loaded_kind
 from quire.models.plan import Model
 from quire.models.quants import GROUP_CODES
 from quire.models.shape import ModelShape
+from quire.models.structural_tokens import find_structural_tokens
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
 from quire.stores.tiers import Tiers
@@ -85,7 +85,7 @@ def resolve(
     shape: ModelShape,
     checkpoint: Checkpoint | None = None,
     calibration: Calibration | None = None,
-) -> tuple[EngineConfig, Sizes]:
+) -> tuple[EngineConfig, EngineSizes]:
     """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be.
 
     checkpoint   where the weights come from: what model.weights native holds depends on how they are stored
@@ -118,7 +118,7 @@ def resolve(
         raise ConfigError(f"model.weights g4 does not run on {backend}; use dequantized")
     weight_bytes = shape.weight_bytes(dtype)
     if checkpoint is not None:
-        parts = held(checkpoint, torch_dtype(dtype), config.model.weights, kinds)
+        parts = group_tensors(checkpoint, torch_dtype(dtype), config.model.weights, kinds)
         weight_bytes = sum(part.num_bytes for part in parts)
     if backend == "cpu" and shape.tied_embeddings:
         from quire.models.cpu_ops import has_onednn
@@ -126,7 +126,7 @@ def resolve(
         embedded = None
         if checkpoint is not None:
             size, stored = shape.tensor_shapes["embed.weight"], checkpoint.kind("embed.weight")
-            embedded = held_kind("embed.weight", size, stored, config.model.weights, kinds)
+            embedded = loaded_kind("embed.weight", size, stored, config.model.weights, kinds)
         if embedded is None and has_onednn(torch_dtype(dtype)):
             weight_bytes += math.prod(shape.tensor_shapes["embed.weight"]) * torch_dtype(dtype).itemsize
     available = available_memory(device)
@@ -168,9 +168,11 @@ def resolve(
         else {SumsCodec.page_bytes: (SUMS_ROWS + (sealed is not None)) * math.prod(layers_heads)}
     )
 
-    def arena_of(memory: int) -> Capacity:
+    def arena_of(memory: int) -> ArenaCapacity:
         slab = slab_bytes(codec.page_bytes, memory, max(*pages, sidecar_bytes))
-        return Capacity(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes, sums)
+        return ArenaCapacity(
+            memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes, sums
+        )
 
     arena = arena_of(memory)
     fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
@@ -185,7 +187,7 @@ def resolve(
     memory = arena.num_bytes
     if offloaded is not None:
         if backend == "cpu":
-            check_room(memory, chunk_bytes, offloaded[1])
+            check_disk_room(memory, chunk_bytes, offloaded[1])
         free = int(max(0, available - weight_bytes) * AUTO_MEMORY_SHARE)
         memory = wanted if isinstance(wanted, int) else memory_of(config, offloaded[1], free)
         if memory >= arena.num_bytes:
@@ -211,7 +213,7 @@ def resolve(
     return resolved, fits
 
 
-def _enough(arena_of: Callable[[int], Capacity], memory: int) -> str:
+def _enough(arena_of: Callable[[int], ArenaCapacity], memory: int) -> str:
     """About the smallest memory, as one would write it, whose arena holds LEAST_CHUNKS, where `memory` does not."""
     low, high = memory, max(2 * memory, UNIT)
     while arena_of(high).num_chunks < LEAST_CHUNKS:
@@ -257,7 +259,7 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
     if config.offload.is_on:
         return load_with_offload(checkpoint, config, build)
 
-    image = images.image_of(checkpoint, dtype, form) if config.model.images else None
+    image = images.image_spec(checkpoint, dtype, form) if config.model.images else None
     return images.load(image, lambda memory: build(CpuOps(memory)))
 
 
@@ -265,7 +267,7 @@ def assemble(
     model: Model,
     tokenizer: Tokenizer,
     config: EngineConfig,
-    fits: Sizes,
+    fits: EngineSizes,
     model_id: str = "",
     calibration: Calibration | None = None,
     tiers: Tiers | None = None,
@@ -281,7 +283,7 @@ def assemble(
     dtype, far = torch_dtype(config.model.dtype), None
     codecs, sinks, sums = formats_of(config, shape, calibration, model.key_bias)
     if fits.disk_bytes:
-        table, far = far_cache(model, config, fits, codecs, sinks, sums)
+        table, far = build_offloaded_cache(model, config, fits, codecs, sinks, sums)
     else:
         ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
         table = ChunkTable(
@@ -316,7 +318,7 @@ def assemble(
     attention, padded_rows = _attention(config, spec), _padded_rows(config)
     if config.offload.is_on:
         attention = in_micro_batches(attention, config, far, padded_rows)
-    scheduler = scheduler_of(config, table, retention_of(config, lambda: find_marks(tokenizer)), tiers)
+    scheduler = scheduler_of(config, table, retention_of(config, lambda: find_structural_tokens(tokenizer)), tiers)
     runner = LocalRunner(
         model,
         attention,
@@ -341,10 +343,10 @@ def assemble(
     )
 
 
-def _grammars(tokenizer: Tokenizer, shape: ModelShape, eos: tuple[int, ...], device: torch.device) -> Grammars:
+def _grammars(tokenizer: Tokenizer, shape: ModelShape, eos: tuple[int, ...], device: torch.device) -> GrammarCompiler:
     is_cpu = device.type == "cpu"
     threads = runtime.num_threads() if is_cpu else usable_cores()
-    return Grammars(tokenizer, shape.vocab_size, eos, num_threads=threads, begins_early=not is_cpu)
+    return GrammarCompiler(tokenizer, shape.vocab_size, eos, num_threads=threads, begins_early=not is_cpu)
 
 
 def end_tokens(shape: ModelShape, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -352,7 +354,7 @@ def end_tokens(shape: ModelShape, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
 
 
-def _context_limit(fits: Sizes, shape: ModelShape) -> str:
+def _context_limit(fits: EngineSizes, shape: ModelShape) -> str:
     """What sets the longest request, for whoever sends a longer one."""
     if fits.max_context < fits.model_context:
         return "what fits offload.cache" if fits.disk_bytes else "what fits cache.memory"
@@ -411,7 +413,7 @@ def ops_type(backend: str) -> type[CpuOps] | type[TritonOps] | type[TorchOps]:
     return TorchOps
 
 
-def _decode(model: Model, attention: AttentionBackend, device: torch.device) -> Decode | None:
+def _decode(model: Model, attention: AttentionBackend, device: torch.device) -> DecodeFunction | None:
     if device.type != "cuda" or isinstance(attention, ReferenceAttention):
         return None
     from quire.attention.triton import TritonAttention

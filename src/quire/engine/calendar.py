@@ -12,7 +12,7 @@ _LEAST_TOKEN = -(1 << 31)
 _MOST_POSITIONS = 1 << 24
 
 
-def imagined_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]:
+def placeholder_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]:
     """Stand-ins for the tokens that a model would sample for positions [start, start + count). They are negative, so
     in no vocabulary, and differ between sequences, unless keys do not depend on them.
     """
@@ -28,12 +28,12 @@ class Calendar:
 
     clock      steps so far
     members    the sequences, each with the clock of its next event
-    sum_leads  sum of the members' leads
+    sum_clock_offsets  sum of the members' clock offsets
     """
 
     def __init__(self) -> None:
         self.clock = 0
-        self.sum_leads = 0
+        self.sum_clock_offsets = 0
         self.members: dict[Sequence, int] = {}
         self._events: list[tuple[int, int, int, Sequence]] = []  # a heap; entries of those that left are skipped
         self._pushes = itertools.count()
@@ -51,8 +51,8 @@ class Calendar:
         """Adds a sequence whose next `steps` steps only add a token each."""
         assert steps > 0 and sequence.num_pending == 1, f"{steps} steps of {sequence.num_pending} rows"
         event = self.clock + steps
-        sequence.lead, sequence.is_quiet = sequence.path.num_tokens - self.clock, True
-        self.sum_leads += sequence.lead
+        sequence.clock_offset, sequence.is_quiet = sequence.path.num_tokens - self.clock, True
+        self.sum_clock_offsets += sequence.clock_offset
         self.members[sequence] = event
         heapq.heappush(self._events, (event, sequence.admitted, next(self._pushes), sequence))
 
@@ -61,7 +61,7 @@ class Calendar:
         if self.members.get(sequence) is not None:
             self.settle(sequence)
             del self.members[sequence]
-            self.sum_leads -= sequence.lead
+            self.sum_clock_offsets -= sequence.clock_offset
             sequence.is_quiet = False
 
     def due(self) -> list[Sequence]:
@@ -76,7 +76,7 @@ class Calendar:
     @property
     def context(self) -> int:
         """Tokens that the members' next rows attend to, these rows included."""
-        return self.sum_leads + len(self.members) * (self.clock + 1)
+        return self.sum_clock_offsets + len(self.members) * (self.clock + 1)
 
     @property
     def quiet_steps(self) -> int:
@@ -87,11 +87,11 @@ class Calendar:
 
     def settle(self, sequence: Sequence) -> None:
         """Writes down the computed tokens of a member. Skipped steps get imagined tokens."""
-        num_tokens = sequence.lead + self.clock
+        num_tokens = sequence.clock_offset + self.clock
         sequence.path.num_tokens = sequence.high_water = num_tokens
         missing = num_tokens + 1 - len(sequence.token_ids)
         if missing:
-            sequence.token_ids.extend(imagined_tokens(sequence, len(sequence.token_ids), missing))
+            sequence.token_ids.extend(placeholder_tokens(sequence, len(sequence.token_ids), missing))
 
     def _next_event(self) -> int | None:
         """The clock of the next event, whose entry becomes the first of the heap."""

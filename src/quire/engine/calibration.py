@@ -20,7 +20,7 @@ import torch
 from quire.cache.codecs.nuq import BLOCK_PAIRS, MAX_SLOTS, NUM_BOOK, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.errors import ConfigError
-from quire.reading import check_regular
+from quire.safe_io import check_regular
 
 FORMAT = "1"
 """Version of the file format: its tensors and their meaning."""

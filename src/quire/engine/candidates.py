@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.kernels import runtime
 
 if TYPE_CHECKING:
-    from quire.engine.masks import Words
+    from quire.engine.masks import TokenBitmask
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ def best_ids(logits: Tensor) -> Tensor:
     return chosen
 
 
-def keep_allowed(scores: Tensor, allowed: Sequence[Words | None]) -> None:
+def mask_disallowed(scores: Tensor, allowed: Sequence[TokenBitmask | None]) -> None:
     """Sets what is not allowed to -infinity, in place.
 
     scores   f32 [n, V], rows contiguous
@@ -65,7 +65,7 @@ def keep_allowed(scores: Tensor, allowed: Sequence[Words | None]) -> None:
     runtime.kernels().quire_keep_allowed(scores.data_ptr(), scores.stride(0), where.ctypes.data, rows, width)
 
 
-def _keep_allowed_on_device(scores: Tensor, allowed: Sequence[Words | None]) -> None:
+def _keep_allowed_on_device(scores: Tensor, allowed: Sequence[TokenBitmask | None]) -> None:
     some = [index for index, words in enumerate(allowed) if words is not None]
     stacked = np.stack([words for words in allowed if words is not None]).view(np.int32)
     words = torch.from_numpy(stacked).to(scores.device)
@@ -102,7 +102,7 @@ def lane_maxima(scores: Tensor) -> Floats:
     return np.sort(lanes.cpu().numpy(), -1)[:, ::-1]
 
 
-def at_least(scores: Tensor, floors: Floats) -> Iterator[tuple[Ints, Floats]]:
+def entries_at_least(scores: Tensor, floors: Floats) -> Iterator[tuple[Ints, Floats]]:
     """The ids, ascending, and values of each row's entries at or above its floor; none if the floor is NaN.
 
     scores  f32 [n, V]
@@ -125,7 +125,7 @@ def _at_least_on_device(scores: Tensor, floors: Floats) -> Iterator[tuple[Ints, 
         yield ids[start:end], values[start:end]
 
 
-def falling(values: Floats) -> Ints:
+def descending_order(values: Floats) -> Ints:
     """The indices that sort values in descending order, stable; NaN is not allowed.
 
     One vectorised sort of (value, index) packed into 64 bits takes 50 us for 9,000 values, a stable argsort 600.

@@ -27,7 +27,7 @@ NUM_STEPS = 6
 
 
 @dataclass(frozen=True)
-class Capacity:
+class MeasuredCapacity:
     """What was measured.
 
     prompt_rows       L_m
@@ -42,12 +42,12 @@ class Capacity:
     seconds_per_step: float
 
 
-def measure_capacity(engine: Engine) -> Capacity:
+def measure_capacity(engine: Engine) -> MeasuredCapacity:
     """Times prompts and decode steps. Nothing of them stays. The engine has no requests."""
     with engine.leaving_nothing():
         rows, seconds_per_row = _saturating_rows(engine)
         batch, seconds_per_step = _useful_batch(engine)
-    return Capacity(rows, batch, seconds_per_row, seconds_per_step)
+    return MeasuredCapacity(rows, batch, seconds_per_row, seconds_per_step)
 
 
 def _saturating_rows(engine: Engine) -> tuple[int, float]:

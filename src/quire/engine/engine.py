@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.exports import Export
+from quire.cache.exports import ExportedSequence
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
 from quire.engine.admission import AdmittedRequest, PinLimits, RequestLimits
-from quire.engine.answers import Answer, Names, Tokenizer
-from quire.engine.batch import Counters
-from quire.engine.grammars import Grammars
-from quire.engine.handover import Continued
-from quire.engine.moving import Moving
+from quire.engine.batch import SchedulerCounters
+from quire.engine.grammar_compiler import GrammarCompiler
+from quire.engine.handover import Handover
+from quire.engine.output_processor import OutputProcessor, TokenDecoder, TokenTexts
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.prefixes import Prefix, prefixes
-from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
+from quire.engine.request import DEFAULT_NAMESPACE, NO_HINTS, Request, Sequence, SequenceState
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
-from quire.engine.scheduler import Sampled, Scheduler
+from quire.engine.scheduler import SampledToken, Scheduler
 from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
 from quire.engine.stops import StopStrings
+from quire.engine.tiering import Tiering
 from quire.errors import QuireError, RequestError
 from quire.stores.tiers import Tiers
 
@@ -64,16 +64,16 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        tokenizer: Tokenizer,
+        tokenizer: TokenDecoder,
         scheduler: Scheduler,
         *,
         max_context: int,
         eos_token_ids: tuple[int, ...],
-        namespace: Namespace = NOBODY,
+        namespace: Namespace = DEFAULT_NAMESPACE,
         tiers: Tiers | None = None,
         offloaded: Callable[[], dict[str, Any]] | None = None,
         context_limit: str = "model.max_context",
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.any_runner = runner
@@ -85,13 +85,13 @@ class Engine:
         self.grammars = grammars
         self.eos_token_ids = eos_token_ids
         self.namespace = namespace
-        self.moving = Moving(scheduler.manager, tiers)
+        self.tiering = Tiering(scheduler.manager, tiers)
         self.clock = clock
-        self.names = Names(tokenizer)
-        self.exports: dict[str, Export] = {}
+        self.names = TokenTexts(tokenizer)
+        self.exports: dict[str, ExportedSequence] = {}
         self.lacks_room = False
         self._requests: dict[str, Request] = {}
-        self._answers: dict[Sequence, Answer] = {}
+        self._answers: dict[Sequence, OutputProcessor] = {}
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
 
     @property
@@ -113,9 +113,9 @@ class Engine:
     @property
     def limits(self) -> RequestLimits:
         """What it accepts now."""
-        manager, tiers = self.scheduler.manager, self.moving.tiers
+        manager, tiers = self.scheduler.manager, self.tiering.tiers
         pins = PinLimits(
-            manager.pins.most if manager.tree.shares else None, has_disk=tiers is not None and tiers.outlives
+            manager.pins.most if manager.tree.shares else None, has_disk=tiers is not None and tiers.is_persistent
         )
         return RequestLimits(self.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue, pins)
 
@@ -150,7 +150,7 @@ class Engine:
         request_id: str,
         admitted: AdmittedRequest,
         guide: Callable[[], Guide] | None = None,
-        continued: Continued | None = None,
+        continued: Handover | None = None,
     ) -> Request:
         """Queues an admitted request. Raises RequestError if its id is in use, QueueFullError if it cannot wait now.
 
@@ -162,6 +162,8 @@ class Engine:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         manager = self.scheduler.manager
         namespace = self.namespace_of(hints)
+        has_guide = guide is not None or admitted.grammar is not None
+        assert has_guide or params.structured_outputs is None, "the grammar of a constraint is not compiled"
         if guide is None and admitted.grammar is not None:
             assert self.grammars is not None
             guide = partial(self.grammars.guide, admitted.grammar, len(prompt_ids))
@@ -185,11 +187,11 @@ class Engine:
         if hints.cache_pin == 0:
             manager.tick(request.arrival)  # the unpinned prefix counts as used now, not at the last step
             manager.pins.end(request.sequences[0].keys)
-            self.moving.unpin(request.sequences[0].keys, len(prompt_ids))
+            self.tiering.unpin(request.sequences[0].keys, len(prompt_ids))
             request.num_pinned_tokens = 0
         strings = StopStrings(params)
         for sequence in request.sequences:
-            self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids, strings)
+            self._answers[sequence] = OutputProcessor(sequence, self.tokenizer, self.names, self.eos_token_ids, strings)
             if continued is not None:
                 self._answers[sequence].resume(continued.token_ids, continued.cumulative)
         return request
@@ -208,11 +210,11 @@ class Engine:
         """Goes on with all requests of another engine over the same model, and with its counters. Those that run are
         preempted: they lose their pages, and are computed again here. `other` has no requests afterwards.
         """
-        assert not self.has_work and not other.exports and self.moving.tiers is other.moving.tiers is None
+        assert not self.has_work and not other.exports and self.tiering.tiers is other.tiering.tiers is None
         scheduler = other.scheduler
         # The youngest first, because each is put before all others.
         for sequence in sorted(scheduler.running, key=lambda each: each.sequence_id, reverse=True):
-            if sequence.state is State.RUNNING:
+            if sequence.state is SequenceState.RUNNING:
                 scheduler.preempt(sequence)
         waiting, self.scheduler.batch.counters = list(scheduler.waiting), scheduler.counters
         scheduler.waiting.clear()
@@ -233,7 +235,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        live = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
+        live = [sequence for sequence in request.sequences if sequence.state is not SequenceState.FINISHED]
         return self._output(request, [self._end(sequence, "abort") for sequence in live])
 
     def step(self) -> list[RequestOutput]:
@@ -248,7 +250,7 @@ class Engine:
             return []
         begun = self.clock()
         result = self.any_runner.run(step)
-        self.moving.note(step, self.clock() - begun)
+        self.tiering.record_step(step, self.clock() - begun)
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
@@ -268,7 +270,7 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "cache": scheduler.manager.stats(),
-            **self.moving.stats(),
+            **self.tiering.stats(),
             **({} if self.offloaded is None else {"offload": self.offloaded()}),
         }
 
@@ -276,7 +278,7 @@ class Engine:
         """Does what need not hold up requests, while there are none. Returns the seconds after which there is more to
         do; None if there is nothing, until there is a request.
         """
-        seconds = self.moving.idle()
+        seconds = self.tiering.idle()
         return LIFETIME_SECONDS if seconds is None and self.forgets else seconds
 
     def measure(self) -> None:
@@ -303,7 +305,7 @@ class Engine:
         manager.demotion.is_on = was_on
         manager.statistics.restart()
         manager.retention.bytes_freed = 0
-        self.scheduler.batch.counters = Counters()
+        self.scheduler.batch.counters = SchedulerCounters()
 
     def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
         """Whether pins have room for a prompt."""
@@ -322,7 +324,10 @@ class Engine:
         num_chunks, num_firsts = manager.pins.num_protected
         # All chunks are the tree's now, and those that are not protected can be evicted.
         tree = manager.tree
-        left = manager.room.capacity(num_chunks - tree.num_chunks, num_firsts - tree.num_unread_firsts) * PAGE_TOKENS
+        left = (
+            manager.reservations.capacity(num_chunks - tree.num_chunks, num_firsts - tree.num_unread_firsts)
+            * PAGE_TOKENS
+        )
         if left < self.max_context:
             self.max_context, self.context_limit = left, "what cache.pin leaves of cache.memory"
 
@@ -344,7 +349,7 @@ class Engine:
         ahead or copied. A leak shows here; `check` then locates it.
         """
         manager = self.scheduler.manager
-        is_lent = bool(self.exports or manager.fetching.guests or manager.table.ledger.has_holds)
+        is_lent = bool(self.exports or manager.fetching.prefetches or manager.table.ledger.has_holds)
         is_in_use = manager.stats()["bytes_used"] > 0 and not is_lent
         return not self._requests and not self._answers and not is_in_use
 
@@ -386,10 +391,10 @@ class Engine:
             log.error("request %s: %s", failed.request.request_id, reason)
             ended = failed.request.sequences if is_of_prompt else [failed]
             for sequence in ended:
-                if sequence.state is not State.FINISHED:
+                if sequence.state is not SequenceState.FINISHED:
                     _tell(deltas, failed.request, self._end(sequence, "error", reason))
 
-    def _answer(self, sampled: list[Sampled], deltas: dict[Request, list[CompletionOutput]]) -> None:
+    def _answer(self, sampled: list[SampledToken], deltas: dict[Request, list[CompletionOutput]]) -> None:
         """Turns the tokens of a step into deltas."""
         now = self.clock()
         for sequence, token_id, ended, logprobs in sampled:
@@ -401,12 +406,12 @@ class Engine:
                 request.first_token_at = now
                 if request.hints.cache_pin and request.hints.pin_tier == "disk":
                     num_tokens = len(request.prompt_ids)
-                    request.num_pinned_tokens = self.moving.pin(sequence.keys, num_tokens, request.hints.cache_pin)
+                    request.num_pinned_tokens = self.tiering.pin(sequence.keys, num_tokens, request.hints.cache_pin)
             delta = answer.push(token_id, logprobs, ended)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence)
                 del self._answers[sequence]
-            elif sequence.leaves:
+            elif sequence.will_hand_over:
                 self.exports[request.request_id] = self.scheduler.export(sequence)
                 del self._answers[sequence]
             _tell(deltas, request, delta)
@@ -454,12 +459,16 @@ def _embedding(request: Request) -> list[float]:
     return list(map(float, np.stack(parts).sum(0, dtype=np.float64) / len(request.prompt_ids)))
 
 
-def _continue(request: Request, continued: Continued) -> None:
+def _continue(request: Request, continued: Handover) -> None:
     """Makes the sequence of a request one that goes on from another engine's tokens, or that another one goes on with.
     To this engine, what another one has computed was computed before a preemption.
     """
     (sequence,) = request.sequences
-    sequence.seed, sequence.leaves, sequence.swapped = continued.seed, continued.leaves, continued.swapped
+    sequence.seed, sequence.will_hand_over, sequence.swapped = (
+        continued.seed,
+        continued.will_hand_over,
+        continued.swapped,
+    )
     if continued.token_ids:
         sequence.token_ids += continued.token_ids
         sequence.high_water = len(sequence.token_ids) - 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.engine.calendar import imagined_tokens
-from quire.engine.scheduler import Sampled, Scheduler
+from quire.cache.retention.retainer import Retainer
+from quire.engine.calendar import placeholder_tokens
+from quire.engine.scheduler import SampledToken, Scheduler
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class AdvanceReport:
     context: int = 0
     prompts: list[tuple[int, int]] = field(default_factory=list)
     decodes: list[int] = field(default_factory=list)
-    sampled: list[Sampled] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
 
 
 class FastForward:
@@ -34,6 +35,7 @@ class FastForward:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
+        assert not isinstance(scheduler.manager.retention, Retainer), "nobody says what retention keeps"
         self.scheduler = scheduler
         self.report = AdvanceReport()
         self._batch = scheduler.batch
@@ -64,7 +66,7 @@ class FastForward:
     @property
     def _may_admit(self) -> bool:
         scheduler = self.scheduler
-        return scheduler.policy.may_admit and not scheduler.manager.refuses(scheduler.waiting[0])
+        return scheduler.policy.may_admit and not scheduler.manager.was_refused(scheduler.waiting[0])
 
     def _take_step(self) -> int:
         """Takes one step, whatever it has. Returns 0 if there is none."""
@@ -75,7 +77,7 @@ class FastForward:
         self._pass_steps(1)
         for each in sorted(rows, key=lambda each: each.sequence.admitted):
             sequence, end = each.sequence, each.end
-            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(each.samples))]
+            tokens = [(token_id, None) for token_id in placeholder_tokens(sequence, end, int(each.samples))]
             if each.num_rows > 1 or each.start < sequence.num_prompt:
                 report.prompts.append((each.start, each.num_rows))
             else:
@@ -98,7 +100,7 @@ class FastForward:
         active = batch.wake()
         for sequence in active:
             if (
-                not sequence.adds_a_token
+                not sequence.is_decoding
                 or sequence.path.transfer is not None
                 or sequence.guide is not None
                 or not manager.extend(sequence, sequence.num_computed + 1)
@@ -109,7 +111,7 @@ class FastForward:
         self._pass_steps(1)
         for sequence in active:
             end = sequence.num_computed + 1
-            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, 1)]
+            tokens = [(token_id, None) for token_id in placeholder_tokens(sequence, end, 1)]
             self.report.decodes.append(end - 1)
             self.report.sampled += self.scheduler.commit_rows(sequence, end, 1, tokens)
         return 1

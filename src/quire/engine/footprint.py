@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config import EngineConfig, format_bytes
-from quire.engine.sizes import Sizes
+from quire.engine.sizes import EngineSizes
 from quire.models.shape import ModelShape
 
 RUNTIME_BYTES = 256 << 20
@@ -21,7 +21,7 @@ FLOAT_BYTES = 4
 class Footprint:
     """Bytes of a process, once its cache is full and its largest step has run.
 
-    weights  as `Sizes` has them
+    weights  as `EngineSizes` has them
     cache    the part that is in memory
     step     activations of a step with all its rows, and logits of all running sequences
     runtime  everything else
@@ -46,7 +46,7 @@ class Footprint:
         )
 
 
-def footprint(shape: ModelShape, config: EngineConfig, sizes: Sizes) -> Footprint:
+def footprint(shape: ModelShape, config: EngineConfig, sizes: EngineSizes) -> Footprint:
     """The memory of a process with a resolved configuration. On a GPU what the device holds is not the process's."""
     assert config.scheduler.token_budget is not None, "a configuration with automatic values"
     queries = (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.masks import Masks, PendingMask
-from quire.engine.step import Proposal
+from quire.engine.masks import MaskExecutor, PendingMask
+from quire.engine.step import GuideProposal
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,7 +63,7 @@ class GrammarGuide:
     another engine it begins with the tokens that there are.
     """
 
-    def __init__(self, grammar: CompiledGrammar, masks: Masks, ends: Allowed, num_prompt: int) -> None:
+    def __init__(self, grammar: CompiledGrammar, masks: MaskExecutor, ends: Allowed, num_prompt: int) -> None:
         """ends: the tokens that end a complete text. num_prompt: tokens of the prompt."""
         self._grammar, self._masks, self._end_tokens = grammar, masks, ends
         self._matcher: LLMatcher | None = None  # copied when the first token is near
@@ -75,10 +75,10 @@ class GrammarGuide:
         self._pending: PendingMask | None = None
         self._renewed_at: int | None = None  # generated tokens when the lexer was renewed
 
-    def propose(self, token_ids: list[int], most: int) -> Proposal:
+    def propose(self, token_ids: list[int], most: int) -> GuideProposal:
         """See Guide."""
         if self._pending is not None:
-            self._pending.withdraw()
+            self._pending.cancel()
             self._pending = None
         matcher = self._follow(token_ids)
         if not self._forced and not self._ends(matcher):
@@ -93,9 +93,9 @@ class GrammarGuide:
             if self._ends(matcher):
                 allowed.append(self._end_tokens)
             else:
-                self._pending = self._masks.ask(matcher, partial(self._renewed, token_ids, len(token_ids), drafts))
+                self._pending = self._masks.submit(matcher, partial(self._renewed, token_ids, len(token_ids), drafts))
                 allowed.append(self._pending)
-        return Proposal(drafts, allowed)
+        return GuideProposal(drafts, allowed)
 
     def _follow(self, token_ids: list[int]) -> LLMatcher:
         """The matcher at the sequence's tokens."""

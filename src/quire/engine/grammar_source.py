@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from quire.engine import schemas
-from quire.engine.forced import MAX_FORCED_BYTES, regex_bytes, schema_bytes
+from quire.engine.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_bytes
 from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 
@@ -23,31 +23,31 @@ TokenOf = Callable[[str], int | None]
 def source_of(wanted: StructuredOutputsParams, token_of: TokenOf) -> str:
     """The grammar as llguidance takes it: a list of grammars as JSON, of which the first one is the text's.
 
-    Raises Unhonoured, ValueError and the errors of llguidance's converters.
+    Raises UnsupportedSchemaError, ValueError and the errors of llguidance's converters.
     """
-    form, forced_bytes = _form(wanted)
-    parts: list[dict[str, Any]] = [{"name": "form", **form}]
+    constraint, forced_bytes = _constraint_grammar(wanted)
+    parts: list[dict[str, Any]] = [{"name": "constraint", **constraint}]
     options = "" if forced_bytes <= MAX_FORCED_BYTES else '%llguidance {"no_forcing": true}\n'
     if wanted.reasoning is not None:
         begins, ends = wanted.reasoning
         parts.insert(0, {"name": "text", "lark_grammar": options + _with_reasoning(begins, ends, token_of)})
     elif options:
-        parts.insert(0, {"name": "text", "lark_grammar": options + "start: @form"})
+        parts.insert(0, {"name": "text", "lark_grammar": options + "start: @constraint"})
     return json.dumps({"grammars": parts})
 
 
 def _with_reasoning(begins: str, ends: str, token_of: TokenOf) -> str:
-    """A form behind reasoning that may stand there, or whose beginning the prompt has."""
-    begin, end = mark(begins, token_of), mark(ends, token_of)
+    """A constraint behind reasoning that may stand there, or whose beginning the prompt has."""
+    begin, end = lark_term(begins, token_of), lark_term(ends, token_of)
     if token_of(ends) is None:
         free = [f"free[lazy]: /(.|\\n)*{escaped(ends)}/"]
     else:
         free = [f"free: TEXT? {end}", f"TEXT: {text_without(ends)}"]
-    start = f"start: {f'({begin} thought)?' if begins else 'thought'} @form"
+    start = f"start: {f'({begin} thought)?' if begins else 'thought'} @constraint"
     return "\n".join([start, "thought: free BLANK?", *free, r"BLANK: /[ \n]+/"])
 
 
-def mark(text: str, token_of: TokenOf) -> str:
+def lark_term(text: str, token_of: TokenOf) -> str:
     """A text as a term of Lark: an added token where there is one, as in the texts that the model was trained on."""
     token_id = token_of(text)
     return json.dumps(text) if token_id is None else f"<[{token_id}]>"
@@ -59,25 +59,25 @@ def text_without(text: str) -> str:
 
 
 def term_of(wanted: StructuredOutputsParams) -> str:
-    """The form as a term of Lark. Raises RequestError for a grammar, which has rules of its own."""
-    if wanted.way == "grammar":
+    """The constraint as a term of Lark. Raises RequestError for a grammar, which has rules of its own."""
+    if wanted.kind == "grammar":
         raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
-    found, _ = _form(wanted)
+    found, _ = _constraint_grammar(wanted)
     if "json_schema" in found:
         return f"%json {json.dumps(found['json_schema'])}"
     return str(found["lark_grammar"]).removeprefix("start: ")
 
 
-def _form(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
-    """The grammar of the form alone, and the bytes that it can force."""
+def _constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
+    """The grammar of the constraint alone, and the bytes that it can force."""
     from llguidance import regex_to_lark
 
-    match wanted.way:
+    match wanted.kind:
         case "json":
-            schema = schemas.written(json.loads(wanted.text))
+            schema = schemas.prepare_schema(json.loads(wanted.text))
             return {"json_schema": schema}, schema_bytes(schema)
         case "json_object":
-            schema = schemas.written({"type": "object"})
+            schema = schemas.prepare_schema({"type": "object"})
             return {"json_schema": schema}, schema_bytes(schema)
         case "regex":
             return {"lark_grammar": f"start: /{regex_to_lark(wanted.text)}/"}, regex_bytes(wanted.text)
@@ -91,8 +91,8 @@ def _form(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
 
 
 def forced_bytes(wanted: StructuredOutputsParams) -> float:
-    """Bytes that the form can force in one piece; see forced."""
-    return _form(wanted)[1]
+    """Bytes that the constraint can force in one piece; see forced_text."""
+    return _constraint_grammar(wanted)[1]
 
 
 def escaped(text: str) -> str:

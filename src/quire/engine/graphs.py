@@ -59,7 +59,7 @@ class DecodeGraphs:
         self._tokens[:rows].copy_(tokens, non_blocking=True)
         self._positions[:rows].copy_(positions, non_blocking=True)
         if key not in self._graphs:
-            with plan.rehearsed():
+            with plan.profiling_suspended():
                 self._graphs[key] = self._capture(key.batch_size, plan)
         graph, logits = self._graphs[key]
         graph.replay()

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 TOO_COMPLEX = "the grammar became too complex here"
 """How the explanation begins of an answer that ended because of that."""
 
-NO_TEXT = "no text that ends has the form"
-"""The same for a form that nothing fulfils, such as a schema that refers to itself alone."""
+NO_TEXT = "no finite text fulfils the constraint"
+"""The same for a constraint that nothing fulfils, such as a schema that refers to itself alone."""
 
 GRAMMAR_FAILED = "the grammar failed"
 """The same where llguidance gives another reason."""
 
-Words = NDArray[np.uint32]
+TokenBitmask = NDArray[np.uint32]
 Renew = Callable[[], "LLMatcher | None"]
 
 
-class Masks:
+class MaskExecutor:
     """Masks of one model's tokens: uint32 [num_words], a bit each.
 
     num_threads   threads that compute masks, the one that waits included
@@ -44,7 +44,7 @@ class Masks:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def ask(self, matcher: LLMatcher, renew: Renew | None = None) -> PendingMask:
+    def submit(self, matcher: LLMatcher, renew: Renew | None = None) -> PendingMask:
         """The mask of a matcher's next token. Until it is there, or withdrawn, nobody else may use the matcher.
 
         renew  gives another matcher for the same place, if the lexer's states do not suffice; None: there is none
@@ -81,18 +81,18 @@ class Masks:
 class PendingMask:
     """A mask that is computed when it is needed, or before. Refers to its matcher until it is computed or withdrawn."""
 
-    def __init__(self, masks: Masks, matcher: LLMatcher, renew: Renew | None) -> None:
+    def __init__(self, masks: MaskExecutor, matcher: LLMatcher, renew: Renew | None) -> None:
         self._masks = masks
         self._source: tuple[LLMatcher, Renew | None] | None = (matcher, renew)
-        self._words: Future[Words] = Future()
+        self._words: Future[TokenBitmask] = Future()
 
-    def __call__(self) -> Words:
+    def __call__(self) -> TokenBitmask:
         """The mask. Waits for it. Raises QuireError if no token may come next, or if nobody can tell."""
         if not self._words.done():
             self._masks.compute()
         return self._words.result()
 
-    def withdraw(self) -> None:
+    def cancel(self) -> None:
         """Says that the mask is not needed any more. Waits if it is being computed."""
         if not self._words.cancel():
             self._words.exception()
@@ -111,7 +111,7 @@ class PendingMask:
                 matcher = renewed
                 matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if matcher.is_error():
-                raise QuireError(explained(matcher.get_error()))
+                raise QuireError(grammar_error_text(matcher.get_error()))
         except BaseException as error:
             self._words.set_exception(error)
             if not isinstance(error, Exception):
@@ -127,7 +127,7 @@ def _is_worn(matcher: LLMatcher) -> bool:
     return matcher.is_error() and "too many states" in matcher.get_error()
 
 
-def explained(error: str) -> str:
+def grammar_error_text(error: str) -> str:
     """What an answer's user is told of an error of llguidance."""
     if "NoExtension" in error:
         return NO_TEXT

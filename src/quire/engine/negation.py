@@ -12,10 +12,10 @@ TYPES = ("null", "boolean", "string", "number", "array", "object")
 MAX_DEPTH = 12
 """Schemas in one another that are negated."""
 
-VISIT = 24
+VISIT_COST = 24
 """Characters that a visited schema counts for: some 5 us, as long as it takes to write them and to read them again."""
 
-ENTRY = 48
+ENTRY_COST = 48
 """Characters that the opposite of one property or of one required name takes."""
 
 _NAMES = frozenset({"$id", "$anchor", "$dynamicAnchor"})
@@ -42,7 +42,7 @@ class NotNegatable(Exception):
     """llguidance has no keywords for the opposite, or the effort for it is spent."""
 
 
-class Effort:
+class RewriteBudget:
     """Bounds the time and the memory that rewriting one schema takes.
 
     left  characters of JSON that may still be read or written; a schema that is visited counts VISIT more
@@ -59,17 +59,17 @@ class Effort:
 
     def spend_on(self, value: Any) -> None:
         """Counts a value's JSON. Raises NotNegatable once nothing is left."""
-        self.spend(measured(value, max(self.left, 0)).size)
+        self.spend(measure_json(value, max(self.left, 0)).size)
 
 
-class Measured(NamedTuple):
+class JsonSize(NamedTuple):
     """The approximate length of a value's JSON, and whether a name in it makes it a target of references."""
 
     size: int
     is_named: bool
 
 
-def measured(value: Any, most: int) -> Measured:
+def measure_json(value: Any, most: int) -> JsonSize:
     """Measures a value. It stops at `most` characters, because parts may be shared: a small value can have a JSON of
     any length.
     """
@@ -85,20 +85,20 @@ def measured(value: Any, most: int) -> Measured:
             todo += each
         else:
             size += len(each) + 2 if isinstance(each, str) else 5
-    return Measured(size, is_named)
+    return JsonSize(size, is_named)
 
 
 class Negation:
     """Opposites of schemas.
 
     resolve   gives what a schema refers to, if it only refers to something; else the schema
-    effort    is spent on each schema that is visited and on all that is written
+    budget    is spent on each schema that is visited and on all that is written
     narrowed  ids of schemas that other values fit than their author asked for, so that the opposite would be wrong
     """
 
-    def __init__(self, resolve: Callable[[Any], Any], effort: Effort, narrowed: set[int]) -> None:
+    def __init__(self, resolve: Callable[[Any], Any], budget: RewriteBudget, narrowed: set[int]) -> None:
         self._resolve = resolve
-        self._effort = effort
+        self._budget = budget
         self._narrowed = narrowed
 
     def of(self, schema: Any, known: Any = True, depth: int = 0) -> list[Any]:
@@ -106,7 +106,7 @@ class Negation:
         fit. With the `enum` in `known`, a schema that all values fit anyway, the values are known that a `const`
         leaves. Raises NotNegatable.
         """
-        self._effort.spend(VISIT)
+        self._budget.spend(VISIT_COST)
         schema, known = self._resolve(schema), self._resolve(known)
         if isinstance(schema, bool):
             return [] if schema else [True]
@@ -121,13 +121,13 @@ class Negation:
     def _of_keyword(self, word: str, value: Any, around: Mapping[str, Any], depth: int) -> list[Any]:
         match word:
             case "type":
-                self._effort.spend_on([value, around.get("type")])
+                self._budget.spend_on([value, around.get("type")])
                 return _other_types(value, around.get("type"))
             case "const" | "enum":
                 return self._other_values([value] if word == "const" else value, around)
             case "required" if isinstance(value, list) and all(isinstance(each, str) for each in value):
-                self._effort.spend_on(value)
-                self._effort.spend(ENTRY * len(value))
+                self._budget.spend_on(value)
+                self._budget.spend(ENTRY_COST * len(value))
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties" if isinstance(value, Mapping):
                 return self._other_properties(value, around, depth)
@@ -137,7 +137,7 @@ class Negation:
                 parts = [self.of(each, around, depth + 1) for each in value]
                 return [{"allOf": [any_of(part) for part in parts]}] if all(parts) else []
             case "not":
-                self._effort.spend_on(value)
+                self._budget.spend_on(value)
                 return [value]
             case _ if word in _OPPOSITES:
                 return _beyond(word, value)
@@ -147,15 +147,15 @@ class Negation:
         if not isinstance(values, list):
             raise NotNegatable
         every = [known["const"]] if "const" in known else known.get("enum")
-        self._effort.spend_on([values, every])
-        self._effort.spend(VISIT * (len(values) + (len(every) if isinstance(every, list) else 0)))
-        listed = set(map(key_of, values))
+        self._budget.spend_on([values, every])
+        self._budget.spend(VISIT_COST * (len(values) + (len(every) if isinstance(every, list) else 0)))
+        listed = set(map(canonical_json, values))
         if isinstance(every, list):
-            left = [each for each in every if key_of(each) not in listed]
+            left = [each for each in every if canonical_json(each) not in listed]
             return [{"enum": left}] if left else []
         if not all(each is None or isinstance(each, bool) for each in values):
             raise NotNegatable
-        left = [each for each in (None, False, True) if key_of(each) not in listed]
+        left = [each for each in (None, False, True) if canonical_json(each) not in listed]
         others = [each for each in TYPES if each not in ("null", "boolean")]
         return [{"type": others}, *([{"enum": left}] if left else [])]
 
@@ -164,7 +164,7 @@ class Negation:
         found = list[Any]()
         for name, each in given.items():
             own = around.get(name, True) if isinstance(around, Mapping) else True
-            self._effort.spend(2 * len(name) + ENTRY)
+            self._budget.spend(2 * len(name) + ENTRY_COST)
             others = self.of(each, own, depth + 1)
             if others:
                 found.append({"type": "object", "required": [name], "properties": {name: any_of(others)}})
@@ -203,7 +203,7 @@ def _beyond(word: str, value: Any) -> list[Any]:
     return [{"type": kind, opposite: value + distance if kind != "number" else value}]
 
 
-def key_of(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     """The same text for equal JSON values: 1.0 is 1, and true is not. Raises NotNegatable for values that are nested
     deeply.
     """

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from quire.models.plan import Model
     from quire.models.weights import Checkpoint
     from quire.offload.costs import Policy
-    from quire.offload.homes import Weights
+    from quire.offload.memory_plan import MemoryRequirements
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
-    from quire.offload.room import Needs
+    from quire.offload.weight_placement import WeightPlacement
 
 log = logging.getLogger("quire")
 
@@ -93,19 +93,19 @@ def policy_of(config: EngineConfig) -> Policy | None:
     return policy
 
 
-def memory_of(config: EngineConfig, needs: Needs, free: int) -> int:
+def memory_of(config: EngineConfig, needs: MemoryRequirements, free: int) -> int:
     """Memory of a cache on the disk, where none is given: as the policy says; without one a tenth of the longest
     sequences' chunks, and at most `free` bytes if these are enough to start.
     """
     policy = policy_of(config)
     if policy is not None:
         return needs.with_near(policy.cache.shares[0])
-    return max(needs.least, min(needs.with_near(NEAR), free))
+    return max(needs.min_bytes, min(needs.with_near(NEAR), free))
 
 
 def cache_bytes(
     config: EngineConfig, context: int, sealed: NDArray[np.int32], open_: NDArray[np.int32] | None
-) -> tuple[int, Needs] | None:
+) -> tuple[int, MemoryRequirements] | None:
     """Bytes of the cache if it is on the disk, and what is needed in memory; None if it is in memory.
 
     context  tokens of the longest request
@@ -113,7 +113,7 @@ def cache_bytes(
     open_    of an open chunk, if it has another codec
     Raises ConfigError.
     """
-    from quire.offload.room import Extents, Needs
+    from quire.offload.memory_plan import FrameLayout, MemoryRequirements
 
     room, policy = config.offload.cache, policy_of(config)
     max_chunks, running = -(-context // PAGE_TOKENS), config.scheduler.max_running
@@ -131,11 +131,11 @@ def cache_bytes(
     if config.tiers.is_on:
         raise ConfigError(f"a cache that leaves memory ({source}) has no other tiers; leave tiers.disk out")
     micro_batch = config.offload.micro_batch or (min(MICRO_BATCH, running) if policy is None else policy.micro_batch)
-    extents = Extents(sealed), None if open_ is None else Extents(open_)
-    return room, Needs(*extents, running, max_chunks, min(micro_batch, running), packs=config.retain.is_on)
+    extents = FrameLayout(sealed), None if open_ is None else FrameLayout(open_)
+    return room, MemoryRequirements(*extents, running, max_chunks, min(micro_batch, running), packs=config.retain.is_on)
 
 
-def check_room(num_bytes: int, chunk_bytes: int, needs: Needs) -> None:
+def check_disk_room(num_bytes: int, chunk_bytes: int, needs: MemoryRequirements) -> None:
     """Raises ConfigError if a cache of so many bytes does not fit the disk. chunk_bytes: of a sealed chunk."""
     from quire.models.image_folder import image_folder
 
@@ -158,7 +158,7 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
     from quire.offload.model import load_offloaded
 
     offload, dtype = config.offload, torch_dtype(config.model.dtype)
-    wanted, policy = images.whole_image_of(checkpoint, dtype, config.model.weights), policy_of(config)
+    wanted, policy = images.full_image_spec(checkpoint, dtype, config.model.weights), policy_of(config)
     if policy is None:
         _within_memory(checkpoint, config, KINDS)  # refuses too little before the image is written
     with _image_errors():
@@ -197,7 +197,7 @@ def load_beside_device(
 
     Without a policy, the disk has what the host has no room for. Raises ConfigError.
     """
-    from quire.models.images import device_image_of
+    from quire.models.images import device_image_spec
     from quire.offload.device import DISK, load_on_device
     from quire.offload.hidden import HiddenStates, states_bytes
     from quire.offload.host import HostMemory
@@ -212,7 +212,7 @@ def load_beside_device(
             build,
             split,
             device,
-            wanted=device_image_of(checkpoint, dtype, config.model.weights, kinds) if has_disk else None,
+            wanted=device_image_spec(checkpoint, dtype, config.model.weights, kinds) if has_disk else None,
             bandwidth=config.offload.disk_bandwidth,
             overlaps=config.offload.overlap,
         )
@@ -263,21 +263,21 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
     return mover
 
 
-def _within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> Weights:
+def _within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> WeightPlacement:
     """The weights placed so that they use offload.memory, by the checkpoint's headers. kinds: of blocks that are kept.
 
     Raises ConfigError if the memory is too small.
     """
     from quire.models.images import section_of
-    from quire.models.loading import held_sizes
-    from quire.offload.homes import Place, fitting
+    from quire.models.loading import loaded_sizes
+    from quire.offload.weight_placement import StoredMatrix, place_within_memory
 
     assert config.offload.memory is not None
-    layers: list[list[Place]] = [[] for _ in range(checkpoint.shape.num_layers)]
-    fixed: list[Place] = []
-    sizes = held_sizes(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
+    layers: list[list[StoredMatrix]] = [[] for _ in range(checkpoint.shape.num_layers)]
+    fixed: list[StoredMatrix] = []
+    sizes = loaded_sizes(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
     for name, num_bytes in sizes.items():
         if len(checkpoint.shape.tensor_shapes[name]) == 2:
-            section, place = section_of(name), Place(name, 0, num_bytes)
+            section, place = section_of(name), StoredMatrix(name, 0, num_bytes)
             (layers[int(section[7:])] if section.startswith("layers.") else fixed).append(place)
-    return fitting(layers, fixed, config.offload.memory)
+    return place_within_memory(layers, fixed, config.offload.memory)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""error: no token could be chosen, because the logits are not finite, the grammar became too complex or nothing has the
-form; `stop_reason` has the explanation."""
+"""error: no token could be chosen, because the logits are not finite, the grammar became too complex or nothing fulfils
+the constraint; `stop_reason` has the explanation."""
 
 
 @dataclass(slots=True)

@@ -125,7 +125,7 @@ class SamplingParams:
                 raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputsParams or a mapping")
             for name in ("min_tokens", "ignore_eos"):
                 if getattr(self, name):
-                    reason = "cannot be kept where the text has a form, which says where it ends"
+                    reason = "cannot be kept under a constraint, which says where the text ends"
                     raise RequestError(f"{name} {reason}", name)
 
     def _set(self, name: str, value: object) -> None:

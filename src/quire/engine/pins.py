@@ -22,7 +22,7 @@ from quire.cache.manager import PINNED_SHARE
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.options import format_bytes
-from quire.reading import parse_json, read_text
+from quire.safe_io import parse_json, read_text
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -47,7 +47,7 @@ class Pin:
         return {"prompt_token_ids": self.ids, "cache_pin": True, "cache_salt": salt}
 
 
-def read_lines(file: Path, what: str = "cache.pin") -> list[tuple[int, dict[str, Any]]]:
+def read_pin_lines(file: Path, what: str = "cache.pin") -> list[tuple[int, dict[str, Any]]]:
     """(line, content) of every prefix, not tokenized, so that a bad file is refused before a model is loaded. Raises
     ConfigError, naming the line.
 
@@ -79,7 +79,7 @@ def read_pins(file: Path, tokenizer: Any, what: str = "cache.pin") -> list[Pin]:
     conversation that the chat template refuses, and a prefix shorter than a chunk.
     """
     pins = []
-    for number, given in read_lines(file, what):
+    for number, given in read_pin_lines(file, what):
         try:
             if "prompt" in given:
                 ids = tokenizer.encode(given["prompt"])
@@ -121,7 +121,7 @@ def pin_errors(file: Path, line: int, copies: int = 1) -> Iterator[None]:
         raise ConfigError(f"cache.pin {file}, line {line}: {error}{each}") from error
 
 
-def check_room(is_there: bool) -> None:
+def check_pin_room(is_there: bool) -> None:
     """Raises RequestError if pins have no room for a prefix."""
     if not is_there:
         raise RequestError(f"it would pin over {PINNED_SHARE:.0%} of the cache; raise cache.memory", "cache_pin")
@@ -134,7 +134,7 @@ def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequenc
     each = list(itertools.product(pins, salts))
     for number, (pin, salt) in enumerate(each):
         with pin_errors(file, pin.line, len(salts)):
-            check_room(engine.may_pin(pin.ids, salt))
+            check_pin_room(engine.may_pin(pin.ids, salt))
             hints = CacheHints(cache_pin=True, cache_salt=salt)
             name = f"pin-{number}"
             engine.add(name, pin.ids, PIN_PARAMS, hints)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.batch import Batch
-from quire.engine.request import Sequence, State
-from quire.engine.step import Proposal
+from quire.engine.request import Sequence, SequenceState
+from quire.engine.step import GuideProposal
 from quire.errors import ConfigError
 
 log = logging.getLogger("quire")
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     sequence: Sequence
     start: int
     num_rows: int
-    proposal: Proposal | None = None
+    proposal: GuideProposal | None = None
 
     @property
     def end(self) -> int:
@@ -48,7 +48,7 @@ def check_budget(token_budget: int, max_running: int) -> None:
     if token_budget < max_running + PAGE_TOKENS:
         raise ConfigError(
             f"scheduler.token_budget is {token_budget}; with scheduler.max_running {max_running} it must be at least"
-            f" {max_running + PAGE_TOKENS}, or a full batch leaves prefill no room for a chunk"
+            f" {max_running + PAGE_TOKENS}, or a full batch will_hand_over prefill no room for a chunk"
         )
 
 
@@ -81,7 +81,7 @@ class Policy:
         num_preempted = batch.counters.preemptions
         prompts, num_rows = self._decide_decodes(rows, batch.wake())
         for sequence in prompts:
-            if sequence.state is State.RUNNING and self._is_ready(sequence, underway):
+            if sequence.state is SequenceState.RUNNING and self._is_ready(sequence, underway):
                 num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
         # A preempted sequence would be admitted straight away into the room that its own pages left.
         while self.may_admit and batch.counters.preemptions == num_preempted:
@@ -92,14 +92,14 @@ class Policy:
                 break
             if not batch.admit(sequence):
                 break
-            is_ready = not sequence.awaits_scores and sequence.path.transfer is None
+            is_ready = not sequence.waits_for_prompt_logprobs and sequence.path.transfer is None
             if is_ready and self._is_ready(sequence, underway):
                 num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
         for sequence in itertools.islice(batch.waiting, NUM_PREFETCHED):
             self._prefetch(sequence)
         if batch.counters.preemptions != num_preempted:
             # A sequence may be preempted after its rows got slots.
-            rows = [each for each in rows if each.sequence.state is State.RUNNING]
+            rows = [each for each in rows if each.sequence.state is SequenceState.RUNNING]
         return rows
 
     def decide_behind_fetch(self, sequence: Sequence) -> list[Rows]:
@@ -107,7 +107,7 @@ class Policy:
         if it had no room, and begins again.
         """
         rows: list[Rows] = []
-        self._manager.fetching.assume(sequence)
+        self._manager.fetching.assume_arrived(sequence)
         self._add_prompt(rows, sequence, self._left(0))
         return rows
 
@@ -115,8 +115,8 @@ class Policy:
         """Whether rows of a sequence may run while its earlier chunks are still arriving. Not if column sums arrive
         with them: other requests will read these sums, and the rows would add to them.
         """
-        is_plain = not len(sequence.path.sums) and not sequence.awaits_scores
-        return is_plain and self._manager.fetching.may_follow(sequence.path)
+        is_plain = not len(sequence.path.sums) and not sequence.waits_for_prompt_logprobs
+        return is_plain and self._manager.fetching.can_overlap(sequence.path)
 
     @property
     def may_admit(self) -> bool:
@@ -148,7 +148,11 @@ class Policy:
         prompts: list[Sequence] = []
         num_rows = 0
         for sequence in sequences:
-            if sequence.state is not State.RUNNING or sequence.awaits_scores or self.is_fetching(sequence):
+            if (
+                sequence.state is not SequenceState.RUNNING
+                or sequence.waits_for_prompt_logprobs
+                or self.is_fetching(sequence)
+            ):
                 continue
             if not _decodes(sequence):
                 prompts.append(sequence)
@@ -227,7 +231,7 @@ class Policy:
     def _most_drafts(self, sequence: Sequence, budget: int) -> int:
         """Most drafts after the next row of a sequence, under a budget."""
         path = sequence.path
-        if sequence.leaves:
+        if sequence.will_hand_over:
             return 0  # another engine goes on behind its next token
         if self._manager.retention.profiling(path, 0) is not None:
             return 0  # the attention of a refused row could not be taken out of the column sums
@@ -241,10 +245,10 @@ def _decodes(sequence: Sequence) -> bool:
     return sequence.num_pending == 1 or sequence.path.is_decided
 
 
-def _proposed(sequence: Sequence, most: int) -> Proposal:
+def _proposed(sequence: Sequence, most: int) -> GuideProposal:
     """The guide's proposal: at most `most` drafts; a set of allowed tokens, or None, for each row."""
     assert sequence.guide is not None
     drafts, allowed = sequence.guide.propose(sequence.token_ids, most)
     assert len(drafts) <= most, f"{len(drafts)} drafts, and {most} fit"
     assert len(allowed) in (0, len(drafts) + 1), f"{len(allowed)} sets of tokens after {len(drafts)} drafts"
-    return Proposal(drafts, allowed or [None] * (len(drafts) + 1))
+    return GuideProposal(drafts, allowed or [None] * (len(drafts) + 1))

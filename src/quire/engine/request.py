@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.namespace import Namespace
-from quire.cache.path import Path, Swapped
+from quire.cache.path import Path, SwappedPath
 from quire.engine.outputs import Logprob
 from quire.engine.params import CacheHints, SamplingParams
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from quire.engine.step import Guide, Slice
 
-NOBODY = Namespace()
+DEFAULT_NAMESPACE = Namespace()
 NO_HINTS = CacheHints()
 
 
-class State(Enum):
+class SequenceState(Enum):
     """The state of a sequence."""
 
     WAITING = "waiting"
@@ -46,7 +46,7 @@ class Sequence:
     admitted       number of its last admission, in the order of admissions
     high_water     most tokens ever computed; tokens below it are computed again after a preemption
     is_quiet       whether it is in the calendar
-    lead           computed tokens minus the calendar's clock, while it is in the calendar
+    clock_offset           computed tokens minus the calendar's clock, while it is in the calendar
     slice          its row in steps while it decodes one token at a time; None before
     swapped        its path while that is in a store; None otherwise
     is_prefetched  whether chunks were looked for in a store before its admission
@@ -54,7 +54,7 @@ class Sequence:
     is_begun       whether any step included it
     kept_fraction  share of the prompt's tokens that retention keeps, over all heads; None before it decides and without
                    retention
-    leaves         whether another engine goes on with it after its next token
+    will_hand_over         whether another engine goes on with it after its next token
     num_prompt     tokens of the prompt
     keys           the keys of its chunks
     """
@@ -63,25 +63,25 @@ class Sequence:
     index: int
     token_ids: list[int]
     max_tokens: int
-    namespace: Namespace = NOBODY
+    namespace: Namespace = DEFAULT_NAMESPACE
     seed: int = 0
     guide: Guide | None = None
     sequence_id: int = 0
     admitted: int = 0
     path: Path = field(default_factory=Path)
-    state: State = State.WAITING
+    state: SequenceState = SequenceState.WAITING
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    swapped: Swapped | None = None
+    swapped: SwappedPath | None = None
     is_prefetched: bool = False
     fetched: dict[str, int] = field(default_factory=dict)
     high_water: int = 0
     is_quiet: bool = False
-    lead: int = 0
+    clock_offset: int = 0
     slice: Slice | None = None
     is_begun: bool = False
     kept_fraction: float | None = None
-    leaves: bool = False
+    will_hand_over: bool = False
     num_prompt: int = field(init=False)
     keys: ChunkKeys = field(init=False)
 
@@ -91,7 +91,7 @@ class Sequence:
 
     def move(self, namespace: Namespace) -> None:
         """Makes a sequence that waits without pages one of another engine, whose chunks have this namespace."""
-        assert self.state is State.WAITING, f"a sequence that is {self.state.value}"
+        assert self.state is SequenceState.WAITING, f"a sequence that is {self.state.value}"
         self.namespace, self.keys, self.path = namespace, ChunkKeys(namespace, self.token_ids), Path()
         self.swapped, self.slice, self.is_begun, self.is_prefetched = None, None, False, False
 
@@ -112,7 +112,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def adds_a_token(self) -> bool:
+    def is_decoding(self) -> bool:
         """Whether its next row is that of its last token, which it generated."""
         computed = self.num_computed + 1
         return computed == len(self.token_ids) and computed > self.num_prompt
@@ -161,14 +161,14 @@ class Sequence:
         return self.request.params.prompt_logprobs is not None and self.index == 0 and self.num_generated == 0
 
     @property
-    def awaits_scores(self) -> bool:
+    def waits_for_prompt_logprobs(self) -> bool:
         """Whether it must wait for the first sequence to compute the prompt's log-probabilities. These are reported
         with the first token of any sequence.
         """
         if self.index == 0 or self.request.params.prompt_logprobs is None:
             return False
         first = self.request.sequences[0]
-        return first.num_generated == 0 and first.state is not State.FINISHED
+        return first.num_generated == 0 and first.state is not SequenceState.FINISHED
 
 
 @dataclass(eq=False)
@@ -193,6 +193,6 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether every sequence is complete."""
-        return self.sequences[-1].state is State.FINISHED and all(
-            sequence.state is State.FINISHED for sequence in self.sequences
+        return self.sequences[-1].state is SequenceState.FINISHED and all(
+            sequence.state is SequenceState.FINISHED for sequence in self.sequences
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.retention.decisions import Decided
+from quire.cache.retention.decisions import RetentionDecision
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RetentionReport:
         return np.where(tried > 0, np.nansum(self.recovery, (0, 1)) / np.maximum(tried, 1), np.nan)
 
 
-def report_of(decided: Decided, bytes_full: int, bytes_kept: int) -> RetentionReport:
+def report_of(decided: RetentionDecision, bytes_full: int, bytes_kept: int) -> RetentionReport:
     """The report of a decision, with the bytes of the prompt's pages before and after it."""
     chain = decided.chain
     return RetentionReport(
@@ -96,7 +96,7 @@ def report_of(decided: Decided, bytes_full: int, bytes_kept: int) -> RetentionRe
     )
 
 
-def summary_of(decided: Decided) -> str:
+def summary_of(decided: RetentionDecision) -> str:
     """A decision in one line."""
     chain = decided.chain
     kept = f"keeps {decided.kept_fraction:.1%} of a prompt of {decided.kept.shape[-1]} tokens"

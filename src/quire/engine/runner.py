@@ -23,10 +23,10 @@ from quire.models.plan import Model
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.cache.retention.decisions import Decided, Recover
+    from quire.cache.retention.decisions import Recover, RetentionDecision
 
 
-class Decode(Protocol):
+class DecodeFunction(Protocol):
     """Runs a step in which every row decodes."""
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
@@ -34,15 +34,17 @@ class Decode(Protocol):
         ...
 
 
-class Decide(Protocol):
+class DecideFunction(Protocol):
     """Decides what heads keep of a prompt."""
 
-    def __call__(self, prompt_ids: Sequence[int], sums: NDArray[np.int32], recover: Recover | None) -> Decided:
+    def __call__(
+        self, prompt_ids: Sequence[int], sums: NDArray[np.int32], recover: Recover | None
+    ) -> RetentionDecision:
         """Sums, int32 [chunks], name the table rows of the prompt's column sums; recover is None if not needed."""
         ...
 
 
-class Observer(Protocol):
+class PromptObserver(Protocol):
     """Receives the prompt rows that have log-probabilities to compute, instead of the code that computes them."""
 
     def __call__(self, sequence_id: int, start: int, hidden: torch.Tensor) -> None:
@@ -72,8 +74,8 @@ class LocalRunner:
         sampler: Sampler,
         device: torch.device,
         *,
-        decode: Decode | None = None,
-        decide: Decide | None = None,
+        decode: DecodeFunction | None = None,
+        decide: DecideFunction | None = None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
     ) -> None:
         self.model = model
@@ -83,7 +85,7 @@ class LocalRunner:
         self.decode = decode
         self.decide = decide
         self.padded_rows = padded_rows
-        self.observer: Observer | None = None
+        self.observer: PromptObserver | None = None
         self._rows: dict[int, SampleRow] = {}
         # Of the last step: the last row of each slice; parameters and tokens of the sequences whose slices sample; and
         # the sampler's rows, of the slices whose token is not given. Behind drafts these are copies.

@@ -20,14 +20,14 @@ from quire.engine.candidates import (
     BLOCK_ROWS,
     Floats,
     Ints,
-    at_least,
     best_ids,
-    falling,
-    keep_allowed,
+    descending_order,
+    entries_at_least,
     lane_maxima,
+    mask_disallowed,
     num_above,
 )
-from quire.engine.masks import Words
+from quire.engine.masks import TokenBitmask
 from quire.engine.outputs import Logprob
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
@@ -53,7 +53,7 @@ class SampleRow:
     output_ids: list[int]
     seed: int
     """Any integer. Sequence i of a request has `sequence_seed(seed, i)`."""
-    allowed: int | Words | None = None
+    allowed: int | TokenBitmask | None = None
     """The only token that may be chosen, or those that may be, one bit each (`Slice.allowed`); None: all."""
     tally: _Tally | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -73,7 +73,7 @@ class SampleRow:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SamplerOutput:
     """The tokens that one step chose."""
 
     token_ids: Tensor
@@ -110,10 +110,12 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.eos_token_ids = tuple(eos_token_ids)
-        self._punctual = runtime.punctual if self.device.type == "cpu" else contextlib.nullcontext
+        self._limited_torch_threads = (
+            runtime.limited_torch_threads if self.device.type == "cpu" else contextlib.nullcontext
+        )
 
     @torch.no_grad()
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
         """Chooses a token for each row. Does not change `logits`.
 
         logits  float32 [n, V >= vocab_size]
@@ -137,7 +139,7 @@ class Sampler:
         else:
             chosen = torch.empty(len(rows), dtype=torch.int64)
             others = list(range(len(rows)))
-        with self._punctual():
+        with self._limited_torch_threads():
             for block in _blocks(others):
                 chosen[block] = self._choose(_copy_rows(logits, block), [rows[index] for index in block])
             errors = dict.fromkeys((chosen < 0).nonzero()[:, 0].tolist(), _NO_TOKEN)
@@ -151,7 +153,7 @@ class Sampler:
                 )
                 for index, entry in zip(block, found, strict=True):
                     logprobs[index] = entry
-        return Sampled(chosen, logprobs, errors)
+        return SamplerOutput(chosen, logprobs, errors)
 
     @torch.no_grad()
     def prompt_logprobs(self, logits: Tensor, targets: Tensor | Sequence[int], k: int) -> list[dict[int, Logprob]]:
@@ -164,7 +166,7 @@ class Sampler:
         targets = torch.as_tensor(targets, dtype=torch.int64).cpu()
         assert len(logits) == len(targets), f"{len(logits)} rows of logits for {len(targets)} targets"
         logits = logits[:, : self.vocab_size]
-        with self._punctual():
+        with self._limited_torch_threads():
             return [
                 entry
                 for block in _blocks(range(len(targets)))
@@ -206,7 +208,7 @@ class Sampler:
             flat[self._flat_indices(forbidden)] = -math.inf
         masks = [None if isinstance(row.allowed, int) else row.allowed for row in rows]
         if any(words is not None for words in masks):
-            keep_allowed(scores, masks)
+            mask_disallowed(scores, masks)
         for scored, row in zip(scores, rows, strict=True):
             if isinstance(row.allowed, int):
                 only = scored[row.allowed].clone()
@@ -284,7 +286,7 @@ def _draw_rows(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     floors = np.empty(len(rows), np.float32)
     for index, row in enumerate(rows):
         floors[index] = _candidate_floor(lanes[index], row.params, draws[index], probs.shape[1])
-    candidates = at_least(probs, floors)
+    candidates = entries_at_least(probs, floors)
     return torch.tensor(
         [
             _draw(ids, values, row.params, draw) if ok else -1
@@ -314,7 +316,7 @@ def _candidate_floor(best: Floats, params: SamplingParams, draw: float, vocab_si
 
 def _draw(ids: Ints, probs: Floats, params: SamplingParams, draw: float) -> int:
     """Filters the candidates and inverts the distribution function at `draw`."""
-    order = falling(probs)
+    order = descending_order(probs)
     if params.top_k > 0:
         order = order[: params.top_k]
     mass = np.cumsum(probs[order], dtype=np.float64)
@@ -341,7 +343,8 @@ def _logprobs(scores: Tensor, targets: Tensor, counts: Sequence[int]) -> list[di
             if count:
                 floors[index] = lanes[index, count - 1] if count <= lanes.shape[1] else -np.inf
         best = [
-            ids[falling(values)[:count]] for (ids, values), count in zip(at_least(scores, floors), counts, strict=True)
+            ids[descending_order(values)[:count]]
+            for (ids, values), count in zip(entries_at_least(scores, floors), counts, strict=True)
         ]
     columns = targets[:, None].repeat(1, 1 + max(map(len, best)))
     for index, ids in enumerate(best):

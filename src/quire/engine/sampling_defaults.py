@@ -15,7 +15,7 @@ from quire.errors import ModelError, RequestError
 from quire.models.embedded import EMBEDDED
 from quire.models.files import read_json
 from quire.models.gguf_file import read_header
-from quire.models.settings import Settings, one_line
+from quire.models.settings import CheckedSettings, one_line
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -52,10 +52,10 @@ def read_sampling_defaults(path: Path, name: str = "") -> SamplingDefaults:
     """
     if path.is_dir():
         file, source = path / GENERATION_CONFIG, GENERATION_CONFIG
-        values = _from_generation_config(Settings(read_json(file), str(file)))
+        values = _from_generation_config(CheckedSettings(read_json(file), str(file)))
     elif path.suffix == ".gguf":
         file, source = path, "the model's file"
-        values = _from_gguf(Settings(read_header(path).metadata, str(path)).under("general.sampling."))
+        values = _from_gguf(CheckedSettings(read_header(path).metadata, str(path)).under("general.sampling."))
     else:
         return NO_DEFAULTS
     if not values and name in EMBEDDED:
@@ -69,7 +69,7 @@ def read_sampling_defaults(path: Path, name: str = "") -> SamplingDefaults:
     return SamplingDefaults(values, source)
 
 
-def _from_generation_config(settings: Settings) -> dict[str, float | int]:
+def _from_generation_config(settings: CheckedSettings) -> dict[str, float | int]:
     """If `do_sample` is absent, the temperature applies, as in vLLM. If it is false, the best token is taken."""
     found: dict[str, float | int] = {
         name: settings.number(name)
@@ -86,7 +86,7 @@ def _from_generation_config(settings: Settings) -> dict[str, float | int]:
     return found
 
 
-def _from_gguf(settings: Settings) -> dict[str, float | int]:
+def _from_gguf(settings: CheckedSettings) -> dict[str, float | int]:
     """llama.cpp's keys. Its penalty covers the last `penalty_last_n` tokens, ours the whole sequence."""
     found: dict[str, float | int] = {}
     for ours, theirs in _GGUF_NAMES.items():

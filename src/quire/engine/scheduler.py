@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
-from quire.cache.retention.decisions import Decided
-from quire.engine.batch import Batch, Counters
+from quire.cache.retention.decisions import RetentionDecision
+from quire.engine.batch import Batch, SchedulerCounters
 from quire.engine.calendar import Calendar
 from quire.engine.outputs import Logprob
 from quire.engine.policy import Policy
-from quire.engine.request import Sequence, State
+from quire.engine.request import Sequence, SequenceState
 from quire.engine.retention_report import summary_of
 from quire.engine.step import NO_TOKEN, Result, Slice, Step, Wait
 from quire.engine.step_builder import StepBuilder
@@ -33,7 +33,7 @@ log = logging.getLogger("quire")
 Logprobs = dict[int, Logprob] | None
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """A token of this step, whether the sequence reaches its length with it, and its log-probabilities."""
 
     sequence: Sequence
@@ -74,7 +74,7 @@ class Scheduler:
         return self.batch.calendar
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> SchedulerCounters:
         """Counts since start."""
         return self.batch.counters
 
@@ -112,7 +112,7 @@ class Scheduler:
         transfer = sequence.path.transfer
         assert transfer is not None
         rows = self.policy.decide_behind_fetch(sequence)
-        if sequence.state is not State.RUNNING:
+        if sequence.state is not SequenceState.RUNNING:
             return None
         if not rows:
             return Wait(transfer)
@@ -124,23 +124,23 @@ class Scheduler:
         """The sequence of a slice of the last step."""
         return self.builder.sequences[index]
 
-    def commit(self, step: Step, result: Result) -> list[Sampled]:
+    def commit(self, step: Step, result: Result) -> list[SampledToken]:
         """Appends the sampled tokens, seals chunks, takes refused drafts back, and ends sequences that reached their
         length. Skips sequences that ended since the step was made.
         """
-        sampled: list[Sampled] = []
-        active: list[tuple[Sequence, Slice, int, Logprobs, Decided | None]] = []
+        sampled: list[SampledToken] = []
+        active: list[tuple[Sequence, Slice, int, Logprobs, RetentionDecision | None]] = []
         quiet, tokens = self.calendar.members, iter(result.token_ids)
         logprobs = iter(result.logprobs) if result.logprobs else itertools.repeat(None)
         for index, sequence in enumerate(self.builder.sequences):
             if sequence in quiet:
                 token_id = next(tokens)
                 sequence.token_ids.append(token_id)
-                sampled.append(Sampled(sequence, token_id, False, next(logprobs)))
+                sampled.append(SampledToken(sequence, token_id, False, next(logprobs)))
                 continue
             piece = step.slices[index]
             token_id, beside = (next(tokens), next(logprobs)) if piece.samples else (NO_TOKEN, None)
-            if sequence.state is State.RUNNING:
+            if sequence.state is SequenceState.RUNNING:
                 active.append((sequence, piece, token_id, beside, result.decided.get(index)))
         self.pass_steps(1)
         self.builder.sampled = result.token_ids
@@ -166,8 +166,8 @@ class Scheduler:
         end: int,
         count: int,
         tokens: Iterable[tuple[int, Logprobs]],
-        decided: Decided | None = None,
-    ) -> list[Sampled]:
+        decided: RetentionDecision | None = None,
+    ) -> list[SampledToken]:
         """Commits an active sequence: its tokens before `end` are computed, the last `count` of them in this step, and
         `tokens` are sampled.
         """
@@ -186,7 +186,7 @@ class Scheduler:
                 self._pin(sequence)
             sequence.token_ids.append(token_id)
             generated += 1
-            sampled.append(Sampled(sequence, token_id, generated >= sequence.max_tokens, logprobs))
+            sampled.append(SampledToken(sequence, token_id, generated >= sequence.max_tokens, logprobs))
         if decided is not None:
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("request %s: %s", sequence.name, summary_of(decided))

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.engine.drafts import drop_unknown
-from quire.engine.ecma import HOSTNAME, Expression, NotTranslated, to_rust
-from quire.engine.negation import measured
-from quire.engine.references import has_resources, is_resource, target
-from quire.engine.references import pointed as pointed
-from quire.engine.rewrites import Rewriting, TooLong
+from quire.engine.ecma_regex import HOSTNAME, RegexTranslationError, RustRegex, to_rust
+from quire.engine.negation import measure_json
+from quire.engine.schema_drafts import drop_unknown_keywords
+from quire.engine.schema_references import has_resources, is_resource, resolve_pointer
+from quire.engine.schema_references import resolve_reference as resolve_reference
+from quire.engine.schema_rewriter import SchemaRewriter, SchemaTooLongError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -66,23 +66,24 @@ _CHECKED = frozenset(
 _NAMES_AND_DEFINITIONS = frozenset({"$anchor", "$defs", "$dynamicAnchor", "$id", "definitions"})
 
 
-class Unhonoured(ValueError):
+class UnsupportedSchemaError(ValueError):
     """A schema asks for what llguidance does not hold texts to. The message begins with the keyword."""
 
 
-def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
+def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     """A schema whose JSON is written on one line, with a space after each comma and colon. Formats that are not known
     are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. A `oneOf` whose alternatives
-    a `discriminator` tells apart (OpenAPI 3.1; pydantic writes it) becomes an `anyOf`. Raises Unhonoured.
+    a `discriminator` tells apart (OpenAPI 3.1; pydantic writes it) becomes an `anyOf`. Raises
+    UnsupportedSchemaError.
     """
     if schema is False:
         return False
     text = "{}" if schema is True else json.dumps(schema)
     found: dict[str, Any] = json.loads(text)
     may_have_controls, has_controls = _MAY_NEED_UNICODE_ESCAPES.search(text) is not None, False
-    every = list[tuple[Link | None, dict[str, Any]]]()
+    every = list[tuple[SchemaPath | None, dict[str, Any]]]()
     for link, own in _subschemas(found):  # which goes into each one after what is done here
-        drop_unknown(own, found.get("$schema"))
+        drop_unknown_keywords(own, found.get("$schema"))
         every.append((link, own))
     for link, own in every:
         if _CHECKED.isdisjoint(own):
@@ -92,11 +93,13 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
         reference = own.get("$ref")
         if own is not found and "$id" in own and "$ref" in own:
             # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
-            raise Unhonoured("$id beside $ref: drafts disagree about what it means" + _at(link))
+            raise UnsupportedSchemaError("$id beside $ref: drafts disagree about what it means" + _at(link))
         if isinstance(reference, str) and "#/" in reference[1:] and has_resources(found):
-            raise Unhonoured("$ref: a pointer into another schema that has an $id; use an $anchor there" + _at(link))
+            raise UnsupportedSchemaError(
+                "$ref: a pointer into another schema that has an $id; use an $anchor there" + _at(link)
+            )
         if (reason := _rounded(own) or _repeated(own)) is not None:
-            raise Unhonoured(reason + _at(link))
+            raise UnsupportedSchemaError(reason + _at(link))
         own.update(
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
@@ -107,14 +110,16 @@ def written(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
             told_apart.apply(own)
     inner_first = [*(own for _, own in reversed(every)), *told_apart.copies]
     try:
-        Rewriting(found, lambda reference: pointed(reference, found), told_apart.narrowed).apply(inner_first)
-    except TooLong as error:
-        raise Unhonoured(str(error)) from None
+        SchemaRewriter(found, lambda reference: resolve_reference(reference, found), told_apart.narrowed).apply(
+            inner_first
+        )
+    except SchemaTooLongError as error:
+        raise UnsupportedSchemaError(str(error)) from None
     style = dict(JSON_STYLE)
     if has_controls:
         if (named := _place(found, _names_in_the_open)) is not None or _names_in_the_open(found):
             reason = "a control character in the schema needs the escape \\u, with which a name could come twice"
-            raise Unhonoured(f"properties: {reason}; use additionalProperties: false{_at(named)}")
+            raise UnsupportedSchemaError(f"properties: {reason}; use additionalProperties: false{_at(named)}")
         del style["json_allowed_escapes"]
     return {**found, "x-guidance": style}
 
@@ -182,7 +187,7 @@ class _ToldApart:
             return given
         if (known := self._references.get((id(definition), name))) is not None:
             return known
-        self._left -= measured(definition, max(self._left, 0)).size
+        self._left -= measure_json(definition, max(self._left, 0)).size
         if self._left < 0:
             return given
         copy = {word: value for word, value in definition.items() if word not in _NAMES_AND_DEFINITIONS}
@@ -203,7 +208,7 @@ class _ToldApart:
 def _definition(schema: Any, root: dict[str, Any]) -> Any:
     """What a schema refers to, if it only refers to something; else the schema."""
     is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
-    return pointed(schema["$ref"], root) if is_reference else schema
+    return resolve_reference(schema["$ref"], root) if is_reference else schema
 
 
 def _has_controls(schema: Mapping[str, Any]) -> bool:
@@ -236,9 +241,9 @@ def _names_in_the_open(schema: Mapping[str, Any]) -> bool:
     return bool(patterns) and schema.get("additionalProperties") is not False
 
 
-def _translate(schema: dict[str, Any], link: Link | None) -> bool:
-    """Translates the expressions of a schema. Returns whether one asks for control characters; see Expression. Raises
-    Unhonoured.
+def _translate(schema: dict[str, Any], link: SchemaPath | None) -> bool:
+    """Translates the expressions of a schema. Returns whether one asks for control characters; see RustRegex. Raises
+    UnsupportedSchemaError.
     """
     has_controls = False
     given, plain, length = HOSTNAME
@@ -260,12 +265,12 @@ def _translate(schema: dict[str, Any], link: Link | None) -> bool:
     return has_controls
 
 
-def _translated(word: str, pattern: str, link: Link | None) -> Expression:
+def _translated(word: str, pattern: str, link: SchemaPath | None) -> RustRegex:
     try:
         return to_rust(pattern)
-    except NotTranslated as error:
+    except RegexTranslationError as error:
         shown = pattern if len(pattern) <= 200 else pattern[:200] + "..."
-        raise Unhonoured(f"{word}: {error}, in {shown}{_at(link)}") from None
+        raise UnsupportedSchemaError(f"{word}: {error}, in {shown}{_at(link)}") from None
 
 
 def _rounded(schema: Mapping[str, Any]) -> str | None:
@@ -299,7 +304,7 @@ def _repeated(schema: Mapping[str, Any]) -> str | None:
     return None
 
 
-def explained(schema: Any, error: str) -> str:
+def schema_error_text(schema: Any, error: str) -> str:
     """What llguidance says against a schema, by the name of the keyword and with its place, where that can be found."""
     error = error.strip()
     if error.startswith("Unimplemented keys") and (words := re.findall(r'"([^"]*)"', error)):
@@ -339,14 +344,14 @@ def _explained_expression(schema: Any, error: str) -> str | None:
     return f"pattern: {reason}"
 
 
-def _expressions(schema: Any) -> Iterator[tuple[str, str, str, Link | None]]:
+def _expressions(schema: Any) -> Iterator[tuple[str, str, str, SchemaPath | None]]:
     """The regular expressions of a schema: keyword, expression, the same in Rust's syntax, and place."""
     for link, own in _subschemas(schema):
         given = own.get("patternProperties")
         found = [("patternProperties", each) for each in given] if isinstance(given, Mapping) else []
         for word, expression in [("pattern", own.get("pattern")), *found]:
             if isinstance(expression, str):
-                with contextlib.suppress(NotTranslated):
+                with contextlib.suppress(RegexTranslationError):
                     yield word, expression, to_rust(expression).rust, link
 
 
@@ -356,14 +361,14 @@ _ANCHOR = re.compile(r"lookarounds not supported yet; (Start|End) in regex /(.*)
 _EXPRESSION = re.compile(r"regex parse error:\n +(.*)\n[ ^]+\nerror: (.*)")
 
 
-class Link(NamedTuple):
+class SchemaPath(NamedTuple):
     """The place of a subschema: that of the schema around it, None if that is the outermost, and its name there."""
 
-    parent: Link | None
+    parent: SchemaPath | None
     name: str
 
 
-def _at(link: Link | None) -> str:
+def _at(link: SchemaPath | None) -> str:
     names: list[str] = []
     while link is not None:
         names.append(link.name if len(link.name) <= 60 else link.name[:60] + "...")
@@ -372,16 +377,18 @@ def _at(link: Link | None) -> str:
     return f" (at {path if len(path) <= 200 else '...' + path[-200:]})" if names else ""
 
 
-def _place(schema: Any, is_meant: Callable[[Mapping[str, Any]], bool]) -> Link | None:
+def _place(schema: Any, is_meant: Callable[[Mapping[str, Any]], bool]) -> SchemaPath | None:
     """Where the first subschema stands that is meant."""
     return next((link for link, own in _subschemas(schema) if is_meant(own)), None)
 
 
-def _subschemas(root: Any) -> Iterator[tuple[Link | None, dict[str, Any]]]:
+def _subschemas(root: Any) -> Iterator[tuple[SchemaPath | None, dict[str, Any]]]:
     """All schemas in a schema that are objects, with their places, outer ones first: where keywords have schemas, and
     where references point to.
     """
-    todo: deque[tuple[Link | None, Any, Any]] = deque([(None, root, root)])  # place, schema, and what pointers start at
+    todo: deque[tuple[SchemaPath | None, Any, Any]] = deque(
+        [(None, root, root)]
+    )  # place, schema, and what pointers start at
     seen = set[int]()
     while todo:
         link, own, base = todo.popleft()
@@ -391,11 +398,11 @@ def _subschemas(root: Any) -> Iterator[tuple[Link | None, dict[str, Any]]]:
         yield link, own
         base = own if is_resource(own, root) else base
         if isinstance(reference := own.get("$ref"), str):
-            todo.append((Link(None, reference), target(reference, base), base))
+            todo.append((SchemaPath(None, reference), resolve_pointer(reference, base), base))
         for word, value in own.items():
             if isinstance(value, list) and word in _SCHEMAS:
-                todo += ((Link(link, f"{word}[{place}]"), each, base) for place, each in enumerate(value) if each)
+                todo += ((SchemaPath(link, f"{word}[{place}]"), each, base) for place, each in enumerate(value) if each)
             elif isinstance(value, dict) and word in _NAMED_SCHEMAS:
-                todo += ((Link(link, f"{word}.{name}"), each, base) for name, each in value.items() if each)
+                todo += ((SchemaPath(link, f"{word}.{name}"), each, base) for name, each in value.items() if each)
             elif isinstance(value, dict) and word in _SCHEMA:
-                todo.append((Link(link, word), value, base))
+                todo.append((SchemaPath(link, word), value, base))

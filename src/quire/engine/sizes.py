@@ -22,7 +22,7 @@ def page_counts(page_bytes: int | NDArray[np.int32], num_layers: int, num_heads:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class ArenaCapacity:
     """The capacity of an arena that does not exist yet, counted like `PageCounts.has_room`.
 
     num_bytes      bytes of the arena, in whole slabs
@@ -72,7 +72,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class EngineSizes:
     """Bytes and counts of one model on one cache.
 
     weight_bytes         all weights in the chosen dtype, times the number of copies that the backend holds
@@ -96,7 +96,7 @@ class Sizes:
     num_chunks: int
     max_context: int
     model_context: int
-    arena: Capacity
+    arena: ArenaCapacity
     available_bytes: int | None = None
     disk_bytes: int = 0
 
@@ -152,11 +152,13 @@ class Sizes:
         )
 
 
-def sizes(arena: Capacity, *, model_context: int, weight_bytes: int, available_bytes: int | None = None) -> Sizes:
+def sizes(
+    arena: ArenaCapacity, *, model_context: int, weight_bytes: int, available_bytes: int | None = None
+) -> EngineSizes:
     """The sizes of a model with an arena for its cache."""
     num_chunks = arena.num_chunks
     chunk_bytes = _bytes_of(arena.sealed)
-    return Sizes(
+    return EngineSizes(
         weight_bytes=weight_bytes,
         cache_bytes=arena.num_bytes,
         bytes_per_token=chunk_bytes / PAGE_TOKENS,

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from quire.cache.retention.decisions import Decided
+    from quire.cache.retention.decisions import RetentionDecision
     from quire.cache.store import Transfer
-    from quire.engine.masks import Words
+    from quire.engine.masks import TokenBitmask
     from quire.engine.outputs import Logprob
     from quire.engine.params import SamplingParams
 
@@ -26,7 +26,7 @@ NO_TOKEN = -1
 """In place of a token: the row failed, or follows a refused draft."""
 
 if TYPE_CHECKING:
-    Mask = Callable[[], Words]
+    Mask = Callable[[], TokenBitmask]
     """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Computes it, or
     waits for it. Raises QuireError if it cannot be computed."""
     Allowed = int | Mask
@@ -58,7 +58,7 @@ class Slice(RowSlice):
     draft: int = NO_TOKEN
     allowed: Allowed | None = None
 
-    def goes_on_as(self, row: Slice) -> bool:
+    def can_advance_to(self, row: Slice) -> bool:
         """Whether `row`, of the same sequence in the next step, differs only by its position: one slot later in the
         same chunks.
         """
@@ -83,7 +83,7 @@ def _look_alike(last: Profiled | None, row: Profiled | None) -> bool:
     )
 
 
-class Begun(NamedTuple):
+class NewSequence(NamedTuple):
     """A sequence that is in a step for the first time: all that a runner must remember of it.
 
     output_ids  tokens that another engine has generated
@@ -114,7 +114,7 @@ class Step:
     slices: list[Slice]
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
-    begun: list[Begun] = field(default_factory=list)
+    begun: list[NewSequence] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     moved: list[int] | None = None
     ready: NDArray[np.int32] | None = None
@@ -153,12 +153,12 @@ class Result:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     errors: dict[int, Failure] = field(default_factory=dict)
-    decided: dict[int, Decided] = field(default_factory=dict)
+    decided: dict[int, RetentionDecision] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
     pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
-class Proposal(NamedTuple):
+class GuideProposal(NamedTuple):
     """A guide's proposal for a sequence.
 
     drafts   tokens that are likely to follow, at most the requested number
@@ -173,7 +173,7 @@ class Proposal(NamedTuple):
 class Guide(Protocol):
     """Proposes tokens before each step of one sequence: a drafter, a grammar, or both."""
 
-    def propose(self, token_ids: list[int], most: int) -> Proposal:
+    def propose(self, token_ids: list[int], most: int) -> GuideProposal:
         """The proposal after all tokens so far, with at most `most` drafts."""
         ...
 

@@ -11,7 +11,7 @@ from quire.attention.rows import Profiled
 from quire.engine.batch import Batch
 from quire.engine.policy import Rows
 from quire.engine.request import Sequence
-from quire.engine.step import NO_TOKEN, Begun, Slice, Step
+from quire.engine.step import NO_TOKEN, NewSequence, Slice, Step
 
 
 class StepBuilder:
@@ -86,7 +86,7 @@ class StepBuilder:
     def _row(self, sequence: Sequence) -> Slice:
         """The next row of a sequence: the same object as last time while the sequence stays in the same chunks."""
         row, last = self._slice(sequence, sequence.path.num_tokens, 1), sequence.slice
-        if last is not None and last.goes_on_as(row):
+        if last is not None and last.can_advance_to(row):
             last.start = row.start
             return last
         sequence.slice = row
@@ -98,7 +98,7 @@ class StepBuilder:
         if row is None:
             calendar.settle(sequence)
             row = self._row(sequence)
-        row.start = sequence.lead + calendar.clock
+        row.start = sequence.clock_offset + calendar.clock
         return row
 
     def _slice(self, sequence: Sequence, start: int, count: int) -> Slice:
@@ -161,8 +161,8 @@ def _tokens_of(rows: list[tuple[Sequence, Slice]]) -> tuple[list[int], list[int]
     return ids, positions
 
 
-def _begin(sequence: Sequence) -> Begun:
+def _begin(sequence: Sequence) -> NewSequence:
     sequence.is_begun = True
     request = sequence.request
     output_ids = sequence.token_ids[sequence.num_prompt :]
-    return Begun(sequence.sequence_id, request.params, request.prompt_ids, sequence.seed, output_ids)
+    return NewSequence(sequence.sequence_id, request.params, request.prompt_ids, sequence.seed, output_ids)

@@ -14,7 +14,7 @@ from quire.engine.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class SequenceEnd:
     """Why a sequence ended."""
 
     finish_reason: Literal["stop", "length"]
@@ -58,7 +58,7 @@ class StopChecker:
         """Whether `token_id`, if pushed next, ends the sequence as a stop token or end of text."""
         return self._num_tokens >= self._min_tokens and (token_id in self._eos_ids or token_id in self._stop_ids)
 
-    def push(self, text_delta: str, token_id: int, finished_by_length: bool = False) -> tuple[str, Stop | None]:
+    def push(self, text_delta: str, token_id: int, finished_by_length: bool = False) -> tuple[str, SequenceEnd | None]:
         """The text that may be emitted after one more token, and the reason if the sequence ends with it.
 
         text_delta          the text that the token added; of a stop token only if `keeps_stop`
@@ -74,9 +74,9 @@ class StopChecker:
             return text_delta, None
         emitted, stop = self._advance(text_delta)
         if stop is None and ends_here:
-            stop = Stop("stop", None if token_id in self._eos_ids else token_id)
+            stop = SequenceEnd("stop", None if token_id in self._eos_ids else token_id)
         if stop is None and finished_by_length:
-            stop = Stop("length", None)
+            stop = SequenceEnd("length", None)
         if stop is not None:
             emitted += self._held
             self._held = ""
@@ -89,7 +89,7 @@ class StopChecker:
         self._stopped = True
         return held
 
-    def _advance(self, delta: str) -> tuple[str, Stop | None]:
+    def _advance(self, delta: str) -> tuple[str, SequenceEnd | None]:
         if not self._matchers:
             return delta, None
         text = self._held + delta
@@ -100,7 +100,7 @@ class StopChecker:
                 string = max((matcher.string for matcher in completed), key=len)
                 end = first_new + offset + 1
                 self._held = ""
-                return text[: end if self.keeps_stop else end - len(string)], Stop("stop", string)
+                return text[: end if self.keeps_stop else end - len(string)], SequenceEnd("stop", string)
         num_held = max(matcher.num_matched for matcher in self._matchers)
         cut = len(text) - num_held
         self._held = text[cut:]

@@ -15,10 +15,10 @@ MAX_GRAMMAR_CHARS = 262_144
 
 MAX_CHOICES = 4096
 
-OF_SERVER = ("reasoning", "may_force")
+SERVER_ONLY_FIELDS = ("reasoning", "may_force")
 """Fields that a server sets and its clients do not."""
 
-WAYS = ("json", "json_object", "regex", "choice", "grammar")
+CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class StructuredOutputsParams:
     begun it."""
 
     def __post_init__(self) -> None:
-        given = [name for name in WAYS if getattr(self, name) is not None]
+        given = [name for name in CONSTRAINT_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise _wrong(f"one of {', '.join(WAYS)} must be given, not {' and '.join(given) or 'none'}")
+            raise _wrong(f"one of {', '.join(CONSTRAINT_KINDS)} must be given, not {' and '.join(given) or 'none'}")
         if not isinstance(self.disable_any_whitespace, bool):
             raise _wrong("disable_any_whitespace must be true or false")
         if self.reasoning is not None:
             object.__setattr__(self, "reasoning", self._marks())
-        (way,) = given
-        object.__setattr__(self, way, getattr(self, f"_{way}")())
+        (kind,) = given
+        object.__setattr__(self, kind, getattr(self, f"_{kind}")())
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> StructuredOutputsParams:
@@ -71,18 +71,20 @@ class StructuredOutputsParams:
             if given.get(name) is False:
                 del given[name]
         if unknown := sorted(given.keys() - known):
-            raise _wrong(f"{reprlib.repr(unknown[0])} is not known; it takes {', '.join(sorted(known - {*OF_SERVER}))}")
+            raise _wrong(
+                f"{reprlib.repr(unknown[0])} is not known; it takes {', '.join(sorted(known - {*SERVER_ONLY_FIELDS}))}"
+            )
         return cls(**given)
 
     @property
-    def way(self) -> str:
+    def kind(self) -> str:
         """Which one is given."""
-        return next(name for name in WAYS if getattr(self, name) is not None)
+        return next(name for name in CONSTRAINT_KINDS if getattr(self, name) is not None)
 
     @property
     def text(self) -> str:
         """What is given, as text: of a schema and of choices, the JSON."""
-        given = getattr(self, self.way)
+        given = getattr(self, self.kind)
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
     def _marks(self) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from quire.evaluation.curves import Quality
 from quire.evaluation.speeds import LEAST_SECONDS, SECONDS, Speeds, disk_link, num_instances
 from quire.evaluation.trying import LocalInstances
 from quire.models.image_folder import image_path
-from quire.models.images import Wanted, image_for, trial_images
+from quire.models.images import ImageSpec, engine_image_spec, temporary_images
 from quire.models.quants import BLOCK_KINDS
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
@@ -78,7 +78,7 @@ class LocalPlanner(Planner):
 
     def run(self) -> Found:
         """See Planner. Removes layer images that were written for trials, except for that of the chosen settings."""
-        with trial_images() as kept:
+        with temporary_images() as kept:
             found = super().run()
             form = found.chosen.point.settings.options["model.weights"]
             if (image := self._image(str(form))) is not None:
@@ -112,11 +112,11 @@ class LocalPlanner(Planner):
         wanted = self._image(form)
         return 0 if wanted is None else wanted.num_bytes
 
-    def _image(self, form: str) -> Wanted | None:
+    def _image(self, form: str) -> ImageSpec | None:
         """The layer image that engines with this form of weights map."""
         config, _, _ = self._model.resolved({"model.weights": form})
         with open_model(resolve_model(self.name)) as checkpoint:
-            return image_for(checkpoint, config)
+            return engine_image_spec(checkpoint, config)
 
     def fit(self, settings: Settings, share: float = 1.0) -> Fit:
         """See Planner. The cache is divided among the instances."""

@@ -20,17 +20,17 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.engine.build import resolve
-from quire.engine.capacity import Capacity
+from quire.engine.capacity import MeasuredCapacity
 from quire.engine.engine import Engine
 from quire.engine.offloading import cache_bytes
 from quire.engine.params import SamplingParams
-from quire.engine.sizes import Sizes
+from quire.engine.sizes import EngineSizes
 from quire.errors import ConfigError
 from quire.evaluation.compose_load import Asked
 from quire.load import calibration_for
 from quire.models.resolve import resolve_model
 from quire.models.weights import open_model
-from quire.offload.room import Room
+from quire.offload.memory_plan import MemoryPlan
 from quire.planning.latency import Link, Origin, StepWork
 from quire.simulation.arrivals import Arrivals
 from quire.simulation.cluster import Answered, Place, SimulatedCluster
@@ -84,7 +84,7 @@ class Instant:
         return True
 
 
-def resolved(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, Sizes]:
+def resolved(model: str, options: Mapping[str, Any]) -> tuple[EngineConfig, EngineSizes]:
     """The configuration of an engine without automatic values, and what fits under it. Raises ConfigError."""
     plan = _plan(model, options)
     return plan.config, plan.sizes
@@ -149,7 +149,7 @@ def fill_instances(plan: Plan, roles: Mapping[str, int], asked: Iterator[Asked])
     Raises ConfigError for a sequence that the instances refuse.
     """
     events, config = Events(), plan.config
-    capacity = Capacity(MOST_ROWS, MOST_RUNNING, STEP_SECONDS / MOST_ROWS, STEP_SECONDS)
+    capacity = MeasuredCapacity(MOST_ROWS, MOST_RUNNING, STEP_SECONDS / MOST_ROWS, STEP_SECONDS)
     places = [
         Place(f"{role}-{number}", role, partial(make_engine, plan), capacity)
         for role, count in roles.items()
@@ -217,4 +217,4 @@ def _check_frames(plan: Plan) -> None:
     found = cache_bytes(config, plan.sizes.max_context, sealed, None if is_same else open_)
     assert isinstance(config.cache.memory, int), "a configuration with automatic values"
     if found is not None:
-        Room.of(config.cache.memory, found[1])
+        MemoryPlan.of(config.cache.memory, found[1])

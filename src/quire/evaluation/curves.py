@@ -34,7 +34,7 @@ from quire.models.weights import open_model
 from quire.planning.curves import BEYOND, FITTED_TEXT, Curve, Curves, Loss, Losses, Scoring, parts_of
 from quire.planning.latency import About
 from quire.planning.space import NOT_OF_ENGINES, Settings, Space, Value
-from quire.reading import read_text
+from quire.safe_io import read_text
 from quire.version import __version__
 
 CONTEXT, WINDOWS = 1024, 12

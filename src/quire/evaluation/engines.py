@@ -14,7 +14,7 @@ from quire.engine.build import assemble, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.load import Loaded, calibration_for, load_engine
+from quire.load import LoadedEngine, calibration_for, load_engine
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import open_model
@@ -157,7 +157,7 @@ def _dense(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, cache=plain)
 
 
-def _beside(loaded: Loaded, config: EngineConfig, calibration: Calibration | None) -> Engine:
+def _beside(loaded: LoadedEngine, config: EngineConfig, calibration: Calibration | None) -> Engine:
     """Another engine with the weights of an existing one."""
     resolved, fits = resolve(config, loaded.shape, None, calibration)
     model_id = loaded.engine.namespace.model

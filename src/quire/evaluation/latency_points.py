@@ -84,7 +84,7 @@ class Limits:
             scheduler.policy.token_budget,
             engine.max_context,
             min(scheduler.policy.max_running, scheduler.max_queue),
-            scheduler.manager.room.capacity() * PAGE_TOKENS,
+            scheduler.manager.reservations.capacity() * PAGE_TOKENS,
             scheduler.manager.tree.shares,
         )
 

@@ -261,7 +261,7 @@ def measure_parts(
     with generator(subject.name, subject.options, subject.config_file, placements(subject)[0]) as made:
         engine = made.llm.engine
         backend, context = engine.runner.attention, engine.max_context
-        near = AttentionTimer(backend.another(), backend.spec, context)
+        near = AttentionTimer(backend.clone(), backend.spec, context)
         attention, prompt = near.decoding(rounds), near.prompts(rounds)
         if subject.has_device:
             tell("the GPU's copies, and attention on the host")

@@ -19,8 +19,13 @@ import torch
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.candidates import best_ids
 from quire.engine.engine import Engine
-from quire.engine.reading import bytes_held, log_probabilities, read_continuation, read_window
 from quire.engine.runner import LOGIT_ROWS
+from quire.engine.teacher_forcing import (
+    cache_bytes_used,
+    log_probabilities,
+    teacher_forced_logprobs,
+    window_hidden_states,
+)
 from quire.errors import ConfigError, ModelError
 from quire.evaluation.engines import REFERENCE, decodes_apart, load_engines
 
@@ -164,16 +169,16 @@ def measure(
         with contextlib.ExitStack() as stack:
             for name, engine in engines.items():
                 if continuation is None:
-                    hidden, num_bytes = read_window(engine, tokens)
+                    hidden, num_bytes = window_hidden_states(engine, tokens)
                     tallies[name].bytes.append(num_bytes)
                     blocks[name] = log_probabilities(engine.runner.model, hidden)
                 else:
-                    reading = read_continuation(engine, tokens, context - 1 - continuation)
+                    reading = teacher_forced_logprobs(engine, tokens, context - 1 - continuation)
                     blocks[name] = stack.enter_context(contextlib.closing(reading))
             _score(blocks, torch.tensor(tokens[-rows:]), tallies, reference, number * rows)
             if continuation is not None:
                 for name, engine in engines.items():
-                    tallies[name].bytes.append(bytes_held(engine))
+                    tallies[name].bytes.append(cache_bytes_used(engine))
         for name, tally in tallies.items():
             tally.end_window()
             if not math.isfinite(tally.nll[-1]):
@@ -195,7 +200,7 @@ def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> 
     before = len(tokens) - 1 - last
     if not before:
         return None
-    _, last_bytes = read_window(engine, tokens[: last + 1])
+    _, last_bytes = window_hidden_states(engine, tokens[: last + 1])
     return 8 * (num_bytes - last_bytes) / (before * engine.runner.model.shape.kv_bytes_per_token(1))
 
 

@@ -19,7 +19,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, ModelError
 from quire.evaluation.engines import load_engines
-from quire.llm import gather
+from quire.llm import merge_delta
 from quire.models.tokenizer import Tokenizer
 
 ANSWER_TOKENS = 12
@@ -178,7 +178,7 @@ def answers(engine: Engine, prompts: Sequence[list[int]], progress: Callable[[in
             index, ids = waiting.popleft()
             engine.add(str(index), ids, params)
         for delta in engine.step():
-            gather(collected, delta)
+            merge_delta(collected, delta)
             num_done += delta.finished
         progress(num_done)
     outputs = [collected[str(index)].outputs[0] for index in range(len(prompts))]

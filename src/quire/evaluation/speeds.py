@@ -27,7 +27,7 @@ from quire.planning.kept_latencies import is_poor, keep, kept_models, num_steps,
 from quire.planning.latency import About, LatencyModel, Link, Origin, mismatch
 from quire.planning.latency_fit import Record, fit
 from quire.planning.space import NOT_OF_ENGINES, Effect, Settings, Space, Value
-from quire.stores.direct import allows_direct, measured_speed
+from quire.stores.direct import allows_direct, measure_speed
 
 log = logging.getLogger("quire")
 
@@ -248,7 +248,7 @@ def disk_link(config: TiersConfig) -> Link | None:
     while not folder.exists():
         folder = folder.parent
     try:
-        speed = measured_speed(folder, DISK_BYTES, lambda num_bytes: None, is_direct=allows_direct(folder))
+        speed = measure_speed(folder, DISK_BYTES, lambda num_bytes: None, is_direct=allows_direct(folder))
     except OSError as error:
         raise ConfigError(f"tiers.disk is {config.disk!r}: {folder} cannot be measured ({error.strerror})") from None
     return Link(LATENCY, min(speed, float(config.disk_bandwidth or speed)))

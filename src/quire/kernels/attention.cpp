@@ -120,7 +120,7 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
     else score(item.own, std::integral_constant<Turn, BY_POSITION>{});
     prefetch_angles(plan, after);
     hide_unseen(plan, piece, page, 0, COUNT, item.scores, P);
-    leave_scores(plan, piece, head, c, 0, COUNT, item.scores, P);
+    store_scores(plan, piece, head, c, 0, COUNT, item.scores, P);
     load_ranges(page, item.scale, item.offset);
     soften<MathBf16, P, true, true, COUNT>(item.scores, item.probabilities, item.top, item.total, item.factor, item.scale, item.offset, item.shift);
     nuq_sums<COUNT>(plan, page, item.probabilities, item.acc, item.columns, item.factor, ahead);
@@ -165,7 +165,7 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
                       keys_ahead[0]);
         for (int i = 0; i < PAGES; i++) {
             hide_unseen(plan, piece, pages[i], at, count, item.scores + i * P, SLOTS);
-            leave_scores(plan, piece, head, c + i, at, count, item.scores + i * P, SLOTS);
+            store_scores(plan, piece, head, c + i, at, count, item.scores + i * P, SLOTS);
         }
         for (int m = 0; m < count; m += ROWS) {
             float* shift = plan.turns ? item.shift + at + m : nullptr;

@@ -25,13 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire import tied
+from quire import parent_watch
 from quire.errors import QuireError
 from quire.kernels.levels import LEVELS, Level, editable_levels
 
 SOURCE_DIR = Path(__file__).parent
 
-TELL_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0
 """Interval of lines about the progress. All levels take minutes on two cores."""
 
 # No -ffast-math: it assumes that NaN and -inf do not occur, but they mark empty rows and masked keys. No -fopenmp: the
@@ -186,7 +186,7 @@ def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
                 commands.append([*compiler.command, *flags, "-c", str(source), "-o", objects[level][-1]])
         told = time.monotonic()
         for count, _ in enumerate(pool.map(lambda command: _run(command, scratch), commands), 1):
-            if time.monotonic() - told >= TELL_SECONDS:
+            if time.monotonic() - told >= PROGRESS_SECONDS:
                 told = time.monotonic()
                 print(f"quire: compiled {count} of {len(commands)} files", file=sys.stderr, flush=True)
         for level in levels:
@@ -201,7 +201,7 @@ def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
 def _run(command: list[str], scratch: Path) -> None:
     environment = {**os.environ, "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
     # A compiler goes on for a minute; where the server ends, nobody waits for it.
-    done = tied.run(command, capture_output=True, env=environment)
+    done = parent_watch.run(command, capture_output=True, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         reason = next((line for line in lines if "error" in line), lines[0])

@@ -11,7 +11,7 @@
 #endif
 
 #include "fields.h"
-#include "team.h"
+#include "thread_pool.h"
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))
 

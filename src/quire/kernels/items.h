@@ -10,7 +10,7 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr int TURNED_ROWS = 8;  // most query rows that are rotated for each page
 
 // Cuts a thread's scratch into arrays that begin on cache lines.
-struct Carved {
+struct ScratchArena {
     uint8_t* cursor;
     template <class T>
     T* take(size_t count) {
@@ -93,7 +93,7 @@ inline void hide_unseen(const Plan& plan, const Piece& piece, const Page& page, 
 }
 
 // Stores the scores of rows at, ..., at + count - 1 of the item for chunk c of its piece, if they are kept. Rows of scores are `ld` apart.
-inline void leave_scores(const Plan& plan, const Piece& piece, int head, int c, int at, int count, const float* scores, int ld) {
+inline void store_scores(const Plan& plan, const Piece& piece, int head, int c, int at, int count, const float* scores, int ld) {
     if (!plan.scored_rows) return;
     for (int m = 0; m < count; m++) {
         const ScoredRow& row = plan.scored_rows[piece.first_row + (at + m) / plan.G];

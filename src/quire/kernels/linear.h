@@ -23,7 +23,7 @@ QUIRE_STRUCT(Matrix,
 
 // x [rows, inputs] of one number format, rows x_stride apart -> out [rows, outputs] of out_kind: that of x, or float32. Scratch holds the rows as
 // integers and is used only if a part is packed. next, if not null, is the matrix of the following product: threads that run out of panels begin to
-// fetch it. In a team, every member must make this call.
+// fetch it. In a region, every member must make this call.
 QUIRE_STRUCT(Rows,
     (int64_t, kind)  // format of x: DENSE_BF16, DENSE_F16 or DENSE_F32
     (const void*, x)

@@ -23,7 +23,7 @@ _MADV_POPULATE_WRITE = 23
 _POPULATED_BYTES = 8 << 20
 
 BLOCK_BYTES = 32 << 20
-"""Bytes that `Carver` maps at a time. Pages that are never written cost nothing."""
+"""Bytes that `HugePageAllocator` maps at a time. Pages that are never written cost nothing."""
 
 ALIGNMENT = 128
 
@@ -31,7 +31,7 @@ Fill = Callable[[torch.Tensor], None]
 """Writes the contents into zeroed memory, uint8 [num_bytes]."""
 
 
-class Memory(Protocol):
+class WeightMemory(Protocol):
     """Memory for packed weights."""
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
@@ -82,7 +82,7 @@ def populate_ahead(memory: torch.Tensor, num_bytes: int) -> threading.Thread:
     return thread
 
 
-class Carver:
+class HugePageAllocator:
     """Allocates tensors one after the other from blocks of huge pages. A block lives as long as any of its tensors."""
 
     def __init__(self) -> None:
@@ -97,13 +97,13 @@ class Carver:
         return taken
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
-        """See Memory.place."""
+        """See WeightMemory.place."""
         taken = self.take(num_bytes)
         fill(taken)
         return taken
 
 
-def trim() -> None:
+def trim_heap() -> None:
     """Gives memory that was freed back to the system, where the allocator keeps it (glibc does)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

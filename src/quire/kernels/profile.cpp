@@ -101,11 +101,11 @@ void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, 
 inline int rows_before(int first, int count, int position) { return position <= first ? 0 : position - first < count ? position - first : count; }
 
 // Rows [own, later) of a profile are in the chunk at `start`; rows [later, end) follow it and see some of it.
-struct Lookers {
+struct SeeingRows {
     int own, later, end;
 };
 
-inline Lookers lookers(const Plan& plan, int position, int count, int start) {
+inline SeeingRows seeing_rows(const Plan& plan, int position, int count, int start) {
     const int end = plan.window ? rows_before(position, count, start + P - 1 + plan.window) : count;
     return {rows_before(position, count, start), rows_before(position, count, start + P), end};
 }
@@ -147,7 +147,7 @@ void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int l
     const int64_t first = static_cast<int64_t>(skipped) * plan.G;
     const Rows rows{all.query + first * query_steps<Math>(plan), all.limits + first, all.position + skipped};
     const int low = rows_before(rows.position, profile.num_peaks, start + column.far);
-    const int high = lookers(plan, rows.position, profile.num_peaks, start).end;
+    const int high = seeing_rows(plan, rows.position, profile.num_peaks, start).end;
     if (low >= high) return;
     const Scratch item = scratch_of<Math>(plan);
     make_panel<Math, T>(plan, placed_page(plan, layer, head, column.stored, start, rows.position + profile.num_peaks), item);
@@ -194,7 +194,7 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
     }
     if (profile.num_peaks) return note_peaks<Math, T>(plan, profile, rows, layer, head, column, start);
     const int written = rows.position + profile.num_rows;
-    const Lookers who = lookers(plan, rows.position, profile.num_rows, start);
+    const SeeingRows who = seeing_rows(plan, rows.position, profile.num_rows, start);
     const Scratch item = scratch_of<Math>(plan);
     std::memset(item.sums, 0, sizeof(float) * P);
     const auto add = [&](int, const float* p) {
@@ -249,7 +249,7 @@ double recover(const Plan& plan, const Profile& profile, int layer, int head, co
         const Column& column = plan.columns[profile.first_column + c];
         const int start = profile.start + c * P;
         const uint64_t bits = start / P < words ? kept[start / P] : 0;
-        const Lookers who = lookers(plan, rows.position, profile.num_kept, start);
+        const SeeingRows who = seeing_rows(plan, rows.position, profile.num_kept, start);
         // The local tokens of the first row begin earliest.
         if (!bits && rows.position + who.own - local + 1 >= start + P) continue;
         for (int t = 0; t < P; t++) columns[t] = static_cast<float>(bits >> t & 1);

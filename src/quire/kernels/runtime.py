@@ -106,16 +106,16 @@ def _check_mirror(library: ctypes.CDLL, mirror: type[ctypes.Structure]) -> None:
     table = export()
     theirs: list[str] = []
     while (field := table[len(theirs)]).name is not None:
-        theirs.append(_told(field.name.decode(), field))
+        theirs.append(_described(field.name.decode(), field))
     theirs.append(f"its end (byte {field.offset})")
-    ours = [_told(named[0], getattr(mirror, named[0])) for named in mirror._fields_]
+    ours = [_described(named[0], getattr(mirror, named[0])) for named in mirror._fields_]
     ours.append(f"its end (byte {ctypes.sizeof(mirror)})")
     for there, here in zip(theirs, ours, strict=False):
         if there != here:
             raise QuireError(f"the kernels' {name} has {there} where its Python mirror has {here}")
 
 
-def _told(name: str, field: Any) -> str:
+def _described(name: str, field: Any) -> str:
     return f"{name} (byte {field.offset}, {field.size} bytes)"
 
 
@@ -136,11 +136,11 @@ def set_num_threads(count: int) -> None:
 
 
 @contextlib.contextmanager
-def punctual() -> Iterator[None]:
+def limited_torch_threads() -> Iterator[None]:
     """Within the context, torch's own operations on this thread use as many threads as the kernels do at the moment.
 
     If another program holds a core, torch waits milliseconds per operation for the thread on that core. The kernels
-    leave out a thread that was late (`team.h`), so they know how many cores are free.
+    leave out a thread that was late (`thread_pool.h`), so they know how many cores are free.
     """
     openmp, left_out = _openmp_library(), kernels().quire_left_out()
     if openmp is None or not left_out:
@@ -177,5 +177,5 @@ def _openmp() -> tuple[int | None, int | None]:
     library = _openmp_library()
     if library is None:
         return None, None
-    parallel, team_size = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _OPENMP_SYMBOLS)
-    return parallel, team_size
+    parallel, count_threads = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _OPENMP_SYMBOLS)
+    return parallel, count_threads

@@ -45,15 +45,15 @@ void score_item(const Plan& plan, int layer, const Piece& piece, int head, const
     const int G = plan.G, D = plan.D, rows = piece.num_rows * G, steps = query_steps<Math>(plan);
     const int buffer = plan.turns ? panel_buffer<Math>(D) : 0, own = plan.turns && Math::PAIR == 2 ? P * D : 0;
     const bool turns_rows = plan.turns && rows <= TURNED_ROWS;
-    Carved carved{static_cast<uint8_t*>(thread_scratch(
+    ScratchArena arena{static_cast<uint8_t*>(thread_scratch(
         (static_cast<size_t>(rows) * (steps + P) + static_cast<size_t>(steps) * P + buffer + own + D) * 4 + 64 * 6))};
     Item item{rows, steps, 0};
-    item.query = carved.take<uint32_t>(static_cast<size_t>(rows) * steps);
-    item.scores = carved.take<float>(static_cast<size_t>(rows) * P);
-    item.keys = carved.take<uint32_t>(static_cast<size_t>(steps) * P);
-    item.buffer = carved.take<float>(buffer);
-    item.own = carved.take<uint32_t>(own);
-    auto* rotated = carved.take<float>(D);
+    item.query = arena.take<uint32_t>(static_cast<size_t>(rows) * steps);
+    item.scores = arena.take<float>(static_cast<size_t>(rows) * P);
+    item.keys = arena.take<uint32_t>(static_cast<size_t>(steps) * P);
+    item.buffer = arena.take<float>(buffer);
+    item.own = arena.take<uint32_t>(own);
+    auto* rotated = arena.take<float>(D);
     if (steps * Math::PAIR > D) std::memset(item.query, 0, static_cast<size_t>(rows) * steps * 4);
     if (!turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, 0, rotated, item);
 
@@ -83,7 +83,7 @@ void score_item(const Plan& plan, int layer, const Piece& piece, int head, const
         }
         product<Math>(item.query, steps, item.keys, P, item.scores, P, steps, rows, P, nullptr, ahead);
         hide_unseen(plan, piece, page, 0, rows, item.scores, P);
-        leave_scores(plan, piece, head, c, 0, rows, item.scores, P);
+        store_scores(plan, piece, head, c, 0, rows, item.scores, P);
         for (int m = 0; m < rows; m++) leave(m, c, seen_by(plan, page, plan.positions[piece.first_row + m / G]), item.scores + m * P);
     }
 }
@@ -231,12 +231,12 @@ template <class Math, class T>
 void value_item(const Plan& plan, int layer, const Piece& piece, int head, T* out) {
     const int G = plan.G, D = plan.D, rows = piece.num_rows * G, columns = (D + VL - 1) / VL * VL;
     const int buffer = plan.turns ? panel_buffer<Math>(D) : 0, panel = plan.turns ? P / Math::PAIR * columns : 0;
-    Carved carved{static_cast<uint8_t*>(thread_scratch((static_cast<size_t>(rows) * (columns + 1) + buffer + panel + 3 * P) * 4 + 64 * 7))};
-    auto* sums = carved.take<float>(static_cast<size_t>(rows) * columns);
-    auto* shift = carved.take<float>(rows);
-    auto* decoded = carved.take<float>(buffer);
-    auto* values = carved.take<uint32_t>(panel);
-    auto *scale = carved.take<float>(P), *offset = carved.take<float>(P), *scaled_weights = carved.take<float>(P);
+    ScratchArena arena{static_cast<uint8_t*>(thread_scratch((static_cast<size_t>(rows) * (columns + 1) + buffer + panel + 3 * P) * 4 + 64 * 7))};
+    auto* sums = arena.take<float>(static_cast<size_t>(rows) * columns);
+    auto* shift = arena.take<float>(rows);
+    auto* decoded = arena.take<float>(buffer);
+    auto* values = arena.take<uint32_t>(panel);
+    auto *scale = arena.take<float>(P), *offset = arena.take<float>(P), *scaled_weights = arena.take<float>(P);
     std::memset(sums, 0, static_cast<size_t>(rows) * columns * 4);
     std::memset(shift, 0, static_cast<size_t>(rows) * 4);
     const auto place = [&](int m, int c) {

@@ -52,7 +52,7 @@ QUIRE_API void quire_stack(const StackLayer* layers, int64_t num_layers, float e
     const auto product = [&](const Matrix& m, const void* x, void* out, const Matrix* next) {
         multiply(m, {DENSE_BF16, x, m.inputs, rows, r->integers}, DENSE_BF16, out, next);
     };
-    run_team([&] {
+    run_region([&] {
       for (int64_t l = 0; l < num_layers; l++) {
         const StackLayer& layer = layers[l];
         product(layer.qkv, r->x, r->qkv, &layer.o);

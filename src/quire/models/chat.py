@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.errors import ModelError, RequestError
 from quire.models import render
-from quire.models.child import DIED, LATE, Child
+from quire.models.child import DIED, TIMED_OUT, ChildProcess
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
 """Variables that a caller cannot set: they have another source, or a feature behind them that does not exist."""
@@ -97,12 +97,12 @@ class ChatTemplate:
 
 _REASONS = {
     render.MEMORY: f"it needs more than {MAX_BYTES >> 20} MiB of memory",
-    LATE: f"it did not end within {MAX_SECONDS:g} s of processor time",
+    TIMED_OUT: f"it did not end within {MAX_SECONDS:g} s of processor time",
     DIED: "the process that renders it died",
 }
 
 
-_renderer = Child(render.__name__, (MAX_BYTES,), last=render.MEMORY)
+_renderer = ChildProcess(render.__name__, (MAX_BYTES,), last=render.MEMORY)
 _numbers = itertools.count()
 
 

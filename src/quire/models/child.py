@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-LATE, DIED = b"t", b"x"
+TIMED_OUT, DIED = b"t", b"x"
 """Kinds of answers in addition to the program's own: it ran too long, or died."""
 
-UNKNOWN = b"u"
+NEEDS_CONTEXT = b"u"
 """The kind of an answer to a request that needs what the program does not have: the request is sent again with it."""
 
 _BEGIN = """
@@ -32,7 +32,7 @@ except ConnectionError:
     pass
 """
 
-PATIENCE = 20.0
+ANSWER_SECONDS = 20.0
 """Seconds that an answer may take, in case other processes use the cores."""
 
 CLOSE_SECONDS = 3.0
@@ -40,13 +40,13 @@ CLOSE_SECONDS = 3.0
 ends without that thread, too, because its socket is closed."""
 
 
-def received(connection: socket.socket) -> Any:
+def receive_request(connection: socket.socket) -> Any:
     """The next request, for the program; ends the process if there is none."""
     size = int.from_bytes(_bytes(connection, 8), "little")
     return marshal.loads(_bytes(connection, size))
 
 
-def send(connection: socket.socket, kind: bytes, text: str = "") -> None:
+def send_answer(connection: socket.socket, kind: bytes, text: str = "") -> None:
     """Sends the program's answer."""
     data = text.encode("utf-8", "surrogatepass")
     connection.sendall(kind + len(data).to_bytes(8, "little") + data)
@@ -63,7 +63,7 @@ def _bytes(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
-class Child:
+class ChildProcess:
     """A program in its own process. It starts at the first request, and again after it ended. One request at a time."""
 
     def __init__(self, module: str, greeting: tuple[Any, ...], last: bytes = b"") -> None:
@@ -97,9 +97,9 @@ class Child:
                 return self._stop(), ""
             assert self._socket is not None
             try:
-                self._socket.settimeout(PATIENCE)
+                self._socket.settimeout(ANSWER_SECONDS)
                 kind, text = self._exchange(request)
-                if kind == UNKNOWN:
+                if kind == NEEDS_CONTEXT:
                     kind, text = self._exchange(whole())
             except OSError as error:  # a timeout too
                 return self._stop(kill=isinstance(error, TimeoutError)), ""
@@ -167,7 +167,7 @@ class Child:
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
-        return LATE if kill or status == -signal.SIGPROF else DIED
+        return TIMED_OUT if kill or status == -signal.SIGPROF else DIED
 
     def close(self) -> None:
         """Ends the process; the next request starts another."""

@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import embedding
 
 from quire.kernels import runtime
-from quire.kernels.memory import Carver, Memory
+from quire.kernels.memory import HugePageAllocator, WeightMemory
 from quire.models.cpu_panels import KINDS, Panels, has_panels
 from quire.models.cpu_stack import PanelStack
-from quire.models.layers import Embedding, Gated, GatedLayer, Joined, Linear, TorchHead, TorchLinear
+from quire.models.layers import ConcatLinear, Embedding, GatedLayer, GatedLinear, Linear, TorchHead, TorchLinear
 from quire.models.quants import Blocks, Weight, kind_of, read
 
 _ROW_STEPS = ((4, 1), (8, 2), (32, 4), (64, 8), (128, 16), (256, 32))
@@ -41,7 +41,7 @@ def has_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-class PackedLinear:
+class OneDnnLinear:
     """A float32 weight in oneDNN's own blocked layout, which suits every number of rows."""
 
     __slots__ = ("_apply", "bias", "weight")
@@ -65,18 +65,18 @@ class CpuOps:
 
     kinds = KINDS
 
-    def __init__(self, memory: Memory | None = None) -> None:
+    def __init__(self, memory: WeightMemory | None = None) -> None:
         kernels = runtime.kernels()
         self._add_norm = kernels.quire_add_norm
         self._gated = kernels.quire_gated
-        self._memory = Carver() if memory is None else memory
+        self._memory = HugePageAllocator() if memory is None else memory
 
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """Panels for 16 bits and packed blocks, oneDNN's layout for float32. The caller may drop the plain copies."""
         if all(has_panels(weight, dtype) for weight in parts):
             return self.panels(parts, bias, dtype)
         if len(parts) > 1:
-            return Joined([self.linear([weight], None, dtype) for weight in parts], bias)
+            return ConcatLinear([self.linear([weight], None, dtype) for weight in parts], bias)
         return self.plain(parts[0], bias, dtype)
 
     def panels(
@@ -89,13 +89,13 @@ class CpuOps:
         """A product over plain numbers that have no panels."""
         found = read(weight)
         assert not isinstance(found, Blocks), f"there are no panels of {found.kind}"
-        return PackedLinear(found, bias) if has_onednn(dtype) else TorchLinear(found, bias)
+        return OneDnnLinear(found, bias) if has_onednn(dtype) else TorchLinear(found, bias)
 
     def gated_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """With one type, panels gate the sums in registers. With several types, a separate pass gates them."""
         if len(parts) == 1 and has_panels(parts[0], dtype):
             return self.panels(parts, bias, dtype, gated=True)
-        return Gated(self, self.linear(parts, bias, dtype))
+        return GatedLinear(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> PanelStack | None:
         """One call if all products are in panels and return bfloat16."""

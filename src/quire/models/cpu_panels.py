@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from quire.kernels import runtime
-from quire.kernels.memory import Memory
-from quire.models.quants import GROUP_CODES, Blocks, Unread, Weight, kind_of, read
+from quire.kernels.memory import WeightMemory
+from quire.models.quants import GROUP_CODES, Blocks, LazyWeight, Weight, kind_of, read
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -44,7 +44,7 @@ MOST_PARTS = 4
 """Maximum number of parts of a product, as in linear.h."""
 
 
-class Part(ctypes.Structure):
+class _Part(ctypes.Structure):
     """Mirror of `Part` in kernels/linear.h: outputs of one type."""
 
     _fields_ = (("panels", _PTR), ("kind", _I64), ("outputs", _I64))
@@ -54,7 +54,7 @@ class Matrix(ctypes.Structure):
     """Mirror of `Matrix` in kernels/linear.h."""
 
     _fields_ = (
-        ("parts", ctypes.POINTER(Part)),
+        ("parts", ctypes.POINTER(_Part)),
         ("num_parts", _I64),
         ("bias", _PTR),
         ("outputs", _I64),
@@ -108,12 +108,12 @@ class Panels:
         parts: Sequence[Weight],
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        memory: Memory,
+        memory: WeightMemory,
         *,
         gated: bool = False,
         wide: bool = False,
     ) -> None:
-        runtime.check_mirrors(Part, Matrix, _Rows)
+        runtime.check_mirrors(_Part, Matrix, _Rows)
         assert not gated or len(parts) == 1, "gates and what they let through lie in one panel"
         assert len(parts) <= MOST_PARTS, f"{len(parts)} parts"
         inputs = parts[0].shape[1]
@@ -124,9 +124,9 @@ class Panels:
             for name, weight, count in zip(self.names, parts, counts, strict=True)
         ]
         kinds = [_kind(weight) for weight in parts]
-        self._parts = (Part * len(parts))(
+        self._parts = (_Part * len(parts))(
             *(
-                Part(panels.data_ptr(), kind, count)
+                _Part(panels.data_ptr(), kind, count)
                 for panels, kind, count in zip(self._panels, kinds, counts, strict=True)
             )
         )
@@ -206,7 +206,7 @@ class Panels:
             both = torch.nn.functional.pad(self.bias.view(2, count), (0, lanes - count))
             found.bias = both.view(2, -1, GATE_LANES).transpose(0, 1).reshape(-1)
         (part,) = self._parts
-        found._parts = (Part * 1)(Part(part.panels, part.kind, 2 * lanes))
+        found._parts = (_Part * 1)(_Part(part.panels, part.kind, 2 * lanes))
         bias = None if found.bias is None else found.bias.data_ptr()
         found.matrix = Matrix(found._parts, 1, bias, *found.shape, 0)
         return found
@@ -239,10 +239,10 @@ def _number(kind: str | torch.dtype) -> int:
 
 def _name(weight: Weight, gated: bool) -> str:
     """The name of a matrix in memory for packed weights."""
-    return f"{weight.name if isinstance(weight, Unread) else ''} {kind_of(weight)}{' gated' * gated}"
+    return f"{weight.name if isinstance(weight, LazyWeight) else ''} {kind_of(weight)}{' gated' * gated}"
 
 
-def _place(name: str, weight: Weight, outputs: int, gated: bool, memory: Memory) -> torch.Tensor:
+def _place(name: str, weight: Weight, outputs: int, gated: bool, memory: WeightMemory) -> torch.Tensor:
     num_bytes = panel_bytes(kind_of(weight), outputs, weight.shape[1], gated=gated)
     return memory.place(name, num_bytes, lambda panels: _pack(read(weight), outputs, gated, panels))
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels import runtime
-from quire.kernels.memory import Carver
+from quire.kernels.memory import HugePageAllocator
 from quire.models.cpu_panels import Matrix, Panels
-from quire.models.layers import Gated, GatedLayer, Linear
+from quire.models.layers import GatedLayer, GatedLinear, Linear
 
 _PTR = ctypes.c_void_p
 
@@ -73,19 +73,19 @@ class PanelStack:
 
     def _grow(self, rows: int) -> None:
         self._capacity = max(rows, 2 * self._capacity)
-        carver = Carver()
+        allocator = HugePageAllocator()
         packed_rows = runtime.kernels().quire_quantized_bytes(
             runtime.DTYPE_IDS[torch.bfloat16], self._capacity, self._most_inputs
         )
         sizes = (*(self._capacity * num_bytes for num_bytes in self._row_bytes), packed_rows)
-        self._scratch = [carver.take(num_bytes) for num_bytes in sizes]
+        self._scratch = [allocator.take(num_bytes) for num_bytes in sizes]
         for name, tensor in zip(_SCRATCH, self._scratch, strict=True):
             setattr(self._rows, name, tensor.data_ptr())
 
 
 def _panels(product: Linear) -> Panels | None:
-    """The panels of a product; also those inside a `Gated`. None for any other product."""
-    inner = product.linear if isinstance(product, Gated) else product
+    """The panels of a product; also those inside a `GatedLinear`. None for any other product."""
+    inner = product.linear if isinstance(product, GatedLinear) else product
     return inner if isinstance(inner, Panels) else None
 
 

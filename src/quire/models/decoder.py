@@ -117,7 +117,7 @@ def build_model(
     source = WeightSource(weights, ops, dtype, device, form)
     with _load_threads(shape.num_parameters):
         model = OptDecoder(shape, source, ops) if shape.architecture == "opt" else Decoder(shape, source, ops)
-    source.conclude()
+    source.warn_about_dequantized()
     return model
 
 

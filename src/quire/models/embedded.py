@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING
 
 from quire.errors import ModelError
 from quire.folders import user_cache
-from quire.reading import check_regular
+from quire.safe_io import check_regular
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.settings import Settings
+from quire.models.settings import CheckedSettings
 from quire.models.shape import ITEM_BYTES, ModelShape, Rope
 
 log = logging.getLogger("quire")
@@ -87,7 +87,7 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
 
     Raises ModelError naming the first setting that is missing, malformed or not supported.
     """
-    settings = Settings(config, "config.json")
+    settings = CheckedSettings(config, "config.json")
     family = settings.text("model_type", "")
     if family not in FAMILIES:
         found = family or next(iter(settings.texts("architectures")), "not named")
@@ -96,7 +96,7 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
     if quantization.values:
         method = quantization.text("quant_method", "an unknown method")
         raise ModelError(f"weights quantized with {method} are not supported; use plain safetensors or a GGUF")
-    eos = Settings(generation, "generation_config.json").ids("eos_token_id")
+    eos = CheckedSettings(generation, "generation_config.json").ids("eos_token_id")
     common: dict[str, Any] = {
         "vocab_size": settings.count("vocab_size"),
         "hidden_size": settings.count("hidden_size"),
@@ -150,7 +150,7 @@ def shape_from_gguf(
     if architecture not in ("llama", "qwen2", "qwen3"):
         raise ModelError(f"GGUF architecture {architecture!r} is not supported (only llama, qwen2, qwen3)")
     prefixes = (f"{architecture}.", "tokenizer.ggml.")
-    settings, vocabulary = (Settings(_alike(metadata, prefixes[0])).under(prefix) for prefix in prefixes)
+    settings, vocabulary = (CheckedSettings(_alike(metadata, prefixes[0])).under(prefix) for prefix in prefixes)
     if experts := settings.count("expert_count", 0, least=0):
         raise ModelError(f"mixtures of experts are not supported ({experts} experts)")
     hidden_size, heads = settings.count("embedding_length"), settings.count("attention.head_count")
@@ -198,7 +198,7 @@ def _alike(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     }
 
 
-def _gguf_ids(vocabulary: Settings, key: str, vocab_size: int) -> list[int]:
+def _gguf_ids(vocabulary: CheckedSettings, key: str, vocab_size: int) -> list[int]:
     """Token ids in the vocabulary. Warns about others and leaves them out, as llama.cpp does."""
     ids = vocabulary.ids(key)
     for token_id in ids:
@@ -210,7 +210,7 @@ def _gguf_ids(vocabulary: Settings, key: str, vocab_size: int) -> list[int]:
     return [token_id for token_id in ids if token_id < vocab_size]
 
 
-def _opt_shape(settings: Settings, common: dict[str, Any]) -> ModelShape:
+def _opt_shape(settings: CheckedSettings, common: dict[str, Any]) -> ModelShape:
     activation = settings.text("activation_function", "relu")
     if activation not in ("relu", "gelu"):
         raise ModelError(f"activation {activation!r} is not supported for opt (only relu, gelu)")
@@ -239,11 +239,11 @@ def _opt_shape(settings: Settings, common: dict[str, Any]) -> ModelShape:
     )
 
 
-def _config_rope(settings: Settings, head_dim: int) -> tuple[Rope, int]:
+def _config_rope(settings: CheckedSettings, head_dim: int) -> tuple[Rope, int]:
     """(rotation, maximum context with it). `rope_parameters` is the newer form of `rope_scaling`."""
     newer, older = settings.table("rope_parameters"), settings.table("rope_scaling")
     scaling = newer if newer.values else older
-    merged = Settings({**settings.values, **scaling.values}, "config.json")
+    merged = CheckedSettings({**settings.values, **scaling.values}, "config.json")
     kind = scaling.text("rope_type", "") or scaling.text("type", "") or "default"
     if kind not in ("default", "linear", "dynamic", "llama3"):
         raise ModelError(f"rope scaling {kind!r} is not supported (only default, linear, dynamic, llama3)")
@@ -272,7 +272,7 @@ def _config_rope(settings: Settings, head_dim: int) -> tuple[Rope, int]:
     return Rope(theta=theta, dim=head_dim), trained
 
 
-def _gguf_rope(settings: Settings, head_dim: int, factors: tuple[float, ...]) -> Rope:
+def _gguf_rope(settings: CheckedSettings, head_dim: int, factors: tuple[float, ...]) -> Rope:
     """The rotation, read as in llama.cpp: type none scales nothing, and scaling without a type is linear."""
     kind, theta = settings.text("rope.scaling.type", "linear"), settings.number("rope.freq_base", 10000.0)
     if kind not in ("none", "linear"):
@@ -290,7 +290,7 @@ def _gguf_rope(settings: Settings, head_dim: int, factors: tuple[float, ...]) ->
     return Rope(theta=theta, dim=head_dim, kind="linear", factor=factor)
 
 
-def _config_window(settings: Settings, family: str, num_layers: int) -> int | None:
+def _config_window(settings: CheckedSettings, family: str, num_layers: int) -> int | None:
     """The window of all layers. Rejects models with different windows."""
     if family == "llama" or settings.values.get("sliding_window") is None:
         return None

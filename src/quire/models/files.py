@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelError
-from quire.reading import parse_json, read_text
+from quire.safe_io import parse_json, read_text
 
 if TYPE_CHECKING:
     from pathlib import Path

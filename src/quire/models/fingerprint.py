@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quire.models.gguf_file import files_of
-from quire.reading import open_file
+from quire.safe_io import open_file
 
 HEAD_BYTES = 1 << 20
 """Bytes at the start of a file that are hashed in full: the headers of safetensors and GGUF are there."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelError, shown
 from quire.models.shape import MAX_SIZE
-from quire.reading import check_regular, open_file, read_bytes
+from quire.safe_io import check_regular, open_file, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,7 @@ class GgufFile:
             with contextlib.suppress(BufferError):
                 each.close()
 
-    def forget(self, stored: StoredTensor) -> None:
+    def unmap(self, stored: StoredTensor) -> None:
         """Unmaps the whole pages of a copied tensor. The page cache still has them if they are needed."""
         first = -(-stored.first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (stored.first_byte + stored.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -54,7 +54,7 @@ class ImageBusyError(ImageError):
 
 
 @dataclass(frozen=True)
-class Origin:
+class ImageSource:
     """The source of an image. Equal origins give equal bytes.
 
     model        name for users: the file, the folder, or the hub id
@@ -85,7 +85,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ImageEntry:
     """A matrix of an image."""
 
     name: str
@@ -94,13 +94,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Section:
+class ImageSection:
     """Matrices that are read together, such as those of a layer."""
 
     name: str
     offset: int
     num_bytes: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ImageEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ class Image:
     """
 
     path: Path
-    origin: Origin
-    sections: tuple[Section, ...]
+    origin: ImageSource
+    sections: tuple[ImageSection, ...]
     num_bytes: int
     used: float
 
 
 @dataclass(frozen=True)
-class Draft:
+class ImageDraft:
     """An unfinished image.
 
     num_bytes   bytes on disk
@@ -139,7 +139,7 @@ def image_folder() -> Path:
         raise ImageError(f"there is no cache folder ({error}); set XDG_CACHE_HOME") from None
 
 
-def image_path(origin: Origin) -> Path:
+def image_path(origin: ImageSource) -> Path:
     """The path of an origin's image, whether it exists or not."""
     return image_folder() / (origin.key + SUFFIX)
 
@@ -149,7 +149,7 @@ def aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-def table_bytes(origin: Origin, sections: Sequence[Section], offset: int) -> bytes:
+def table_bytes(origin: ImageSource, sections: Sequence[ImageSection], offset: int) -> bytes:
     """Table and footer of an image, to write at the offset."""
     fields = {"origin": dataclasses.asdict(origin), "sections": [dataclasses.asdict(section) for section in sections]}
     table = json.dumps(fields).encode()
@@ -184,17 +184,19 @@ def read_image(path: Path) -> Image:
     return Image(path, origin, sections, status.st_size, status.st_mtime)
 
 
-def _origin(fields: Any) -> Origin:
+def _origin(fields: Any) -> ImageSource:
     files = tuple((int(size), int(changed)) for size, changed in fields["files"])
-    return Origin(**{**fields, "files": files})
+    return ImageSource(**{**fields, "files": files})
 
 
-def _section(fields: Any) -> Section:
-    entries = tuple(Entry(str(each["name"]), int(each["offset"]), int(each["num_bytes"])) for each in fields["entries"])
-    return Section(str(fields["name"]), int(fields["offset"]), int(fields["num_bytes"]), entries)
+def _section(fields: Any) -> ImageSection:
+    entries = tuple(
+        ImageEntry(str(each["name"]), int(each["offset"]), int(each["num_bytes"])) for each in fields["entries"]
+    )
+    return ImageSection(str(fields["name"]), int(fields["offset"]), int(fields["num_bytes"]), entries)
 
 
-def _check_places(sections: Sequence[Section], end: int) -> None:
+def _check_places(sections: Sequence[ImageSection], end: int) -> None:
     """Raises ImageError unless every matrix is at the offset that the writer gives it."""
     at = 0
     for section in sections:
@@ -210,7 +212,7 @@ def _check_places(sections: Sequence[Section], end: int) -> None:
         raise ImageError("its table is damaged")
 
 
-def open_image(origin: Origin) -> Image:
+def open_image(origin: ImageSource) -> Image:
     """The image of an origin. Raises FileNotFoundError. Raises ImageError if the image is damaged or has another
     layout, or if the checkpoint has moved; the image is then written again, with the new path.
     """
@@ -222,7 +224,7 @@ def open_image(origin: Origin) -> Image:
     return found
 
 
-def remove_older(origin: Origin) -> None:
+def remove_older(origin: ImageSource) -> None:
     """Removes outdated images of the checkpoint at this path in this form and dtype."""
     for image in list_images():
         same = (image.origin.path, image.origin.form, image.origin.dtype) == (origin.path, origin.form, origin.dtype)
@@ -253,7 +255,7 @@ def clear(images: Sequence[Image] | None = None) -> int:
     return freed
 
 
-def list_drafts() -> list[Draft]:
+def list_drafts() -> list[ImageDraft]:
     """Unfinished images."""
     found = []
     for path in _files(DRAFT_SUFFIX):
@@ -261,9 +263,9 @@ def list_drafts() -> list[Draft]:
             num_bytes = path.stat().st_blocks * 512
             try:
                 with lock_draft(path, create=False):
-                    found.append(Draft(path, num_bytes, False))
+                    found.append(ImageDraft(path, num_bytes, False))
             except ImageError:
-                found.append(Draft(path, num_bytes, True))
+                found.append(ImageDraft(path, num_bytes, True))
     return found
 
 

@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 
 from quire.config import format_bytes
-from quire.kernels.memory import Carver, Fill, Memory, huge_pages
+from quire.kernels.memory import Fill, HugePageAllocator, WeightMemory, huge_pages
 from quire.models.cpu_panels import DTYPES, KINDS, LAYOUT
 from quire.models.fingerprint import fingerprint
 from quire.models.image_folder import (
     DRAFT_SUFFIX,
     ENTRY_ALIGNMENT,
     SECTION_ALIGNMENT,
-    Entry,
     Image,
     ImageBusyError,
+    ImageEntry,
     ImageError,
-    Origin,
-    Section,
+    ImageSection,
+    ImageSource,
     aligned,
     image_path,
     lock_draft,
@@ -44,8 +44,8 @@ from quire.models.image_folder import (
     table_bytes,
 )
 from quire.models.layers import torch_dtype
-from quire.models.loading import held_kind, held_sizes
-from quire.models.quants import held_bytes
+from quire.models.loading import loaded_kind, loaded_sizes
+from quire.models.quants import loaded_row_bytes
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -77,7 +77,7 @@ _named: set[Path] = set()
 
 
 @contextlib.contextmanager
-def trial_images() -> Iterator[set[Path]]:
+def temporary_images() -> Iterator[set[Path]]:
     """Removes the images that this process writes within the context, except for the paths that the caller adds to the
     yielded set. A model that runs keeps its image until it ends.
     """
@@ -95,49 +95,49 @@ def trial_images() -> Iterator[set[Path]]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ImageSpec:
     """The image of a model. num_bytes: upper bound of its matrices' bytes."""
 
-    origin: Origin
+    origin: ImageSource
     num_bytes: int
 
 
-def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted | None:
+def image_spec(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> ImageSpec | None:
     """The image of a checkpoint with weights in `form` on the CPU backend; None if it gets no image."""
     num_bytes = _packed_bytes(checkpoint, dtype, form)
     if checkpoint.path is None or num_bytes < LEAST_BYTES:
         return None
-    return _wanted(checkpoint, dtype, form, num_bytes)
+    return _spec(checkpoint, dtype, form, num_bytes)
 
 
-def image_for(checkpoint: Checkpoint, config: EngineConfig) -> Wanted | None:
+def engine_image_spec(checkpoint: Checkpoint, config: EngineConfig) -> ImageSpec | None:
     """The image that engines with a resolved configuration map; None if they map none."""
     if config.attention.backend != "cpu" or not config.model.images:
         return None
-    return image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
+    return image_spec(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
 
 
-def whole_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted:
+def full_image_spec(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> ImageSpec:
     """The image with all matrices of the layers, of whatever size: plain numbers too, if they have no panels. It is the
-    same as that of `image_of` if all have panels.
+    same as that of `image_spec` if all have panels.
     """
     assert checkpoint.path is not None, "a checkpoint that is on no disk"
     packed, num_bytes = (_packed_bytes(checkpoint, dtype, form, with_plain=plain) for plain in (False, True))
-    return _wanted(checkpoint, dtype, form if num_bytes == packed else f"{form}, whole", num_bytes)
+    return _spec(checkpoint, dtype, form if num_bytes == packed else f"{form}, whole", num_bytes)
 
 
-def device_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> Wanted:
+def device_image_spec(checkpoint: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> ImageSpec:
     """The image with all matrices of the layers as a GPU multiplies them. kinds: of blocks that it multiplies."""
-    sizes = held_sizes(checkpoint, dtype, form, kinds)
+    sizes = loaded_sizes(checkpoint, dtype, form, kinds)
     num_bytes = sum(size for name, size in sizes.items() if name.startswith("layers."))
-    return _wanted(checkpoint, dtype, f"{form}, gpu", num_bytes, DEVICE_LAYOUT)
+    return _spec(checkpoint, dtype, f"{form}, gpu", num_bytes, DEVICE_LAYOUT)
 
 
-def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: int, layout: int = LAYOUT) -> Wanted:
+def _spec(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: int, layout: int = LAYOUT) -> ImageSpec:
     assert checkpoint.path is not None
     statuses = [file.stat() for file in checkpoint.files]
     path = checkpoint.path.resolve()
-    origin = Origin(
+    origin = ImageSource(
         model=_name_of(checkpoint.path.absolute()),
         path=str(path),
         fingerprint=fingerprint(checkpoint.path),
@@ -146,7 +146,7 @@ def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: in
         dtype=str(dtype).removeprefix("torch."),
         layout=layout,
     )
-    return Wanted(origin, num_bytes)
+    return ImageSpec(origin, num_bytes)
 
 
 def _name_of(path: Path) -> str:
@@ -164,25 +164,25 @@ def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form, *, wit
         if len(size) != 2 or name == "positions.weight":
             continue
         outputs, inputs = size
-        kind = held_kind(name, size, checkpoint.kind(name), form, KINDS)
+        kind = loaded_kind(name, size, checkpoint.kind(name), form, KINDS)
         if kind is None and name == "embed.weight" and not shape.tied_embeddings:
             continue
         if kind is None and (dtype not in DTYPES or inputs % 2) and not with_plain:
             continue
-        total += aligned(outputs, 32) * (dtype.itemsize * inputs if kind is None else held_bytes(kind, inputs))
+        total += aligned(outputs, 32) * (dtype.itemsize * inputs if kind is None else loaded_row_bytes(kind, inputs))
     return total
 
 
-def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
+def load(wanted: ImageSpec | None, make: Callable[[WeightMemory], Made]) -> Made:
     """Calls `make` with packed weights: from the image if there is one; else while writing the image; else in plain
     memory, with the reason in the log. `make` may be called several times.
     """
     if wanted is None:
-        return make(Carver())
+        return make(HugePageAllocator())
     path: Path | str = ""
     try:
         path = image_path(wanted.origin)
-        reader = Reader(wanted.origin)
+        reader = ImageReader(wanted.origin)
         made = make(reader)
         reader.finish()
         return made
@@ -191,16 +191,16 @@ def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
     except ImageError as error:
         log.info("writing the layer image %s again: %s", path, error)
     try:
-        with Writer(wanted) as writer:
+        with ImageWriter(wanted) as writer:
             made = make(writer)
             writer.finish()
         return made
     except ImageError as error:
         log.warning("packing the weights in memory, without the layer image %s: %s", path, error)
-    return make(Carver())
+    return make(HugePageAllocator())
 
 
-def written(wanted: Wanted, make: Callable[[Memory], object]) -> Image:
+def ensure_image(wanted: ImageSpec, make: Callable[[WeightMemory], object]) -> Image:
     """The complete image, with whole blocks up to its last matrix. Writes it first if there is none, with `make`. If
     another process is writing it, waits for it.
 
@@ -217,7 +217,7 @@ def written(wanted: Wanted, make: Callable[[Memory], object]) -> Image:
         except ImageError as error:
             log.info("writing the layer image again: %s", error)
         try:
-            with Writer(wanted) as writer:
+            with ImageWriter(wanted) as writer:
                 make(writer)
                 writer.finish(wait=True)
             break
@@ -245,10 +245,10 @@ def _whole(image: Image) -> Image:
     return image
 
 
-class Reader:
+class ImageReader:
     """A complete image, mapped."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: ImageSource) -> None:
         """Raises the errors of open_image."""
         image = open_image(origin)
         self._path = path = image.path
@@ -264,7 +264,7 @@ class Reader:
             raise ImageError(f"it cannot be mapped ({error.strerror or error})") from None
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
-        """See Memory.place. Raises ImageError if the next matrix of the image is another one."""
+        """See WeightMemory.place. Raises ImageError if the next matrix of the image is another one."""
         entry = next(self._entries, None)
         if entry is None or (entry.name, entry.num_bytes) != (name, num_bytes):
             raise ImageError(f"it does not have {name} where this model needs it")
@@ -278,23 +278,23 @@ class Reader:
         _note_use(self._path)
 
 
-class Writer:
+class ImageWriter:
     """Writes an image. A context manager: without `finish` it leaves no file.
 
     Each matrix is packed in memory, appended to the file by one plain write, and read through a mapping of the file. So
     a full disk is an error of that write, and never a signal.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ImageSpec) -> None:
         """Raises ImageError if there is no room, or if another process writes this image."""
         self._path = path = image_path(wanted.origin)
         self._draft = path.with_suffix(DRAFT_SUFFIX)
         self._origin = wanted.origin
-        self._sections: list[Section] = []
+        self._sections: list[ImageSection] = []
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._is_finished = self._is_named = False
         self.num_bytes = 0
-        with contextlib.ExitStack() as stack, _told():
+        with contextlib.ExitStack() as stack, _as_image_error():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             remove_leftovers()
             self._check_room(wanted.num_bytes)
@@ -323,26 +323,28 @@ class Writer:
             self._open.close()
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
-        """See Memory.place. Raises ImageError if the file cannot grow."""
+        """See WeightMemory.place. Raises ImageError if the file cannot grow."""
         if len(self._scratch) < num_bytes:
             self._scratch = huge_pages(num_bytes)
         packed = self._scratch[:num_bytes].zero_()
         fill(packed)
         entry = self._append(name, num_bytes)
-        with _told():
+        with _as_image_error():
             _write(self._file, packed.numpy().data, entry.offset)
         return _view(self._map, entry)
 
-    def _append(self, name: str, num_bytes: int) -> Entry:
+    def _append(self, name: str, num_bytes: int) -> ImageEntry:
         of = section_of(name)
         if not self._sections or self._sections[-1].name != of:
-            self._sections.append(Section(of, aligned(self.num_bytes, SECTION_ALIGNMENT), 0, ()))
+            self._sections.append(ImageSection(of, aligned(self.num_bytes, SECTION_ALIGNMENT), 0, ()))
         section = self._sections[-1]
-        entry = Entry(name, aligned(section.offset + section.num_bytes, ENTRY_ALIGNMENT), num_bytes)
+        entry = ImageEntry(name, aligned(section.offset + section.num_bytes, ENTRY_ALIGNMENT), num_bytes)
         self.num_bytes = entry.offset + num_bytes
         if self.num_bytes > self._room:
             raise ImageError("it is larger than expected")
-        self._sections[-1] = Section(of, section.offset, self.num_bytes - section.offset, (*section.entries, entry))
+        self._sections[-1] = ImageSection(
+            of, section.offset, self.num_bytes - section.offset, (*section.entries, entry)
+        )
         return entry
 
     def finish(self, *, wait: bool = False) -> None:
@@ -354,7 +356,7 @@ class Writer:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         end = aligned(self.num_bytes, SECTION_ALIGNMENT)
         table = table_bytes(self._origin, self._sections, end)
-        with _told():
+        with _as_image_error():
             os.ftruncate(self._file, end + len(table))
             _write(self._file, table, end)
         self._is_finished = True
@@ -404,7 +406,7 @@ def _mapped(file: int, num_bytes: int) -> mmap.mmap:
     return found
 
 
-def _view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
+def _view(mapped: mmap.mmap, entry: ImageEntry) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset)
 
 
@@ -416,7 +418,7 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _as_image_error() -> Iterator[None]:
     """Converts an OSError to an ImageError."""
     try:
         yield

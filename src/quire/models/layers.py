@@ -90,7 +90,7 @@ class Ops(Protocol):
         """The layers as one call; None if the backend can only run them one by one."""
 
 
-class Gated:
+class GatedLinear:
     """A product followed by the gate."""
 
     __slots__ = ("_gated", "linear")
@@ -104,7 +104,7 @@ class Gated:
         return self._gated(self.linear(x))
 
 
-class Joined:
+class ConcatLinear:
     """Several products of the same rows, with their outputs concatenated, plus a bias."""
 
     __slots__ = ("_bias", "_parts")
@@ -195,7 +195,7 @@ class TorchOps:
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Keeps the tensors themselves."""
         if len(parts) > 1:
-            return Joined([self.linear([weight], None, dtype) for weight in parts], bias)
+            return ConcatLinear([self.linear([weight], None, dtype) for weight in parts], bias)
         weight = read(parts[0])
         return BlockLinear(weight, bias, dtype) if isinstance(weight, Blocks) else TorchLinear(weight, bias)
 
@@ -229,7 +229,7 @@ class TorchOps:
 
     def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """One after the other."""
-        return Gated(self, self.linear(parts, bias, dtype))
+        return GatedLinear(self, self.linear(parts, bias, dtype))
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """Computes silu in the model's dtype, then the product."""

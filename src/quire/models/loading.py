@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from quire.models.quants import GROUP_CODES, PLAIN, Blocks, Unread, eight_bit_codes, group_codes, held_bytes
+from quire.models.quants import GROUP_CODES, PLAIN, Blocks, LazyWeight, eight_bit_codes, group_codes, loaded_row_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ _OUTER = ("embed.weight", "head.weight")
 """The embedding and the output head, which g4 keeps in 8 bits; docs/log.md has the loss with 4 bits."""
 
 
-def held_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Collection[str]) -> str | None:
+def loaded_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Collection[str]) -> str | None:
     """The block type of a tensor in a backend's memory; None for plain numbers.
 
     size    shape of the tensor
@@ -49,7 +49,7 @@ def held_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Co
 
 
 @dataclasses.dataclass
-class Held:
+class TensorGroup:
     """A group of a checkpoint's tensors with the same type in the file and the same type in memory.
 
     stored     GGUF's name of the type in the file
@@ -66,31 +66,31 @@ class Held:
     num_bytes: int = 0
 
 
-def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> list[Held]:
+def group_tensors(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> list[TensorGroup]:
     """Groups a checkpoint's tensors by type, the largest group first. Does not count a second copy of a tied head."""
-    found: dict[tuple[str, str], Held] = {}
+    found: dict[tuple[str, str], TensorGroup] = {}
     for name, size in weights.shape.tensor_shapes.items():
-        kind, num_bytes = _held(weights, name, dtype, form, kinds)
+        kind, num_bytes = _loaded(weights, name, dtype, form, kinds)
         key = weights.kind(name), kind or str(dtype).removeprefix("torch.")
-        entry = found.setdefault(key, Held(*key))
+        entry = found.setdefault(key, TensorGroup(*key))
         entry.tensors += 1
         entry.numbers += math.prod(size)
         entry.num_bytes += num_bytes
     return sorted(found.values(), key=lambda entry: -entry.num_bytes)
 
 
-def held_sizes(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> dict[str, int]:
+def loaded_sizes(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> dict[str, int]:
     """Bytes of each tensor of a checkpoint in memory."""
-    return {name: _held(weights, name, dtype, form, kinds)[1] for name in weights.shape.tensor_shapes}
+    return {name: _loaded(weights, name, dtype, form, kinds)[1] for name in weights.shape.tensor_shapes}
 
 
-def _held(
+def _loaded(
     weights: Checkpoint, name: str, dtype: torch.dtype, form: Form, kinds: Collection[str]
 ) -> tuple[str | None, int]:
     """The block type of a tensor in memory, and its bytes."""
     size = weights.shape.tensor_shapes[name]
-    kind = held_kind(name, size, weights.kind(name), form, kinds)
-    return kind, math.prod(size) * dtype.itemsize if kind is None else size[0] * held_bytes(kind, size[1])
+    kind = loaded_kind(name, size, weights.kind(name), form, kinds)
+    return kind, math.prod(size) * dtype.itemsize if kind is None else size[0] * loaded_row_bytes(kind, size[1])
 
 
 class WeightSource:
@@ -145,20 +145,20 @@ class WeightSource:
         make = self._ops.gated_linear if gated else self._ops.linear
         return make(_merged([self._weight(name) for name in names]), offset, self._dtype)
 
-    def _weight(self, name: str) -> Unread:
+    def _weight(self, name: str) -> LazyWeight:
         """One matrix, in blocks or plain."""
         self._matrices += 1
         stored = f"{name}.weight"
         kind = self._weights.kind(stored)
         outputs, inputs = self._weights.shape.tensor_shapes[stored]
-        held = held_kind(stored, (outputs, inputs), kind, self._form, self._ops.kinds)
+        held = loaded_kind(stored, (outputs, inputs), kind, self._form, self._ops.kinds)
         if held is None and self._form == "native" and kind not in PLAIN:
             self._dequantized[stored] = kind
 
         def read() -> Tensor | Blocks:
             return self.tensor(stored) if held is None else self._blocks(stored, held)
 
-        return Unread(stored, held, self._dtype, (outputs, inputs), read)
+        return LazyWeight(stored, held, self._dtype, (outputs, inputs), read)
 
     def _blocks(self, name: str, held: str) -> Blocks:
         blocks = self._weights.blocks(name) if held == self._weights.kind(name) else None
@@ -167,7 +167,7 @@ class WeightSource:
             blocks = quantize(self._weights.tensor(name, torch.float32))
         return Blocks(blocks.kind, blocks.raw.to(self._device), blocks.inputs)
 
-    def conclude(self) -> None:
+    def warn_about_dequantized(self) -> None:
         """Call this after the last matrix. Warns about packed matrices that were dequantized."""
         if self._dequantized:
             name, kind = next(iter(self._dequantized.items()))
@@ -181,13 +181,13 @@ class WeightSource:
             )
 
 
-def _merged(parts: Sequence[Unread]) -> list[Unread]:
+def _merged(parts: Sequence[LazyWeight]) -> list[LazyWeight]:
     """Joins neighbouring parts of one type."""
     groups = (list(group) for _, group in itertools.groupby(parts, lambda part: part.kind))
     return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 
-def _joined(parts: list[Unread]) -> Unread:
+def _joined(parts: list[LazyWeight]) -> LazyWeight:
     def read() -> Tensor | Blocks:
         found = [part.read() for part in parts]
         blocks = [part for part in found if isinstance(part, Blocks)]

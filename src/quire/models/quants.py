@@ -56,7 +56,7 @@ class Blocks:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unread:
+class LazyWeight:
     """A matrix of a checkpoint that has not been read yet.
 
     name   its name in the checkpoint; for several matrices, the names joined with `+`
@@ -73,13 +73,13 @@ class Unread:
     read: Callable[[], Tensor | Blocks]
 
 
-Weight = torch.Tensor | Blocks | Unread
+Weight = torch.Tensor | Blocks | LazyWeight
 """A matrix in the model's dtype or in blocks, in memory or still in the file."""
 
 
 def read(weight: Weight) -> Tensor | Blocks:
     """The matrix itself."""
-    return weight.read() if isinstance(weight, Unread) else weight
+    return weight.read() if isinstance(weight, LazyWeight) else weight
 
 
 def kind_of(weight: Weight) -> str | torch.dtype:
@@ -95,7 +95,7 @@ def block_bytes(kind: str, inputs: int) -> int:
     return -(-inputs // size) * num_bytes
 
 
-def held_bytes(kind: str, inputs: int) -> int:
+def loaded_row_bytes(kind: str, inputs: int) -> int:
     """Bytes of a row in memory. Backends store each 6-bit scale and minimum of a superblock in a byte."""
     size, _ = _block(kind)
     return block_bytes(kind, inputs) + (4 * (inputs // size) if kind in ("Q4_K", "Q5_K") else 0)

@@ -18,7 +18,7 @@ import socket
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from quire.models.child import UNKNOWN, received, send
+from quire.models.child import NEEDS_CONTEXT, receive_request, send_answer
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DONE, REFUSED, FAILED, MEMORY, LONG = b"d", b"r", b"f", b"m", b"l"
 """Kinds of answers: the text; the template's own rejection; any other error; out of memory; a text too long. Also
-UNKNOWN: a template whose source was not sent yet."""
+NEEDS_CONTEXT: a template whose source was not sent yet."""
 
 LARGE_CHARS = 250_000
 """After a text of this length freed memory is given back to the system: 2,600,000 characters leave 32 MB."""
@@ -95,7 +95,7 @@ def answer(templates: dict[int, Template], request: tuple[Any, ...]) -> tuple[by
         if source is not None:
             templates[number] = compiled(source)
         elif number not in templates:
-            return UNKNOWN, ""
+            return NEEDS_CONTEXT, ""
         if variables is None:
             return DONE, ""
         text = templates[number].render(variables)
@@ -111,19 +111,19 @@ def answer(templates: dict[int, Template], request: tuple[Any, ...]) -> tuple[by
 def serve(connection: socket.socket) -> None:
     """Answer requests until the other side closes."""
     templates: dict[int, Template] = {}
-    (max_bytes,) = received(connection)
+    (max_bytes,) = receive_request(connection)
     import jinja2.sandbox  # noqa: F401  # before the limits count, and before the first request
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while True:
-        *request, seconds = received(connection)
+        *request, seconds = receive_request(connection)
         # The default action of SIGPROF ends the process, also in the middle of one long call.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind, text = answer(templates, tuple(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(connection, kind, text)
+        send_answer(connection, kind, text)
         if kind == MEMORY:
             return  # a new process has all of its memory again
         is_large = len(text) >= LARGE_CHARS

@@ -14,7 +14,7 @@ from quire.errors import ModelError
 from quire.models.shape import MAX_SIZE
 
 
-class Settings:
+class CheckedSettings:
     """The settings of a file. Each look-up checks the type and raises ModelError with the file and the setting.
 
     A null setting counts as absent. A look-up of an absent setting returns the default; without a default it raises.
@@ -26,10 +26,10 @@ class Settings:
         self._source = source
         self._prefix = prefix
 
-    def under(self, prefix: str) -> Settings:
+    def under(self, prefix: str) -> CheckedSettings:
         """The settings with a prefix in their names, for look-ups without it."""
         found = {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
-        return Settings(found, self._source, self._prefix + prefix)
+        return CheckedSettings(found, self._source, self._prefix + prefix)
 
     def number(self, key: str, default: float | None = None, least: float | None = None) -> float:
         """A finite number, at least `least`."""
@@ -81,17 +81,19 @@ class Settings:
                 raise self._wrong(key, value, "a token id or a list of them")
         return tuple(item for item in found if item >= 0)
 
-    def table(self, key: str) -> Settings:
+    def table(self, key: str) -> CheckedSettings:
         """The settings inside a setting; none when absent."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self._wrong(key, value, "an object")
-        return Settings(value, self._source, f"{self._prefix}{key}.")
+        return CheckedSettings(value, self._source, f"{self._prefix}{key}.")
 
-    def tables(self, key: str) -> list[Settings]:
+    def tables(self, key: str) -> list[CheckedSettings]:
         """A list of settings; empty when absent."""
         values = self._list(key, {dict}, "a list of objects")
-        return [Settings(value, self._source, f"{self._prefix}{key}.{index}.") for index, value in enumerate(values)]
+        return [
+            CheckedSettings(value, self._source, f"{self._prefix}{key}.{index}.") for index, value in enumerate(values)
+        ]
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

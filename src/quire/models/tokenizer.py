@@ -18,9 +18,9 @@ from quire.models.chat import ChatTemplate
 from quire.models.control_tokens import ControlTokens, EscapedConversation
 from quire.models.files import read_json
 from quire.models.gguf_file import read_header
-from quire.models.settings import Settings, one_line
+from quire.models.settings import CheckedSettings, one_line
 from quire.models.vocabulary import from_file, from_gguf, from_merges, gguf_token, gguf_vocabulary, token_text
-from quire.reading import read_text
+from quire.safe_io import read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Pipeline
@@ -284,7 +284,7 @@ def _own_extras(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         vocabulary = gguf_vocabulary(metadata, path)
         texts = {role: gguf_token(vocabulary, name) for role, name in roles.items()}
-        settings, key = Settings(metadata, str(path)), "tokenizer.chat_template"
+        settings, key = CheckedSettings(metadata, str(path)), "tokenizer.chat_template"
         templates = {_PLAIN: settings.text(key, ""), _TOOLS: settings.text(f"{key}.{_TOOLS}", "")}
     else:
         config = _tokenizer_config(path)
@@ -297,7 +297,7 @@ def _own_extras(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return tokens, {name: text for name, text in templates.items() if text}
 
 
-def _templates(config: Settings) -> dict[str, str]:
+def _templates(config: CheckedSettings) -> dict[str, str]:
     """The chat templates in a tokenizer_config.json. Without a plain one the first one is it."""
     if not isinstance(config.values.get("chat_template"), list):
         return {_PLAIN: config.text("chat_template", "")}
@@ -306,9 +306,9 @@ def _templates(config: Settings) -> dict[str, str]:
     return {_PLAIN: plain, _TOOLS: named.get(_TOOLS, "")}
 
 
-def _tokenizer_config(folder: Path) -> Settings:
+def _tokenizer_config(folder: Path) -> CheckedSettings:
     path = folder / "tokenizer_config.json"
-    return Settings(read_json(path), str(path))
+    return CheckedSettings(read_json(path), str(path))
 
 
 def _read_text(path: Path) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.models import triton_packed
-from quire.models.layers import Gated, TorchHead, TorchLinear
+from quire.models.layers import GatedLinear, TorchHead, TorchLinear
 from quire.models.quants import Blocks, read
 from quire.models.triton_packed import PackedMatrix, unit_sums
 
@@ -215,7 +215,7 @@ class TritonOps:
 
     def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """One after the other."""
-        return Gated(self, self.linear(parts, bias, dtype))
+        return GatedLinear(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """One by one: a CUDA graph holds the step together."""

@@ -52,7 +52,7 @@ ROWS_UNITS = 32
 
 
 @dataclass(frozen=True)
-class Format:
+class BlockFormat:
     """The layout of a block type.
 
     bits        bits per code
@@ -70,15 +70,15 @@ class Format:
 
 
 FORMATS = {
-    "Q4_0": Format(4, 32, 8),
-    "Q4_1": Format(4, 32, minima=True),
-    "Q5_0": Format(5, 32, 16),
-    "Q5_1": Format(5, 32, minima=True),
-    "Q8_0": Format(8, 32),
-    "Q4_K": Format(4, 32, minima=True, superblocks=True),
-    "Q5_K": Format(5, 32, minima=True, superblocks=True),
-    "Q6_K": Format(6, 16, 32, superblocks=True),
-    GROUP_CODES: Format(4, 64, minima=True),
+    "Q4_0": BlockFormat(4, 32, 8),
+    "Q4_1": BlockFormat(4, 32, minima=True),
+    "Q5_0": BlockFormat(5, 32, 16),
+    "Q5_1": BlockFormat(5, 32, minima=True),
+    "Q8_0": BlockFormat(8, 32),
+    "Q4_K": BlockFormat(4, 32, minima=True, superblocks=True),
+    "Q5_K": BlockFormat(5, 32, minima=True, superblocks=True),
+    "Q6_K": BlockFormat(6, 16, 32, superblocks=True),
+    GROUP_CODES: BlockFormat(4, 64, minima=True),
 }
 
 KINDS = frozenset(FORMATS)
@@ -399,7 +399,7 @@ def unit_sums(x: Tensor) -> Tensor:
     return out
 
 
-def _planes(blocks: Blocks, of: Format, padded: int) -> tuple[Tensor | None, ...]:
+def _planes(blocks: Blocks, of: BlockFormat, padded: int) -> tuple[Tensor | None, ...]:
     """codes, upper, d, m, scales, minima."""
     n, k = blocks.shape
     device, units = blocks.raw.device, -(-k // UNIT)

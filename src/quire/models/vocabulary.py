@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
-from quire.models.settings import Settings
-from quire.reading import check_regular, parse_json, read_text
+from quire.models.settings import CheckedSettings
+from quire.safe_io import check_regular, parse_json, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +73,7 @@ def from_file(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def from_merges(folder: Path, config: Settings) -> Tokenizer:
+def from_merges(folder: Path, config: CheckedSettings) -> Tokenizer:
     """The byte-level BPE of vocab.json and merges.txt, as in OPT, GPT-2 and early Qwen2 checkpoints.
 
     config  contents of tokenizer_config.json
@@ -136,19 +136,19 @@ def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     return tokenizer
 
 
-def gguf_vocabulary(metadata: Mapping[str, Any], path: Path) -> Settings:
+def gguf_vocabulary(metadata: Mapping[str, Any], path: Path) -> CheckedSettings:
     """The vocabulary settings of a GGUF, under `tokenizer.ggml.`."""
-    return Settings(metadata, str(path)).under("tokenizer.ggml.")
+    return CheckedSettings(metadata, str(path)).under("tokenizer.ggml.")
 
 
-def gguf_token(settings: Settings, name: str) -> str | None:
+def gguf_token(settings: CheckedSettings, name: str) -> str | None:
     """Text of the bos, eos, unknown or padding token of a GGUF; None for an id that is not in the vocabulary."""
     token_id = next(iter(settings.ids(f"{name}_token_id")), None)
     tokens = settings.texts("tokens")
     return tokens[token_id] if token_id is not None and token_id < len(tokens) else None
 
 
-def token_text(config: Settings, key: str) -> str | None:
+def token_text(config: CheckedSettings, key: str) -> str | None:
     """A special token in tokenizer_config.json: a string, or an object with its content."""
     if isinstance(config.values.get(key), dict):
         config, key = config.table(key), "content"
@@ -177,7 +177,7 @@ def _byte_level(
     return tokenizer
 
 
-def _gguf_byte_level(settings: Settings, tokens: Sequence[str], path: Path) -> Tokenizer:
+def _gguf_byte_level(settings: CheckedSettings, tokens: Sequence[str], path: Path) -> Tokenizer:
     name = settings.text("pre", "default")
     if name not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
@@ -196,7 +196,9 @@ def _gguf_byte_level(settings: Settings, tokens: Sequence[str], path: Path) -> T
     return tokenizer
 
 
-def _gguf_sentencepiece(settings: Settings, tokens: Sequence[str], types: Sequence[float], path: Path) -> Tokenizer:
+def _gguf_sentencepiece(
+    settings: CheckedSettings, tokens: Sequence[str], types: Sequence[float], path: Path
+) -> Tokenizer:
     """SentencePiece joins the adjacent pair with the best-scoring union: BPE with merges ordered by that score."""
     scores = settings.numbers("scores")
     if len(scores) != len(tokens):

@@ -19,8 +19,8 @@ from quire.models.families import gguf_name, hf_name, shape_from_config, shape_f
 from quire.models.files import read_json
 from quire.models.gguf_file import GgufFile
 from quire.models.quants import BLOCK_KINDS, Blocks, dequantize
-from quire.models.settings import Settings, one_line
-from quire.reading import check_regular
+from quire.models.settings import CheckedSettings, one_line
+from quire.safe_io import check_regular
 
 log = logging.getLogger("quire")
 
@@ -234,7 +234,7 @@ class GgufCheckpoint(Checkpoint):
         except ModelError as error:
             raise ModelError(f"tensor {stored.name}: {error}") from None
         found = self._in_order(name, found)
-        self._file.forget(stored)
+        self._file.unmap(stored)
         return found
 
     def kind(self, name: str) -> str:
@@ -248,7 +248,7 @@ class GgufCheckpoint(Checkpoint):
             return None
         rows, inputs = stored.shape
         raw = self._in_order(name, self._file.bytes_of(stored).view(rows, -1)).clone()
-        self._file.forget(stored)
+        self._file.unmap(stored)
         return Blocks(stored.kind, raw, inputs)
 
     def close(self) -> None:
@@ -276,7 +276,7 @@ class GgufCheckpoint(Checkpoint):
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        shards = Settings(read_json(index), str(index)).table("weight_map")
+        shards = CheckedSettings(read_json(index), str(index)).table("weight_map")
         files = [_inside(folder, name, index) for name in sorted({shards.text(tensor) for tensor in shards.values})]
         if not files:
             raise ModelError(f"{index}: setting weight_map names no file")

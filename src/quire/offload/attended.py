@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from quire.offload.table import HostPages
 
 
-def divided(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
+def split_near_far(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
     """A slice of one row over its near chunks, and one over the far ones. is_far: of all chunks before the row's own.
 
     Both have gaps, so the table must have the bases of all chunks.
@@ -55,7 +55,7 @@ def divided(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
     )
 
 
-def on_host(spec: AttentionSpec, pages: HostPages) -> CpuAttention:
+def host_attention(spec: AttentionSpec, pages: HostPages) -> CpuAttention:
     """The backend of far chunks. spec: that of the device."""
     from quire.attention.cpu import CpuAttention
 
@@ -71,7 +71,7 @@ class PartialPlan(AttentionPlan, Protocol):
     lse: Tensor | None
 
 
-class DividedPlan:
+class NearFarPlan:
     """See AttentionPlan. Some rows attend to chunks on the host, too."""
 
     def __init__(self, near: PartialPlan, far: CpuPlan, rows: Sequence[int], host: HostMemory) -> None:

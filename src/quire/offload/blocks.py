@@ -21,8 +21,8 @@ import torch
 
 from quire.attention.plan import AttentionBackend, AttentionPlan
 from quire.cache.ledger import PAGE_TOKENS
-from quire.offload.attended import DividedPlan, divided, on_host
-from quire.offload.mover import NOTHING, Ticket
+from quire.offload.attended import NearFarPlan, host_attention, split_near_far
+from quire.offload.mover import NOTHING, IoTicket
 from quire.offload.table import OffloadedTable
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from quire.offload.hidden import HiddenStates
 
 
-class Slot(AttentionBackend, Protocol):
+class CloneableBackend(AttentionBackend, Protocol):
     """A backend of which several may plan at once. The attributes are those of `TritonAttention`."""
 
     spec: AttentionSpec
     keeps_lse: bool
     encodes_by_layer: bool
 
-    def another(self) -> Slot:
+    def clone(self) -> CloneableBackend:
         """One with plans and scratch of its own, of the same table."""
 
     def refresh(self, chunks: NDArray[np.int32]) -> None:
@@ -60,25 +60,25 @@ class FarTable(Protocol):
     """
 
     @property
-    def own_chunks(self) -> int:
+    def max_batch_chunks(self) -> int:
         """Most chunks of a micro-batch."""
 
     def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Any], Any]:
         """Prepares a step: something for each micro-batch, and for all of them."""
 
-    def load(self, layer: int, batch: int, num_batches: int, placed: Any, *after: Ticket) -> Ticket:
+    def load(self, layer: int, batch: int, num_batches: int, placed: Any, *after: IoTicket) -> IoTicket:
         """Starts to load what a micro-batch reads in a layer."""
 
-    def load_shared(self, layer: int, placed: Any) -> Ticket:
+    def load_shared(self, layer: int, placed: Any) -> IoTicket:
         """Starts to load what several micro-batches read in a layer."""
 
-    def enter(self, layer: int, batch: int, num_batches: int, placed: Any) -> NDArray[np.int32]:
+    def begin_batch(self, layer: int, batch: int, num_batches: int, placed: Any) -> NDArray[np.int32]:
         """A micro-batch is computed next. Returns chunks that have other pages in this layer than plans were told."""
 
-    def store(self, layer: int, batch: int, num_batches: int, placed: Any) -> Ticket:
+    def store(self, layer: int, batch: int, num_batches: int, placed: Any) -> IoTicket:
         """Starts to store what a micro-batch has filled in a layer."""
 
-    def recalled(self, slice_index: int) -> AbstractContextManager[None]:
+    def loaded_path(self, slice_index: int) -> AbstractContextManager[None]:
         """All layers of a slice's path can be read inside."""
 
     def stats(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ class FarTable(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatch:
     """A micro-batch of a step.
 
     rows   its rows of the step
@@ -105,7 +105,7 @@ class BlockPlan:
 
     def __init__(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         starts: Sequence[int],
         padded_rows: Callable[[int], int],
         table: FarTable | None,
@@ -113,7 +113,7 @@ class BlockPlan:
         refresh: Callable[[NDArray[np.int32]], None],
     ) -> None:
         """starts: the first slice of each micro-batch. placed: the far chunks of each one, and of several. refresh: see
-        Slot.
+        CloneableBackend.
         """
         self.batches = batches
         self.padded_rows = padded_rows
@@ -133,29 +133,29 @@ class BlockPlan:
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
         batch = max(index for index, start in enumerate(self._starts) if start <= slice_index)
-        with contextlib.nullcontext() if self._table is None else self._table.recalled(slice_index):
+        with contextlib.nullcontext() if self._table is None else self._table.loaded_path(slice_index):
             return self.batches[batch].plan.recovered(slice_index - self._starts[batch], kept, local)
 
-    def load(self, layer: int, batch: int, *after: Ticket) -> Ticket:
+    def load(self, layer: int, batch: int, *after: IoTicket) -> IoTicket:
         """Starts to load what a micro-batch reads in a layer."""
         if self._table is None or self._placed is None:
             return NOTHING
         return self._table.load(layer, batch, len(self.batches), self._placed[0][batch], *after)
 
-    def load_shared(self, layer: int) -> Ticket:
+    def load_shared(self, layer: int) -> IoTicket:
         """Starts to load what several micro-batches read in a layer."""
         if self._table is None or self._placed is None:
             return NOTHING
         return self._table.load_shared(layer, self._placed[1])
 
-    def enter(self, layer: int, batch: int) -> None:
+    def begin_batch(self, layer: int, batch: int) -> None:
         """Must be called before a micro-batch is computed in a layer."""
         if self._table is not None and self._placed is not None:
-            renamed = self._table.enter(layer, batch, len(self.batches), self._placed[0][batch])
+            renamed = self._table.begin_batch(layer, batch, len(self.batches), self._placed[0][batch])
             if len(renamed):
                 self._refresh(renamed)
 
-    def store(self, layer: int, batch: int) -> Ticket:
+    def store(self, layer: int, batch: int) -> IoTicket:
         """Starts to store what a micro-batch has filled in a layer."""
         if self._table is None or self._placed is None:
             return NOTHING
@@ -172,7 +172,7 @@ class BlockAttention:
 
     def __init__(
         self,
-        attention: Slot,
+        attention: CloneableBackend,
         micro_batch: int,
         table: FarTable | None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
@@ -180,14 +180,14 @@ class BlockAttention:
         self.micro_batch = micro_batch
         self._padded_rows = padded_rows
         self._table = table
-        self._slots = [attention]
+        self._backends = [attention]
         self._far: CpuAttention | None = None
         if table is not None:
             attention.encodes_by_layer = True  # a layer is stored before the next one is computed
         if isinstance(table, OffloadedTable) and table.attends:
             assert table.host is not None
             attention.keeps_lse = True
-            self._far = on_host(attention.spec, table.host)
+            self._far = host_attention(attention.spec, table.host)
         self._starts: list[int] = []
 
     def plan(
@@ -201,19 +201,19 @@ class BlockAttention:
         self._starts = starts
         bounds = list(itertools.pairwise([*starts, len(slices)]))
         placed = None if self._table is None else self._table.place([slices[low:high] for low, high in bounds])
-        while len(self._slots) < len(bounds):
-            self._slots.append(self._slots[0].another())
+        while len(self._backends) < len(bounds):
+            self._backends.append(self._backends[0].clone())
         batches, row = [], 0
-        for slot, (low, high) in zip(self._slots, bounds, strict=False):
+        for backend, (low, high) in zip(self._backends, bounds, strict=False):
             part = slices[low:high]
             count = sum(piece.num_rows for piece in part)
             own = None if moved is None else [index - low for index in moved if low <= index < high]
-            plan = slot.plan(part, own, ready) if self._far is None else self._divided_plan(slot, part)
-            batches.append(Batch(slice(row, row + count), plan))
+            plan = backend.plan(part, own, ready) if self._far is None else self._divided_plan(backend, part)
+            batches.append(MicroBatch(slice(row, row + count), plan))
             row += count
-        return BlockPlan(batches, starts, self._padded_rows, self._table, placed, self._slots[0].refresh)
+        return BlockPlan(batches, starts, self._padded_rows, self._table, placed, self._backends[0].refresh)
 
-    def _divided_plan(self, slot: Slot, slices: Sequence[RowSlice]) -> AttentionPlan:
+    def _divided_plan(self, backend: CloneableBackend, slices: Sequence[RowSlice]) -> AttentionPlan:
         """A plan whose single rows attend to far chunks on the host. A new one for each step, because chunks come near
         and go far.
         """
@@ -224,22 +224,22 @@ class BlockAttention:
             if piece.num_rows == 1:
                 is_far = table.is_far(piece.chunks[: piece.start // PAGE_TOKENS])
                 if is_far.any():
-                    piece, beyond = divided(piece, is_far)
+                    piece, beyond = split_near_far(piece, is_far)
                     far.append(beyond)
                     rows.append(row)
             near.append(piece)
             row += piece.num_rows
-        plan = slot.plan(near)
+        plan = backend.plan(near)
         if not far:
             return plan
-        return DividedPlan(cast("PartialPlan", plan), self._far.reading(far), rows, table.host.memory)
+        return NearFarPlan(cast("PartialPlan", plan), self._far.read_only_plan(far), rows, table.host.memory)
 
     def _divided(self, slices: Sequence[RowSlice]) -> list[int]:
         """The first slice of each micro-batch. Neighbours share prefixes, so they stay together."""
         starts, count, num_chunks = [0], 0, 0
         for index, piece in enumerate(slices):
             chunks = -(-(piece.start + piece.num_rows) // PAGE_TOKENS)
-            most = None if self._table is None else self._table.own_chunks
+            most = None if self._table is None else self._table.max_batch_chunks
             if count == self.micro_batch or (count and most is not None and num_chunks + chunks > most):
                 starts.append(index)
                 count = num_chunks = 0
@@ -272,8 +272,8 @@ def run(
         inputs[0, :count], inputs[1, :count] = tokens[each.rows], positions[each.rows]
         states.put(index, model.begin(inputs[0], inputs[1]))
     order = list(itertools.product(range(model.shape.num_layers), range(len(batches))))
-    loads: dict[tuple[int, int], tuple[Ticket, ...]] = {}
-    stores: list[Ticket] = []
+    loads: dict[tuple[int, int], tuple[IoTicket, ...]] = {}
+    stores: list[IoTicket] = []
 
     def load(layer: int, batch: int) -> None:
         # Into the buffer of the micro-batch before the last one: that one is computed, and what it filled is stored.
@@ -289,7 +289,7 @@ def run(
             load(*order[number + 1])
         for ticket in (*stores[:-1], *loads.pop((layer, batch))):
             ticket.wait()
-        plan.enter(layer, batch)
+        plan.begin_batch(layer, batch)
         states.put(batch, model.layer(layer, states.get(batch), batches[batch].plan))
         stores = [*stores[-1:], plan.store(layer, batch)]
         if not overlaps:

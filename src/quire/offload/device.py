@@ -23,24 +23,24 @@ import torch
 
 from quire.config import format_bytes
 from quire.errors import ConfigError
-from quire.models.image_folder import Entry, ImageError
-from quire.models.images import section_of, written
-from quire.models.quants import Blocks, Unread, block_bytes
+from quire.models.image_folder import ImageEntry, ImageError
+from quire.models.images import ensure_image, section_of
+from quire.models.quants import Blocks, LazyWeight, block_bytes
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
-from quire.offload.homes import NUM_BUFFERS, Homes, Piece, Place, Weights
 from quire.offload.host import pinned
 from quire.offload.model import OffloadedModel
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
+from quire.offload.weight_placement import NUM_BUFFERS, ReadRange, StoredMatrix, TierAssigner, WeightPlacement
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from quire.kernels.memory import Memory
+    from quire.kernels.memory import WeightMemory
     from quire.models.image_folder import Image
-    from quire.models.images import Wanted
+    from quire.models.images import ImageSpec
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.quants import Weight
@@ -54,7 +54,7 @@ DEVICE, HOST, DISK = range(3)
 """Tiers of a matrix."""
 
 
-class Copied(NamedTuple):
+class CopiedTensor(NamedTuple):
     """A tensor that is copied for every pass.
 
     name   of its bytes in the image
@@ -67,7 +67,7 @@ class Copied(NamedTuple):
     there: Tensor
 
 
-class Disk(NamedTuple):
+class DiskSource(NamedTuple):
     """Where a `CopyStream` reads what is on the disk.
 
     path       of the image
@@ -76,14 +76,14 @@ class Disk(NamedTuple):
     """
 
     path: Path
-    layers: Sequence[Sequence[Piece]]
+    layers: Sequence[Sequence[ReadRange]]
     bandwidth: float | None
 
 
-class WritingOps(TritonOps):
+class ImageWritingOps(TritonOps):
     """See `TritonOps`. Puts the matrices of layers into memory for packed weights, and keeps none: for an image."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: WeightMemory) -> None:
         super().__init__()
         self._memory = memory
 
@@ -113,12 +113,12 @@ class PlacingOps(TritonOps):
     def __init__(self, split: Split, device: torch.device, image: Image | None) -> None:
         """split: shares of device, host and disk. image: has the matrices of the disk; None if it has no share."""
         super().__init__()
-        self.places: dict[int, list[Place]] = {}
+        self.places: dict[int, list[StoredMatrix]] = {}
         self.tiers: dict[int, list[int]] = {}
-        self.copied: dict[int, list[Copied]] = {}
+        self.copied: dict[int, list[CopiedTensor]] = {}
         self._device = device
-        self._homes = Homes(split)
-        self._entries: dict[str, list[Entry]] = {}
+        self._assigner = TierAssigner(split)
+        self._entries: dict[str, list[ImageEntry]] = {}
         for entry in () if image is None else (entry for section in image.sections for entry in section.entries):
             self._entries.setdefault(entry.name.rpartition(" ")[0], []).append(entry)
 
@@ -130,8 +130,8 @@ class PlacingOps(TritonOps):
         product, entries = None, self._entries.get(name)
         if entries is None:  # there is no image, and nothing is on the disk
             product = super().linear(parts, bias, dtype)
-            entries = [Entry(each, 0, tensor.nbytes) for each, tensor in _named(name, product)]
-        tier = self._homes.tier(sum(entry.num_bytes for entry in entries))
+            entries = [ImageEntry(each, 0, tensor.nbytes) for each, tensor in _named(name, product)]
+        tier = self._assigner.tier(sum(entry.num_bytes for entry in entries))
         if tier == DISK:
             product = super().linear([_unread(part, self._device) for part in parts], bias, dtype)
         elif product is None:
@@ -142,14 +142,14 @@ class PlacingOps(TritonOps):
             raise ImageError(f"it does not have {name} as this model needs it")
         of_layer = self.copied.setdefault(layer, [])
         for entry, tensor in zip(entries, product.tensors, strict=True):
-            self.places.setdefault(layer, []).append(Place(entry.name, entry.offset, entry.num_bytes))
+            self.places.setdefault(layer, []).append(StoredMatrix(entry.name, entry.offset, entry.num_bytes))
             self.tiers.setdefault(layer, []).append(tier)
             if tier == DEVICE:
                 continue
             host = torch.empty_like(tensor, device="meta")
             if tier == HOST:
                 host = pinned(tensor.nbytes, tensor.device, self).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            of_layer.append(Copied(entry.name, host, tensor))
+            of_layer.append(CopiedTensor(entry.name, host, tensor))
             tensor.data = tensor.new_empty(0)  # until the stream gives it a place
         return product
 
@@ -162,7 +162,7 @@ def _layer_of(parts: Sequence[Weight]) -> int | None:
 
 def _name_of(parts: Sequence[Weight]) -> str:
     first = parts[0]
-    assert isinstance(first, Unread), "a matrix without a name"
+    assert isinstance(first, LazyWeight), "a matrix without a name"
     return first.name
 
 
@@ -173,7 +173,7 @@ def _named(name: str, product: TritonLinear | PackedLinear) -> list[tuple[str, T
 
 def _unread(weight: Weight, device: torch.device) -> Weight:
     """A matrix with any numbers: its product has the tensors of the true one."""
-    assert isinstance(weight, Unread), "a matrix without a name"
+    assert isinstance(weight, LazyWeight), "a matrix without a name"
     kind, (outputs, inputs) = weight.kind, weight.shape
     if kind is None:
         return dataclasses.replace(weight, read=lambda: torch.empty(weight.shape, dtype=weight.dtype, device=device))
@@ -191,10 +191,10 @@ class CopyStream:
 
     def __init__(
         self,
-        layers: Sequence[Sequence[Copied]],
+        layers: Sequence[Sequence[CopiedTensor]],
         device: torch.device,
         *,
-        disk: Disk | None = None,
+        disk: DiskSource | None = None,
         overlaps: bool = True,
     ) -> None:
         """disk: None if nothing is there. Raises OSError, and ConfigError if there is not enough memory."""
@@ -232,7 +232,7 @@ class CopyStream:
 
     @property
     def bytes_from_disk(self) -> int:
-        """See Stream."""
+        """See LayerStream."""
         return 0 if self._disk is None else self._disk.bytes_read
 
     def begin(self) -> None:
@@ -318,7 +318,7 @@ def load_on_device(
     split: Split,
     device: torch.device,
     *,
-    wanted: Wanted | None = None,
+    wanted: ImageSpec | None = None,
     bandwidth: float | None = None,
     overlaps: bool = True,
 ) -> OffloadedModel:
@@ -337,13 +337,13 @@ def load_on_device(
     image = None
     if split.shares[DISK] > 0:
         assert wanted is not None, "a share of the weights is on the disk, and there is no image"
-        image = written(wanted, lambda memory: build(WritingOps(memory)))
+        image = ensure_image(wanted, lambda memory: build(ImageWritingOps(memory)))
     ops = PlacingOps(split, device, image)
     model = build(ops)
     layers = range(model.shape.num_layers)
     places = tuple(tuple(ops.places[layer]) for layer in layers)
-    weights = Weights(places, tuple(tuple(ops.tiers[layer]) for layer in layers), (), split)
-    disk = None if image is None else Disk(image.path, weights.streamed, bandwidth)
+    weights = WeightPlacement(places, tuple(tuple(ops.tiers[layer]) for layer in layers), (), split)
+    disk = None if image is None else DiskSource(image.path, weights.streamed, bandwidth)
     try:
         stream = CopyStream([ops.copied[layer] for layer in layers], device, disk=disk, overlaps=overlaps)
     except OSError as error:

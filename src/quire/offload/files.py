@@ -10,7 +10,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.offload.costs import Policy
 from quire.offload.units import Share, Split
-from quire.reading import parse_json, read_text
+from quire.safe_io import parse_json, read_text
 
 FORMAT = 1
 _FIELDS = ("format", "tiers", "micro_batch", "num_batches", "weights", "cache", "hidden", "attended")

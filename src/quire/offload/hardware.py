@@ -30,15 +30,15 @@ from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.table import ChunkTable
 from quire.config import format_bytes
 from quire.errors import CacheFullError, QuireError
-from quire.kernels.memory import Carver, huge_pages
+from quire.kernels.memory import HugePageAllocator, huge_pages
 from quire.models.decoder import build_model
 from quire.offload.host import HostMemory, pinned
-from quire.offload.mover import Mover, Part
-from quire.offload.ops import MovingOps
+from quire.offload.mover import IoRequest, Mover
+from quire.offload.ops import RelocatableOps
 from quire.offload.profile import Attention, Curve, Disk, Rate, Read
 from quire.offload.quiet import quietest, spread
 from quire.offload.stream import NUM_READERS
-from quire.stores.direct import BLOCK_BYTES, MEASURE_PREFIX, REQUEST_BYTES, Buffer, DirectFile, allows_direct
+from quire.stores.direct import BLOCK_BYTES, MEASURE_PREFIX, REQUEST_BYTES, AlignedBuffer, DirectFile, allows_direct
 from quire.stores.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
 
 def _request_seconds(folder: Path) -> float:
     """Seconds of a small read by the threads that move caches and activations, the median of some."""
-    mover, part = Mover(folder, Throttle(None)), Part(0, huge_pages(BLOCK_BYTES))
+    mover, part = Mover(folder, Throttle(None)), IoRequest(0, huge_pages(BLOCK_BYTES))
     try:
         mover.write([part]).wait()
 
@@ -134,7 +134,7 @@ def _file(folder: Path, is_direct: bool) -> Iterator[DirectFile]:
 
 
 def _write(file: DirectFile, throttle: Throttle) -> float:
-    view = Buffer().view(min(FILE_BYTES, 32 << 20))
+    view = AlignedBuffer().view(min(FILE_BYTES, 32 << 20))
     view[:] = np.random.default_rng().bytes(len(view))
     begun = time.perf_counter()
     for offset in range(0, FILE_BYTES, len(view)):
@@ -159,7 +159,7 @@ def read_rate(
 
     def read() -> None:
         nonlocal count, total
-        buffer = Buffer().view(request_bytes)
+        buffer = AlignedBuffer().view(request_bytes)
         try:
             while time.perf_counter() < deadline:
                 with lock:
@@ -295,7 +295,9 @@ class LayerTimer:
         self._shape = dataclasses.replace(shape, num_layers=min(shape.num_layers, enough))
         self._dtype = dtype
         self._device = device
-        self._model = build_model(self._shape, checkpoint, ops or MovingOps(Carver()), dtype, device, form)
+        self._model = build_model(
+            self._shape, checkpoint, ops or RelocatableOps(HugePageAllocator()), dtype, device, form
+        )
 
     @property
     def num_layers(self) -> int:
@@ -395,7 +397,7 @@ class AttentionTimer:
             return (finished(device) - begun) / spec.num_layers
         finally:
             for each in taken:
-                table.give(each)
+                table.free(each)
 
 
 def host_timer(spec: AttentionSpec, max_context: int, num_bytes: int) -> AttentionTimer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.kernels.memory import memory_on
-from quire.offload.mover import NOTHING, Mover, Part, Ticket
+from quire.offload.mover import NOTHING, IoRequest, IoTicket, Mover
 from quire.offload.units import NONE, Share
 from quire.stores.direct import BLOCK_BYTES, padded
 
@@ -38,7 +38,7 @@ class _Far:
 
     alike: list[tuple[torch.Size, torch.dtype]]
     offset: int
-    moved: Ticket = NOTHING
+    moved: IoTicket = NOTHING
     buffer: Tensor | None = None
 
     @property
@@ -73,7 +73,7 @@ class HiddenStates:
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory = {"read": [nothing] * 2, "write": [nothing] * 2}
         self._turns = {"read": 0, "write": 0}
-        self._written: list[Ticket] = [NOTHING, NOTHING]
+        self._written: list[IoTicket] = [NOTHING, NOTHING]
 
     @property
     def far_share(self) -> float:
@@ -116,7 +116,7 @@ class HiddenStates:
         buffer = self._buffer("write", far.num_bytes)
         for part, each in zip(_views(buffer, far.alike), state, strict=True):
             part.copy_(each)
-        far.moved = self._written[turn] = self._mover.write([Part(far.offset, buffer)])
+        far.moved = self._written[turn] = self._mover.write([IoRequest(far.offset, buffer)])
         self._away[index] = far
 
     def settle(self) -> None:
@@ -124,14 +124,14 @@ class HiddenStates:
         if self._mover is not None:
             self._mover.settle()
 
-    def load(self, index: int) -> Ticket:
+    def load(self, index: int) -> IoTicket:
         """Starts to read a state from the file."""
         far = self._away.get(index)
         if far is None:
             return NOTHING
         assert self._mover is not None
         far.buffer = self._buffer("read", far.num_bytes)
-        far.moved = self._mover.read([Part(far.offset, far.buffer)], far.moved)
+        far.moved = self._mover.read([IoRequest(far.offset, far.buffer)], far.moved)
         return far.moved
 
     def get(self, index: int) -> State:

@@ -16,7 +16,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.memory import huge_pages
-from quire.offload.mover import NOTHING, Part, Ticket
+from quire.offload.mover import NOTHING, IoRequest, IoTicket
 from quire.options import format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def pinned(num_bytes: int, device: torch.device, owner: object) -> Tensor:
     return memory
 
 
-class _Copied(Ticket):
+class _Copied(IoTicket):
     """Copies on a stream. `wait` makes the device wait, not the host."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -47,7 +47,7 @@ class _Copied(Ticket):
         self.event = event
 
     def wait(self) -> None:
-        """See Ticket."""
+        """See IoTicket."""
         torch.cuda.current_stream().wait_event(self.event)
 
 
@@ -68,11 +68,11 @@ class HostMemory:
         self._to_host = torch.cuda.Stream(device) if self._is_gpu else None
         self.bytes_read = self.bytes_written = self.bytes_crossed = 0
 
-    def read(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+    def read(self, parts: Iterable[IoRequest], *after: IoTicket) -> IoTicket:
         """Starts to fill the views, once the device has done what it was given so far, and the tickets `after`."""
         return self._copy(list(parts), False, after)
 
-    def write(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+    def write(self, parts: Iterable[IoRequest], *after: IoTicket) -> IoTicket:
         """Starts to write the views, once the device has done what it was given so far, and the tickets `after`."""
         return self._copy(list(parts), True, after)
 
@@ -104,7 +104,7 @@ class HostMemory:
             return tensor.clone()
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _copy(self, parts: list[Part], is_write: bool, after: tuple[Ticket, ...]) -> Ticket:
+    def _copy(self, parts: list[IoRequest], is_write: bool, after: tuple[IoTicket, ...]) -> IoTicket:
         if not parts:
             return NOTHING
         stream = self._to_host if is_write else self._to_device

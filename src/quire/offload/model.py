@@ -11,28 +11,34 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from quire.config import format_bytes
-from quire.kernels.memory import Carver, Fill, Memory, huge_pages
+from quire.kernels.memory import Fill, HugePageAllocator, WeightMemory, huge_pages
 from quire.models.image_folder import Image, ImageError
-from quire.models.images import written
+from quire.models.images import ensure_image
 from quire.offload.blocks import BlockPlan, run
 from quire.offload.hidden import HiddenStates
-from quire.offload.homes import Place, Weights, around, fitting, placed
-from quire.offload.ops import MovingOps
+from quire.offload.ops import RelocatableOps
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
+from quire.offload.weight_placement import (
+    StoredMatrix,
+    WeightPlacement,
+    enclosing_blocks,
+    place_by_split,
+    place_within_memory,
+)
 from quire.stores.direct import DirectFile, reads_direct
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.models.images import Wanted
+    from quire.models.images import ImageSpec
     from quire.models.layers import Ops
     from quire.models.plan import Model, StepPlan
 
 log = logging.getLogger("quire")
 
 
-class Stream(Protocol):
+class LayerStream(Protocol):
     """Loads layers in order, pass after pass: see `WeightStream`."""
 
     num_loads: int
@@ -70,7 +76,7 @@ class OffloadedModel:
     """
 
     def __init__(
-        self, model: Model, weights: Weights, stream: Stream, folder: Path | None, *, overlaps: bool = True
+        self, model: Model, weights: WeightPlacement, stream: LayerStream, folder: Path | None, *, overlaps: bool = True
     ) -> None:
         self.shape = model.shape
         self.folder = folder
@@ -125,8 +131,8 @@ class OffloadedModel:
 class _Resident:
     """Memory for packed weights: reads what stays in memory, and promises the rest."""
 
-    def __init__(self, image: Image, weights: Weights) -> None:
-        self._order: Iterator[Place] = (place for section in _sections(image) for place in section)
+    def __init__(self, image: Image, weights: WeightPlacement) -> None:
+        self._order: Iterator[StoredMatrix] = (place for section in _sections(image) for place in section)
         self._streamed = {place.name for layer in weights.streamed for piece in layer for place in piece.places}
         self._file = DirectFile(image.path, is_direct=reads_direct(image.path))
         # One mapping: pages have 2 MiB, and in blocks for a few matrices the last page of each block is mostly empty.
@@ -134,8 +140,8 @@ class _Resident:
         self._later = torch.empty(0, dtype=torch.uint8)
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
-        """See Memory.place. Raises ImageError if the next matrix of the image is another one, OSError if it cannot be
-        read.
+        """See WeightMemory.place. Raises ImageError if the next matrix of the image is another one, OSError if it
+        cannot be read.
         """
         place = next(self._order, None)
         if place is None or (place.name, place.num_bytes) != (name, num_bytes):
@@ -143,9 +149,9 @@ class _Resident:
         if name in self._streamed:
             # The stream moves it before its first use. Until then no bytes are needed, only their number.
             if len(self._later) < num_bytes:
-                self._later = Carver().take(num_bytes)
+                self._later = HugePageAllocator().take(num_bytes)
             return self._later[:num_bytes]
-        start, size = around(place)
+        start, size = enclosing_blocks(place)
         block, self._free = self._free[:size], self._free[size:]
         self._file.read(block.numpy().data, start, lambda num_bytes: None)
         at = place.offset - start
@@ -156,14 +162,15 @@ class _Resident:
         self._file.close()
 
 
-def _sections(image: Image) -> list[list[Place]]:
+def _sections(image: Image) -> list[list[StoredMatrix]]:
     return [
-        [Place(entry.name, entry.offset, entry.num_bytes) for entry in section.entries] for section in image.sections
+        [StoredMatrix(entry.name, entry.offset, entry.num_bytes) for entry in section.entries]
+        for section in image.sections
     ]
 
 
 def load_offloaded(
-    wanted: Wanted,
+    wanted: ImageSpec,
     build: Callable[[Ops], Model],
     *,
     memory: int | None = None,
@@ -184,10 +191,10 @@ def load_offloaded(
     Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.
     """
 
-    def make(memory: Memory) -> Model:
-        return build(MovingOps(memory))
+    def make(memory: WeightMemory) -> Model:
+        return build(RelocatableOps(memory))
 
-    image = written(wanted, make)
+    image = ensure_image(wanted, make)
     layers, fixed = [], []
     for section, places in zip(image.sections, _sections(image), strict=True):
         if section.name.startswith("layers."):
@@ -198,12 +205,12 @@ def load_offloaded(
     unpacked = sum(size for name, size in (outside or {}).items() if name not in names)
     if split is None:
         assert memory is not None, "neither a memory nor a split"
-        weights = fitting(layers, fixed, memory, unpacked=unpacked)
+        weights = place_within_memory(layers, fixed, memory, unpacked=unpacked)
     else:
-        weights = placed(layers, fixed, split, unpacked=unpacked)
+        weights = place_by_split(layers, fixed, split, unpacked=unpacked)
     resident = _Resident(image, weights)
     try:
-        ops = MovingOps(resident)
+        ops = RelocatableOps(resident)
         model = build(ops)
     finally:
         resident.close()

@@ -24,7 +24,7 @@ CLOSE_SECONDS = 1.0
 """Time that a thread has to end. One that hangs in a request is left alone, with the file."""
 
 
-class Part(NamedTuple):
+class IoRequest(NamedTuple):
     """Bytes to move: `view`, uint8 [n], is all of them, `offset` their place in the file. Both are multiples of 4 KiB,
     unless the file is the host's memory.
     """
@@ -33,10 +33,10 @@ class Part(NamedTuple):
     view: Tensor
 
 
-class Ticket:
+class IoTicket:
     """Parts that move together. `wait` returns once all of them have."""
 
-    def __init__(self, count: int, after: tuple[Ticket, ...], what: str) -> None:
+    def __init__(self, count: int, after: tuple[IoTicket, ...], what: str) -> None:
         self.left = count
         self.what = what
         self.after = after
@@ -52,7 +52,7 @@ class Ticket:
             raise QuireError(f"the offloaded {self.what} cannot be moved: {self.error}") from self.error
 
 
-NOTHING = Ticket(0, (), "")
+NOTHING = IoTicket(0, (), "")
 """A ticket without parts."""
 
 
@@ -70,7 +70,7 @@ class Mover:
         self._file = DirectFile(path, is_direct=allows_direct(folder), is_new=True)
         path.unlink()
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Ticket, bool, Part]] = deque()
+        self._queue: deque[tuple[IoTicket, bool, IoRequest]] = deque()
         self._num_moving = 0
         self._is_closed = False
         self.bytes_read = self.bytes_written = 0
@@ -81,11 +81,11 @@ class Mover:
         for thread in self._threads:
             thread.start()
 
-    def read(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+    def read(self, parts: Iterable[IoRequest], *after: IoTicket) -> IoTicket:
         """Starts to fill the views, once the tickets `after` are done. Fails if one of them does."""
         return self._add(parts, False, after)
 
-    def write(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+    def write(self, parts: Iterable[IoRequest], *after: IoTicket) -> IoTicket:
         """Starts to write the views, which must not change before it is done. after: as in `read`."""
         return self._add(parts, True, after)
 
@@ -112,12 +112,12 @@ class Mover:
         if not any(thread.is_alive() for thread in self._threads):
             self._file.close()
 
-    def _add(self, parts: Iterable[Part], is_write: bool, after: tuple[Ticket, ...]) -> Ticket:
+    def _add(self, parts: Iterable[IoRequest], is_write: bool, after: tuple[IoTicket, ...]) -> IoTicket:
         todo = list(parts)
         if not todo:
             return NOTHING
         pending = tuple(each for each in after if not each.done.is_set() or each.error is not None)
-        ticket = Ticket(len(todo), pending, self._what)
+        ticket = IoTicket(len(todo), pending, self._what)
         with self._changed:
             if self._is_closed:
                 raise QuireError("the offloaded cache was closed")
@@ -160,7 +160,7 @@ class Mover:
         # A micro-batch waits for its few bytes, while weights are read two layers ahead.
         self._throttle.take(num_bytes, first=True)
 
-    def _finish(self, ticket: Ticket, error: BaseException | None) -> None:
+    def _finish(self, ticket: IoTicket, error: BaseException | None) -> None:
         with self._changed:
             ticket.left -= 1
             ticket.error = ticket.error or error

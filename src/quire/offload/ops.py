@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
-from quire.kernels.memory import Memory
+from quire.kernels.memory import WeightMemory
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import Panels
 from quire.models.layers import Linear
-from quire.models.quants import Blocks, Unread, Weight, read
+from quire.models.quants import Blocks, LazyWeight, Weight, read
 
 
-class PlacedLinear:
+class RelocatableLinear:
     """A product over plain numbers in memory for packed weights."""
 
     __slots__ = ("bias", "name", "weight")
 
-    def __init__(self, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype, memory: Memory) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype, memory: WeightMemory) -> None:
         outputs, inputs = weight.shape
-        self.name = f"{weight.name if isinstance(weight, Unread) else ''} plain {dtype}"
+        self.name = f"{weight.name if isinstance(weight, LazyWeight) else ''} plain {dtype}"
         self.bias = bias
 
         def fill(target: torch.Tensor) -> None:
@@ -45,10 +45,10 @@ class PlacedLinear:
         self.weight = numbers.view(self.weight.dtype).view(self.weight.shape)
 
 
-class MovingOps(CpuOps):
+class RelocatableOps(CpuOps):
     """See `models.layers.Ops`. Knows which product has which matrix."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: WeightMemory) -> None:
         super().__init__(memory)
         self._moves: dict[str, Callable[[str, torch.Tensor], None]] = {}
 
@@ -62,7 +62,7 @@ class MovingOps(CpuOps):
 
     def plain(self, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """Plain numbers, whose memory may move."""
-        found = PlacedLinear(weight, bias, dtype, self._memory)
+        found = RelocatableLinear(weight, bias, dtype, self._memory)
         self._moves[found.name] = found.move
         return found
 

@@ -27,7 +27,7 @@ from quire.cache.arrays import Bools, Bytes, Int32s, Int64s
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.errors import ConfigError, QuireError
-from quire.offload.mover import NOTHING, Mover, Part, Ticket
+from quire.offload.mover import NOTHING, IoRequest, IoTicket, Mover
 from quire.stores.direct import BLOCK_BYTES, padded
 
 if TYPE_CHECKING:
@@ -57,19 +57,19 @@ class PagedArena(Arena):
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
         count = len(self.data) // BLOCK_BYTES
         self._most = budget // BLOCK_BYTES
-        self._is_here = np.zeros(count, bool)
+        self._is_resident = np.zeros(count, bool)
         self._is_stored = np.zeros(count, bool)
         self._is_changed = np.zeros(count, bool)  # since it was stored
-        self._is_going = np.zeros(count, bool)
+        self._is_storing = np.zeros(count, bool)
         self._users = np.zeros(count, np.int16)
         self._used = np.zeros(count, np.int32)  # the step that used it last
         self._step = 0
-        self._coming: list[tuple[Ticket, Blocks]] = []
-        self._going: list[tuple[Ticket, Blocks]] = []
-        self.num_brought = self.num_missed = 0
+        self._loading: list[tuple[IoTicket, Blocks]] = []
+        self._storing: list[tuple[IoTicket, Blocks]] = []
+        self.num_requested = self.num_missed = 0
         """Blocks that steps asked for, and those of them that had to be read."""
         self._lost: QuireError | None = None
-        self.num_here = 0
+        self.num_resident = 0
         """Blocks that have memory."""
 
     # ---- by blocks -------------------------------------------------------------------------------------------------
@@ -82,38 +82,38 @@ class PagedArena(Arena):
         if self._lost is not None:
             raise QuireError(f"the offloaded cache has lost pages: {self._lost}") from self._lost
         self.mover.settle()
-        self._arrive()
+        self._wait_for_loads()
         self._finish()
         self._users[:] = 0
         self._step += 1
-        excess = self.num_here - (self._most - self._most // SPARE)
+        excess = self.num_resident - (self._most - self._most // SPARE)
         if excess > 0:
-            idle = np.flatnonzero(self._is_here & (self._used < self._step - 1))
+            idle = np.flatnonzero(self._is_resident & (self._used < self._step - 1))
             oldest = np.argsort(self._used[idle], kind="stable")[:excess]
-            self._send(np.sort(idle[oldest]))
+            self._store_blocks(np.sort(idle[oldest]))
 
-    def forget(self, starts: Int64s, sizes: Int64s) -> None:
+    def discard_blocks(self, starts: Int64s, sizes: Int64s) -> None:
         """The bytes of some pages, given by their starts, are of no use. Those that fill whole blocks are not read."""
         is_whole = (starts % BLOCK_BYTES == 0) & (sizes % BLOCK_BYTES == 0)
         self._is_stored[blocks_of(starts[is_whole], sizes[is_whole])] = False
 
-    def bring(self, blocks: Blocks) -> Ticket:
-        """Starts to read the blocks that are not in memory. All stay there until `let_go`."""
+    def load_blocks(self, blocks: Blocks) -> IoTicket:
+        """Starts to read the blocks that are not in memory. All stay there until `release_blocks`."""
         self._finish()
         self._users[blocks] += 1
         self._used[blocks] = self._step
-        missing = blocks[~self._is_here[blocks]]
-        self._is_here[missing] = True
-        self.num_here += len(missing)
+        missing = blocks[~self._is_resident[blocks]]
+        self._is_resident[missing] = True
+        self.num_resident += len(missing)
         stored = missing[self._is_stored[missing]]
-        self.num_brought, self.num_missed = self.num_brought + len(blocks), self.num_missed + len(stored)
+        self.num_requested, self.num_missed = self.num_requested + len(blocks), self.num_missed + len(stored)
         if not len(stored):
             return NOTHING
         ticket = self.mover.read(self._parts(stored))
-        self._coming.append((ticket, stored))
+        self._loading.append((ticket, stored))
         return ticket
 
-    def let_go(self, blocks: Blocks, changed: Blocks, keep: Blocks) -> Ticket:
+    def release_blocks(self, blocks: Blocks, changed: Blocks, keep: Blocks) -> IoTicket:
         """Ends a use. If the memory is full, starts to store and to free blocks that nothing else uses.
 
         changed  of them, blocks whose bytes are new
@@ -122,53 +122,53 @@ class PagedArena(Arena):
         self._users[blocks] -= 1
         self._is_changed[changed] = True
         self._finish()
-        excess = self.num_here - sum(len(each) for _, each in self._going) - self._most
+        excess = self.num_resident - sum(len(each) for _, each in self._storing) - self._most
         if excess <= 0:
             return NOTHING
-        may_go = (self._users[blocks] == 0) & ~self._is_going[blocks]
-        may_go[np.searchsorted(blocks, keep)] = False
-        return self._send(blocks[may_go][-excess:])
+        can_free = (self._users[blocks] == 0) & ~self._is_storing[blocks]
+        can_free[np.searchsorted(blocks, keep)] = False
+        return self._store_blocks(blocks[can_free][-excess:])
 
-    def _arrive(self) -> None:
+    def _wait_for_loads(self) -> None:
         """Waits for what is being read. A step that failed has left it, and what could not be read is not there."""
-        for ticket, blocks in self._coming:
+        for ticket, blocks in self._loading:
             ticket.done.wait()
             if ticket.error is not None:
-                self._drop(blocks[self._is_here[blocks]])
-        self._coming.clear()
+                self._drop(blocks[self._is_resident[blocks]])
+        self._loading.clear()
 
-    def _send(self, blocks: Blocks) -> Ticket:
+    def _store_blocks(self, blocks: Blocks) -> IoTicket:
         changed = blocks[self._is_changed[blocks]]
         ticket = self.mover.write(self._parts(changed))
         self._is_changed[changed], self._is_stored[changed] = False, True
-        self._is_going[blocks] = True
-        self._going.append((ticket, blocks))
+        self._is_storing[blocks] = True
+        self._storing.append((ticket, blocks))
         self._finish()
         return ticket
 
     def _finish(self) -> None:
         """Frees what has been stored, unless it is used again."""
         left = []
-        for ticket, blocks in self._going:
+        for ticket, blocks in self._storing:
             if not ticket.done.is_set():
                 left.append((ticket, blocks))
                 continue
-            self._is_going[blocks] = False
+            self._is_storing[blocks] = False
             if ticket.error is not None:
                 self._is_changed[blocks] = True
-            self._drop(blocks[(self._users[blocks] == 0) & ~self._is_changed[blocks] & self._is_here[blocks]])
-        self._going = left
+            self._drop(blocks[(self._users[blocks] == 0) & ~self._is_changed[blocks] & self._is_resident[blocks]])
+        self._storing = left
 
     def _drop(self, blocks: Blocks) -> None:
         for first, count in _runs(blocks):
             self._map.madvise(mmap.MADV_DONTNEED, first * BLOCK_BYTES, count * BLOCK_BYTES)
-        self._is_here[blocks] = False
-        self.num_here -= len(blocks)
+        self._is_resident[blocks] = False
+        self.num_resident -= len(blocks)
 
-    def _parts(self, blocks: Blocks) -> Iterator[Part]:
+    def _parts(self, blocks: Blocks) -> Iterator[IoRequest]:
         for first, count in _runs(blocks):
             start = first * BLOCK_BYTES
-            yield Part(start, self.data[start : start + count * BLOCK_BYTES])
+            yield IoRequest(start, self.data[start : start + count * BLOCK_BYTES])
 
     # ---- by pages, between steps -----------------------------------------------------------------------------------
 
@@ -178,9 +178,9 @@ class PagedArena(Arena):
         step begins.
         """
         blocks = blocks_of(ids.astype(np.int64) * UNIT, sizes)
-        self._arrive()
+        self._wait_for_loads()
         try:
-            self.bring(blocks).wait()
+            self.load_blocks(blocks).wait()
         except QuireError as error:
             self._lost = error
             raise
@@ -188,7 +188,7 @@ class PagedArena(Arena):
             yield
         finally:
             # What cannot be stored stays in memory.
-            self.let_go(blocks, blocks if changes else blocks[:0], blocks[:0]).done.wait()
+            self.release_blocks(blocks, blocks if changes else blocks[:0], blocks[:0]).done.wait()
 
     def read(self, start: int, num_bytes: int) -> Bytes:
         """Not called: nothing is transferred beside this arena."""
@@ -239,7 +239,7 @@ def _runs(blocks: Blocks) -> Iterator[tuple[int, int]]:
 
 
 @dataclass
-class Working:
+class WorkingSet:
     """What a micro-batch computes with.
 
     rows     int32 [n] of the table
@@ -260,21 +260,21 @@ class Pager:
     """Brings what the micro-batches of a step compute with, and lets it go: see `blocks.FarTable`.
 
     table       a chunk table over a paged arena
-    own_chunks  most chunks of a micro-batch
+    max_batch_chunks  most chunks of a micro-batch
     """
 
-    def __init__(self, table: ChunkTable, arena: PagedArena, own_chunks: int) -> None:
+    def __init__(self, table: ChunkTable, arena: PagedArena, max_batch_chunks: int) -> None:
         self.table, self.arena = table, arena
-        self.own_chunks = own_chunks
+        self.max_batch_chunks = max_batch_chunks
         self._paths: list[Int32s] = []
 
-    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Working], None]:
+    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[WorkingSet], None]:
         """Begins a step of some micro-batches, given by their slices."""
         self.arena.begin()
         self._paths = [piece.chunks for slices in batches for piece in slices]
         return [self._working(slices) for slices in batches], None
 
-    def _working(self, slices: Sequence[RowSlice]) -> Working:
+    def _working(self, slices: Sequence[RowSlice]) -> WorkingSet:
         parts: tuple[list[Int32s], ...] = [], [], [], []
         rows, changed, fresh, kept = parts
         for piece in slices:
@@ -290,45 +290,45 @@ class Pager:
             fresh.append(chunks[begun + has_tokens :])
             kept.append(chunks[-1:] if end % PAGE_TOKENS else chunks[:0])
         found = [np.unique(np.concatenate(part)) for part in parts]
-        return Working(found[0], found[1], found[2], found[3])
+        return WorkingSet(found[0], found[1], found[2], found[3])
 
-    def load(self, layer: int, batch: int, num_batches: int, placed: Working, *after: Ticket) -> Ticket:
+    def load(self, layer: int, batch: int, num_batches: int, placed: WorkingSet, *after: IoTicket) -> IoTicket:
         """Starts to bring what a micro-batch computes with in a layer."""
         table = self.table
         held = table.masks[placed.fresh, layer] > 0
         sizes = table.sizes[table.kinds[placed.fresh], layer][held].astype(np.int64)
-        self.arena.forget(table.pages[placed.fresh, layer][held].astype(np.int64) * UNIT, sizes)
+        self.arena.discard_blocks(table.pages[placed.fresh, layer][held].astype(np.int64) * UNIT, sizes)
         found = placed.blocks[layer] = self._blocks(placed.rows, [layer])
-        return self.arena.bring(found)
+        return self.arena.load_blocks(found)
 
-    def load_shared(self, layer: int, placed: None) -> Ticket:
+    def load_shared(self, layer: int, placed: None) -> IoTicket:
         """Nothing: a block that several micro-batches use is in memory once."""
         return NOTHING
 
-    def enter(self, layer: int, batch: int, num_batches: int, placed: Working) -> Int32s:
+    def begin_batch(self, layer: int, batch: int, num_batches: int, placed: WorkingSet) -> Int32s:
         """No chunk changes its place."""
         return placed.rows[:0]
 
-    def store(self, layer: int, batch: int, num_batches: int, placed: Working) -> Ticket:
+    def store(self, layer: int, batch: int, num_batches: int, placed: WorkingSet) -> IoTicket:
         """Lets go what a micro-batch computed with in a layer."""
         changed, kept = (self._blocks(rows, [layer]) for rows in (placed.changed, placed.kept))
-        return self.arena.let_go(placed.blocks.pop(layer), changed, kept)
+        return self.arena.release_blocks(placed.blocks.pop(layer), changed, kept)
 
     @contextlib.contextmanager
-    def recalled(self, slice_index: int) -> Iterator[None]:
+    def loaded_path(self, slice_index: int) -> Iterator[None]:
         """All layers of a slice's path are in memory inside."""
         blocks = self._blocks(self._paths[slice_index], range(self.table.shape[0]))
-        self.arena.bring(blocks).wait()
+        self.arena.load_blocks(blocks).wait()
         try:
             yield
         finally:
-            self.arena.let_go(blocks, blocks[:0], blocks[:0])
+            self.arena.release_blocks(blocks, blocks[:0], blocks[:0])
 
     def stats(self) -> dict[str, float]:
         """See `LLM.stats`."""
         arena, mover = self.arena, self.arena.mover
         return {
-            "cache_near": 1 - arena.num_missed / max(1, arena.num_brought),
+            "cache_near": 1 - arena.num_missed / max(1, arena.num_requested),
             "cache_bytes_read": mover.bytes_read,
             "cache_bytes_written": mover.bytes_written,
         }

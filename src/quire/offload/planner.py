@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
 from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Scratch, Traffic
-from quire.offload.homes import NUM_BUFFERS, buffer_sizes, homes
 from quire.offload.policy import BATCHES, Found, Lack, PlanError, lacks_of, search
 from quire.offload.policy import predict as predict_with
+from quire.offload.weight_placement import NUM_BUFFERS, assign_tiers, buffer_sizes
 
 if TYPE_CHECKING:
     from quire.offload.costs import Policy, Sizes, Workload
@@ -205,7 +205,7 @@ def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Pr
 
 def _loaded(sizes: Sizes, policy: Policy, first: int) -> list[int]:
     """Bytes of each layer on tiers from `first` on, as matrices are placed."""
-    tiers = homes([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
+    tiers = assign_tiers([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
     return [
         sum(round(size) for size, tier in zip(layer, of_layer, strict=True) if tier >= first)
         for layer, of_layer in zip(sizes.matrices, tiers, strict=True)

@@ -19,7 +19,7 @@ from quire.config import format_bytes
 from quire.errors import ConfigError
 from quire.offload.records import above, increasing, made
 from quire.offload.units import NONE, TIERS, Share
-from quire.reading import parse_json, read_text
+from quire.safe_io import parse_json, read_text
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape

@@ -16,7 +16,7 @@ import torch
 
 from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
-from quire.offload.homes import Piece, buffer_sizes
+from quire.offload.weight_placement import ReadRange, buffer_sizes
 from quire.stores.direct import REQUEST_BYTES, DirectFile, reads_direct
 from quire.stores.throttle import Throttle
 
@@ -26,7 +26,7 @@ NUM_READERS = 2
 CLOSE_SECONDS = 1.0
 """Time that a thread has to end. One that hangs in a read is left alone, with the file."""
 
-Moved = Callable[[str, torch.Tensor], None]
+OnLoaded = Callable[[str, torch.Tensor], None]
 """Called with a matrix's name and its bytes, uint8 [num_bytes], which stay there until its layer has been computed."""
 
 
@@ -42,8 +42,8 @@ class WeightStream:
     def __init__(
         self,
         path: Path,
-        layers: Sequence[Sequence[Piece]],
-        moved: Moved,
+        layers: Sequence[Sequence[ReadRange]],
+        moved: OnLoaded,
         bandwidth: float | None = None,
         *,
         overlaps: bool = True,
@@ -85,7 +85,7 @@ class WeightStream:
 
     @property
     def bytes_from_disk(self) -> int:
-        """See `offload.model.Stream`: all of them."""
+        """See `offload.model.LayerStream`: all of them."""
         return self.bytes_read
 
     def begin(self) -> None:
@@ -136,7 +136,7 @@ class WeightStream:
             self._file.close()
 
     @staticmethod
-    def _requests_of(item: Sequence[Piece]) -> list[tuple[int, int, int]]:
+    def _requests_of(item: Sequence[ReadRange]) -> list[tuple[int, int, int]]:
         """(offset in the file, offset in the buffer, bytes) of every request."""
         found, start = [], 0
         for piece in item:

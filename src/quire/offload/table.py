@@ -40,15 +40,15 @@ from quire.cache.sinks import Sinks
 from quire.cache.table import ALL_SLOTS
 from quire.errors import CacheFullError
 from quire.offload.host import HostMemory
-from quire.offload.mover import Mover, Part, Ticket
-from quire.offload.room import Extents, Room
+from quire.offload.memory_plan import FrameLayout, MemoryPlan
+from quire.offload.mover import IoRequest, IoTicket, Mover
 from quire.offload.units import ALL, Share
 from quire.stores.direct import padded
 
 NOWHERE = -1
 
 
-class Pool:
+class FramePool:
     """Equal frames in a stretch of an arena."""
 
     def __init__(self, start: int, num_bytes: int, count: int) -> None:
@@ -64,12 +64,12 @@ class Pool:
         """The offset of a free frame in the arena."""
         return self.start + self._free.pop() * self.num_bytes
 
-    def give(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Takes a frame back."""
         self._free.append((offset - self.start) // self.num_bytes)
 
 
-class Run(NamedTuple):
+class SlotRange(NamedTuple):
     """Chunks that are moved together: places [first, first + length) of a buffer, slots [slot, slot + length)."""
 
     first: int
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placed:
+class FarChunks:
     """The far chunks of one micro-batch, or of all that share some.
 
     rows      int32 [n], in the order of their places in a buffer: those that are read, then those that are filled
@@ -88,8 +88,8 @@ class Placed:
     """
 
     rows: Int32s
-    loads: list[Run]
-    stores: list[Run]
+    loads: list[SlotRange]
+    stores: list[SlotRange]
     repeated: Int64s
 
 
@@ -126,34 +126,34 @@ class OffloadedTable(ChunkCounts):
         open_codec: DenseCodec,
         *sealed_codecs: Codec,
         sinks: Sinks | None = None,
-        room: Room,
-        home: Mover | torch.device,
+        memory_plan: MemoryPlan,
+        backing: Mover | torch.device,
         near: Share = ALL,
         attends: bool = False,
     ) -> None:
-        """home: moves chunks to a file. Or a device: the arena is there, and chunks move to the host's memory.
+        """backing: moves chunks to a file. Or a device: the arena is there, and chunks move to the host's memory.
 
         attends  whether rows that decode attend to far chunks where they are, on the host
         """
         super().__init__(ledger, num_layers, num_heads, open_codec, *sealed_codecs, sinks=sinks)
-        self.room, self.near, self.attends = room, near, attends
-        self.sealed = Extents(self.page_sizes(self.sealed_codec))
-        self._open = Extents(self.page_sizes(open_codec)) if self.encodes else self.sealed
-        sizes = room.own_bytes, room.own_bytes, room.shared_bytes, room.shared_bytes
+        self.memory_plan, self.near, self.attends = memory_plan, near, attends
+        self.sealed = FrameLayout(self.page_sizes(self.sealed_codec))
+        self._open = FrameLayout(self.page_sizes(open_codec)) if self.encodes else self.sealed
+        sizes = memory_plan.own_bytes, memory_plan.own_bytes, memory_plan.shared_bytes, memory_plan.shared_bytes
         own, other, shared, last = np.cumsum([0, *sizes])[:4].tolist()
         self._own, self._shared = (own, other), (shared, last)
         at = sum(sizes)
-        count = room.num_open if self.encodes else room.num_open + room.num_near
-        self._open_frames = Pool(at, self._open.num_bytes, count)
+        count = memory_plan.num_open if self.encodes else memory_plan.num_open + memory_plan.num_near
+        self._open_frames = FramePool(at, self._open.num_bytes, count)
         at += count * self._open.num_bytes
         self._near_frames = self._open_frames
         if self.encodes:
-            self._near_frames = Pool(at, self.sealed.num_bytes, room.num_near)
-            at += room.num_near * self.sealed.num_bytes
-        self._sidecars = Pool(at, max(UNIT, self.sidecar_bytes), self.capacity if sinks is not None else 0)
+            self._near_frames = FramePool(at, self.sealed.num_bytes, memory_plan.num_near)
+            at += memory_plan.num_near * self.sealed.num_bytes
+        self._sidecars = FramePool(at, max(UNIT, self.sidecar_bytes), self.capacity if sinks is not None else 0)
         at += self._sidecars.count * self._sidecars.num_bytes
         # Memory that is never touched is not taken.
-        device = home if isinstance(home, torch.device) else torch.device("cpu")
+        device = backing if isinstance(backing, torch.device) else torch.device("cpu")
         self.arena = Arena(padded(max(at, UNIT)), device)
         self.pages = np.zeros((self.capacity, *self.shape), np.int32)
         self.positions = np.full(self.pages.shape, -1, np.int32)
@@ -173,13 +173,13 @@ class OffloadedTable(ChunkCounts):
         self.num_moved_pages = 0
         self.host: HostPages | None = None
         self.mover: Mover | HostMemory
-        if isinstance(home, torch.device):
+        if isinstance(backing, torch.device):
             self._host_sidecars = self.capacity * self.sealed.num_bytes
-            self.mover = HostMemory(self._host_sidecars + self.capacity * self.sidecar_bytes, home)
+            self.mover = HostMemory(self._host_sidecars + self.capacity * self.sidecar_bytes, backing)
             self.host = HostPages(self, self.mover)
         else:
             assert not attends, "a file cannot be attended to"
-            self.mover = home
+            self.mover = backing
         self._near_so_far = self._sealed_so_far = 0  # chunks, of all steps
 
     # ---- rows ------------------------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class OffloadedTable(ChunkCounts):
         self.takes[chunks] += 1
         return chunks
 
-    def give(self, chunks: Int32s) -> None:
+    def free(self, chunks: Int32s) -> None:
         """Gives chunks back, with their frames and slots."""
         for row in chunks[self.sidecars[chunks] >= 0].tolist() if self.sinks is not None else ():
-            self._sidecars.give(int(self.sidecars[row]) * UNIT)
+            self._sidecars.free(int(self.sidecars[row]) * UNIT)
         for row in chunks[self._frames[chunks] >= 0].tolist():
             self._give_frame(row)
         slots = self._slots[chunks]
@@ -208,7 +208,7 @@ class OffloadedTable(ChunkCounts):
         if self.host is not None:
             self.host.sidecars[chunks] = -1
         self._is_stored[chunks] = self._is_sealed[chunks] = False
-        super().give(chunks)
+        super().free(chunks)
 
     def copy(self, source: int, target: int) -> None:
         """Copies the bytes of a whole chunk to another one of the same codec."""
@@ -227,11 +227,11 @@ class OffloadedTable(ChunkCounts):
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     @property
-    def own_chunks(self) -> int:
+    def max_batch_chunks(self) -> int:
         """Most far chunks of a micro-batch."""
-        return self.room.own_bytes // self.sealed.largest
+        return self.memory_plan.own_bytes // self.sealed.largest
 
-    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Placed], Placed]:
+    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[FarChunks], FarChunks]:
         """Prepares a step of some micro-batches, given by their slices: gives frames to chunks that must have one, and
         decides which others are loaded and stored. Returns the far chunks of each micro-batch, and those of several.
         """
@@ -292,12 +292,12 @@ class OffloadedTable(ChunkCounts):
         found: Bools = self._frames[chunks] < 0
         return found
 
-    def load(self, layer: int, batch: int, num_batches: int, placed: Placed, *after: Ticket) -> Ticket:
+    def load(self, layer: int, batch: int, num_batches: int, placed: FarChunks, *after: IoTicket) -> IoTicket:
         """Starts to load a layer of the far chunks of a micro-batch."""
         start = self._own[(layer * num_batches + batch) % 2]
         return self.mover.read(self._parts(layer, start, placed.loads), *after)
 
-    def store(self, layer: int, batch: int, num_batches: int, placed: Placed) -> Ticket:
+    def store(self, layer: int, batch: int, num_batches: int, placed: FarChunks) -> IoTicket:
         """Starts to store the chunks that a micro-batch has filled in a layer."""
         start = self._own[(layer * num_batches + batch) % 2]
         parts = [*self._parts(layer, start, placed.stores)]
@@ -306,11 +306,11 @@ class OffloadedTable(ChunkCounts):
             parts += self._sidecar_parts(filled, layer * self.sinks.layer_bytes, self.sinks.layer_bytes)
         return self.mover.write(parts)
 
-    def load_shared(self, layer: int, placed: Placed, *after: Ticket) -> Ticket:
+    def load_shared(self, layer: int, placed: FarChunks, *after: IoTicket) -> IoTicket:
         """Starts to load a layer of the chunks that several micro-batches read."""
         return self.mover.read(self._parts(layer, self._shared[layer % 2], placed.loads), *after)
 
-    def enter(self, layer: int, batch: int, num_batches: int, placed: Placed) -> Int32s:
+    def begin_batch(self, layer: int, batch: int, num_batches: int, placed: FarChunks) -> Int32s:
         """Names the places of chunks that others load too; returns these chunks. To be called before a micro-batch is
         computed in a layer.
         """
@@ -321,7 +321,7 @@ class OffloadedTable(ChunkCounts):
             self.takes[renamed] += 1
         return renamed
 
-    def recalled(self, slice_index: int) -> AbstractContextManager[None]:
+    def loaded_path(self, slice_index: int) -> AbstractContextManager[None]:
         """Not called: nothing is retained."""
         raise AssertionError("chunks of this table are not retained")
 
@@ -357,7 +357,7 @@ class OffloadedTable(ChunkCounts):
     def _use(self, rows: Iterable[int] | Int32s) -> None:
         self._used[np.asarray(rows, np.int64)] = self._step
 
-    def _pool(self, row: int) -> Pool:
+    def _pool(self, row: int) -> FramePool:
         return self._near_frames if self.kinds[row] == self.sealed_codec.kernel_id else self._open_frames
 
     def _take_frame(self, row: int) -> None:
@@ -376,7 +376,7 @@ class OffloadedTable(ChunkCounts):
         self.takes[row] += 1
 
     def _give_frame(self, row: int) -> None:
-        self._pool(row).give(int(self._frames[row]))
+        self._pool(row).free(int(self._frames[row]))
         self._frames[row] = NOWHERE
 
     def _bring(self, row: int) -> None:
@@ -398,7 +398,7 @@ class OffloadedTable(ChunkCounts):
     @property
     def _reserved(self) -> int:
         """Frames that open chunks may still ask for."""
-        return max(0, self.room.num_open - int(((self._frames >= 0) & ~self._is_sealed).sum()))
+        return max(0, self.memory_plan.num_open - int(((self._frames >= 0) & ~self._is_sealed).sum()))
 
     @property
     def _num_sealed(self) -> int:
@@ -412,7 +412,7 @@ class OffloadedTable(ChunkCounts):
         """Stores the chunks that were open in frames and are sealed now, as far as the share of near chunks asks."""
         if self.encodes:
             return  # sealed chunks have other rows than open ones
-        excess = self._num_near - min(int(self.near * self._num_sealed), self.room.num_near)
+        excess = self._num_near - min(int(self.near * self._num_sealed), self.memory_plan.num_near)
         if excess > 0:
             held = np.flatnonzero(self._is_sealed & (self._frames >= 0))
             held = held[np.argsort(self._used[held], kind="stable")]
@@ -430,7 +430,7 @@ class OffloadedTable(ChunkCounts):
         for row in rows:
             self._give_frame(row)
 
-    def _wait_for(self, ticket: Ticket) -> None:
+    def _wait_for(self, ticket: IoTicket) -> None:
         self.num_layers_loaded += self.shape[0]
         ticket.wait()
 
@@ -454,48 +454,50 @@ class OffloadedTable(ChunkCounts):
         self._is_slot_free[found] = False
         return found
 
-    def _frame_parts(self, frame: int, slot: int) -> Iterator[Part]:
+    def _frame_parts(self, frame: int, slot: int) -> Iterator[IoRequest]:
         for layer, size in enumerate(self.sealed.layer_bytes.tolist()):
             at = frame + int(self.sealed.starts[layer])
-            yield Part(int(self._file_starts[layer]) + slot * size, self.arena.data[at : at + size])
+            yield IoRequest(int(self._file_starts[layer]) + slot * size, self.arena.data[at : at + size])
 
-    def _parts(self, layer: int, start: int, runs: list[Run]) -> Iterator[Part]:
+    def _parts(self, layer: int, start: int, runs: list[SlotRange]) -> Iterator[IoRequest]:
         size, base = int(self.sealed.layer_bytes[layer]), int(self._file_starts[layer])
         for first, slot, count in runs:
             at = start + first * size
-            yield Part(base + slot * size, self.arena.data[at : at + count * size])
+            yield IoRequest(base + slot * size, self.arena.data[at : at + count * size])
 
-    def _sidecar_parts(self, rows: Iterable[int], start: int, num_bytes: int) -> list[Part]:
+    def _sidecar_parts(self, rows: Iterable[int], start: int, num_bytes: int) -> list[IoRequest]:
         """A range of the sidecars of those of some rows that have one."""
         found = []
         for row in rows:
             if self.sidecars[row] >= 0:
                 at = int(self.sidecars[row]) * UNIT + start
                 there = self._host_sidecars + row * self.sidecar_bytes + start
-                found.append(Part(there, self.arena.data[at : at + num_bytes]))
+                found.append(IoRequest(there, self.arena.data[at : at + num_bytes]))
         return found
 
     # ---- far chunks ------------------------------------------------------------------------------------------------
 
-    def _placed(self, reads: list[Int32s], fills: list[Int32s]) -> tuple[list[Placed], Placed]:
+    def _placed(self, reads: list[Int32s], fills: list[Int32s]) -> tuple[list[FarChunks], FarChunks]:
         """Names the places of far chunks in the buffers."""
         far = [rows[self._frames[rows] < 0] for rows in reads]
         every = np.concatenate(far)
         rows, times = np.unique(every, return_counts=True)
         several = rows[times > 1]
         often = np.argsort(-times[times > 1], kind="stable")
-        common = self._by_slot(several[often[: self.room.shared_bytes // self.sealed.largest]])
+        common = self._by_slot(several[often[: self.memory_plan.shared_bytes // self.sealed.largest]])
         layers = np.arange(self.shape[0])
-        shared = Placed(common, _runs(self._slots[common]), [], np.empty(0, np.int64))
+        shared = FarChunks(common, _runs(self._slots[common]), [], np.empty(0, np.int64))
         self._name(common, np.array(self._shared)[layers % 2])
         found = []
         for batch, (read, fill) in enumerate(zip(far, fills, strict=True)):
             own = self._by_slot(np.setdiff1d(read, common))
             new = self._by_slot(fill[self._frames[fill] < 0])
-            assert len(own) + len(new) <= self.own_chunks, f"{len(own)} and {len(new)} chunks, room {self.own_chunks}"
+            assert len(own) + len(new) <= self.max_batch_chunks, (
+                f"{len(own)} and {len(new)} chunks, room {self.max_batch_chunks}"
+            )
             both = np.concatenate((own, new))
-            stores = [Run(first + len(own), slot, count) for first, slot, count in _runs(self._slots[new])]
-            found.append(Placed(both, _runs(self._slots[own]), stores, np.flatnonzero(np.isin(own, several))))
+            stores = [SlotRange(first + len(own), slot, count) for first, slot, count in _runs(self._slots[new])]
+            found.append(FarChunks(both, _runs(self._slots[own]), stores, np.flatnonzero(np.isin(own, several))))
             self._name(both, np.array(self._own)[(layers * len(far) + batch) % 2])
             self._is_stored[new] = True  # by the end of the step
         self.num_layers_loaded += self.shape[0] * (len(common) + sum(len(each.rows) for each in found))
@@ -519,11 +521,11 @@ def _distinct(parts: Sequence[NDArray[np.int32]]) -> Int32s:
     return np.unique(np.concatenate([np.empty(0, np.int32), *parts]))
 
 
-def _runs(slots: Int64s) -> list[Run]:
+def _runs(slots: Int64s) -> list[SlotRange]:
     """Rising slots as runs."""
     if not len(slots):
         return []
     begins: Bools = np.append(True, slots[1:] != slots[:-1] + 1)
     first = np.flatnonzero(begins)
     counts = np.diff(np.append(first, len(slots)))
-    return [Run(*each) for each in zip(first.tolist(), slots[first].tolist(), counts.tolist(), strict=True)]
+    return [SlotRange(*each) for each in zip(first.tolist(), slots[first].tolist(), counts.tolist(), strict=True)]

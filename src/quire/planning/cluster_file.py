@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from quire.errors import ConfigError
-from quire.options import AtLeast, Bytes, Count, Group, collect, make
+from quire.options import AtLeast, Bytes, Count, SettingsGroup, collect, make
 
 MOST_MACHINES, MOST_SLOTS = 10_000, 4096
 """Machines, and GPUs or cores of one: searches of more would take hours."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nodes(Group):
+class Nodes(SettingsGroup):
     """The machines, which are all alike. Instances compute on their GPUs, or on their cores if they have no GPUs."""
 
     key: ClassVar[str] = "nodes"
@@ -73,7 +73,7 @@ class Nodes(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network(Group):
+class Network(SettingsGroup):
     """Links within a machine and between machines, in bytes per second of one direction."""
 
     key: ClassVar[str] = "network"
@@ -151,7 +151,7 @@ class ClusterSpec:
         return self.nodes.count == 1 or self.network.fast
 
 
-GROUPS: tuple[type[Group], ...] = (Nodes, Network)
+GROUPS: tuple[type[SettingsGroup], ...] = (Nodes, Network)
 """The sections of a cluster file."""
 
 

@@ -28,7 +28,7 @@ from quire.errors import ConfigError
 from quire.offload.records import made
 from quire.planning.latency import About, Origin
 from quire.planning.space import Settings, Space
-from quire.reading import parse_json, read_text
+from quire.safe_io import parse_json, read_text
 
 log = logging.getLogger("quire")
 

@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 
 from quire.errors import ConfigError
 from quire.offload.records import above, made
-from quire.reading import parse_json, read_text
+from quire.safe_io import parse_json, read_text
 
 FORMAT = 1
 

@@ -13,15 +13,15 @@ from quire.cache.codecs import CODECS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import TOKEN_BUDGET
-from quire.engine.control import sealed_pages
+from quire.engine.control_plane import sealed_pages
 from quire.engine.machine import device_type_of, processor_name, usable_cores
 from quire.engine.sizes import page_counts
 from quire.kernels import runtime
 from quire.models.families import shape_from_config
 from quire.models.files import read_json
 from quire.models.layers import torch_dtype
-from quire.models.loading import held_kind
-from quire.models.quants import BLOCK_KINDS, held_bytes
+from quire.models.loading import loaded_kind
+from quire.models.quants import BLOCK_KINDS, loaded_row_bytes
 from quire.models.resolve import resolve_model
 from quire.models.shape import ITEM_BYTES
 from quire.models.weights import open_model
@@ -51,8 +51,8 @@ def sizes_from(
     dtype = _dtype(shape, config)
 
     def tensor_bytes(name: str, size: tuple[int, ...]) -> float:
-        kind = held_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
-        return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * held_bytes(kind, size[1]))
+        kind = loaded_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
+        return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * loaded_row_bytes(kind, size[1]))
 
     pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton" if has_device(config) else "cpu")
     per_token, of_open = 2.0 * shape.kv_size * ITEM_BYTES[dtype], 0.0
@@ -63,7 +63,7 @@ def sizes_from(
     sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload, gates_inside=not on_gpu)
 
     def kind_of(name: str) -> str | None:
-        return held_kind(name, shape.tensor_shapes[name], kinds[name], config.model.weights, BLOCK_KINDS)
+        return loaded_kind(name, shape.tensor_shapes[name], kinds[name], config.model.weights, BLOCK_KINDS)
 
     matrices = matrices_of(shape, tensor_bytes, kind_of)
     window = float(shape.sliding_window or math.inf)

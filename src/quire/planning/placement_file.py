@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.offload.records import above, made
 from quire.planning.candidates import Option, Role
 from quire.planning.cluster_file import ClusterSpec
-from quire.reading import parse_json, read_text
+from quire.safe_io import parse_json, read_text
 
 VERSION = 1
 

@@ -19,7 +19,7 @@ from quire.engine.step import Result, Step
 from quire.errors import ConfigError
 from quire.planning.latency import StepWork
 from quire.planning.work import WorkMeter
-from quire.reading import parse_json, read_bytes, read_text
+from quire.safe_io import parse_json, read_bytes, read_text
 
 MOST = 1e18
 """Numbers of a log are below it."""

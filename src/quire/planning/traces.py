@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError
 from quire.planning.workload import Arrival, Arrivals, Span, Workload
-from quire.reading import open_file, parse_json
+from quire.safe_io import open_file, parse_json
 
 HASHED_TOKENS = 512
 """Tokens of a trace that one hash id stands for."""

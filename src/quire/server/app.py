@@ -1,4 +1,4 @@
-"""The application: its routes, and the gate that every request passes.
+"""The application: its routes, and the middleware that every request passes.
 
 Knows the URLs. The endpoints are in their own modules.
 """
@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.tracing import CURRENT, read_traceparent
 from quire.server import response_shapes, shapes
-from quire.server.access import CURRENT as access_of
-from quire.server.access import Access, log
-from quire.server.auth import ApiKeys, Names
+from quire.server.access_log import CURRENT as access_of
+from quire.server.access_log import AccessRecord, log
+from quire.server.auth import AllowedHosts, ApiKeys
 from quire.server.chat import create_chat
 from quire.server.chat_schema import ChatRequest, TokenizeRequest
-from quire.server.cluster import Operator
+from quire.server.cluster import ClusterEndpoints
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.completions import create_completion
 from quire.server.connection import HEALTH
@@ -42,18 +42,18 @@ from quire.server.responses import create_response
 from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import CompletionRequest, DetokenizeRequest
 from quire.server.service import Service, shutting_down
-from quire.server.tokens import detokenize, tokenize
+from quire.server.tokenization import detokenize, tokenize
 from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
-    from quire.server.protocol import Engine
+    from quire.server.protocol import EngineProtocol
 
 QUIET = HEALTH | {"/metrics"}
 """What machines ask for again and again: it is not in the access log."""
 
 
-class Gate:
+class AccessMiddleware:
     """Middleware around every request: checks Host, API key and shutdown; counts requests and statuses; answers errors.
 
     Stores the tenant of the key in the state of the request, and the client's trace in the context.
@@ -63,14 +63,14 @@ class Gate:
         self.app = app
         self.service = service
         config = service.config
-        self.names = Names.of(config.host, service.keys, config.allow_public)
+        self.allowed_hosts = AllowedHosts.of(config.host, service.keys, config.allow_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on or answers it here (ASGI)."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, access = 499, Access.of(Headers(scope=scope))
+        status, access = 499, AccessRecord.of(Headers(scope=scope))
 
         async def watch(message: Message) -> None:
             nonlocal status
@@ -79,7 +79,7 @@ class Gate:
                 message.setdefault("headers", []).append((b"x-request-id", access.request_id.encode()))
             await send(message)
 
-        self.service.entered()
+        self.service.request_started()
         noted = access_of.set(access)
         trace = CURRENT.set(read_traceparent(Headers(scope=scope).get("traceparent")))
         try:
@@ -94,8 +94,8 @@ class Gate:
         finally:
             CURRENT.reset(trace)
             access_of.reset(noted)
-            self.service.let_go(access.held)
-            self.service.left()
+            self.service.release_queued(access.queued)
+            self.service.request_ended()
             if self.service.config.access_log and scope["path"] not in QUIET:
                 log.info("%s", access.line(scope, status))
             if log.isEnabledFor(logging.DEBUG) and (reason := access.reason()) is not None:
@@ -104,7 +104,7 @@ class Gate:
             self.service.metrics.responses.labels(route, str(status)).inc()
 
     def _check(self, scope: Scope) -> None:
-        self.names.check(Headers(scope=scope).getlist("host"))
+        self.allowed_hosts.check(Headers(scope=scope).getlist("host"))
         if scope["path"] in HEALTH:
             return
         tenant = self.service.tenant(scope)
@@ -117,7 +117,7 @@ class Gate:
 
 
 def create_app(
-    llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = None, slo: SloConfig | None = None
+    llm: EngineProtocol, serve_config: ServeConfig, keys: ApiKeys | None = None, slo: SloConfig | None = None
 ) -> FastAPI:
     """The application that serves `llm`. Its `state.service` counts the current requests and can refuse new ones.
 
@@ -133,9 +133,9 @@ def create_app(
         title="Quire", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.service = service
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(AccessMiddleware, service=service)
     if serve_config.cors_origins:
-        # Around the gate: browsers ask without a key whether they may ask.
+        # Around the middleware: browsers ask without a key whether they may ask.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=serve_config.cors_origins.split(","),
@@ -143,12 +143,12 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    # Only unknown URLs and methods; the gate answers all other errors.
+    # Only unknown URLs and methods; the middleware answers all other errors.
     app.add_exception_handler(HTTPException, _answer_http_error)
     _add_api(app, service)
     _add_prefixes(app, service)
     _add_operations(app, service)
-    _add_cluster(app, Operator(service))
+    _add_cluster(app, ClusterEndpoints(service))
     _document(app, service)
     return app
 
@@ -192,7 +192,11 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/responses",
         **operation(
-            response_shapes.Response, *working, body=ResponsesRequest, chunk=response_shapes.Event, has_done=False
+            response_shapes.Response,
+            *working,
+            body=ResponsesRequest,
+            chunk=response_shapes.ResponseEvent,
+            has_done=False,
         ),
     )
     async def responses(request: Request) -> Response:
@@ -204,30 +208,34 @@ def _add_api(app: FastAPI, service: Service) -> None:
         """Turn texts into vectors."""
         return await create_embeddings(service, request)
 
-    @app.post("/score", **operation(shapes.Scores, *working, body=ScoreRequest))
+    @app.post("/score", **operation(shapes.ScoreResponse, *working, body=ScoreRequest))
     @app.post("/v1/score", include_in_schema=False)
     async def score(request: Request) -> Response:
         """Tell how near texts are to each other."""
         return await create_scores(service, request)
 
-    @app.post("/rerank", **operation(shapes.Ranking, *working, body=RerankRequest))
+    @app.post("/rerank", **operation(shapes.RerankResponse, *working, body=RerankRequest))
     @app.post("/v1/rerank", include_in_schema=False)
     @app.post("/v2/rerank", include_in_schema=False)
     async def rerank(request: Request) -> Response:
         """Order documents by their nearness to a query."""
         return await create_ranking(service, request)
 
-    @app.post("/tokenize", **operation(shapes.Tokens, 400, 401, 403, 404, 413, 500, 503, body=TokenizeRequest))
+    @app.post(
+        "/tokenize", **operation(shapes.TokenizeResponse, 400, 401, 403, 404, 413, 500, 503, body=TokenizeRequest)
+    )
     async def tokenize_text(request: Request) -> Response:
         """Turn text or a conversation into token ids."""
         return await tokenize(service, request)
 
-    @app.post("/detokenize", **operation(shapes.Text, 400, 401, 403, 404, 413, 500, 503, body=DetokenizeRequest))
+    @app.post(
+        "/detokenize", **operation(shapes.DetokenizeResponse, 400, 401, 403, 404, 413, 500, 503, body=DetokenizeRequest)
+    )
     async def detokenize_ids(request: Request) -> Response:
         """Turn token ids into text."""
         return await detokenize(service, request)
 
-    def model_card() -> shapes.Model:
+    def model_card() -> shapes.ModelInfo:
         return {
             "id": service.engine.model_name,
             "object": "model",
@@ -238,12 +246,12 @@ def _add_api(app: FastAPI, service: Service) -> None:
             "sampling_defaults": dict(service.sampling.values),
         }
 
-    @app.get("/v1/models", **operation(shapes.Models, 401, 403, 503))
+    @app.get("/v1/models", **operation(shapes.ModelList, 401, 403, 503))
     async def models() -> Response:
         """List the served model."""
-        return json_response(shapes.Models(object="list", data=[model_card()]))
+        return json_response(shapes.ModelList(object="list", data=[model_card()]))
 
-    @app.get("/v1/models/{model:path}", **operation(shapes.Model, 401, 403, 404, 503))
+    @app.get("/v1/models/{model:path}", **operation(shapes.ModelInfo, 401, 403, 404, 503))
     async def model_by_name(model: str) -> Response:
         """Describe the served model."""
         service.check_model(model)
@@ -311,43 +319,43 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """The metrics, in Prometheus's text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/debug/cache", **operation(shapes.Cache, 400, 401, 403, 500, 503, query={"limit": LIMIT}))
+    @app.get("/debug/cache", **operation(shapes.CacheInfo, 400, 401, 403, 500, 503, query={"limit": LIMIT}))
     async def debug_cache(request: Request) -> Response:
         """The caller's prefixes in the cache, and their use."""
         return await show_cache(service, request)
 
 
-def _add_cluster(app: FastAPI, operator: Operator) -> None:
+def _add_cluster(app: FastAPI, endpoints: ClusterEndpoints) -> None:
     """The routes of a cluster's operators."""
     changes = (400, 401, 403, 404, 413, 500, 503)
 
-    @app.get("/v1/cluster", **operation(shapes.Cluster, 401, 403, 404, 503))
+    @app.get("/v1/cluster", **operation(shapes.ClusterInfo, 401, 403, 404, 503))
     async def show_cluster() -> Response:
         """The instances behind the server, and how long requests are in each stage."""
-        return await operator.show()
+        return await endpoints.show()
 
-    @app.post("/v1/cluster/drain", **operation(shapes.Cluster, *changes, body=DrainRequest))
+    @app.post("/v1/cluster/drain", **operation(shapes.ClusterInfo, *changes, body=DrainRequest))
     async def drain_instance(request: Request) -> Response:
         """Let an instance finish what it has and end, and start another one in its place."""
-        return await operator.drain(request)
+        return await endpoints.drain(request)
 
-    @app.post("/v1/cluster/restart", **operation(shapes.Cluster, *changes, body=RestartRequest))
+    @app.post("/v1/cluster/restart", **operation(shapes.ClusterInfo, *changes, body=RestartRequest))
     async def restart_cluster(request: Request) -> Response:
         """Drain and restart one instance after the other."""
-        return await operator.restart(request)
+        return await endpoints.restart(request)
 
-    @app.post("/v1/cluster/role", **operation(shapes.Cluster, *changes, 409, body=RoleRequest))
+    @app.post("/v1/cluster/role", **operation(shapes.ClusterInfo, *changes, 409, body=RoleRequest))
     async def change_role(request: Request) -> Response:
         """Change what an instance does. Requests that it has go on."""
-        return await operator.role(request)
+        return await endpoints.role(request)
 
     @app.post(
         "/v1/cluster/placement",
-        **operation(shapes.Cluster, *changes, 409, body=PlaceRequest, query={"pause": PAUSE}),
+        **operation(shapes.ClusterInfo, *changes, 409, body=PlaceRequest, query={"pause": PAUSE}),
     )
     async def place_instances(request: Request) -> Response:
         """Switch to the instances of a placement, without a failed request."""
-        return await operator.place(request)
+        return await endpoints.place(request)
 
 
 def _document(app: FastAPI, service: Service) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
-from quire.reading import read_text
+from quire.safe_io import read_text
 from quire.server.errors import ApiError
 from quire.server.tenants import tenant_of
 
@@ -73,7 +73,7 @@ def is_loopback(host: str) -> bool:
     return all(ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 
 
-def names_loopback(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
     """Whether a Host header is `localhost` or a loopback address. A page under another domain name cannot send that."""
     try:
         name = _name(host)
@@ -90,7 +90,7 @@ def _name(host: str) -> str:
         return ""
 
 
-class Names:
+class AllowedHosts:
     """The Host names that a local server without keys answers: loopback names, and serve.host.
 
     This stops DNS rebinding. A web page can make its domain name resolve to this machine. Its visitor's browser then
@@ -106,13 +106,13 @@ class Names:
         self.is_any = is_any
 
     @classmethod
-    def of(cls, host: str, keys: ApiKeys, allow_public: bool) -> Names:
+    def of(cls, host: str, keys: ApiKeys, allow_public: bool) -> AllowedHosts:
         """The names of a server with these settings."""
         return cls(host, bool(keys.keys) or allow_public or not is_loopback(host))
 
     def check(self, hosts: Sequence[str]) -> None:
         """Raises ApiError 403 for Host headers that name another machine."""
-        if self.is_any or all(names_loopback(host) or _name(host) == self.own for host in hosts):
+        if self.is_any or all(is_loopback_host(host) or _name(host) == self.own for host in hosts):
             return
         raise ApiError(
             403,

@@ -11,17 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.answers import ScoredAnswer, encoded, extend
-from quire.server.chat_schema import ChatRequest, joined
+from quire.server.chat_schema import ChatRequest, content_text
 from quire.server.errors import json_response
-from quire.server.logprobs import Names, chat_logprobs, check_scores, prompt_logprobs
-from quire.server.service import Job, Service
-from quire.server.shapes import Items
+from quire.server.event_stream import EventStream, event, unless_disconnected
+from quire.server.json_encoding import LargeJsonResponse, encoded, extend
+from quire.server.logprobs import TokenTextCache, chat_logprobs, check_prompt_logprobs, prompt_logprobs
+from quire.server.service import PromptJob, Service
+from quire.server.shapes import EncodedList
 from quire.server.tooling import Tooling
-from quire.server.usage import Chunks, Usage
-from quire.server.wire import EventStream, event, unless_disconnected
-from quire.tools.calls import CallArguments, CallBegins, Part, Reasoning, Text
-from quire.tools.reader import AnswerReader
+from quire.server.usage import StreamChunks, Usage
+from quire.tools.answer_parser import AnswerParser
+from quire.tools.calls import AnswerDelta, ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 async def create_chat(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
-    async with service.bodies.read(request, ChatRequest) as body:
+    async with service.body_reader.read(request, ChatRequest) as body:
         service.check_model(body.model)
         tooling = await Tooling.of(body, service.engine.tokenizer)
-        ids = await service.texts.encode_chat(
+        ids = await service.request_tokenizer.encode_chat(
             body.messages,
             body.chat_template_kwargs,
-            body.opens,
+            body.begins_answer,
             tooling.tools,
             continues=bool(body.continue_final_message),
         )
@@ -49,26 +49,26 @@ async def create_chat(service: Service, request: Request) -> Response:
             length_param="max_completion_tokens" if is_new else "max_tokens",
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            structure=tooling.form(ids),
+            structure=tooling.constraint(ids),
             shows_special=tooling.shows_special,
         )
         tenant = request.state.tenant
-        job = Job(ids, params, service.hints(body, tenant), tenant)
-        check_scores({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
-        chat = Chat(service, body, job, [tooling.reader(ids) for _ in range(params.n)])
+        job = PromptJob(ids, params, service.hints(body, tenant), tenant)
+        check_prompt_logprobs({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
+        chat = ChatGeneration(service, body, job, [tooling.answer_parser(ids) for _ in range(params.n)])
         body.forget("messages", "chat_template_kwargs", "tools", "metadata", "prompt_cache_key", "safety_identifier")
         body.forget("user")
-    await service.admit([job], request.receive, body.structure_param, tooling.blamed)
+    await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
     if body.stream:
         return EventStream(chat.events(), service.config.ping_seconds)
-    return await unless_disconnected(request.receive, chat.whole())
+    return await unless_disconnected(request.receive, chat.full_response())
 
 
 @dataclass
-class Choice:
+class ChatChoiceBuilder:
     """One answer so far."""
 
-    reader: AnswerReader
+    answer_parser: AnswerParser
     text: str = ""
     reasoning: str = ""
     calls: list[shapes.ToolCall] = field(default_factory=list)
@@ -77,26 +77,26 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def parts(self, output: CompletionOutput) -> list[Part]:
+    def parts(self, output: CompletionOutput) -> list[AnswerDelta]:
         """What is new in the answer. Notes why it has ended, if it has."""
         reason = output.finish_reason
-        found = self.reader.read(output.text, is_last=reason is not None)
+        found = self.answer_parser.read(output.text, is_last=reason is not None)
         if reason is not None:
-            calls = self.reader.num_calls and not self.reader.is_cut
+            calls = self.answer_parser.num_calls and not self.answer_parser.is_cut
             self.finish_reason = "tool_calls" if reason == "stop" and calls else reason
             self.stop_reason = output.stop_reason
         return found
 
-    def add(self, part: Part) -> None:
+    def add(self, part: AnswerDelta) -> None:
         """Adds it to the whole answer."""
         match part:
-            case Text(text):
+            case TextDelta(text):
                 self.text += text
-            case Reasoning(text):
+            case ReasoningDelta(text):
                 self.reasoning += text
-            case CallBegins(_, id_, name):
+            case CallStart(_, id_, name):
                 self.calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": ""}})
-            case CallArguments(index, text):
+            case ArgumentsDelta(index, text):
                 self.calls[index]["function"]["arguments"] += text
 
     def message(self, before: str) -> shapes.ChatMessage:
@@ -110,42 +110,42 @@ class Choice:
         return found
 
 
-def _delta(part: Part) -> shapes.MessageDelta:
+def _delta(part: AnswerDelta) -> shapes.MessageDelta:
     """A part of an answer in a chunk."""
     match part:
-        case Text(text):
+        case TextDelta(text):
             return {"content": text}
-        case Reasoning(text):
+        case ReasoningDelta(text):
             return {"reasoning_content": text}
-        case CallBegins(index, id_, name):
+        case CallStart(index, id_, name):
             function: shapes.FunctionDelta = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": id_, "type": "function", "function": function}]}
-        case CallArguments(index, text):
+        case ArgumentsDelta(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _chunk(chunks: Chunks, choice: shapes.ChatDelta) -> shapes.ChatCompletionChunk:
+def _chunk(chunks: StreamChunks, choice: shapes.ChatDelta) -> shapes.ChatCompletionChunk:
     return cast(shapes.ChatCompletionChunk, {**chunks.head(), "choices": [choice]})
 
 
-class Chat:
+class ChatGeneration:
     """A running request."""
 
-    def __init__(self, service: Service, body: ChatRequest, job: Job, readers: list[AnswerReader]) -> None:
+    def __init__(self, service: Service, body: ChatRequest, job: PromptJob, readers: list[AnswerParser]) -> None:
         self.service = service
         self.body = body
         self.job = job
-        self.choices = [Choice(reader) for reader in readers]
-        self.before = joined(body.messages[-1].content) if body.echo else ""
+        self.choices = [ChatChoiceBuilder(answer_parser) for answer_parser in readers]
+        self.before = content_text(body.messages[-1].content) if body.echo else ""
         self.scores: bytes | None = None
-        self.names = Names(service.engine.tokenizer)
+        self.token_texts = TokenTextCache(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
         self.head = service.head("chatcmpl-", "chat.completion.chunk" if body.stream else "chat.completion")
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         """The answer in one piece."""
         with ExitStack() as held:
-            grow = held.enter_context(self.service.unsent.hold())
+            grow = held.enter_context(self.service.answer_limiter.hold())
             async with aclosing(self._items()) as items:
                 async for _, item in items:
                     for output in item.outputs:
@@ -159,18 +159,18 @@ class Chat:
             choices = [self._answer(index, choice) for index, choice in enumerate(self.choices)]
             content = cast(shapes.ChatCompletion, {**self.head, "choices": choices, "usage": self.usage.as_dict()})
             if self.scores is not None:
-                content["prompt_logprobs"] = Items(self.scores)
+                content["prompt_logprobs"] = EncodedList(self.scores)
             if self.body.return_token_ids:
                 content["prompt_token_ids"] = self.job.prompt_ids
             is_scored = self.body.logprobs or self.scores is not None
-            return ScoredAnswer(content, held.pop_all()) if is_scored else json_response(content)
+            return LargeJsonResponse(content, held.pop_all()) if is_scored else json_response(content)
 
-    def _answer(self, index: int, choice: Choice) -> shapes.ChatChoice:
+    def _answer(self, index: int, choice: ChatChoiceBuilder) -> shapes.ChatChoice:
         """A whole choice."""
         found: shapes.ChatChoice = {
             "index": index,
             "message": choice.message(self.before),
-            "logprobs": {"content": Items(choice.logprobs), "refusal": None} if self.body.logprobs else None,
+            "logprobs": {"content": EncodedList(choice.logprobs), "refusal": None} if self.body.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -180,14 +180,14 @@ class Chat:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a chunk with the role of every choice, then the text."""
-        chunks = Chunks(self.head, self.usage, self.body.stream_options)
+        chunks = StreamChunks(self.head, self.usage, self.body.stream_options)
         opened = False
         async with aclosing(self._items()) as items:
             async for _, item in items:
                 news = b""
                 if not opened:
                     opened = True
-                    news = b"".join(event(chunk) for chunk in self._openings(chunks))
+                    news = b"".join(event(chunk) for chunk in self._first_chunks(chunks))
                 for output in item.outputs:
                     self.usage.completion_tokens += len(output.token_ids)
                     news += b"".join(event(_chunk(chunks, delta)) for delta in self._deltas(output))
@@ -195,7 +195,7 @@ class Chat:
                     yield news
         yield chunks.end()
 
-    def _openings(self, chunks: Chunks) -> Iterator[shapes.ChatCompletionChunk]:
+    def _first_chunks(self, chunks: StreamChunks) -> Iterator[shapes.ChatCompletionChunk]:
         """The first chunk of every choice."""
         for index in range(self.job.params.n):
             delta: shapes.MessageDelta = {"role": "assistant", "content": self.before}
@@ -227,17 +227,17 @@ class Chat:
     def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yields the engine's output."""
 
-        async def opens(_: int, item: RequestOutput) -> None:
-            self.usage.saw(item)
+        async def on_first_output(_: int, item: RequestOutput) -> None:
+            self.usage.record(item)
             if self.body.prompt_logprobs is not None:
                 found = item.prompt_logprobs or []
                 self.scores = await self.service.make_answer(
-                    self.job.num_prompt_scores, lambda: encoded(prompt_logprobs(found, self.names))
+                    self.job.num_prompt_logprobs, lambda: encoded(prompt_logprobs(found, self.token_texts))
                 )
 
-        return self.service.run([self.job], self.head["id"], opens)
+        return self.service.run([self.job], self.head["id"], on_first_output)
 
-    def _logprobs(self, output: CompletionOutput) -> list[shapes.ScoredToken]:
+    def _logprobs(self, output: CompletionOutput) -> list[shapes.TokenLogprob]:
         if not self.body.logprobs or not output.logprobs:
             return []
-        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.names)
+        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.token_texts)

@@ -11,9 +11,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
 from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
-from quire.server.replayed import Replayed, ReplayedMessage, ReplayedPart
-from quire.server.schema import Model, Sampling
-from quire.server.structure import JsonText
+from quire.server.ignored_fields import ConversationMessage, ConversationObject, ConversationPart
+from quire.server.json_complexity import JsonText
+from quire.server.schema import BaseCompletionRequest, StrictModel
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 MAX_MESSAGES = 16384
@@ -29,7 +29,7 @@ MAX_MODALITIES = 8
 """Number of names. OpenAI has two modalities."""
 
 
-class TextPart(ReplayedPart):
+class TextPart(ConversationPart):
     """A piece of a message."""
 
     type: Literal["text"]
@@ -42,7 +42,7 @@ Content = Annotated[
     TEXT_OR_PARTS,
 ]
 
-Answered = Annotated[
+ReplyContent = Annotated[
     Annotated[str, Tag("=string")]
     | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("=parts")],
     TEXT_OR_PARTS,
@@ -50,7 +50,7 @@ Answered = Annotated[
 """What an answer or a tool has said, which may be nothing."""
 
 
-class CalledFunction(Replayed):
+class FunctionCallParam(ConversationObject):
     """What an earlier answer called. arguments: JSON text."""
 
     name: str
@@ -76,19 +76,19 @@ def read_arguments(text: str) -> Any:
     return found if isinstance(found, dict) else text
 
 
-class MadeCall(Replayed):
+class ToolCallParam(ConversationObject):
     """A call in an earlier answer."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCallParam
     index: Annotated[int, Field(ge=0)] | None = Field(None, description="As in streamed calls; not used.")
 
 
-MadeCalls = Annotated[list[MadeCall], Field(fail_fast=True, max_length=MAX_CALLS)]
+ToolCallParams = Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=MAX_CALLS)]
 
 
-class BaseMessage(ReplayedMessage):
+class BaseMessage(ConversationMessage):
     """What messages of all roles have in common."""
 
     name: str | None = None
@@ -102,12 +102,12 @@ class BaseMessage(ReplayedMessage):
         return {} if self.name is None else {"name": self.name}
 
 
-def joined(content: str | list[TextPart] | None) -> str:
+def content_text(content: str | list[TextPart] | None) -> str:
     """Content as one text, with parts joined by newlines."""
     return content or "" if not isinstance(content, list) else "\n".join(part.text for part in content)
 
 
-class GivenMessage(BaseMessage):
+class PromptMessage(BaseMessage):
     """What somebody says to the model. `developer` means `system`, because the served models know only that role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]  # the last two are messages of other classes
@@ -119,17 +119,17 @@ class GivenMessage(BaseMessage):
     def for_template(self) -> dict[str, Any]:
         """See BaseMessage."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": joined(self.content), **super().for_template()}
+        return {"role": role, "content": content_text(self.content), **super().for_template()}
 
 
 class AssistantMessage(BaseMessage):
     """An earlier answer, as servers give it."""
 
     role: Literal["assistant"]
-    content: Answered | None = None
+    content: ReplyContent | None = None
     reasoning_content: str | None = None
     parsed: Ignored = None
-    tool_calls: MadeCalls | None = None
+    tool_calls: ToolCallParams | None = None
     tool_call_id: Unsupported = None
 
     def for_template(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class AssistantMessage(BaseMessage):
              "function": {"name": call.function.name, "arguments": call.function.parsed()}}
             for call in self.tool_calls or ()
         ]  # fmt: skip
-        message: dict[str, Any] = {"role": "assistant", "content": joined(self.content), **super().for_template()}
+        message: dict[str, Any] = {"role": "assistant", "content": content_text(self.content), **super().for_template()}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
         return message | {"tool_calls": calls} if calls else message
@@ -149,14 +149,14 @@ class ToolMessage(BaseMessage):
     """What a tool that an answer called has said."""
 
     role: Literal["tool"]
-    content: Answered
+    content: ReplyContent
     tool_call_id: str
 
     tool_calls: Unsupported = None
 
     def for_template(self) -> dict[str, Any]:
         """See BaseMessage."""
-        message = {"role": "tool", "content": joined(self.content), "tool_call_id": self.tool_call_id}
+        message = {"role": "tool", "content": content_text(self.content), "tool_call_id": self.tool_call_id}
         return message | super().for_template()
 
 
@@ -166,19 +166,19 @@ def _kind_of_message(value: Any) -> str:
 
 
 Message = Annotated[
-    Annotated[GivenMessage, Tag("=given")]
+    Annotated[PromptMessage, Tag("=given")]
     | Annotated[AssistantMessage, Tag("=assistant")]
     | Annotated[ToolMessage, Tag("=tool")],
     Discriminator(_kind_of_message),
 ]
 
 
-def check_continued(messages: list[Any] | None, opens: bool | None, continues: bool | None) -> None:
+def check_continued(messages: list[Any] | None, begins_answer: bool | None, continues: bool | None) -> None:
     """Raises ApiError 400 if the last message is to be gone on with and cannot be."""
-    if continues and opens:
+    if continues and begins_answer:
         message = "'continue_final_message' and 'add_generation_prompt' exclude each other"
         raise bad_request(message, "continue_final_message")
-    if continues and (not messages or messages[-1].role != "assistant" or not joined(messages[-1].content)):
+    if continues and (not messages or messages[-1].role != "assistant" or not content_text(messages[-1].content)):
         message = "'continue_final_message' needs an assistant's last message with text"
         raise bad_request(message, "continue_final_message")
     if continues and messages and messages[-1].tool_calls:
@@ -191,7 +191,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
-class Function(Model):
+class Function(StrictModel):
     """A function that the caller can run."""
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
@@ -200,7 +200,7 @@ class Function(Model):
     strict: bool | None = Field(None, description="Whether arguments fit the schema also where calls are optional.")
 
 
-class ToolParam(Model):
+class ToolParam(StrictModel):
     """A tool: a function."""
 
     type: Literal["function"]
@@ -227,13 +227,13 @@ def check_tools(names: list[str], named: str | None, choice: Any) -> None:
         raise bad_request(f"'tool_choice' names {named!r}, which is not in 'tools'", "tool_choice")
 
 
-class NamedFunction(Model):
+class NamedFunction(StrictModel):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Model):
+class NamedTool(StrictModel):
     """The tool that must be called."""
 
     type: Literal["function"]
@@ -253,7 +253,7 @@ ToolChoiceParam = (
 )
 
 
-class ChatRequest(Sampling):
+class ChatRequest(BaseCompletionRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -302,7 +302,7 @@ class ChatRequest(Sampling):
             raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one of them", "max_tokens")
         check_continued(self.messages, self.add_generation_prompt, self.continue_final_message)
         last = self.messages[-1].role
-        if self.echo and not (last == "assistant" and (self.continue_final_message or not self.opens)):
+        if self.echo and not (last == "assistant" and (self.continue_final_message or not self.begins_answer)):
             raise bad_request("'echo' needs an assistant's last message that the answer goes on with", "echo")
         if self.stream and self.prompt_logprobs is not None:
             message = "'prompt_logprobs' is not supported when 'stream' is true"
@@ -313,7 +313,7 @@ class ChatRequest(Sampling):
         return self
 
     @property
-    def opens(self) -> bool:
+    def begins_answer(self) -> bool:
         """Whether the prompt ends with the beginning of an answer."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
@@ -331,7 +331,7 @@ class ChatRequest(Sampling):
         return ToolChoice("auto" if self.tools else "none", parallel=parallel)
 
 
-class TokenizeRequest(Model):
+class TokenizeRequest(StrictModel):
     """The body of POST /tokenize: a text or a conversation."""
 
     model: str | None = None

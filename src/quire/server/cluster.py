@@ -20,14 +20,14 @@ from quire.server import shapes
 from quire.server.auth import is_loopback
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.errors import ApiError, bad_request, json_response
+from quire.server.event_stream import unless_disconnected
 from quire.server.protocol import Operations
 from quire.server.service import Service
-from quire.server.wire import unless_disconnected
 
 log = logging.getLogger("quire.server")
 
 
-class Operator:
+class ClusterEndpoints:
     """The endpoints of one server."""
 
     def __init__(self, service: Service) -> None:
@@ -42,7 +42,7 @@ class Operator:
 
     async def drain(self, request: Request) -> Response:
         """Lets an instance finish what it has and ends it, and starts another one in its place."""
-        async with self._service.bodies.read(request, DrainRequest) as body:
+        async with self._service.body_reader.read(request, DrainRequest) as body:
             operations = self._named(body.instance)
             restart = body.restart is not False
         await self._finish(request, lambda: operations.drain(body.instance, restart=restart))
@@ -50,14 +50,14 @@ class Operator:
 
     async def restart(self, request: Request) -> Response:
         """Drains and restarts one instance after the other."""
-        async with self._service.bodies.read(request, RestartRequest):
+        async with self._service.body_reader.read(request, RestartRequest):
             operations = self._changeable()
         await self._finish(request, operations.restart)
         return self._answer(operations)
 
     async def role(self, request: Request) -> Response:
         """Changes what an instance does from now on."""
-        async with self._service.bodies.read(request, RoleRequest) as body:
+        async with self._service.body_reader.read(request, RoleRequest) as body:
             operations = self._named(body.instance)
         self._check_no_switch(operations)
         operations.set_role(body.instance, body.role)
@@ -66,7 +66,7 @@ class Operator:
     async def place(self, request: Request) -> Response:
         """Switches to the instances of a placement."""
         may_pause = _pauses(request)
-        async with self._service.bodies.read(request, PlaceRequest) as body:
+        async with self._service.body_reader.read(request, PlaceRequest) as body:
             operations = self._changeable()
             placement = await asyncio.to_thread(_placement, body)
         self._check_no_switch(operations)
@@ -140,7 +140,7 @@ class Operator:
 
     def _answer(self, operations: Operations) -> Response:
         state = operations.state()
-        found: shapes.Cluster = {
+        found: shapes.ClusterInfo = {
             "instances": [_instance(each) for each in state["instances"]],
             "counts": state["counts"],
             "stages": state["stages"],
@@ -170,7 +170,7 @@ def _placement(body: PlaceRequest) -> Placement:
         raise bad_request(str(error)) from error
 
 
-def _switch(found: dict[str, Any] | None) -> shapes.Switch | None:
+def _switch(found: dict[str, Any] | None) -> shapes.SwitchInfo | None:
     if found is None:
         return None
     return {
@@ -182,7 +182,7 @@ def _switch(found: dict[str, Any] | None) -> shapes.Switch | None:
     }
 
 
-def _instance(found: dict[str, Any]) -> shapes.Instance:
+def _instance(found: dict[str, Any]) -> shapes.InstanceInfo:
     load = found["load"]
     return {
         "place": found["place"],

@@ -6,30 +6,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.server.schema import Model
+from quire.server.schema import StrictModel
 
 Place = Annotated[str, Field(max_length=64, description="The place of an instance, such as `prefill-0`.")]
 
 
-class DrainRequest(Model):
+class DrainRequest(StrictModel):
     """The body of POST /v1/cluster/drain."""
 
     instance: Place
     restart: bool | None = Field(None, description="Whether another instance takes its place; true by default.")
 
 
-class RestartRequest(Model):
+class RestartRequest(StrictModel):
     """The body of POST /v1/cluster/restart: an empty object."""
 
 
-class RoleRequest(Model):
+class RoleRequest(StrictModel):
     """The body of POST /v1/cluster/role."""
 
     instance: Place
     role: Literal["prefill", "decode", "mixed"]
 
 
-class PlaceRequest(Model):
+class PlaceRequest(StrictModel):
     """The body of POST /v1/cluster/placement: the content of a file of `quire plan placement`."""
 
     version: int

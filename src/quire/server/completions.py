@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from quire.engine.params import SamplingParams
 from quire.server import shapes
-from quire.server.answers import Bytes, ScoredAnswer, encoded, extend, pieces
 from quire.server.errors import bad_request, json_response
-from quire.server.logprobs import LegacyLogprobs, Names, check_scores, prompt_logprobs
+from quire.server.event_stream import EventStream, event, unless_disconnected
+from quire.server.json_encoding import Bytes, LargeJsonResponse, encoded, extend, pieces
+from quire.server.logprobs import LegacyLogprobs, TokenTextCache, check_prompt_logprobs, prompt_logprobs
 from quire.server.schema import CompletionRequest
-from quire.server.service import Job, Service
-from quire.server.shapes import Items
-from quire.server.usage import Chunks, Usage
-from quire.server.wire import EventStream, event, unless_disconnected
+from quire.server.service import PromptJob, Service
+from quire.server.shapes import EncodedList
+from quire.server.usage import StreamChunks, Usage
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
@@ -30,30 +30,30 @@ MAX_TOKENS: int = CompletionRequest.model_fields["max_tokens"].default
 
 async def create_completion(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
-    async with service.bodies.read(request, CompletionRequest) as body:
+    async with service.body_reader.read(request, CompletionRequest) as body:
         service.check_model(body.model)
-        completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
+        completion = CompletionGeneration(service, body, await _jobs(service, body, request.state.tenant))
         body.forget("prompt", "user")
     await service.admit(completion.jobs, request.receive, body.structure_param)
     if body.stream:
         return EventStream(completion.events(), service.config.ping_seconds)
-    return await unless_disconnected(request.receive, completion.whole())
+    return await unless_disconnected(request.receive, completion.full_response())
 
 
-async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[Job]:
+async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[PromptJob]:
     num_sequences = len(body.prompt) * (body.n or 1)
     limit = service.engine.config.scheduler.max_queue
     if num_sequences > limit:
         message = f"'prompt' and 'n' need {num_sequences} sequences; the limit is {limit} (scheduler.max_queue)"
         raise bad_request(message, "prompt")
-    jobs: list[Job] = []
+    jobs: list[PromptJob] = []
     made: dict[int, SamplingParams] = {}
     scored = body.logprobs if body.echo else None
     asked = [each for each in (scored, body.prompt_logprobs) if each is not None]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    encoded = iter(await service.texts.encode_all(texts, body.add_special_tokens is not False, "prompt"))
+    encoded = iter(await service.request_tokenizer.encode_all(texts, body.add_special_tokens is not False, "prompt"))
     for prompt in body.prompt:
-        await service.bodies.turns.take()  # checking and keeping a million token ids takes 0.1 s
+        await service.body_reader.start_throttle.acquire()  # checking and keeping a million token ids takes 0.1 s
         text, ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
             raise bad_request("'prompt' is empty: it has no token", "prompt")
@@ -68,15 +68,15 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
             prompt_logprobs=max(asked) if asked else None,
             made=made,
         )
-        jobs.append(Job(ids, params, service.hints(body, tenant), tenant, text))
+        jobs.append(PromptJob(ids, params, service.hints(body, tenant), tenant, text))
     echoed = {"logprobs": body.logprobs} if body.echo else {}
     asked_for = echoed | {"prompt_logprobs": body.prompt_logprobs}
-    check_scores(asked_for, body.n or 1, sum(len(job.prompt_ids) for job in jobs))
+    check_prompt_logprobs(asked_for, body.n or 1, sum(len(job.prompt_ids) for job in jobs))
     return jobs
 
 
 @dataclass
-class Opening:
+class PromptOutput:
     """The common beginning of all choices of a prompt.
 
     lists   the four lists of the echoed prompt's log-probabilities, encoded; None for a list that is null
@@ -98,16 +98,16 @@ class Opening:
     def as_delta(self, index: int) -> shapes.CompletionDelta:
         """The first chunk of a streamed choice has it."""
         found: shapes.CompletionDelta = {
-            "index": index, "text": self.text, "logprobs": joined(self.lists), "finish_reason": None,
+            "index": index, "text": self.text, "logprobs": joined_logprobs(self.lists), "finish_reason": None,
         }  # fmt: skip
         if self.prompt_ids is not None:
-            found["prompt_token_ids"] = Items(self.prompt_ids)
+            found["prompt_token_ids"] = EncodedList(self.prompt_ids)
         return found
 
 
 @dataclass
-class Choice:
-    """One choice so far, without the opening of its prompt."""
+class CompletionChoiceBuilder:
+    """One choice so far, without the output of its prompt."""
 
     legacy: LegacyLogprobs
     text: str = ""
@@ -122,62 +122,62 @@ class Choice:
             self.lists = {name: None if values is None else bytearray() for name, values in lists.items()}
         return sum(extend(mine, lists[name] or []) for name, mine in self.lists.items() if mine is not None)
 
-    def as_dict(self, index: int, opening: Opening) -> shapes.CompletionChoice:
+    def as_dict(self, index: int, prompt_output: PromptOutput) -> shapes.CompletionChoice:
         """The choice in an answer."""
         found: shapes.CompletionChoice = {
             "index": index,
-            "text": opening.text + self.text,
-            "logprobs": joined(opening.lists, self.lists),
+            "text": prompt_output.text + self.text,
+            "logprobs": joined_logprobs(prompt_output.lists, self.lists),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
         }
-        if opening.scores is not None:
-            found["prompt_logprobs"] = Items(opening.scores)
-        if opening.prompt_ids is not None:
-            found["prompt_token_ids"] = Items(opening.prompt_ids)
-            found["token_ids"] = Items(encoded(self.token_ids))
+        if prompt_output.scores is not None:
+            found["prompt_logprobs"] = EncodedList(prompt_output.scores)
+        if prompt_output.prompt_ids is not None:
+            found["prompt_token_ids"] = EncodedList(prompt_output.prompt_ids)
+            found["token_ids"] = EncodedList(encoded(self.token_ids))
         return found
 
 
-def joined(*given: Mapping[str, Bytes | None] | None) -> shapes.TextLogprobs | None:
+def joined_logprobs(*given: Mapping[str, Bytes | None] | None) -> shapes.TextLogprobs | None:
     """Four lists of log-probabilities, one behind the other; the same ones are null in all of them."""
     found = [lists for lists in given if lists is not None]
     if not found:
         return None
-    lists: dict[str, Items[Any] | None] = {
-        name: None if part is None else Items(*(lists[name] or b"" for lists in found))
+    lists: dict[str, EncodedList[Any] | None] = {
+        name: None if part is None else EncodedList(*(lists[name] or b"" for lists in found))
         for name, part in found[0].items()
     }
     return cast(shapes.TextLogprobs, lists)
 
 
-def _chunk(chunks: Chunks, delta: shapes.CompletionDelta) -> shapes.CompletionChunk:
+def _chunk(chunks: StreamChunks, delta: shapes.CompletionDelta) -> shapes.CompletionChunk:
     return {**chunks.head(), "choices": [delta]}
 
 
-class Completion:
+class CompletionGeneration:
     """A running request. Choice `job * n + index` is the index-th answer to the job-th prompt."""
 
-    def __init__(self, service: Service, body: CompletionRequest, jobs: list[Job]) -> None:
+    def __init__(self, service: Service, body: CompletionRequest, jobs: list[PromptJob]) -> None:
         self.service = service
         self.body = body
         self.jobs = jobs
         self.num_choices = body.n or 1
-        self.names = Names(service.engine.tokenizer)
+        self.token_texts = TokenTextCache(service.engine.tokenizer)
         skip_special = body.skip_special_tokens is not False
         self.choices = [
-            Choice(LegacyLogprobs(body.logprobs or 0, self.names, skip_special))
+            CompletionChoiceBuilder(LegacyLogprobs(body.logprobs or 0, self.token_texts, skip_special))
             for _ in range(len(jobs) * self.num_choices)
         ]
         self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
-        self.openings: dict[int, Opening] = {}
+        self.prompt_outputs: dict[int, PromptOutput] = {}
         self.head = service.head("cmpl-", "text_completion")
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         """The answer in one piece."""
         with ExitStack() as held:
             named = ("echoed texts", "echo") if self._is_unscored else ("log-probabilities", "logprobs")
-            grow = held.enter_context(self.service.unsent.hold(*named))
+            grow = held.enter_context(self.service.answer_limiter.hold(*named))
             async with aclosing(self._items(grow)) as items:
                 async for job, item in items:
                     for delta in self._deltas(job, item):
@@ -188,33 +188,35 @@ class Completion:
                             grow(choice.extend(delta["logprobs"]))
                         if delta["finish_reason"] is not None:
                             choice.finish_reason, choice.stop_reason = delta["finish_reason"], delta["stop_reason"]
-            for opening in self.openings.values():
-                grow((self.num_choices - 1) * len(opening.text))  # every choice has it
+            for prompt_output in self.prompt_outputs.values():
+                grow((self.num_choices - 1) * len(prompt_output.text))  # every choice has it
             choices = [
-                choice.as_dict(index, self.openings[index // self.num_choices])
+                choice.as_dict(index, self.prompt_outputs[index // self.num_choices])
                 for index, choice in enumerate(self.choices)
             ]
             content: shapes.Completion = {**self.head, "choices": choices, "usage": self.usage.as_dict()}
             if not (self.body.return_token_ids or self.body.echo) and self._is_unscored:
                 return json_response(content)  # 4 us for one choice, where pieces take 22
-            return ScoredAnswer(content, held.pop_all())
+            return LargeJsonResponse(content, held.pop_all())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
-        chunks = Chunks(self.head, self.usage, self.body.stream_options)
-        with self.service.unsent.hold() as grow:
+        chunks = StreamChunks(self.head, self.usage, self.body.stream_options)
+        with self.service.answer_limiter.hold() as grow:
             async with aclosing(self._items(grow)) as items:
                 async for job, item in items:
-                    opening = self.openings.pop(job, None)
-                    if opening is not None and (opening.text or opening.lists or opening.prompt_ids is not None):
+                    prompt_output = self.prompt_outputs.pop(job, None)
+                    if prompt_output is not None and (
+                        prompt_output.text or prompt_output.lists or prompt_output.prompt_ids is not None
+                    ):
                         for index in range(job * self.num_choices, (job + 1) * self.num_choices):
                             yield b"data: "
-                            for part in pieces(_chunk(chunks, opening.as_delta(index))):
+                            for part in pieces(_chunk(chunks, prompt_output.as_delta(index))):
                                 yield part
                             yield b"\n\n"
-                    if opening is not None:
-                        grow(-opening.num_bytes)
-                        del opening
+                    if prompt_output is not None:
+                        grow(-prompt_output.num_bytes)
+                        del prompt_output
                     news = b"".join(
                         event(_chunk(chunks, delta))
                         for delta in self._deltas(job, item)
@@ -229,38 +231,40 @@ class Completion:
         return self.body.logprobs is None and self.body.prompt_logprobs is None
 
     def _items(self, grow: Callable[[int], None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yields the engine's output; calls `grow` with the bytes of openings."""
+        """Yields the engine's output; calls `grow` with the bytes of prompt outputs."""
 
-        async def opens(job: int, item: RequestOutput) -> None:
-            opening = await self._opening(job, item)
-            grow(opening.num_bytes)
-            self.openings[job] = opening
+        async def on_first_output(job: int, item: RequestOutput) -> None:
+            prompt_output = await self._prompt_output(job, item)
+            grow(prompt_output.num_bytes)
+            self.prompt_outputs[job] = prompt_output
 
-        return self.service.run(self.jobs, self.head["id"], opens)
+        return self.service.run(self.jobs, self.head["id"], on_first_output)
 
-    async def _opening(self, job: int, item: RequestOutput) -> Opening:
-        """Makes the opening of all choices from a prompt's first item, and counts its usage."""
-        self.usage.saw(item)
+    async def _prompt_output(self, job: int, item: RequestOutput) -> PromptOutput:
+        """Makes the prompt output of all choices from a prompt's first item, and counts its usage."""
+        self.usage.record(item)
         prompt = self.jobs[job]
         choices = self.choices[job * self.num_choices : (job + 1) * self.num_choices]
 
-        def make() -> tuple[Opening, LegacyLogprobs]:
-            opening, legacy, scores = Opening(), choices[0].legacy, item.prompt_logprobs or []
+        def make() -> tuple[PromptOutput, LegacyLogprobs]:
+            prompt_output, legacy, scores = PromptOutput(), choices[0].legacy, item.prompt_logprobs or []
             if self.body.return_token_ids:
-                opening.prompt_ids = encoded(prompt.prompt_ids)
+                prompt_output.prompt_ids = encoded(prompt.prompt_ids)
             if self.body.prompt_logprobs is not None:
-                opening.scores = encoded(prompt_logprobs(scores, self.names))
+                prompt_output.scores = encoded(prompt_logprobs(scores, self.token_texts))
             if self.body.echo:
-                opening.text = prompt.text if prompt.text is not None else self._text(prompt.prompt_ids)
+                prompt_output.text = prompt.text if prompt.text is not None else self._text(prompt.prompt_ids)
                 if self.body.logprobs is not None:
                     lists: Mapping[str, Any] = legacy(prompt.prompt_ids, scores, prompt.text)
-                    opening.lists = {name: None if each is None else encoded(each) for name, each in lists.items()}
-            return opening, legacy
+                    prompt_output.lists = {
+                        name: None if each is None else encoded(each) for name, each in lists.items()
+                    }
+            return prompt_output, legacy
 
-        opening, legacy = await self.service.make_answer(prompt.num_prompt_scores, make)
+        prompt_output, legacy = await self.service.make_answer(prompt.num_prompt_logprobs, make)
         for choice in choices:
             choice.legacy = legacy.copy()
-        return opening
+        return prompt_output
 
     def _text(self, prompt_ids: list[int]) -> str:
         skip_special = self.body.skip_special_tokens is not False

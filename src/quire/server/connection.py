@@ -18,19 +18,19 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from quire.server.disconnect_probe import DisconnectProbe, has_ended
 from quire.server.errors import ApiError, bad_request
 from quire.server.framing import check_codings, is_old, unchunked
-from quire.server.half_closed import HalfClosed, has_ended
 
 if TYPE_CHECKING:
-    from quire.server.edge import Edge
+    from quire.server.connection_manager import ConnectionManager
 
 
 HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that never wait for others."""
 
 
-class Stage(enum.Enum):
+class ConnectionState(enum.Enum):
     """The event that a connection waits for."""
 
     IDLE = enum.auto()
@@ -45,15 +45,15 @@ class Stage(enum.Enum):
     """The client, which may still read the last answer."""
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection.
 
-    stage  the event it waits for
-    since  start of the wait, by the loop's clock; in a body, the time of its last byte
-    spent  bytes of the current request outside the body
-    waits  whether its request waits for a turn
-    ahead  bytes of bodies that were read while earlier requests are answered, or before the request's turn
-    received  bytes since the last answer
+    state           the event it waits for
+    since           start of the wait, by the loop's clock; in a body, the time of its last byte
+    non_body_bytes  bytes of the current request outside the body
+    waits           whether its request waits for a turn
+    bytes_ahead     bytes of bodies that were read while earlier requests are answered, or before the request's turn
+    received        bytes since the last answer
     """
 
     # uvicorn declares this field as optional.
@@ -61,41 +61,41 @@ class Connection(HttpToolsProtocol):
 
     def __init__(
         self,
-        edge: Edge,
+        manager: ConnectionManager,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
-        self.edge = edge
-        self.stage = Stage.HEAD
+        self.manager = manager
+        self.state = ConnectionState.HEAD
         self.since = 0.0
-        self.spent = 0
+        self.non_body_bytes = 0
         self.address = ""
         self.keeps_alive = True
         self.answering: RequestResponseCycle | None = None
         self.waits = False
-        self.ahead = 0
+        self.bytes_ahead = 0
         self.received = 0
         self.unsent = 0
         self.unsent_since = 0.0
-        self.half_closed: HalfClosed | None = None
+        self.disconnect_probe: DisconnectProbe | None = None
 
     @property
     def is_closed(self) -> bool:
         """Whether the connection reads no more requests."""
-        return self.stage is Stage.CLOSED
+        return self.state is ConnectionState.CLOSED
 
     @property
     def waits_for_body(self) -> bool:
         """Whether it waits for the rest of a body, and no earlier request is being answered."""
-        return self.stage is Stage.BODY and self.answering is self.cycle
+        return self.state is ConnectionState.BODY and self.answering is self.cycle
 
     @property
-    def gives_way(self) -> bool:
+    def is_replaceable(self) -> bool:
         """Whether its client has read all that was sent, or has stopped reading."""
-        stalled = self.loop.time() - self.unsent_since >= self.edge.limits.stalled_seconds
+        stalled = self.loop.time() - self.unsent_since >= self.manager.limits.stalled_seconds
         return stalled or not self.transport.get_write_buffer_size()
 
     @property
@@ -112,13 +112,13 @@ class Connection(HttpToolsProtocol):
         self.since = self.unsent_since = self.loop.time()
         self.address = self.client[0] if self.client else ""
         try:
-            self.edge.enter(self, self.address)
+            self.manager.add(self, self.address)
         except ApiError as error:
             self.refuse(error)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. It gets its answers if all its requests are complete; otherwise it has left."""
-        if self.stage is not Stage.ANSWER:
+        if self.state is not ConnectionState.ANSWER:
             return False
         self._look_for_reset()
         self.cycle.keep_alive = False
@@ -126,10 +126,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
-        self.stage = Stage.CLOSED
-        self.edge.leave(self, self.address)
+        self.state = ConnectionState.CLOSED
+        self.manager.remove(self, self.address)
         self._unset_keepalive_if_required()
-        self._forsake()
+        self._cancel_requests()
         self._count_freed()
         super().connection_lost(exc)
 
@@ -139,17 +139,17 @@ class Connection(HttpToolsProtocol):
         if self.is_closed:
             return
         self._unset_keepalive_if_required()
-        if self.stage is Stage.IDLE:
-            self._enter_stage(Stage.HEAD)
-        elif self.stage is Stage.BODY:
+        if self.state is ConnectionState.IDLE:
+            self._enter_state(ConnectionState.HEAD)
+        elif self.state is ConnectionState.BODY:
             self.since = self.loop.time()
-        most = self.edge.limits.head_bytes
+        most = self.manager.limits.head_bytes
         rest = memoryview(data)
         while rest and not self.is_closed:
             # At most the remaining bytes of a head: a head that does not end within them is too large. Small pieces,
             # because bytes after the end of a request in its last piece are not counted for the next request.
-            part = rest[: max(1, min(PIECE, most - self.spent))]
-            self.spent += len(part)
+            part = rest[: max(1, min(PIECE, most - self.non_body_bytes))]
+            self.non_body_bytes += len(part)
             try:
                 self.parser.feed_data(part)
             except httptools.HttpParserUpgrade as asked:
@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 self.refuse(_not_http())
             rest = rest[len(part) :]
-            if self.spent >= most and self.stage in (Stage.HEAD, Stage.BODY):
+            if self.non_body_bytes >= most and self.state in (ConnectionState.HEAD, ConnectionState.BODY):
                 message = f"request line, headers, trailers and chunk sizes exceed {most} bytes"
                 self.refuse(ApiError(431, message, code="headers_too_large"))
 
@@ -168,20 +168,20 @@ class Connection(HttpToolsProtocol):
         """A head begins."""
         if not self.is_closed:
             super().on_message_begin()
-            if self.stage is not Stage.HEAD:
-                self._enter_stage(Stage.HEAD)
+            if self.state is not ConnectionState.HEAD:
+                self._enter_state(ConnectionState.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header. Trailers are ignored."""
-        if self.stage is Stage.HEAD:
+        if self.state is ConnectionState.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete: the application starts."""
         if self.is_closed:
             return
-        if len(self.pipeline) >= self.edge.limits.pipelined:
-            message = f"more than {self.edge.limits.pipelined} requests were sent before their answers"
+        if len(self.pipeline) >= self.manager.limits.pipelined:
+            message = f"more than {self.manager.limits.pipelined} requests were sent before their answers"
             self.refuse(ApiError(429, message, code="too_many_pipelined"))
             return
         version = self.parser.get_http_version()
@@ -197,30 +197,30 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         # If a request is answered before its body arrives, such as with 401, the answer closes the connection.
         self.keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
-        self._enter_stage(Stage.BODY)
+        self._enter_state(ConnectionState.BODY)
         if self.pipeline:
             # uvicorn would stop reading here, and not notice that the client disconnects.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        if self.stage is Stage.BODY:
+        if self.state is ConnectionState.BODY:
             super().on_body(body)
             if self.pipeline or self.waits:
                 self._count_ahead()
-                if self.ahead > HIGH_WATER_LIMIT:
+                if self.bytes_ahead > HIGH_WATER_LIMIT:
                     self.flow.pause_reading()
-            self.spent = max(0, self.spent - (1 + self.edge.limits.framing) * len(body))
+            self.non_body_bytes = max(0, self.non_body_bytes - (1 + self.manager.limits.framing) * len(body))
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        if self.stage is not Stage.BODY:
+        if self.state is not ConnectionState.BODY:
             return
         super().on_message_complete()
         if not self.cycle.response_started:
             self.cycle.keep_alive = self.keeps_alive
-        self.spent = 0
-        self._enter_stage(Stage.ANSWER)
+        self.non_body_bytes = 0
+        self._enter_state(ConnectionState.ANSWER)
 
     # Called by uvicorn.
 
@@ -229,7 +229,7 @@ class Connection(HttpToolsProtocol):
         app = unchunked(app, cycle) if is_old(cycle) else app
         # Health comes first, and who is refused anyway leaves no body behind.
         scope: Any = cycle.scope
-        is_first = scope["path"] in HEALTH or not self.edge.admits(scope)
+        is_first = scope["path"] in HEALTH or not self.manager.is_authorized(scope)
         super()._start_asgi_task(cycle, app if is_first else self._in_turn(cycle, app))
 
     def _in_turn(self, cycle: RequestResponseCycle, app: Any) -> Any:
@@ -238,11 +238,11 @@ class Connection(HttpToolsProtocol):
         """
 
         async def begin(scope: Any, receive: Any, send: Any) -> None:
-            if self.edge.turns.waits and not self.is_closed:
+            if self.manager.start_throttle.waits and not self.is_closed:
                 self.waits = True
                 self.flow.pause_reading()
                 self._count_ahead()
-            await self.edge.turns.take()
+            await self.manager.start_throttle.acquire()
             if self.waits:
                 self.waits = False
                 self._count_ahead()
@@ -261,11 +261,13 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         self._count_ahead()
         self._count_freed()
-        if self.stage is Stage.HEAD or (self.stage is Stage.BODY and not self.cycle.response_complete):
-            self._enter_stage(self.stage)  # its timer starts now
-        elif self.stage is Stage.ANSWER and self.cycle.response_complete:
-            self._enter_stage(Stage.IDLE)
-        elif self.stage is Stage.BODY:
+        if self.state is ConnectionState.HEAD or (
+            self.state is ConnectionState.BODY and not self.cycle.response_complete
+        ):
+            self._enter_state(self.state)  # its timer starts now
+        elif self.state is ConnectionState.ANSWER and self.cycle.response_complete:
+            self._enter_state(ConnectionState.IDLE)
+        elif self.state is ConnectionState.BODY:
             # Answered before its body arrived, such as with 401: the rest is not needed.
             self.close()
 
@@ -273,7 +275,7 @@ class Connection(HttpToolsProtocol):
         """The server ends: closes the connection unless a request is being answered."""
         if self.is_closed and not self.transport.get_write_buffer_size():
             self.abort()
-        elif self.stage in (Stage.IDLE, Stage.HEAD):
+        elif self.state in (ConnectionState.IDLE, ConnectionState.HEAD):
             self.transport.close_now()
         else:
             self.keeps_alive = False
@@ -286,7 +288,7 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Ends the connection if it has waited too long."""
-        limits = self.edge.limits
+        limits = self.manager.limits
         unsent = self.transport.get_write_buffer_size()
         if unsent != self.unsent or not unsent:
             self.unsent, self.unsent_since = unsent, now
@@ -299,8 +301,8 @@ class Connection(HttpToolsProtocol):
         waited = now - self.since
         if self.is_closed and not unsent and waited >= limits.linger_seconds:
             self.abort()
-        elif self.stage is Stage.HEAD and self._is_silent() and waited >= limits.head_seconds:
-            if self.spent:
+        elif self.state is ConnectionState.HEAD and self._is_silent() and waited >= limits.head_seconds:
+            if self.non_body_bytes:
                 message = f"the request's head did not arrive within {limits.head_seconds:g} s"
                 self.refuse(ApiError(408, message, code="head_timeout"))
             else:
@@ -313,7 +315,7 @@ class Connection(HttpToolsProtocol):
         """Answers `error`, unless another answer has begun, and closes."""
         if self.is_closed:
             return
-        self.edge.refused(error.status)
+        self.manager.refused(error.status)
         if self._is_silent() or self._may_answer() or self.waits:
             body = json.dumps(error.body()).encode()
             headers = {
@@ -333,8 +335,8 @@ class Connection(HttpToolsProtocol):
         return number
 
     def _look_for_reset(self) -> None:
-        if self.half_closed is None:
-            self.half_closed = HalfClosed(self, self.loop)
+        if self.disconnect_probe is None:
+            self.disconnect_probe = DisconnectProbe(self, self.loop)
 
     def _is_silent(self) -> bool:
         """Whether no request is being answered."""
@@ -345,17 +347,17 @@ class Connection(HttpToolsProtocol):
         return self.waits_for_body and not self.cycle.response_started
 
     def close(self) -> None:
-        """Sends the written bytes and closes, with time for the client to read: see Limits.linger_seconds."""
+        """Sends the written bytes and closes, with time for the client to read: see ConnectionLimits.linger_seconds."""
         if self.is_closed:
             return
-        unread = self.stage in (Stage.HEAD, Stage.BODY)
-        self._enter_stage(Stage.CLOSED)
+        unread = self.state in (ConnectionState.HEAD, ConnectionState.BODY)
+        self._enter_state(ConnectionState.CLOSED)
         self._unset_keepalive_if_required()
-        self._forsake()
-        if not unread or self.edge.is_full:
+        self._cancel_requests()
+        if not unread or self.manager.is_full:
             self.transport.close_now()
             return
-        self.edge.lingering[self] = None
+        self.manager.lingering[self] = None
         self.flow.resume_reading()
         try:
             self.transport.write_eof()
@@ -364,16 +366,16 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Closes at once, without sending the written bytes."""
-        self.stage = Stage.CLOSED
+        self.state = ConnectionState.CLOSED
         # Frees its place at once: many connections may arrive in one turn of the loop.
-        self.edge.leave(self, self.address)
-        self._forsake()
+        self.manager.remove(self, self.address)
+        self._cancel_requests()
         self.transport.abort()
 
-    def _forsake(self) -> None:
+    def _cancel_requests(self) -> None:
         """Tells the current requests that their client has gone."""
-        if self.half_closed is not None:
-            self.half_closed.end()
+        if self.disconnect_probe is not None:
+            self.disconnect_probe.end()
         for cycle in (self.answering, self.cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -389,22 +391,22 @@ class Connection(HttpToolsProtocol):
         now = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if self.waits and self.answering is not None:
             now += len(self.answering.body)
-        grows = now > self.ahead
-        self.edge.ahead += now - self.ahead
-        self.ahead = now
-        if grows and self.edge.ahead > self.edge.limits.ahead_bytes:
-            self.edge.refuse_ahead(self)
+        grows = now > self.bytes_ahead
+        self.manager.bytes_ahead += now - self.bytes_ahead
+        self.bytes_ahead = now
+        if grows and self.manager.bytes_ahead > self.manager.limits.ahead_bytes:
+            self.manager.refuse_ahead(self)
 
     def _count_freed(self) -> None:
-        self.edge.freed(self.received)
+        self.manager.freed(self.received)
         self.received = 0
 
-    def _enter_stage(self, stage: Stage) -> None:
-        self.stage = stage
+    def _enter_state(self, state: ConnectionState) -> None:
+        self.state = state
         self.since = self.loop.time()
-        self.edge.unasked.pop(self, None)
-        if (stage in (Stage.IDLE, Stage.HEAD) and self._is_silent()) or self._may_answer():
-            self.edge.unasked[self] = None
+        self.manager.awaiting_request.pop(self, None)
+        if (state in (ConnectionState.IDLE, ConnectionState.HEAD) and self._is_silent()) or self._may_answer():
+            self.manager.awaiting_request[self] = None
 
 
 PIECE = 4096

@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.answers import encoded, pieces
 from quire.server.auth import is_loopback
 from quire.server.debug_tiers import moves_of, tiers_of
 from quire.server.errors import ApiError, bad_request
+from quire.server.event_stream import unless_disconnected
+from quire.server.json_encoding import encoded, pieces
 from quire.server.metrics import hit_rate
 from quire.server.service import Service
-from quire.server.usage import Found
-from quire.server.wire import unless_disconnected
+from quire.server.usage import TenantTokens
 
 if TYPE_CHECKING:
     from quire.engine.prefixes import Prefix
@@ -38,7 +38,7 @@ TEXT_CHARS = 80
 TEXT_TOKENS = 4 * TEXT_CHARS
 
 # The engine answers between steps, and no step takes this long.
-PATIENCE_SECONDS = 30.0
+ENGINE_TIMEOUT_SECONDS = 30.0
 
 
 async def show_cache(service: Service, request: Request) -> Response:
@@ -50,10 +50,10 @@ async def show_cache(service: Service, request: Request) -> Response:
     return Response(b"".join(pieces(found)), media_type="application/json")
 
 
-async def patient(answer: Awaitable[T]) -> T:
+async def with_engine_timeout(answer: Awaitable[T]) -> T:
     """The engine's answer. Raises ApiError 503 if it takes too long."""
     try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(ENGINE_TIMEOUT_SECONDS):
             return await answer
     except TimeoutError:
         raise ApiError(503, "the engine is too busy to answer; try again", code="busy") from None
@@ -87,28 +87,28 @@ def limit_of(request: Request) -> int:
     return int(text)
 
 
-async def _contents(service: Service, tenant: str, limit: int) -> shapes.Cache:
+async def _contents(service: Service, tenant: str, limit: int) -> shapes.CacheInfo:
     """What the caller may see of the cache: the prefixes used last, parents first, and totals."""
-    found = await patient(service.engine.prefixes(service.tenants.sees(tenant)))
+    found = await with_engine_timeout(service.engine.prefixes(service.tenants.visible_salts(tenant)))
     stats = service.engine.stats()
     # A use of a prefix is a use of its parents, so a parent's last use is never older: the cut keeps all parents.
     shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
     # Tenants that share the cache may still not read each other's prompts.
-    readable = service.tenants.are_apart or len(service.keys.keys) <= 1
+    readable = service.tenants.are_isolated or len(service.keys.keys) <= 1
     return {
         "prefixes": await asyncio.to_thread(_described, shown, service.engine.tokenizer if readable else None),
         "num_prefixes": len(found),
         "truncated": len(shown) < len(found),
-        "scope": "tenant" if service.tenants.are_apart else "all",
+        "scope": "tenant" if service.tenants.are_isolated else "all",
         "totals": _totals(service, tenant, stats, found),
         "tiers": tiers_of(service, tenant, stats),
         "moves": moves_of(stats),
     }
 
 
-def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> shapes.Items[shapes.Prefix]:
+def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> shapes.EncodedList[shapes.PrefixInfo]:
     """The prefixes as JSON, each with the beginning of its own text if there is a tokenizer to read it with."""
-    found: Iterator[shapes.Prefix] = (
+    found: Iterator[shapes.PrefixInfo] = (
         {
             "instance": prefix.instance or None,
             "id": prefix.id,
@@ -127,7 +127,7 @@ def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> shapes.Items[shape
         }
         for prefix in prefixes
     )
-    return shapes.Items(encoded(found))
+    return shapes.EncodedList(encoded(found))
 
 
 def _beginning(prefix: Prefix, tokenizer: Any) -> str:
@@ -146,10 +146,10 @@ def _pinned(seconds: float | None) -> float | Literal["forever"] | None:
 def _totals(service: Service, tenant: str, stats: dict[str, Any], found: Sequence[Prefix]) -> shapes.CacheTotals:
     """Sizes of the arena, which everybody has in common, and of what is the caller's own."""
     cache = stats["cache"]
-    if service.tenants.are_apart:
-        tokens = service.found.get(tenant, Found())
+    if service.tenants.are_isolated:
+        tokens = service.tenant_tokens.get(tenant, TenantTokens())
     else:
-        tokens = Found(stats["prefill_tokens_cached"], stats["prefill_tokens_computed"])
+        tokens = TenantTokens(stats["prefill_tokens_cached"], stats["prefill_tokens_computed"])
     return {
         "bytes_total": cache["bytes_total"],
         "bytes_used": cache["bytes_used"],

@@ -9,11 +9,11 @@ from quire.server import shapes
 from quire.server.service import Service
 
 
-def tiers_of(service: Service, tenant: str, stats: dict[str, Any]) -> dict[str, shapes.Tier]:
+def tiers_of(service: Service, tenant: str, stats: dict[str, Any]) -> dict[str, shapes.TierInfo]:
     """The tiers by name, nearest first; empty without tiers."""
     found: Counter[str] = Counter()
-    for name, tokens in service.found.items():
-        if name == tenant or not service.tenants.are_apart:
+    for name, tokens in service.tenant_tokens.items():
+        if name == tenant or not service.tenants.are_isolated:
             found.update(tokens.by_tier)
     return {
         name: {
@@ -32,7 +32,7 @@ def tiers_of(service: Service, tenant: str, stats: dict[str, Any]) -> dict[str, 
     }
 
 
-def moves_of(stats: dict[str, Any]) -> shapes.Moves | None:
+def moves_of(stats: dict[str, Any]) -> shapes.MovesInfo | None:
     """Speeds and counts of moving chunks; None without tiers."""
     if "moves" not in stats:
         return None

@@ -23,14 +23,14 @@ from starlette.responses import Response
 from quire.engine.params import SamplingParams
 from quire.llm import normalized
 from quire.server import shapes
-from quire.server.answers import ScoredAnswer
 from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from quire.server.errors import ApiError, bad_request, encode, json_response
-from quire.server.service import Job, Service
-from quire.server.shapes import Items
-from quire.server.trained import Pooling
+from quire.server.event_stream import unless_disconnected
+from quire.server.json_encoding import LargeJsonResponse
+from quire.server.model_capabilities import Pooling
+from quire.server.service import PromptJob, Service
+from quire.server.shapes import EncodedList
 from quire.server.usage import Usage
-from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 async def create_embeddings(service: Service, request: Request) -> Response:
     """The embeddings of texts."""
-    async with service.bodies.read(request, EmbeddingsRequest) as body:
+    async with service.body_reader.read(request, EmbeddingsRequest) as body:
         service.check_model(body.model)
         size = service.engine.shape.hidden_size
         if body.dimensions is not None and body.dimensions > size:
             raise bad_request(f"'dimensions' is {body.dimensions}, and this model has {size}", "dimensions")
-        if body.pooling is None and service.trained.lacks:
+        if body.pooling is None and service.model_capabilities.unsupported:
             raise bad_request(f"{_lacking(service)}; 'pooling' gives the ones that are computed here", "pooling")
-        found = Embeddings(service, request, body.pooling or service.trained.pooling)
+        found = EmbeddingGeneration(service, request, body.pooling or service.model_capabilities.pooling)
         await found.add(body.input, "input", add_special=body.add_special_tokens is not False)
         body.forget("input", "user")
     await found.admit()
@@ -53,7 +53,7 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     async def answer() -> Response:
         parts = [b""] * found.count
         with ExitStack() as held:
-            grow = held.enter_context(service.unsent.hold("embeddings", "input"))
+            grow = held.enter_context(service.answer_limiter.hold("embeddings", "input"))
 
             async def take(index: int, vector: list[float]) -> None:
                 parts[index] = await service.make_answer(len(vector), lambda: _encoded(body, index, vector))
@@ -61,9 +61,9 @@ async def create_embeddings(service: Service, request: Request) -> Response:
 
             await found.compute(take)
             content: shapes.Embeddings = {
-                "object": "list", "data": Items(*parts), "model": service.engine.model_name, "usage": found.usage,
+                "object": "list", "data": EncodedList(*parts), "model": service.engine.model_name, "usage": found.usage,
             }  # fmt: skip
-            return ScoredAnswer(content, held.pop_all())
+            return LargeJsonResponse(content, held.pop_all())
 
     return await unless_disconnected(request.receive, answer())
 
@@ -80,13 +80,13 @@ def _encoded(body: EmbeddingsRequest, index: int, vector: list[float]) -> bytes:
 
 async def create_scores(service: Service, request: Request) -> Response:
     """How near texts are to each other, pair by pair: the cosine of their embeddings."""
-    async with service.bodies.read(request, ScoreRequest) as body:
+    async with service.body_reader.read(request, ScoreRequest) as body:
         service.check_model(body.model)
         _check_trained(service)
         num_ones, num_others = len(body.text_1), len(body.text_2)
         if num_ones not in (1, num_others):
             raise bad_request(f"'text_1' has {num_ones} texts; it must have 1 or {num_others}", "text_1")
-        found = Embeddings(service, request, service.trained.pooling)
+        found = EmbeddingGeneration(service, request, service.model_capabilities.pooling)
         await found.add(body.text_1, "text_1")
         await found.add(body.text_2, "text_2")
         body.forget("text_1", "text_2")
@@ -96,10 +96,10 @@ async def create_scores(service: Service, request: Request) -> Response:
         vectors = await found.vectors()
         left, right = vectors[:num_ones], vectors[num_ones:]
         pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        data: list[shapes.Score] = [
+        data: list[shapes.ScoreResult] = [
             {"object": "score", "index": index, "score": _cosine(*pair)} for index, pair in enumerate(pairs)
         ]
-        content: shapes.Scores = {
+        content: shapes.ScoreResponse = {
             "id": f"score-{uuid.uuid4().hex}", "object": "list", "data": data, "model": service.engine.model_name,
             "usage": found.usage,
         }  # fmt: skip
@@ -110,10 +110,10 @@ async def create_scores(service: Service, request: Request) -> Response:
 
 async def create_ranking(service: Service, request: Request) -> Response:
     """Documents by their nearness to a query, the nearest first."""
-    async with service.bodies.read(request, RerankRequest) as body:
+    async with service.body_reader.read(request, RerankRequest) as body:
         service.check_model(body.model)
         _check_trained(service)
-        found = Embeddings(service, request, service.trained.pooling)
+        found = EmbeddingGeneration(service, request, service.model_capabilities.pooling)
         await found.add([body.query], "query")
         await found.add(body.documents, "documents")
     await found.admit()
@@ -122,13 +122,13 @@ async def create_ranking(service: Service, request: Request) -> Response:
         query, *others = await found.vectors()
         scores = [(_cosine(query, each), index) for index, each in enumerate(others)]
         scores.sort(key=lambda each: (-each[0], each[1]))
-        results: list[shapes.Ranked] = []
+        results: list[shapes.RerankResult] = []
         for score, index in scores[: body.top_n or None]:
-            ranked: shapes.Ranked = {"index": index, "relevance_score": score}
+            ranked: shapes.RerankResult = {"index": index, "relevance_score": score}
             if body.return_documents is not False:
                 ranked["document"] = {"text": body.documents[index]}
             results.append(ranked)
-        content: shapes.Ranking = {
+        content: shapes.RerankResponse = {
             "id": f"rerank-{uuid.uuid4().hex}", "model": service.engine.model_name, "results": results,
             "usage": found.usage,
         }  # fmt: skip
@@ -138,9 +138,11 @@ async def create_ranking(service: Service, request: Request) -> Response:
 
 
 def _check_trained(service: Service) -> None:
-    if not service.trained.is_similarity:
+    if not service.model_capabilities.is_similarity:
         why = "was not made to compare texts: there is no modules.json of sentence-transformers beside it"
-        message = _lacking(service) if service.trained.lacks else f"'{service.engine.model_name}' {why}"
+        message = (
+            _lacking(service) if service.model_capabilities.unsupported else f"'{service.engine.model_name}' {why}"
+        )
         raise bad_request(
             f"{message}, so its scores would mean nothing; /v1/embeddings has its hidden states",
             "model",
@@ -149,22 +151,27 @@ def _check_trained(service: Service) -> None:
 
 
 def _lacking(service: Service) -> str:
-    return f"'{service.engine.model_name}' was made for {service.trained.lacks}, which is not computed here"
+    unsupported = service.model_capabilities.unsupported
+    return f"'{service.engine.model_name}' was made for {unsupported}, which is not computed here"
 
 
 AT_ONCE = 32
 """Texts of a request that the engine has at once, so that one with thousands leaves room for others."""
 
 
-class Embeddings:
-    """The embeddings that a request needs."""
+class EmbeddingGeneration:
+    """The embeddings that a request needs.
+
+    count  number of texts
+    """
 
     def __init__(self, service: Service, request: Request, pooling: Pooling) -> None:
         self._service = service
         self._tenant: str = request.state.tenant
         self._params = SamplingParams(max_tokens=1, pooling=pooling, detokenize=False)
         self._hints = {"cache_salt": service.tenants.salt(self._tenant, None)}
-        self._jobs: list[Job] = []
+        self._jobs: list[PromptJob] = []  # those that have not begun
+        self.count = 0
         self._params_of: list[str] = []  # where each text is in the request
         self._usage = Usage()
 
@@ -172,7 +179,7 @@ class Embeddings:
         """Texts or token ids. Raises ApiError or RequestError (400) for what is empty or too long."""
         service = self._service
         texts = [each for each in given if isinstance(each, str)]
-        encoded = iter(await service.texts.encode_all(texts, add_special, param))
+        encoded = iter(await service.request_tokenizer.encode_all(texts, add_special, param))
         for index, each in enumerate(given):
             ids = next(encoded) if isinstance(each, str) else each
             if not ids:
@@ -180,18 +187,14 @@ class Embeddings:
                 raise bad_request(f"'{where}' is an empty text: it has no token", where)
             service.check_tokens(ids, param)
             self._params_of.append(f"{param}[{index}]")
-            self._jobs.append(Job(ids, self._params, self._hints, self._tenant))
+            self._jobs.append(PromptJob(ids, self._params, self._hints, self._tenant))
+            self.count += 1
 
     async def admit(self) -> None:
         """See Service. Raises QueueFullError for more texts than may wait."""
         for begin in range(0, self.count, AT_ONCE):
             await self._service.admit(self._jobs[begin : begin + AT_ONCE])
             await asyncio.sleep(0)  # a million tokens take 0.1 s
-
-    @property
-    def count(self) -> int:
-        """Number of texts."""
-        return len(self._jobs)
 
     async def vectors(self) -> list[array[float]]:
         """One for each text, in their order, with length 1."""
@@ -211,16 +214,16 @@ class Embeddings:
         name = f"embd-{uuid.uuid4().hex}"
         for begin in range(0, self.count, AT_ONCE):
 
-            async def opens(index: int, item: RequestOutput, begin: int = begin) -> None:
-                self._usage.saw(item)
+            async def on_first_output(index: int, item: RequestOutput, begin: int = begin) -> None:
+                self._usage.record(item)
                 vector = item.embedding or []
                 if not all(map(math.isfinite, vector)):
                     raise _not_finite(self._params_of[begin + index])
                 await take(begin + index, vector)
 
-            group = self._jobs[begin : begin + AT_ONCE]
+            group, self._jobs = self._jobs[:AT_ONCE], self._jobs[AT_ONCE:]
             try:
-                async with aclosing(self._service.run(group, f"{name}-{begin}", opens)) as items:
+                async with aclosing(self._service.run(group, f"{name}-{begin}", on_first_output)) as items:
                     async for _ in items:
                         pass
             except ApiError as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from quire.server.fields import Prompts, User
-from quire.server.schema import Model
+from quire.server.schema import StrictModel
 
 MAX_TEXTS = 2048
 """Texts of a request, as in OpenAI's API."""
@@ -22,7 +22,7 @@ def _several(value: Any) -> Any:
 OneOrMore = Annotated[Texts, BeforeValidator(_several, json_schema_input_type=str | Texts)]
 
 
-class EmbeddingsRequest(Model):
+class EmbeddingsRequest(StrictModel):
     """The body of POST /v1/embeddings."""
 
     input: Annotated[Prompts, Field(max_length=MAX_TEXTS)]
@@ -39,7 +39,7 @@ class EmbeddingsRequest(Model):
     add_special_tokens: bool | None = Field(None, description="Extension: with the model's begin tokens (default).")
 
 
-class ScoreRequest(Model):
+class ScoreRequest(StrictModel):
     """The body of POST /score: one text and several, or as many of both."""
 
     text_1: OneOrMore
@@ -47,7 +47,7 @@ class ScoreRequest(Model):
     model: str | None = None
 
 
-class RerankRequest(Model):
+class RerankRequest(StrictModel):
     """The body of POST /rerank."""
 
     query: str

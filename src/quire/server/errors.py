@@ -24,9 +24,9 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
-from quire.habits import parameter_answer
-from quire.server.access import CURRENT, Refusal
-from quire.server.shapes import Error
+from quire.foreign_flags import parameter_hint
+from quire.server.access_log import CURRENT, Refusal
+from quire.server.shapes import ErrorResponse
 
 log = logging.getLogger("quire.server")
 
@@ -78,7 +78,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> Error:
+    def body(self) -> ErrorResponse:
         """The JSON body, as a dict."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else _cut(self.param, MAX_PARAM_CHARS)
@@ -154,7 +154,7 @@ def _invalid(error: ValidationError) -> ApiError:
             message = f"Unsupported parameter: '{param}' is not supported by this server."
             code = "unsupported_parameter"
         case "extra_forbidden":
-            answer = parameter_answer(param)
+            answer = parameter_hint(param)
             message, code = f"Unknown parameter: '{param}'{f'; {answer}' if answer else ''}.", "unknown_parameter"
         case "missing":
             message, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"

@@ -8,10 +8,10 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Vali
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
-from quire.engine.structured import MAX_CHOICES, OF_SERVER, StructuredOutputsParams
+from quire.engine.structured import MAX_CHOICES, SERVER_ONLY_FIELDS, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.errors import bad_request, shown
-from quire.server.structure import check_string
+from quire.server.json_complexity import check_string
 
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 """Number of pairs, and characters of their names and texts, as in OpenAI's API."""
@@ -130,7 +130,7 @@ def _structure(value: Any, info: ValidationInfo) -> StructuredOutputsParams | No
     if isinstance(schema := value.get("json"), str):
         check_string(schema, info)
     try:
-        if foreign := [name for name in OF_SERVER if name in value]:
+        if foreign := [name for name in SERVER_ONLY_FIELDS if name in value]:
             raise RequestError(f"structured_outputs: {foreign[0]!r} is not known", "structured_outputs")
         return StructuredOutputsParams.from_options(value)
     except RequestError as error:

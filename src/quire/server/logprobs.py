@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.server.errors import bad_request
-from quire.server.shapes import PromptScore, ScoredToken, TextLogprobs, TokenScore
+from quire.server.shapes import PromptLogprob, TextLogprobs, TokenLogprob, TopLogprob
 
 if TYPE_CHECKING:
     from quire.engine.outputs import Logprob
-    from quire.server.protocol import Tokenizer
+    from quire.server.protocol import TokenizerProtocol
 
-MAX_PROMPT_SCORES = 500_000
+MAX_PROMPT_LOGPROBS = 500_000
 """Maximum number of prompt log-probabilities in one answer, over all choices. Each takes about 70 bytes of JSON (35 MB
 in total) and 200 bytes in the engine (100 MB). A prompt of 23,000 tokens may have 20 alternatives per token."""
 
-PROMPT_SCORES_AT_ONCE = 250_000
+PROMPT_LOGPROBS_AT_ONCE = 250_000
 """Maximum number of prompt log-probabilities of all requests that are not encoded yet: 50 MB. Other prompts wait. A
 single prompt may have more."""
 
@@ -29,7 +29,7 @@ LOWEST = -9999.0
 """OpenAI's value for minus infinity, which JSON cannot represent."""
 
 
-def check_scores(asked: Mapping[str, int | None], num_choices: int, num_tokens: int) -> None:
+def check_prompt_logprobs(asked: Mapping[str, int | None], num_choices: int, num_tokens: int) -> None:
     """Raises ApiError 400 for more log-probabilities of prompts than an answer may have.
 
     asked       alternatives per token, by parameter; None where it is not given
@@ -37,19 +37,19 @@ def check_scores(asked: Mapping[str, int | None], num_choices: int, num_tokens: 
     """
     found = {name: each for name, each in asked.items() if each is not None}
     num_scores = num_choices * num_tokens * sum(each + 1 for each in found.values())
-    if num_scores > MAX_PROMPT_SCORES:
+    if num_scores > MAX_PROMPT_LOGPROBS:
         raise bad_request(
             f"'n' is {num_choices}, the prompts have {num_tokens} tokens and"
             f" {' and '.join(f'{name!r} is {each}' for name, each in found.items())}: these are {num_scores}"
-            f" prompt log-probabilities, and an answer may have at most {MAX_PROMPT_SCORES}",
+            f" prompt log-probabilities, and an answer may have at most {MAX_PROMPT_LOGPROBS}",
             next(iter(found)),
         )
 
 
-class Names:
+class TokenTextCache:
     """The text of single tokens, cached per request, because the same few ids recur at many positions."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenizerProtocol) -> None:
         self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
@@ -76,13 +76,13 @@ def best(position: Mapping[int, Logprob], count: int) -> list[tuple[int, Logprob
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]], num_top: int, names: Names
-) -> list[ScoredToken]:
+    token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]], num_top: int, token_texts: TokenTextCache
+) -> list[TokenLogprob]:
     """`logprobs.content` of a chat choice: one entry per token with its `num_top` best alternatives."""
 
-    def entry(token_id: int, logprob: Logprob) -> TokenScore:
-        own = list(names.bytes_of(token_id))
-        return {"token": names.of(token_id), "logprob": finite(logprob.logprob), "bytes": own}
+    def entry(token_id: int, logprob: Logprob) -> TopLogprob:
+        own = list(token_texts.bytes_of(token_id))
+        return {"token": token_texts.of(token_id), "logprob": finite(logprob.logprob), "bytes": own}
 
     return [
         {**entry(token_id, position[token_id]), "top_logprobs": [entry(*each) for each in best(position, num_top)]}
@@ -96,10 +96,10 @@ class LegacyLogprobs:
     `text_offset` counts the complete characters of the choice's text before the token.
     """
 
-    def __init__(self, num_top: int, names: Names, skip_special: bool) -> None:
+    def __init__(self, num_top: int, token_texts: TokenTextCache, skip_special: bool) -> None:
         self.num_top = num_top
-        self.names = names
-        self._skipped = names.tokenizer.special_ids if skip_special else frozenset()
+        self.token_texts = token_texts
+        self._skipped = token_texts.tokenizer.special_ids if skip_special else frozenset()
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -125,21 +125,21 @@ class LegacyLogprobs:
         for token_id, position in zip(token_ids, positions, strict=True):
             text_offset.append(self._offset)
             if self._is_shown(token_id, text):
-                self._offset += len(self._characters.decode(self.names.bytes_of(token_id)))
+                self._offset += len(self._characters.decode(self.token_texts.bytes_of(token_id)))
             token_logprobs.append(None if position is None else finite(position[token_id].logprob))
             top_logprobs.append(None if position is None else self._top(token_id, position))
         return {
-            "tokens": [self.names.of(token_id) for token_id in token_ids],
+            "tokens": [self.token_texts.of(token_id) for token_id in token_ids],
             "token_logprobs": token_logprobs,
             "top_logprobs": top_logprobs if self.num_top else None,
             "text_offset": text_offset,
         }
 
     def _is_shown(self, token_id: int, text: str | None) -> bool:
-        if text is None or token_id not in self.names.tokenizer.special_ids:
+        if text is None or token_id not in self.token_texts.tokenizer.special_ids:
             return token_id not in self._skipped
         # A given text holds the special tokens that were written in it, but not those that encoding has added.
-        return text.startswith(self.names.of(token_id), self._offset)
+        return text.startswith(self.token_texts.of(token_id), self._offset)
 
     def _top(self, token_id: int, position: Mapping[int, Logprob]) -> dict[str, float]:
         """Text to log-probability, for the best tokens and the token at this position.
@@ -149,13 +149,13 @@ class LegacyLogprobs:
         """
         top: dict[str, float] = {}
         for each, logprob in [*best(position, self.num_top), (token_id, position[token_id])]:
-            top.setdefault(self.names.of(each), finite(logprob.logprob))
+            top.setdefault(self.token_texts.of(each), finite(logprob.logprob))
         return top
 
 
 def prompt_logprobs(
-    positions: Sequence[Mapping[int, Logprob] | None], names: Names
-) -> Iterator[dict[str, PromptScore] | None]:
+    positions: Sequence[Mapping[int, Logprob] | None], token_texts: TokenTextCache
+) -> Iterator[dict[str, PromptLogprob] | None]:
     """The extension `prompt_logprobs`: per position the scores by token id, null at the first."""
     for position in positions:
         yield (
@@ -165,7 +165,7 @@ def prompt_logprobs(
                 str(token_id): {
                     "logprob": finite(each.logprob),
                     "rank": each.rank,
-                    "decoded_token": names.of(token_id),
+                    "decoded_token": token_texts.of(token_id),
                 }
                 for token_id, each in position.items()
             }

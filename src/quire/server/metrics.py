@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from quire.config import SloConfig
 from quire.server.cluster_metrics import cluster_metrics
-from quire.server.slo import Slo
+from quire.server.slo_metrics import SloMetrics
 from quire.server.tier_metrics import offload_metrics, tier_metrics
 from quire.version import __version__
 
@@ -55,7 +55,7 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], dict[str, Any]], slo: SloConfig | None = None) -> None:
         self.registry = CollectorRegistry()
-        self.slo = Slo(slo or SloConfig(), self.registry)
+        self.slo = SloMetrics(slo or SloConfig(), self.registry)
         self.registry.register(_EngineCollector(stats))
         ProcessCollector(registry=self.registry)
         Info("quire_build", "The running version.", registry=self.registry).info(
@@ -150,7 +150,7 @@ class RequestTimer:
         self.last = 0.0
         self.kept: float | None = None
 
-    def saw(self, item: RequestOutput) -> None:
+    def record(self, item: RequestOutput) -> None:
         """Count one item of the engine."""
         self.num_items += 1
         for output in item.outputs:
@@ -188,13 +188,13 @@ class RequestTimer:
             metrics.whole.observe(now - self.arrived)
             self._meet(now)
         elif reason == "error":
-            metrics.slo.saw(None, None)
+            metrics.slo.record(None, None)
 
     def _meet(self, now: float) -> None:
         """Counts an answered request by the latency targets that it meets."""
         first = self.first or now
         steps = self.num_tokens / self.num_choices - 1
-        self.metrics.slo.saw(first - self.arrived, (self.last - first) / steps if steps > 0 else None)
+        self.metrics.slo.record(first - self.arrived, (self.last - first) / steps if steps > 0 else None)
 
 
 class _EngineCollector(Collector):

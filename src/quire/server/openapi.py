@@ -34,26 +34,26 @@ _REQUESTS = (
     TokenizeRequest,
 )
 ANSWERS = (
-    shapes.Cache,
+    shapes.CacheInfo,
     shapes.ChatCompletion,
     shapes.ChatCompletionChunk,
-    shapes.Cluster,
+    shapes.ClusterInfo,
     shapes.Completion,
     shapes.CompletionChunk,
     shapes.DroppedPrefix,
     shapes.Embeddings,
-    shapes.Error,
-    response_shapes.Event,
+    shapes.ErrorResponse,
+    response_shapes.ResponseEvent,
     shapes.ListedPrefix,
     shapes.ListedPrefixes,
-    shapes.Model,
-    shapes.Models,
-    shapes.Ranking,
+    shapes.ModelInfo,
+    shapes.ModelList,
+    shapes.RerankResponse,
     response_shapes.Response,
-    shapes.Scores,
+    shapes.ScoreResponse,
     shapes.Status,
-    shapes.Text,
-    shapes.Tokens,
+    shapes.DetokenizeResponse,
+    shapes.TokenizeResponse,
     shapes.UsageChunk,
     shapes.Version,
     shapes.WarmPrefix,
@@ -106,7 +106,7 @@ def operation(
     for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):
         responses[status] = {
             "description": TYPES[status],
-            "content": {"application/json": {"schema": _named(shapes.Error)}},
+            "content": {"application/json": {"schema": _named(shapes.ErrorResponse)}},
         }
     extra: dict[str, Any] = {}
     if body is not None:

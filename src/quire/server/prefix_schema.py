@@ -10,7 +10,7 @@ from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.chat_schema import Messages
 from quire.server.errors import bad_request
 from quire.server.fields import TOKEN_SCHEMA, TemplateVariables, is_token
-from quire.server.schema import Model
+from quire.server.schema import StrictModel
 
 _FORMS = "Must be a text or a list of token ids, and not empty"
 
@@ -39,7 +39,7 @@ Prompt = Annotated[
 ]
 
 
-class Named(Model):
+class PrefixPrompt(StrictModel):
     """A prompt that a prefix belongs to."""
 
     model: str | None = Field(None, description="The served model's name; optional.")
@@ -68,7 +68,7 @@ class Named(Model):
                 raise bad_request(f"'{name}' is only allowed with 'messages'", name)
 
 
-class PrefixRequest(Named):
+class PrefixRequest(PrefixPrompt):
     """The body of POST /v1/cache/prefixes."""
 
     cache_pin: Pin = None
@@ -83,7 +83,7 @@ class PrefixRequest(Named):
         return self
 
 
-class DropRequest(Named):
+class DropRequest(PrefixPrompt):
     """The body of DELETE /v1/cache/prefixes."""
 
     key: str | None = Field(None, max_length=64, description="The key of the prefix, instead of a prompt.")

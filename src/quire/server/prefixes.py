@@ -17,22 +17,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.engine.known import read_key
+from quire.engine.cached_prefixes import parse_prefix_key
 from quire.engine.pins import PIN_PARAMS
 from quire.errors import RequestError
 from quire.server import shapes
-from quire.server.answers import encoded, pieces
-from quire.server.debug import check_allowed, limit_of, patient
+from quire.server.debug import check_allowed, limit_of, with_engine_timeout
 from quire.server.errors import ApiError, bad_request, json_response
-from quire.server.prefix_schema import DropRequest, Named, PrefixRequest
-from quire.server.service import Job, Service
+from quire.server.event_stream import unless_disconnected
+from quire.server.json_encoding import encoded, pieces
+from quire.server.prefix_schema import DropRequest, PrefixPrompt, PrefixRequest
+from quire.server.service import PromptJob, Service
 from quire.server.usage import Usage
-from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:
-    from quire.engine.known import KnownPrefix
+    from quire.engine.cached_prefixes import CachedPrefix
+    from quire.engine.disk_prefix_index import TierCopy
     from quire.engine.outputs import RequestOutput
-    from quire.engine.stock import Held
 
 T = TypeVar("T")
 
@@ -40,22 +40,22 @@ T = TypeVar("T")
 async def warm_prefix(service: Service, request: Request) -> Response:
     """Compute or fetch the whole chunks of a prompt, with a request of one token."""
     tenant = str(request.state.tenant)
-    async with service.bodies.read(request, PrefixRequest) as body:
+    async with service.body_reader.read(request, PrefixRequest) as body:
         if not service.engine.config.cache.share:
             raise bad_request("prefixes are not kept: cache.share is off", code="unsupported_value")
         ids, key = await _prompt(service, body, tenant)
-        job = Job(ids, PIN_PARAMS, service.hints(body, tenant), tenant)
+        job = PromptJob(ids, PIN_PARAMS, service.hints(body, tenant), tenant)
         await service.admit([job])
     return json_response(await unless_disconnected(request.receive, _warm(service, job, key)))
 
 
-async def _warm(service: Service, job: Job, key: str) -> shapes.WarmPrefix:
+async def _warm(service: Service, job: PromptJob, key: str) -> shapes.WarmPrefix:
     usage = Usage(prompt_tokens=len(job.prompt_ids))
 
-    async def opens(_: int, item: RequestOutput) -> None:
-        usage.saw(item)
+    async def on_first_output(_: int, item: RequestOutput) -> None:
+        usage.record(item)
 
-    async with aclosing(service.run([job], f"prefix-{uuid.uuid4().hex}", opens)) as items:
+    async with aclosing(service.run([job], f"prefix-{uuid.uuid4().hex}", on_first_output)) as items:
         async for _ in items:
             pass
     return {
@@ -72,7 +72,7 @@ async def list_prefixes(service: Service, request: Request) -> Response:
     check_allowed(service)
     limit = limit_of(request)
     service.check_ready()
-    visible = service.tenants.sees(str(request.state.tenant))
+    visible = service.tenants.visible_salts(str(request.state.tenant))
 
     async def listed() -> shapes.ListedPrefixes:
         found = await service.engine.known_prefixes(visible)
@@ -81,7 +81,7 @@ async def list_prefixes(service: Service, request: Request) -> Response:
             "data": await asyncio.to_thread(_listed, shown),
             "num_prefixes": len(found),
             "truncated": len(shown) < len(found),
-            "scope": "tenant" if service.tenants.are_apart else "all",
+            "scope": "tenant" if service.tenants.are_isolated else "all",
         }
 
     found = await unless_disconnected(request.receive, _alone(service, listed))
@@ -93,7 +93,7 @@ async def show_prefix(service: Service, request: Request, key: str) -> Response:
     check_allowed(service)
     service.check_ready()
     key = _checked(key)
-    visible = service.tenants.sees(str(request.state.tenant))
+    visible = service.tenants.visible_salts(str(request.state.tenant))
     found = _alone(service, lambda: service.engine.find_prefix(key, visible))
     prefix = await unless_disconnected(request.receive, found)
     if prefix is None:
@@ -105,13 +105,13 @@ async def drop_prefix(service: Service, request: Request) -> Response:
     """Drop one of the caller's prefixes, given by its key or by a prompt."""
     check_allowed(service)
     tenant = str(request.state.tenant)
-    async with service.bodies.read(request, DropRequest) as body:
+    async with service.body_reader.read(request, DropRequest) as body:
         service.check_ready()
         if body.key is None:
             _, key = await _prompt(service, body, tenant)
         else:
             key = _checked(body.key)
-    dropped = await _alone(service, lambda: service.engine.drop_prefix(key, service.tenants.sees(tenant)))
+    dropped = await _alone(service, lambda: service.engine.drop_prefix(key, service.tenants.visible_salts(tenant)))
     if dropped is None:
         raise _unknown(key) if body.key is not None else _not_cached(body)
     return json_response(shapes.DroppedPrefix(key=key, dropped=dropped))
@@ -123,24 +123,24 @@ async def _alone(service: Service, ask: Callable[[], Awaitable[T]]) -> T:
     """
 
     async def asked() -> T:
-        async with service.listing:
+        async with service.disk_index_lock:
             return await ask()
 
-    return await patient(asked())
+    return await with_engine_timeout(asked())
 
 
-async def _prompt(service: Service, body: Named, tenant: str) -> tuple[list[int], str]:
+async def _prompt(service: Service, body: PrefixPrompt, tenant: str) -> tuple[list[int], str]:
     """The token ids of a body's prompt, and the key of its whole chunks. Raises ApiError or RequestError (400)."""
     service.check_model(body.model)
     if body.messages is not None:
         param = "messages"
         marked = body.add_generation_prompt is True
-        ids = await service.texts.encode_chat(body.messages, body.chat_template_kwargs, marked)
+        ids = await service.request_tokenizer.encode_chat(body.messages, body.chat_template_kwargs, marked)
     else:
         param = "prompt"
         assert body.prompt is not None, "a body without a prompt"
         if isinstance(body.prompt, str):
-            ids = await service.texts.encode(body.prompt, body.add_special_tokens is not False, param)
+            ids = await service.request_tokenizer.encode(body.prompt, body.add_special_tokens is not False, param)
         else:
             ids = body.prompt
         service.check_tokens(ids, param)
@@ -151,12 +151,12 @@ async def _prompt(service: Service, body: Named, tenant: str) -> tuple[list[int]
         raise bad_request(str(error), param) from error
 
 
-def _listed(prefixes: Sequence[KnownPrefix]) -> shapes.Items[shapes.ListedPrefix]:
+def _listed(prefixes: Sequence[CachedPrefix]) -> shapes.EncodedList[shapes.ListedPrefix]:
     found: Iterator[shapes.ListedPrefix] = map(_described, prefixes)
-    return shapes.Items(encoded(found))
+    return shapes.EncodedList(encoded(found))
 
 
-def _described(prefix: KnownPrefix) -> shapes.ListedPrefix:
+def _described(prefix: CachedPrefix) -> shapes.ListedPrefix:
     return {
         "key": prefix.key,
         "parent": prefix.parent,
@@ -166,7 +166,7 @@ def _described(prefix: KnownPrefix) -> shapes.ListedPrefix:
     }
 
 
-def _held(held: Held) -> shapes.HeldPrefix:
+def _held(held: TierCopy) -> shapes.PrefixTierInfo:
     until: float | Literal["forever"] | None = round(held.pinned_until, 3) or None
     if math.isinf(held.pinned_until):
         until = "forever"
@@ -176,12 +176,12 @@ def _held(held: Held) -> shapes.HeldPrefix:
 def _checked(key: str) -> str:
     """A key as listings show it. Raises ApiError 404 for what is no key."""
     try:
-        return read_key(key).hex()
+        return parse_prefix_key(key).hex()
     except RequestError:
         raise _unknown(key) from None
 
 
-def _not_cached(body: Named) -> ApiError:
+def _not_cached(body: PrefixPrompt) -> ApiError:
     param = "prompt" if body.messages is None else "messages"
     return ApiError(404, f"The prefix of '{param}' is not cached.", param=param, code="prefix_not_found")
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from quire.config import EngineConfig
-    from quire.engine.known import KnownPrefix, Salts
+    from quire.engine.cached_prefixes import CachedPrefix, SaltFilter
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
     from quire.engine.prefixes import Prefix
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.planning.placement_file import Placement
 
 
-class Tokenizer(Protocol):
+class TokenizerProtocol(Protocol):
     """Text to token ids and back."""
 
     @property
@@ -93,7 +93,7 @@ class Operations(Protocol):
         """Switches to the instances of a placement. may_pause: requests may wait while no instance serves."""
 
 
-class Engine(Protocol):
+class EngineProtocol(Protocol):
     """An engine that runs in an event loop.
 
     `generate` yields deltas: each item has only the new part of `outputs[i].text`, `.token_ids` and `.logprobs`.
@@ -103,7 +103,7 @@ class Engine(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """A `Tokenizer`."""
+        """A `TokenizerProtocol`."""
 
     @property
     def shape(self) -> Any:
@@ -161,7 +161,7 @@ class Engine(Protocol):
     def stats(self) -> dict[str, Any]:
         """Counters since start, and the state of the cache."""
 
-    async def prefixes(self, visible: Salts) -> list[Prefix]:
+    async def prefixes(self, visible: SaltFilter) -> list[Prefix]:
         """The cached prefixes with a visible salt, parents first."""
         ...
 
@@ -169,15 +169,15 @@ class Engine(Protocol):
         """The key of a prompt's whole chunks. Raises RequestError for a prompt shorter than a chunk."""
         ...
 
-    async def known_prefixes(self, visible: Salts) -> list[KnownPrefix]:
+    async def known_prefixes(self, visible: SaltFilter) -> list[CachedPrefix]:
         """The prefixes with a visible salt in the arena and on the disk, those used last first."""
         ...
 
-    async def find_prefix(self, key: str, visible: Salts) -> KnownPrefix | None:
+    async def find_prefix(self, key: str, visible: SaltFilter) -> CachedPrefix | None:
         """The prefix with this key. None if there is none with a visible salt."""
         ...
 
-    async def drop_prefix(self, key: str, visible: Salts) -> dict[str, int] | None:
+    async def drop_prefix(self, key: str, visible: SaltFilter) -> dict[str, int] | None:
         """Drops the prefix with this key. Returns the number of dropped chunks by tier; None if there is none with a
         visible salt.
         """

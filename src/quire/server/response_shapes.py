@@ -9,7 +9,7 @@ from pydantic import Field
 # pydantic takes that of `typing` only from Python 3.12 on, and brings this one.
 from typing_extensions import TypedDict
 
-from quire.server.shapes import Count, ScoredToken
+from quire.server.shapes import Count, TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -20,7 +20,7 @@ class OutputText(TypedDict):
     type: Literal["output_text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)]
-    logprobs: list[ScoredToken]
+    logprobs: list[TokenLogprob]
 
 
 class OutputMessage(TypedDict):
@@ -125,7 +125,7 @@ class Response(TypedDict):
     usage: ResponseUsage | None
 
 
-class Event(TypedDict):
+class ResponseEvent(TypedDict):
     """An event of a streamed response; what else it has depends on its type."""
 
     type: str
@@ -140,7 +140,7 @@ class Event(TypedDict):
     text: NotRequired[str]
     arguments: NotRequired[str]
     name: NotRequired[str]
-    logprobs: NotRequired[list[ScoredToken]]
+    logprobs: NotRequired[list[TokenLogprob]]
     code: NotRequired[str | None]
     message: NotRequired[str]
     param: NotRequired[str | None]

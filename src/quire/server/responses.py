@@ -14,35 +14,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.answers import encoded, pieces
 from quire.server.errors import ApiError
-from quire.server.logprobs import Names, chat_logprobs
-from quire.server.responses_output import Event, Output
+from quire.server.event_stream import EventStream, unless_disconnected
+from quire.server.json_encoding import encoded, pieces
+from quire.server.logprobs import TokenTextCache, chat_logprobs
+from quire.server.responses_output import Event, ResponseOutputBuilder
 from quire.server.responses_schema import FunctionTool, ResponsesRequest
-from quire.server.service import Job, Service
-from quire.server.shapes import Items, ScoredToken
+from quire.server.service import PromptJob, Service
+from quire.server.shapes import EncodedList, TokenLogprob
 from quire.server.tooling import Tooling, refusals
 from quire.server.usage import Usage
-from quire.server.wire import EventStream, unless_disconnected
-from quire.tools.calls import Part, Reasoning, Text
-from quire.tools.reader import AnswerReader
+from quire.tools.answer_parser import AnswerParser
+from quire.tools.calls import AnswerDelta, ReasoningDelta, TextDelta
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
-    from quire.server.protocol import Engine
+    from quire.server.protocol import EngineProtocol
 
-SCORE_BYTES = 90
+LOGPROB_BYTES = 90
 """About those of a log-probability in an answer."""
 
 
 async def create_response(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
-    async with service.bodies.read(request, ResponsesRequest) as body:
+    async with service.body_reader.read(request, ResponsesRequest) as body:
         service.check_model(body.model)
         salt = service.tenants.salt(request.state.tenant, body.cache_salt)
         tooling = await unless_disconnected(request.receive, _tooling(service.engine, body, salt))
-        ids = await service.texts.encode_chat(
-            lambda: [_Said(each) for each in body.messages()],
+        ids = await service.request_tokenizer.encode_chat(
+            lambda: [_PlainMessage(each) for each in body.messages()],
             body.chat_template_kwargs,
             tools=tooling.tools,
             param="input",
@@ -53,23 +53,23 @@ async def create_response(service: Service, request: Request) -> Response:
             body.max_output_tokens,
             param="input",
             length_param="max_output_tokens",
-            logprobs=(body.top_logprobs or 0) if body.wants_scores else None,
-            structure=tooling.form(ids),
+            logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+            structure=tooling.constraint(ids),
             shows_special=tooling.shows_special,
         )
         tenant = request.state.tenant
-        job = Job(ids, params, service.hints(body, tenant), tenant)
+        job = PromptJob(ids, params, service.hints(body, tenant), tenant)
         # Written once, off the event loop: every event about the whole response has them.
-        tools = await asyncio.to_thread(_written_tools, body.tools) if body.tools else Items[Any]()
-        answer = Answer(service, body, job, tooling.reader(ids), tools)
+        tools = await asyncio.to_thread(_written_tools, body.tools) if body.tools else EncodedList[Any]()
+        answer = ResponseGeneration(service, body, job, tooling.answer_parser(ids), tools)
         body.forget("tools", "input", "chat_template_kwargs", "prompt_cache_key", "safety_identifier")
-    await service.admit([job], request.receive, body.structure_param, tooling.blamed)
+    await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
     if body.stream:
         return EventStream(answer.events(), service.config.ping_seconds, answer.failed)
-    return await unless_disconnected(request.receive, answer.whole())
+    return await unless_disconnected(request.receive, answer.full_response())
 
 
-async def _tooling(engine: Engine, body: ResponsesRequest, salt: str) -> Tooling:
+async def _tooling(engine: EngineProtocol, body: ResponsesRequest, salt: str) -> Tooling:
     """The tools of a request. One that does not say whether it is strict is, as in OpenAI's API; but it is not where
     its schema cannot be honoured and the model is free to call.
     """
@@ -89,13 +89,13 @@ async def _tooling(engine: Engine, body: ResponsesRequest, salt: str) -> Tooling
         return await Tooling.of(body, engine.tokenizer)
 
 
-def _written_tools(tools: Iterable[FunctionTool]) -> Items[Any]:
+def _written_tools(tools: Iterable[FunctionTool]) -> EncodedList[Any]:
     """The tools as a response tells of them."""
-    return Items(encoded(tool.model_dump() | {"strict": tool.strict is not False} for tool in tools))
+    return EncodedList(encoded(tool.model_dump() | {"strict": tool.strict is not False} for tool in tools))
 
 
 @dataclass(frozen=True)
-class _Said:
+class _PlainMessage:
     """A message that is in the form of chat templates already."""
 
     message: Mapping[str, Any]
@@ -104,35 +104,40 @@ class _Said:
         return dict(self.message)
 
 
-class Answer:
+class ResponseGeneration:
     """A running request."""
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, job: Job, reader: AnswerReader, tools: Items[Any]
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        job: PromptJob,
+        answer_parser: AnswerParser,
+        tools: EncodedList[Any],
     ) -> None:
         self.service = service
         self.body = body
         self.job = job
-        self.reader = reader
+        self.answer_parser = answer_parser
         self.tools = tools
-        self.names = Names(service.engine.tokenizer)
+        self.token_texts = TokenTextCache(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
-        self.output = Output()
+        self.output = ResponseOutputBuilder()
         self.head = service.head("resp_", "response")
         self.status, self.num_reasoning, self.num_undecided = "in_progress", 0, 0
         self.is_too_long = False
-        self.scores: list[ScoredToken] = []
+        self.scores: list[TokenLogprob] = []
         self.num_sent = self.num_scores = 0
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         """The answer in one piece."""
         with ExitStack() as held:
-            grow = held.enter_context(self.service.unsent.hold())
+            grow = held.enter_context(self.service.answer_limiter.hold())
             grow(sum(map(len, self.tools.parts)))
             async with aclosing(self._items()) as items:
                 async for _, item in items:
                     for output in item.outputs:
-                        grow(SCORE_BYTES * sum(map(len, output.logprobs or ())))
+                        grow(LOGPROB_BYTES * sum(map(len, output.logprobs or ())))
                         for _ in self._events(output):
                             pass
             content = await self.service.make_answer(self.num_scores, lambda: b"".join(pieces(self._response())))
@@ -159,7 +164,7 @@ class Answer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         opened = False
-        with self.service.unsent.hold("tools", "tools") as grow:
+        with self.service.answer_limiter.hold("tools", "tools") as grow:
             grow(sum(map(len, self.tools.parts)))
             async with aclosing(self._items()) as items:
                 async for _, item in items:
@@ -183,40 +188,44 @@ class Answer:
     def _events(self, output: CompletionOutput) -> Iterator[Event]:
         """What an output of the engine adds."""
         self.usage.completion_tokens += len(output.token_ids)
-        scores, was_beside, was_reasoning = self._scores(output), self.reader.is_beside_text, self.reader.is_reasoning
-        parts = self.reader.read(output.text, is_last=output.finish_reason is not None)
+        scores, was_beside, was_reasoning = (
+            self._scores(output),
+            self.answer_parser.is_outside_text,
+            self.answer_parser.is_reasoning,
+        )
+        parts = self.answer_parser.read(output.text, is_last=output.finish_reason is not None)
         self._count_reasoning(len(output.token_ids), was_reasoning, parts)
         # Of tokens whose text is held back; those of reasoning, calls and marks have no place.
         self.scores += scores
         for part in parts:
-            own = self.scores if isinstance(part, Text) else []
+            own = self.scores if isinstance(part, TextDelta) else []
             yield from self.output.add(part, own)
-            if own or not isinstance(part, Text):
+            if own or not isinstance(part, TextDelta):
                 self.scores = []
-        if was_beside or self.reader.is_beside_text:
+        if was_beside or self.answer_parser.is_outside_text:
             self.scores = []
         if output.finish_reason is not None:
             self.is_too_long = output.finish_reason == "length"
-            self.status = "incomplete" if self.is_too_long or self.reader.is_cut else "completed"
+            self.status = "incomplete" if self.is_too_long or self.answer_parser.is_cut else "completed"
             yield from self.output.finish(self.status)
 
-    def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: list[Part]) -> None:
+    def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: list[AnswerDelta]) -> None:
         """Counts tokens of reasoning, its marks included: they may be several tokens that are held back."""
-        if was_reasoning or self.reader.is_reasoning or any(isinstance(part, Reasoning) for part in parts):
+        if was_reasoning or self.answer_parser.is_reasoning or any(isinstance(part, ReasoningDelta) for part in parts):
             self.num_reasoning += self.num_undecided + num_tokens
-        self.num_undecided = 0 if parts or self.reader.is_reasoning else self.num_undecided + num_tokens
+        self.num_undecided = 0 if parts or self.answer_parser.is_reasoning else self.num_undecided + num_tokens
 
-    def _scores(self, output: CompletionOutput) -> list[ScoredToken]:
-        if not self.body.wants_scores or not output.logprobs:
+    def _scores(self, output: CompletionOutput) -> list[TokenLogprob]:
+        if not self.body.wants_logprobs or not output.logprobs:
             return []
         self.num_scores += sum(map(len, output.logprobs))
-        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.names)
+        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.token_texts)
 
     def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        async def opens(_: int, item: RequestOutput) -> None:
-            self.usage.saw(item)
+        async def on_first_output(_: int, item: RequestOutput) -> None:
+            self.usage.record(item)
 
-        return self.service.run([self.job], self.head["id"], opens)
+        return self.service.run([self.job], self.head["id"], on_first_output)
 
     def _response(self) -> dict[str, Any]:
         """The response as it is now."""

@@ -6,14 +6,14 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from quire.server.shapes import ScoredToken
-from quire.tools.calls import CallArguments, CallBegins, Part, Reasoning, Text
+from quire.server.shapes import TokenLogprob
+from quire.tools.calls import AnswerDelta, ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
 
 Event = dict[str, Any]
 """Of one type; its number in the stream is added when it is sent."""
 
 
-class Output:
+class ResponseOutputBuilder:
     """The items of one response so far. Each method returns the events of what is new.
 
     items  finished ones, and the one that grows
@@ -23,18 +23,18 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._is_open = False
 
-    def add(self, part: Part, scores: list[ScoredToken]) -> Iterator[Event]:
+    def add(self, part: AnswerDelta, scores: list[TokenLogprob]) -> Iterator[Event]:
         """A part of the answer. scores: of its tokens, if they are text."""
         match part:
-            case Text(text):
+            case TextDelta(text):
                 yield from self._written("message", "output_text", text, scores)
-            case Reasoning(text):
+            case ReasoningDelta(text):
                 yield from self._written("reasoning", "reasoning_text", text, [])
-            case CallBegins(_, call_id, name):
+            case CallStart(_, call_id, name):
                 yield from self.close("completed")
                 call = {"type": "function_call", "id": _id("fc"), "call_id": call_id, "name": name, "arguments": ""}
                 yield from self._opened(call)
-            case CallArguments(_, text):
+            case ArgumentsDelta(_, text):
                 self.items[-1]["arguments"] += text
                 yield self._about("response.function_call_arguments.delta", delta=text)
 
@@ -59,7 +59,7 @@ class Output:
             yield from self._written("message", "output_text", "", [])
         yield from self.close(status)
 
-    def _written(self, kind: str, part_kind: str, text: str, scores: list[ScoredToken]) -> Iterator[Event]:
+    def _written(self, kind: str, part_kind: str, text: str, scores: list[TokenLogprob]) -> Iterator[Event]:
         if not (self._is_open and self.items[-1]["type"] == kind):
             yield from self.close("completed")
             if kind == "message" and self.items and self.items[-1]["type"] == "function_call":

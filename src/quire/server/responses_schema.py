@@ -12,13 +12,13 @@ from quire.engine.structured import StructuredOutputsParams
 from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, check_tools, read_arguments
 from quire.server.errors import bad_request
 from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
-from quire.server.replayed import Replayed
-from quire.server.schema import Model, Tuning, json_structure
-from quire.server.structure import JsonText
+from quire.server.ignored_fields import ConversationObject
+from quire.server.json_complexity import JsonText
+from quire.server.schema import GenerationRequest, StrictModel, json_structure
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 
-class InputText(Replayed):
+class InputText(ConversationObject):
     """A piece of a message."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -28,14 +28,14 @@ class InputText(Replayed):
     parsed: Ignored = None
 
 
-Parts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
-Written = Annotated[Annotated[str, Tag("=string")] | Annotated[Parts, Tag("=parts")], TEXT_OR_PARTS]
-SomeParts = Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
-Returned = Annotated[Annotated[str, Tag("=string")] | Annotated[SomeParts, Tag("=parts")], TEXT_OR_PARTS]
+InputParts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+InputContent = Annotated[Annotated[str, Tag("=string")] | Annotated[InputParts, Tag("=parts")], TEXT_OR_PARTS]
+ToolOutputParts = Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
+ToolOutput = Annotated[Annotated[str, Tag("=string")] | Annotated[ToolOutputParts, Tag("=parts")], TEXT_OR_PARTS]
 """What a tool returned, which may be nothing."""
 
 
-def written(content: str | list[InputText]) -> str:
+def content_text(content: str | list[InputText]) -> str:
     """Content as one text, with parts joined by newlines."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
@@ -53,18 +53,18 @@ def _is_message(value: Any) -> Any:
     return value
 
 
-class InputMessage(Replayed):
+class InputMessage(ConversationObject):
     """What somebody has said, an earlier answer included."""
 
     type: Annotated[Literal["message"], BeforeValidator(_is_message)] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Written
+    content: InputContent
     id: Ignored = None
     status: Ignored = None
     phase: Ignored = None
 
 
-class InputCall(Replayed):
+class InputCall(ConversationObject):
     """A call that an earlier answer made."""
 
     type: Literal["function_call"]
@@ -79,12 +79,12 @@ class InputCall(Replayed):
     async_: Ignored = None
 
 
-class InputResult(Replayed):
+class InputResult(ConversationObject):
     """What the tool has said."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Returned
+    output: ToolOutput
     id: Ignored = None
     status: Ignored = None
     name: Ignored = None
@@ -92,18 +92,18 @@ class InputResult(Replayed):
     namespace: Ignored = None
 
 
-class ReasoningText(Replayed):
+class InputReasoningText(ConversationObject):
     """A piece of reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class InputReasoning(Replayed):
+class InputReasoning(ConversationObject):
     """Reasoning of an earlier answer. Chat templates know what to do with it."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: Annotated[list[InputReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     id: Ignored = None
     summary: Ignored = None
     encrypted_content: Ignored = None
@@ -132,7 +132,7 @@ Input = Annotated[
 FORMAT_PARAM = "text.format.schema"
 
 
-class TextFormat(Model):
+class TextFormat(StrictModel):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -157,14 +157,14 @@ class TextFormat(Model):
         return self._structure
 
 
-class TextConfig(Model):
+class TextConfig(StrictModel):
     """How the answer is written."""
 
     format: TextFormat | None = None
     verbosity: Unsupported = None
 
 
-class FunctionTool(Model):
+class FunctionTool(StrictModel):
     """A function that the caller can run."""
 
     type: Literal["function"]
@@ -179,7 +179,7 @@ class FunctionTool(Model):
         return Tool(self.name, self.description or "", parameters, self.strict is not False)
 
 
-class NamedFunctionTool(Model):
+class NamedFunctionTool(StrictModel):
     """The tool that must be called."""
 
     type: Literal["function"]
@@ -195,7 +195,7 @@ ResponsesToolChoice = (
 )
 
 
-class NoReasoning(Model):
+class NoReasoning(StrictModel):
     """What a response says of reasoning: its effort cannot be chosen."""
 
     effort: Unsupported = None
@@ -203,13 +203,13 @@ class NoReasoning(Model):
     generate_summary: Unsupported = None
 
 
-class ResponsesStreamOptions(Model):
+class ResponsesStreamOptions(StrictModel):
     """Optional contents of a stream."""
 
     include_obfuscation: OnlyFalse = None
 
 
-class ResponsesRequest(Tuning):
+class ResponsesRequest(GenerationRequest):
     """The body of POST /v1/responses."""
 
     input: Input
@@ -270,13 +270,13 @@ class ResponsesRequest(Tuning):
         return ToolChoice("auto" if self.tools else "none", parallel=parallel)
 
     @property
-    def wants_scores(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """Whether log-probabilities are asked for."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @property
     def structure_param(self) -> str:
-        """See Tuning."""
+        """See GenerationRequest."""
         return super().structure_param if self.structured_outputs is not None else FORMAT_PARAM
 
     def _formatted(self) -> StructuredOutputsParams | None:
@@ -296,9 +296,9 @@ class ResponsesRequest(Tuning):
                     thought = {"reasoning_content": "\n".join(part.text for part in content)} if content else {}
                     continue
                 case InputMessage(role="assistant", content=content):
-                    found.append({"role": "assistant", "content": written(content), **thought})
+                    found.append({"role": "assistant", "content": content_text(content), **thought})
                 case InputMessage(role=role, content=content):
-                    found.append({"role": "system" if role == "developer" else role, "content": written(content)})
+                    found.append({"role": "system" if role == "developer" else role, "content": content_text(content)})
                 case InputCall(call_id=call_id, name=name, arguments=arguments):
                     if thought or not (found and found[-1]["role"] == "assistant"):
                         found.append({"role": "assistant", "content": "", **thought})
@@ -306,6 +306,6 @@ class ResponsesRequest(Tuning):
                     call = {"id": call_id, "type": "function", "function": function}
                     found[-1].setdefault("tool_calls", []).append(call)
                 case InputResult(call_id=call_id, output=output):
-                    found.append({"role": "tool", "content": written(output), "tool_call_id": call_id})
+                    found.append({"role": "tool", "content": content_text(output), "tool_call_id": call_id})
             thought = {}
         return found

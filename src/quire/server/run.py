@@ -26,12 +26,12 @@ from quire.errors import ConfigError
 from quire.options import format_count
 from quire.server.app import create_app
 from quire.server.auth import ApiKeys, check_exposure
-from quire.server.edge import Edge, Limits
+from quire.server.connection_manager import ConnectionLimits, ConnectionManager
 from quire.server.service import Service, shutting_down
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
-    from quire.server.protocol import Engine
+    from quire.server.protocol import EngineProtocol
 
 BACKLOG = 2048
 """Maximum number of connections that wait to be accepted."""
@@ -43,7 +43,7 @@ OTHER_FILES = 128
 """Open files other than connections: weights, caches, the log, files of libraries."""
 
 
-class Listener:
+class HttpListener:
     """A bound socket and the API keys. Created before the model is loaded, so that their errors show early.
 
     The socket does not listen before the model is loaded: a client's connection is refused rather than left waiting.
@@ -90,7 +90,7 @@ turns while a thread prepares conversations."""
 
 
 @dataclass(frozen=True)
-class Served:
+class ServeSummary:
     """Summary of a run: seconds from `ready` to the end, number of prompts answered or cut off, generated tokens."""
 
     seconds: float
@@ -108,12 +108,12 @@ class Served:
 
 
 async def serve(
-    llm: Engine,
-    listener: Listener,
+    llm: EngineProtocol,
+    listener: HttpListener,
     ready: Callable[[], None] = lambda: None,
-    limits: Limits | None = None,
+    limits: ConnectionLimits | None = None,
     slo: SloConfig | None = None,
-) -> Served:
+) -> ServeSummary:
     """Serves `llm` until a signal. `llm` is already started; this function closes it.
 
     ready   called when the prefixes of cache.pin are computed for every tenant and the server listens
@@ -124,15 +124,16 @@ async def serve(
     config = listener.config
     app = create_app(llm, config, listener.keys, slo)
     service: Service = app.state.service
-    bodies = service.bodies
-    edge = Edge(
-        limits or connection_limits(config), service.metrics.refused, bodies.turns, bodies.trims.after,
+    body_reader = service.body_reader
+    manager = ConnectionManager(
+        limits or connection_limits(config), service.metrics.refused, body_reader.start_throttle,
+        body_reader.memory_trimmer.note_freed,
         lambda scope: service.tenant(scope) is not None,
     )  # fmt: skip
     server = _Server(
         uvicorn.Config(
             app,
-            http=edge.protocol,  # type: ignore[arg-type]
+            http=manager.protocol,  # type: ignore[arg-type]
             ws="none",
             log_level="warning",
             access_log=False,
@@ -155,8 +156,8 @@ async def serve(
         listener.listen()
         begun = time.monotonic()
         watches = (
-            _drain_on_signal(service, server, edge, config.drain_seconds),
-            edge.watch(),
+            _drain_on_signal(service, server, manager, config.drain_seconds),
+            manager.watch(),
             service.metrics.watch_lag(),
         )
         beside += map(asyncio.ensure_future, watches)
@@ -170,7 +171,7 @@ async def serve(
             ready()
         await serving
         seconds = time.monotonic() - begun
-        return Served(seconds, service.num_answered, service.num_cut_off, service.num_tokens)
+        return ServeSummary(seconds, service.num_answered, service.num_cut_off, service.num_tokens)
     finally:
         gc.unfreeze()
         for each in beside:
@@ -197,7 +198,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge, drain_seconds: float) -> None:
+async def _drain_on_signal(
+    service: Service, server: uvicorn.Server, manager: ConnectionManager, drain_seconds: float
+) -> None:
     """Waits for a signal, then for the running requests to finish or for a second signal, and then ends `server`.
 
     A request with an incomplete body is not running, so a slow client does not delay the end.
@@ -220,7 +223,7 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge,
     try:
         await signalled.wait()
         service.draining = True
-        edge.close_unsent(shutting_down())
+        manager.close_unsent(shutting_down())
         if count := service.in_flight:
             log.info(
                 "waiting for %s, at most %g s; Ctrl-C again ends %s",
@@ -239,9 +242,9 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge,
             loop.remove_signal_handler(each)
 
 
-def connection_limits(config: ServeConfig) -> Limits:
+def connection_limits(config: ServeConfig) -> ConnectionLimits:
     """The limits of connections. Fewer connections are allowed if this process may not open enough files."""
-    needed = config.max_connections + Limits.lingering + OTHER_FILES
+    needed = config.max_connections + ConnectionLimits.lingering + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < needed and soft != resource.RLIM_INFINITY:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -253,7 +256,7 @@ def connection_limits(config: ServeConfig) -> Limits:
             "serve.max_connections is %d, but this process may open only %d files, so %d connections; raise ulimit -n",
             config.max_connections, soft, connections,
         )  # fmt: skip
-    return Limits(connections=connections, per_address=config.max_connections_per_address)
+    return ConnectionLimits(connections=connections, per_address=config.max_connections_per_address)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -262,8 +265,8 @@ def _bind(host: str, port: int) -> socket.socket:
     With SO_REUSEADDR the kernel gives a port to several sockets as long as none listens, so two servers that load at
     the same time would both get it. Without it, a port stays taken for a minute after a server that closed connections.
     So the first try is without the option. The second try sets it, which ignores connections in TIME_WAIT, and clears
-    it after binding; `Listener.listen` sets it again. Unlike a lock file, the kernel compares addresses and knows other
-    programs.
+    it after binding; `HttpListener.listen` sets it again. Unlike a lock file, the kernel compares addresses and knows
+    other programs.
     """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

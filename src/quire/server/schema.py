@@ -17,12 +17,12 @@ from quire.errors import RequestError
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request
 from quire.server.fields import Biases, OnlyFalse, Prompts, Stops, Structured, TokenId, Tokens, Unsupported, User
-from quire.server.structure import MAX_VALUES
+from quire.server.json_complexity import MAX_VALUES
 
 _ADVISED = "Default: the model's value in `sampling_defaults` (GET /v1/models), else the API's default."
 
 
-class Model(BaseModel):
+class StrictModel(BaseModel):
     """An object in a request. It is strict and rejects unknown names.
 
     Validation of a list stops at the first invalid item (`fail_fast`).
@@ -53,7 +53,7 @@ class Model(BaseModel):
             self.__dict__[name] = None
 
 
-class JsonSchemaFormat(Model):
+class JsonSchemaFormat(StrictModel):
     """A named schema."""
 
     name: str
@@ -83,7 +83,7 @@ def json_structure(schema: dict[str, Any] | None, param: str) -> StructuredOutpu
 FORMAT_PARAM = "response_format.json_schema.schema"
 
 
-class ResponseFormat(Model):
+class ResponseFormat(StrictModel):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -106,7 +106,7 @@ class ResponseFormat(Model):
         return self._structure
 
 
-class StreamOptions(Model):
+class StreamOptions(StrictModel):
     """Optional contents of a stream."""
 
     include_usage: bool | None = None
@@ -116,7 +116,7 @@ class StreamOptions(Model):
     include_obfuscation: OnlyFalse = None
 
 
-class Tuning(Model):
+class GenerationRequest(StrictModel):
     """Parameters of every endpoint that generates."""
 
     model: str | None = Field(None, description="The served model's name; optional.")
@@ -165,11 +165,11 @@ class Tuning(Model):
         return "structured_outputs"
 
     def _formatted(self) -> StructuredOutputsParams | None:
-        """What the endpoint's own field for the form says."""
+        """What the endpoint's own field for the constraint says."""
         return None
 
 
-class Sampling(Tuning):
+class BaseCompletionRequest(GenerationRequest):
     """Parameters of completions and chats."""
 
     stream: bool | None = None
@@ -180,7 +180,7 @@ class Sampling(Tuning):
 
     @property
     def structure_param(self) -> str:
-        """See Tuning."""
+        """See GenerationRequest."""
         is_own = self.structured_outputs is not None or self.response_format is None
         return super().structure_param if is_own else FORMAT_PARAM
 
@@ -188,19 +188,19 @@ class Sampling(Tuning):
         return None if self.response_format is None else self.response_format.structure
 
     @model_validator(mode="after")
-    def _has_one_structure(self) -> Sampling:
+    def _has_one_structure(self) -> BaseCompletionRequest:
         if self.structured_outputs is not None and self.response_format and self.response_format.type != "text":
             raise bad_request("'structured_outputs' and 'response_format' exclude each other", "structured_outputs")
         return self
 
     @model_validator(mode="after")
-    def _options_need_stream(self) -> Sampling:
+    def _options_need_stream(self) -> BaseCompletionRequest:
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true", "stream_options")
         return self
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(BaseCompletionRequest):
     """The body of POST /v1/completions."""
 
     prompt: Prompts
@@ -226,7 +226,7 @@ class CompletionRequest(Sampling):
         return self
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(StrictModel):
     """The body of POST /detokenize."""
 
     model: str | None = None

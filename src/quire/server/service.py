@@ -19,28 +19,28 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.datastructures import Headers
 
+from quire.engine.interned_ids import InternedTokenIds
 from quire.engine.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
-from quire.engine.shared_ids import SharedIds
-from quire.engine.structured import WAYS, StructuredOutputsParams
+from quire.engine.structured import CONSTRAINT_KINDS, StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
-from quire.server.access import CURRENT, Held
-from quire.server.answers import FEW_NUMBERS, Unsent
+from quire.server.access_log import CURRENT, QueuedTokens
 from quire.server.auth import ApiKeys
-from quire.server.bodies import Bodies
+from quire.server.body_reader import BodyReader
+from quire.server.byte_limiter import ByteLimiter
 from quire.server.errors import ApiError, bad_request
-from quire.server.logprobs import PROMPT_SCORES_AT_ONCE
+from quire.server.event_stream import merge, unless_disconnected
+from quire.server.json_encoding import FEW_NUMBERS, AnswerByteLimiter
+from quire.server.logprobs import PROMPT_LOGPROBS_AT_ONCE
 from quire.server.metrics import Metrics, RequestTimer
-from quire.server.room import Room
-from quire.server.schema import Tuning, refused_as
+from quire.server.model_capabilities import ModelCapabilities
+from quire.server.request_tokenizer import RequestTokenizer
+from quire.server.schema import GenerationRequest, refused_as
 from quire.server.tenants import Tenants
-from quire.server.texts import Texts
-from quire.server.trained import Trained
-from quire.server.usage import Found
-from quire.server.wire import merge, unless_disconnected
+from quire.server.usage import TenantTokens
 from quire.tools.formats import format_of
 from quire.tools.reasoning import reasoning_of
 from quire.version import __version__
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope
 
     from quire.config import EngineConfig, ServeConfig, SloConfig
-    from quire.server.protocol import Engine
+    from quire.server.protocol import EngineProtocol
 
-    Blamed = Callable[[Engine, str], Awaitable[RequestError | None]]
+    FaultFinder = Callable[[EngineProtocol, str], Awaitable[RequestError | None]]
     """Finds what of a request is at fault, for requests with a salt."""
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ MAX_WAITING_TOKENS = 1 << 22
 request of each may always wait."""
 
 
-class Wishes(Protocol):
+class CacheHintFields(Protocol):
     """What a body asks of the cache; see `CacheHints`."""
 
     cache_salt: str | None
@@ -71,7 +71,7 @@ class Wishes(Protocol):
 
 
 @dataclass(eq=False)
-class Job:
+class PromptJob:
     """One prompt of a request, in the engine's form."""
 
     prompt_ids: list[int]
@@ -81,15 +81,15 @@ class Job:
     tenant: str = ""
     text: str | None = None
     """The text of the prompt, if it was given as text."""
-    form: str = "structured_outputs"
-    """Where the form of the answer is in the request."""
+    constraint_param: str = "structured_outputs"
+    """The parameter of the request that constrains the answer."""
     admitted: Any = None
     """The request as the engine has admitted it, with its grammar; held until the answer has ended."""
-    held: Held | None = None
+    queued: QueuedTokens | None = None
     """What it has in `Service.waiting`."""
 
     def __post_init__(self) -> None:
-        self.prompt_ids = SharedIds(self.prompt_ids)
+        self.prompt_ids = InternedTokenIds(self.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +102,7 @@ class Job:
         return {"prompt_token_ids": self.prompt_ids, **self.hints}
 
     @property
-    def num_prompt_scores(self) -> int:
+    def num_prompt_logprobs(self) -> int:
         """Number of prompt log-probabilities that the engine keeps while the job runs."""
         most = self.params.prompt_logprobs
         return 0 if most is None else len(self.prompt_ids) * (1 + most)
@@ -111,24 +111,26 @@ class Job:
 class Service:
     """One engine and the state of serving it.
 
-    in_flight     number of requests in the server
-    idle          set while there are none
-    draining      whether new requests are refused
-    num_answered  number of prompts answered completely
-    num_cut_off   number of prompts cut off by the shutdown
-    listing       held by the one request that reads the indexes of a disk
-    waiting       by tenant, the tokens of its jobs that wait for their first token
+    in_flight        number of requests in the server
+    idle             set while there are none
+    draining         whether new requests are refused
+    num_answered     number of prompts answered completely
+    num_cut_off      number of prompts cut off by the shutdown
+    disk_index_lock  held by the one request that reads the indexes of a disk
+    waiting          by tenant, the tokens of its jobs that wait for their first token
     """
 
-    def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None) -> None:
+    def __init__(
+        self, engine: EngineProtocol, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None
+    ) -> None:
         self.engine = engine
         self.config = config
         self.keys = keys
         self.tenants = tenants_of(config, keys)
-        self.found: dict[str, Found] = {}
+        self.tenant_tokens: dict[str, TenantTokens] = {}
         self.sampling = engine.sampling_defaults if config.sampling_defaults == "model" else NO_DEFAULTS
         self.metrics = Metrics(engine.stats, slo)
-        self.bodies = Bodies(config.max_request_bytes)
+        self.body_reader = BodyReader(config.max_request_bytes)
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0
@@ -137,11 +139,11 @@ class Service:
         self.num_tokens = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.texts = Texts(engine, config.special_tokens_in_text == "tokens")
-        self.unsent = Unsent(self.bodies.trims.after)
-        self.scores = Room(PROMPT_SCORES_AT_ONCE)
+        self.request_tokenizer = RequestTokenizer(engine, config.special_tokens_in_text == "tokens")
+        self.answer_limiter = AnswerByteLimiter(self.body_reader.memory_trimmer.note_freed)
+        self.logprob_limiter = ByteLimiter(PROMPT_LOGPROBS_AT_ONCE)
         self.waiting: Counter[str] = Counter()
-        self.listing = asyncio.Lock()
+        self.disk_index_lock = asyncio.Lock()
         # One at a time: each may use a core and much memory.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
 
@@ -153,12 +155,12 @@ class Service:
             given = f"Bearer {headers.get('x-api-key', '')}"
         return self.keys.tenant(given.encode("latin-1"))
 
-    def entered(self) -> None:
+    def request_started(self) -> None:
         """A request has arrived."""
         self.in_flight += 1
         self.idle.clear()
 
-    def left(self) -> None:
+    def request_ended(self) -> None:
         """A request has been answered or aborted."""
         self.in_flight -= 1
         if not self.in_flight:
@@ -182,7 +184,7 @@ class Service:
 
     def params(
         self,
-        request: Tuning,
+        request: GenerationRequest,
         num_prompt_tokens: int,
         max_tokens: int | None,
         *,
@@ -242,9 +244,9 @@ class Service:
         return found
 
     @functools.cached_property
-    def trained(self) -> Trained:
+    def model_capabilities(self) -> ModelCapabilities:
         """What the model was made for."""
-        return Trained.of(self.engine.model_path)
+        return ModelCapabilities.of(self.engine.model_path)
 
     @property
     def capabilities(self) -> shapes.Capabilities:
@@ -256,12 +258,12 @@ class Service:
             "chat": bool(tokenizer.chat_template),
             "tools": format_of(tokenizer.tool_template).name if tokenizer.chat_template else None,
             "reasoning": None if reasoning is None else reasoning.name,
-            "structured_outputs": list(WAYS),
+            "structured_outputs": list(CONSTRAINT_KINDS),
             "embeddings": True,
-            "similarity": self.trained.is_similarity,
+            "similarity": self.model_capabilities.is_similarity,
         }
 
-    def head(self, kind: str, what: str) -> shapes.Head:
+    def head(self, kind: str, what: str) -> shapes.AnswerBase:
         """How an answer begins. kind: what its id begins with; what: its `object`."""
         answer_id = kind + uuid.uuid4().hex
         if (access := CURRENT.get()) is not None:
@@ -274,7 +276,7 @@ class Service:
             "system_fingerprint": _fingerprint(self.engine.model_name, self.engine.config),
         }
 
-    def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:
+    def hints(self, request: CacheHintFields, tenant: str) -> dict[str, Any]:
         """The cache hints of a request of `tenant`."""
         given = {name: value for name in _HINTS if (value := getattr(request, name)) is not None}
         return {"cache_salt": self.tenants.salt(tenant, request.cache_salt), **given}
@@ -300,84 +302,91 @@ class Service:
 
     async def admit(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[PromptJob],
         receive: Receive | None = None,
         structure_param: str = "structured_outputs",
-        blamed: Blamed | None = None,
+        find_fault: FaultFinder | None = None,
     ) -> None:
         """Raises the error that refuses the jobs, before anything is computed or sent; ClientDisconnected if the client
         leaves while grammars are compiled.
 
-        receive          gives the messages of the client, whose body has been read; None: no job has a form
-        structure_param  names the form of the text in errors
-        blamed           finds what else of the request is at fault if the form cannot be honoured
+        receive          gives the messages of the client, whose body has been read; None: no job has a constraint
+        structure_param  names the constraint of the text in errors
+        find_fault       finds what else of the request is at fault if the constraint cannot be honoured
         """
         if self.draining:
             raise shutting_down()
         self.check_ready()
         limit = self.engine.config.scheduler.max_queue
-        if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
-            message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
+        if any(job.num_prompt_logprobs for job in jobs) and self.logprob_limiter.num_waiting + len(jobs) > limit:
+            message = f"{self.logprob_limiter.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
         self._hold(jobs)
-        admission = self._admit(jobs, structure_param, blamed)
+        admission = self._admit(jobs, structure_param, find_fault)
         if all(job.params.structured_outputs is None for job in jobs):
             await admission
         else:
             assert receive is not None
             await unless_disconnected(receive, admission)
 
-    async def _admit(self, jobs: Sequence[Job], structure_param: str, blamed: Blamed | None) -> None:
+    async def _admit(self, jobs: Sequence[PromptJob], structure_param: str, find_fault: FaultFinder | None) -> None:
         for index, job in enumerate(jobs):
             if index:
-                await self.bodies.turns.take()  # a million token ids take 0.1 s
-            job.form = structure_param
+                await self.body_reader.start_throttle.acquire()  # a million token ids take 0.1 s
+            job.constraint_param = structure_param
             try:
                 job.admitted = await self.engine.admit(job.prompt, job.params)
             except RequestError as error:
                 if error.param != "structured_outputs":
                     raise
                 salt = str(job.hints.get("cache_salt") or "")
-                own = None if blamed is None else await blamed(self.engine, salt)
+                own = None if find_fault is None else await find_fault(self.engine, salt)
                 raise own or refused_as(error, structure_param) from None
 
-    def _hold(self, jobs: Sequence[Job]) -> None:
+    def _hold(self, jobs: Sequence[PromptJob]) -> None:
         """Counts jobs as waiting. Raises QueueFullError if too many tokens wait already."""
         more, tenant = sum(job.num_tokens for job in jobs), jobs[0].tenant
-        own, held = self.waiting[tenant], self.waiting.total()
+        own, queued = self.waiting[tenant], self.waiting.total()
         most = MAX_WAITING_TOKENS // 2 if len(self.tenants.names) > 1 else MAX_WAITING_TOKENS
-        if own and (own + more > most or held + more > MAX_WAITING_TOKENS):
+        if own and (own + more > most or queued + more > MAX_WAITING_TOKENS):
             raise QueueFullError(f"{own:,} tokens of your prompts wait; try again later")
         self.waiting[tenant] += more
         access = CURRENT.get()
         assert access is not None
         for job in jobs:
-            job.held = Held(tenant, job.num_tokens)
-            access.held.append(job.held)
+            job.queued = QueuedTokens(tenant, job.num_tokens)
+            access.queued.append(job.queued)
 
-    def let_go(self, held: Iterable[Held]) -> None:
+    def release_queued(self, queued: Iterable[QueuedTokens]) -> None:
         """Prompts do not wait any more: their first tokens are there, or their requests have ended."""
-        for each in held:
+        for each in queued:
             self.waiting[each.tenant] -= each.num_tokens
             each.num_tokens = 0
 
     def run(
-        self, jobs: Sequence[Job], request_id: str, opens: Callable[[int, RequestOutput], Awaitable[None]]
+        self,
+        jobs: Sequence[PromptJob],
+        request_id: str,
+        on_first_output: Callable[[int, RequestOutput], Awaitable[None]],
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yields the engine's output as (index of the job, delta), in order of arrival. Closing it aborts all jobs.
 
-        opens  called with the first delta of each job, the only one with log-probabilities of the prompt
+        on_first_output  called with the first delta of each job, the only one with log-probabilities of the prompt
         """
         arrived = time.monotonic()
         return merge(
             [
-                self._follow(job, f"{request_id}-{index}", arrived, functools.partial(opens, index))
+                self._follow(job, f"{request_id}-{index}", arrived, functools.partial(on_first_output, index))
                 for index, job in enumerate(jobs)
             ]
         )
 
     async def _follow(
-        self, job: Job, request_id: str, arrived: float, opens: Callable[[RequestOutput], Awaitable[None]]
+        self,
+        job: PromptJob,
+        request_id: str,
+        arrived: float,
+        on_first_output: Callable[[RequestOutput], Awaitable[None]],
     ) -> AsyncGenerator[RequestOutput, None]:
         timer = RequestTimer(self.metrics, arrived, len(job.prompt_ids), job.params.n)
         access = CURRENT.get()
@@ -385,23 +394,23 @@ class Service:
         try:
             async with AsyncExitStack() as ends:
                 # Released before the first yield, so that a client that does not read its answer blocks nobody.
-                async with self.scores.hold(job.num_prompt_scores):
+                async with self.logprob_limiter.hold(job.num_prompt_logprobs):
                     generated = self.engine.generate(job.admitted, job.params, request_id)
                     items = await ends.enter_async_context(aclosing(generated))
                     item = await anext(items)
-                    if job.held is not None:
-                        self.let_go([job.held])
-                    timer.saw(item)
-                    self._check_outputs(item, job.form)
+                    if job.queued is not None:
+                        self.release_queued([job.queued])
+                    timer.record(item)
+                    self._check_outputs(item, job.constraint_param)
                     self._count_found(job, item)
                     if access is not None:
-                        access.saw(item)
-                    await opens(item)
+                        access.record(item)
+                    await on_first_output(item)
                     item.prompt_logprobs = None
                 yield item
                 async for item in items:
-                    timer.saw(item)
-                    self._check_outputs(item, job.form)
+                    timer.record(item)
+                    self._check_outputs(item, job.constraint_param)
                     yield item
             self.num_answered += 1
         except (RequestError, QueueFullError):
@@ -423,16 +432,16 @@ class Service:
                 access.num_generated += timer.num_tokens
             timer.end(reason)
 
-    def _count_found(self, job: Job, item: RequestOutput) -> None:
-        found, cached = self.found.setdefault(job.tenant, Found()), item.num_cached_tokens or 0
+    def _count_found(self, job: PromptJob, item: RequestOutput) -> None:
+        found, cached = self.tenant_tokens.setdefault(job.tenant, TenantTokens()), item.num_cached_tokens or 0
         found.cached += cached
         found.computed += len(job.prompt_ids) - cached
         found.by_tier.update(item.cached_by_tier)
         for tier, num_tokens in item.cached_by_tier.items():
             self.metrics.cached_tokens.labels(tier).inc(num_tokens)
 
-    def _check_outputs(self, item: RequestOutput, form: str) -> None:
-        """Raises ApiError for an answer that was aborted or failed. form: see Job."""
+    def _check_outputs(self, item: RequestOutput, constraint_param: str) -> None:
+        """Raises ApiError for an answer that was aborted or failed. constraint_param: see PromptJob."""
         for output in item.outputs:
             if output.finish_reason == "abort":
                 self.num_cut_off += self.draining
@@ -440,7 +449,7 @@ class Service:
             if output.finish_reason == "error":
                 reason = str(output.stop_reason)
                 if reason.startswith((TOO_COMPLEX, NO_TEXT, GRAMMAR_FAILED)):
-                    raise bad_request(f"'{form}': {reason}", form, "grammar_failed")
+                    raise bad_request(f"'{constraint_param}': {reason}", constraint_param, "grammar_failed")
                 raise ApiError(500, reason, code="not_finite")
 
 

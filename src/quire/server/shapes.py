@@ -30,7 +30,7 @@ Stop = int | str | None
 """The token id or the text that ended a choice."""
 
 
-class Items(Generic[T]):
+class EncodedList(Generic[T]):
     """A JSON list whose elements are encoded already: those of each part, which other lists may have too."""
 
     __slots__ = ("parts",)
@@ -45,17 +45,17 @@ class Items(Generic[T]):
         return handler.generate_schema(list[element])  # type: ignore[valid-type]
 
 
-Many = list[T] | Items[T]
+MaybeEncodedList = list[T] | EncodedList[T]
 """A list that may be encoded already."""
 
 
-class Error(TypedDict):
+class ErrorResponse(TypedDict):
     """Every answer with a status of 400 and above."""
 
-    error: ErrorBody
+    error: ErrorInfo
 
 
-class ErrorBody(TypedDict):
+class ErrorInfo(TypedDict):
     """What went wrong."""
 
     message: str
@@ -64,7 +64,7 @@ class ErrorBody(TypedDict):
     code: str | None
 
 
-class Head(TypedDict):
+class AnswerBase(TypedDict):
     """How every answer to a prompt begins, and every chunk of a streamed one."""
 
     id: str
@@ -74,7 +74,7 @@ class Head(TypedDict):
     system_fingerprint: Annotated[str, Field(description="Of model and settings: what may change answers.")]
 
 
-class Details(TypedDict):
+class PromptTokensDetails(TypedDict):
     """What the cache did for the prompts. Pins and retention are told of where there are any."""
 
     cached_tokens: Count
@@ -85,13 +85,13 @@ class Details(TypedDict):
     kept_fraction: NotRequired[Rate]
 
 
-class Usage(TypedDict):
+class UsageInfo(TypedDict):
     """Token counts of a request."""
 
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    prompt_tokens_details: Details
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TextLogprobs(TypedDict):
@@ -100,13 +100,13 @@ class TextLogprobs(TypedDict):
     `top_logprobs` is null where no alternatives were asked for; nulls inside lists stand for a prompt's first token.
     """
 
-    tokens: Many[str]
-    token_logprobs: Many[float | None]
-    top_logprobs: Many[dict[str, float] | None] | None
-    text_offset: Many[Count]
+    tokens: MaybeEncodedList[str]
+    token_logprobs: MaybeEncodedList[float | None]
+    top_logprobs: MaybeEncodedList[dict[str, float] | None] | None
+    text_offset: MaybeEncodedList[Count]
 
 
-class PromptScore(TypedDict):
+class PromptLogprob(TypedDict):
     """One token at one position of a prompt."""
 
     logprob: float
@@ -122,16 +122,16 @@ class CompletionChoice(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: Finish
     stop_reason: Stop
-    prompt_logprobs: NotRequired[Many[dict[str, PromptScore] | None]]
-    prompt_token_ids: NotRequired[Many[Count]]
-    token_ids: NotRequired[Many[Count]]
+    prompt_logprobs: NotRequired[MaybeEncodedList[dict[str, PromptLogprob] | None]]
+    prompt_token_ids: NotRequired[MaybeEncodedList[Count]]
+    token_ids: NotRequired[MaybeEncodedList[Count]]
 
 
-class Completion(Head):
+class Completion(AnswerBase):
     """The answer of /v1/completions."""
 
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageInfo
 
 
 class CompletionDelta(TypedDict):
@@ -142,30 +142,32 @@ class CompletionDelta(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: FinishSoFar
     stop_reason: NotRequired[Stop]
-    prompt_token_ids: NotRequired[Annotated[Many[Count], Field(description="In the first chunk of a choice.")]]
+    prompt_token_ids: NotRequired[
+        Annotated[MaybeEncodedList[Count], Field(description="In the first chunk of a choice.")]
+    ]
     token_ids: NotRequired[list[Count]]
 
 
-class ChunkHead(Head):
+class ChunkBase(AnswerBase):
     """`usage` is there if it was asked for, null in all chunks but the last unless counts were wanted in each."""
 
-    usage: NotRequired[Usage | None]
+    usage: NotRequired[UsageInfo | None]
 
 
-class CompletionChunk(ChunkHead):
+class CompletionChunk(ChunkBase):
     """The data of one event where /v1/completions streams its answer."""
 
     choices: list[CompletionDelta]
 
 
-class UsageChunk(Head):
+class UsageChunk(AnswerBase):
     """The data of the last event before [DONE] where usage was asked for."""
 
     choices: Annotated[list[Any], Field(max_length=0)]
-    usage: Usage
+    usage: UsageInfo
 
 
-class TokenScore(TypedDict):
+class TopLogprob(TypedDict):
     """A token and its log-probability."""
 
     token: str
@@ -173,20 +175,20 @@ class TokenScore(TypedDict):
     bytes: list[int]
 
 
-class ScoredToken(TokenScore):
+class TokenLogprob(TopLogprob):
     """A token of an answer and the best ones at its place."""
 
-    top_logprobs: list[TokenScore]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
     """Log-probabilities of an answer, token by token."""
 
-    content: Many[ScoredToken]
+    content: MaybeEncodedList[TokenLogprob]
     refusal: None
 
 
-class CalledFunction(TypedDict):
+class FunctionCall(TypedDict):
     """The function that is called. arguments: JSON text."""
 
     name: str
@@ -198,7 +200,7 @@ class ToolCall(TypedDict):
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCall
 
 
 class ChatMessage(TypedDict):
@@ -225,12 +227,12 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[Count]]
 
 
-class ChatCompletion(Head):
+class ChatCompletion(AnswerBase):
     """The answer of /v1/chat/completions."""
 
     choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: NotRequired[Many[dict[str, PromptScore] | None]]
+    usage: UsageInfo
+    prompt_logprobs: NotRequired[MaybeEncodedList[dict[str, PromptLogprob] | None]]
     prompt_token_ids: NotRequired[list[Count]]
 
 
@@ -270,7 +272,7 @@ class ChatDelta(TypedDict):
     token_ids: NotRequired[list[Count]]
 
 
-class ChatCompletionChunk(ChunkHead):
+class ChatCompletionChunk(ChunkBase):
     """The data of one event where /v1/chat/completions streams its answer."""
 
     choices: list[ChatDelta]
@@ -297,12 +299,12 @@ class Embeddings(TypedDict):
     """The answer of /v1/embeddings."""
 
     object: Literal["list"]
-    data: Many[Embedding]
+    data: MaybeEncodedList[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
-class Score(TypedDict):
+class ScoreResult(TypedDict):
     """How near two texts are, -1 to 1."""
 
     object: Literal["score"]
@@ -310,12 +312,12 @@ class Score(TypedDict):
     score: float
 
 
-class Scores(TypedDict):
+class ScoreResponse(TypedDict):
     """The answer of /score."""
 
     id: str
     object: Literal["list"]
-    data: list[Score]
+    data: list[ScoreResult]
     model: str
     usage: EmbeddingUsage
 
@@ -326,7 +328,7 @@ class Document(TypedDict):
     text: str
 
 
-class Ranked(TypedDict):
+class RerankResult(TypedDict):
     """How near a document is to the query, -1 to 1."""
 
     index: Count
@@ -334,12 +336,12 @@ class Ranked(TypedDict):
     document: NotRequired[Document]
 
 
-class Ranking(TypedDict):
+class RerankResponse(TypedDict):
     """The answer of /rerank: the nearest documents first."""
 
     id: str
     model: str
-    results: list[Ranked]
+    results: list[RerankResult]
     usage: EmbeddingUsage
 
 
@@ -355,7 +357,7 @@ class Capabilities(TypedDict):
     similarity: bool
 
 
-class Model(TypedDict):
+class ModelInfo(TypedDict):
     """The served model."""
 
     id: str
@@ -373,14 +375,14 @@ class Model(TypedDict):
     ]
 
 
-class Models(TypedDict):
+class ModelList(TypedDict):
     """All that is served: one model."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelInfo]
 
 
-class Tokens(TypedDict):
+class TokenizeResponse(TypedDict):
     """The token ids of a text or a conversation."""
 
     tokens: list[Count]
@@ -388,7 +390,7 @@ class Tokens(TypedDict):
     max_model_len: Count
 
 
-class Text(TypedDict):
+class DetokenizeResponse(TypedDict):
     """The text of token ids."""
 
     prompt: str
@@ -417,7 +419,7 @@ class Version(TypedDict):
     version: str
 
 
-class Prefix(TypedDict):
+class PrefixInfo(TypedDict):
     """A run of chunks that the cache holds. instance: which one of a cluster has it; null with one engine."""
 
     instance: str | None
@@ -436,7 +438,7 @@ class Prefix(TypedDict):
     pinned_seconds: Seconds | Literal["forever"] | None
 
 
-class InstanceLoad(TypedDict):
+class InstanceLoadInfo(TypedDict):
     """What an instance had to do when it said so last, some tenths of a second ago."""
 
     running: Count
@@ -447,7 +449,7 @@ class InstanceLoad(TypedDict):
     total_bytes: Count
 
 
-class Instance(TypedDict):
+class InstanceInfo(TypedDict):
     """An instance of a cluster. What it has measured is null until it is ready, and its name is empty while none runs
     at its place.
     """
@@ -464,10 +466,10 @@ class Instance(TypedDict):
     batch: Count | None
     seconds_per_step: Seconds | None
     cache_bytes: Count | None
-    load: InstanceLoad | None
+    load: InstanceLoadInfo | None
 
 
-class Placed(TypedDict):
+class PlacementInfo(TypedDict):
     """A placement, and what it is predicted to serve: requests per second on GPUs or machines, and the share of
     requests within the latency targets.
     """
@@ -479,7 +481,7 @@ class Placed(TypedDict):
     attainment: Rate
 
 
-class Switch(TypedDict):
+class SwitchInfo(TypedDict):
     """A switch to another placement that is under way, or that has ended before its end; then `error` says why."""
 
     to: str
@@ -489,7 +491,7 @@ class Switch(TypedDict):
     error: str
 
 
-class Replanning(TypedDict):
+class ReplanningInfo(TypedDict):
     """How `cluster.replan` stands: what has changed since the placement was planned, and what came of it so far."""
 
     phase: Literal["quiet", "suspect", "search", "switch"]
@@ -499,18 +501,18 @@ class Replanning(TypedDict):
     failed: Count
 
 
-class Cluster(TypedDict):
+class ClusterInfo(TypedDict):
     """The instances behind a server, counters of its router, and quantiles of seconds by stage. The placement is null
     unless the instances are those of one, the switch unless one is under way or the last one has failed, and replanning
     without `cluster.replan`.
     """
 
-    instances: list[Instance]
+    instances: list[InstanceInfo]
     counts: dict[str, Count]
     stages: dict[str, dict[str, Seconds]]
-    placement: Placed | None
-    switch: Switch | None
-    replanning: Replanning | None
+    placement: PlacementInfo | None
+    switch: SwitchInfo | None
+    replanning: ReplanningInfo | None
 
 
 class WarmPrefix(TypedDict):
@@ -523,7 +525,7 @@ class WarmPrefix(TypedDict):
     pinned_tokens: Count
 
 
-class HeldPrefix(TypedDict):
+class PrefixTierInfo(TypedDict):
     """What a tier has of a prefix."""
 
     bytes: Count
@@ -538,13 +540,13 @@ class ListedPrefix(TypedDict):
     parent: str | None
     tokens: Count
     last_used: Seconds
-    tiers: dict[str, HeldPrefix]
+    tiers: dict[str, PrefixTierInfo]
 
 
 class ListedPrefixes(TypedDict):
     """The prefixes that the caller may see, those used last first."""
 
-    data: Many[ListedPrefix]
+    data: MaybeEncodedList[ListedPrefix]
     num_prefixes: Count
     truncated: bool
     scope: Literal["all", "tenant"]
@@ -573,7 +575,7 @@ class CacheTotals(TypedDict):
     hit_rate: Rate
 
 
-class Tier(TypedDict):
+class TierInfo(TypedDict):
     """A memory beside the arena. All but `found_tokens` is of all tenants; `found_tokens` is the caller's own."""
 
     bytes: Count
@@ -588,7 +590,7 @@ class Tier(TypedDict):
     is_on: bool
 
 
-class Moves(TypedDict):
+class MovesInfo(TypedDict):
     """What decides between fetching and computing, and how that went, in chunks of all tenants. Speeds are null until
     they are known.
     """
@@ -603,13 +605,13 @@ class Moves(TypedDict):
     lost: Count
 
 
-class Cache(TypedDict):
+class CacheInfo(TypedDict):
     """The prefixes that the caller may see, those used last first and parents before what follows them."""
 
-    prefixes: Many[Prefix]
+    prefixes: MaybeEncodedList[PrefixInfo]
     num_prefixes: Count
     truncated: bool
     scope: Literal["all", "tenant"]
     totals: CacheTotals
-    tiers: dict[str, Tier]
-    moves: Moves | None
+    tiers: dict[str, TierInfo]
+    moves: MovesInfo | None

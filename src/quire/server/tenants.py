@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from quire.engine.known import Salts
+from quire.engine.cached_prefixes import SaltFilter
 
 
 def tenant_of(key: bytes) -> str:
@@ -28,21 +28,21 @@ class Tenants:
         self.names = tuple(dict.fromkeys(names))
 
     @property
-    def are_apart(self) -> bool:
+    def are_isolated(self) -> bool:
         """Whether there are separate tenants."""
         return bool(self.names)
 
     def salt(self, tenant: str, asked: str | None = None) -> str:
         """The engine's salt for a request of `tenant` with `asked` as its `cache_salt`."""
-        if not self.are_apart:
+        if not self.are_isolated:
             return asked or ""
         # A digest of `asked`: the name and 256 characters would exceed the engine's limit.
         own = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest() if asked else ""
         return f"{tenant}/{own}"
 
-    def sees(self, tenant: str) -> Salts:
+    def visible_salts(self, tenant: str) -> SaltFilter:
         """The engine salts of `tenant`."""
-        return Salts(f"{tenant}/" if self.are_apart else "")
+        return SaltFilter(f"{tenant}/" if self.are_isolated else "")
 
     @property
     def salts(self) -> list[str]:

@@ -8,18 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quire.engine.schemas import Unhonoured, written
+from quire.engine.schemas import UnsupportedSchemaError, prepare_schema
 from quire.engine.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.chat_schema import ChatRequest
-from quire.server.protocol import Engine, Tokenizer
+from quire.server.protocol import EngineProtocol, TokenizerProtocol
 from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import refused_as
+from quire.tools.answer_parser import AnswerParser
 from quire.tools.calls import Tool
 from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
 from quire.tools.parser import CallParser
-from quire.tools.reader import AnswerReader
 from quire.tools.reasoning import ReasoningFormat, ReasoningParser, reasoning_of
 
 LAST_TOKENS = 8
@@ -33,17 +33,17 @@ BLAME_SECONDS = 2.0
 class Tooling:
     """The tools of a request, and how the model calls them and reasons.
 
-    tokenizer      of the model
-    tools          that it may call
-    params         where the parameters of each are in the request
-    reasoning      None: it does not reason, or its reasoning stays in the text
-    structure      what the text behind the reasoning must be
-    shows_special  whether calls are written with special tokens
-    is_parallel    whether an answer may have several calls
-    has_form       whether an answer is either calls or a text with a form
+    tokenizer       of the model
+    tools           that it may call
+    params          where the parameters of each are in the request
+    reasoning       None: it does not reason, or its reasoning stays in the text
+    structure       what the text behind the reasoning must be
+    shows_special   whether calls are written with special tokens
+    is_parallel     whether an answer may have several calls
+    has_constraint  whether an answer is either calls or a text with a constraint
     """
 
-    tokenizer: Tokenizer
+    tokenizer: TokenizerProtocol
     format: ToolFormat
     tools: tuple[Tool, ...] = ()
     params: tuple[str, ...] = ()
@@ -51,15 +51,15 @@ class Tooling:
     structure: StructuredOutputsParams | None = None
     shows_special: bool = False
     is_parallel: bool = True
-    has_form: bool = False
+    has_constraint: bool = False
 
     @classmethod
-    async def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
+    async def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: TokenizerProtocol) -> Tooling:
         """Those of a request. Schemas of tools are rewritten on a thread: large ones take a tenth of a second."""
         return await asyncio.to_thread(cls._of, body, tokenizer) if body.tools else cls._of(body, tokenizer)
 
     @classmethod
-    def _of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
+    def _of(cls, body: ChatRequest | ResponsesRequest, tokenizer: TokenizerProtocol) -> Tooling:
         choice = body.chosen
         template = tokenizer.chat_template if choice.mode == "none" else tokenizer.tool_template
         format_ = format_of(template)
@@ -78,36 +78,36 @@ class Tooling:
             raise RequestError(f"'tools': {reason}", "tools")
         try:
             structure = format_.structure(tools, choice, tokenizer.added_id, wanted)
-        except Unhonoured as error:
+        except UnsupportedSchemaError as error:
             raise _refused(error, dict(zip(params, tools, strict=True)), body.structure_param) from None
         marks = (*format_.marks, *([] if reasoning is None else [reasoning.ends]))
         shows = any(tokenizer.added_id(mark) in tokenizer.special_ids for mark in marks)
-        has_form = wanted is not None and choice.mode == "auto"
-        return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel, has_form)
+        has_constraint = wanted is not None and choice.mode == "auto"
+        return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel, has_constraint)
 
-    def reader(self, prompt_ids: Sequence[int]) -> AnswerReader:
+    def answer_parser(self, prompt_ids: Sequence[int]) -> AnswerParser:
         """For one answer to a prompt."""
         calls = None
         if self.tools:
             names = {tool.name for tool in self.tools}
             most = None if self.is_parallel else 1
             is_exact = self.structure is not None
-            calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_form)
+            calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_constraint)
         if self.reasoning is None:
-            return AnswerReader(None, calls)
+            return AnswerParser(None, calls)
         if self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # it is switched off
-            return AnswerReader(None, calls)
+            return AnswerParser(None, calls)
         is_inside = self._prompt_ends_with(self.reasoning.begins, prompt_ids)
-        return AnswerReader(ReasoningParser(self.reasoning, is_inside=is_inside), calls)
+        return AnswerParser(ReasoningParser(self.reasoning, is_inside=is_inside), calls)
 
-    def form(self, prompt_ids: Sequence[int]) -> StructuredOutputsParams | None:
+    def constraint(self, prompt_ids: Sequence[int]) -> StructuredOutputsParams | None:
         """What an answer to a prompt must be."""
         if self.structure is None or self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):
             return self.structure
         begins = "" if self._prompt_ends_with(self.reasoning.begins, prompt_ids) else self.reasoning.begins
         return replace(self.structure, reasoning=(begins, self.reasoning.ends))
 
-    async def blamed(self, engine: Engine, cache_salt: str) -> RequestError | None:
+    async def find_fault(self, engine: EngineProtocol, cache_salt: str) -> RequestError | None:
         """The error of the first tool whose parameters cannot be honoured; None if none is found."""
         found = await refusals(engine, self.tools, cache_salt, most=1)
         return next((refused_as(error, self.params[place]) for place, error in found.items()), None)
@@ -117,7 +117,9 @@ class Tooling:
         return self.tokenizer.decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip().endswith(mark)
 
 
-async def refusals(engine: Engine, tools: Sequence[Tool], cache_salt: str, most: int = 128) -> dict[int, RequestError]:
+async def refusals(
+    engine: EngineProtocol, tools: Sequence[Tool], cache_salt: str, most: int = 128
+) -> dict[int, RequestError]:
     """Why parameters of tools cannot be honoured, by place. Looks for at most `most`, for at most BLAME_SECONDS."""
     found: dict[int, RequestError] = {}
     deadline = time.monotonic() + BLAME_SECONDS
@@ -131,12 +133,12 @@ async def refusals(engine: Engine, tools: Sequence[Tool], cache_salt: str, most:
     return found
 
 
-def _refused(error: Unhonoured, tools: Mapping[str, Tool], param: str) -> RequestError:
-    """The error of the first tool whose parameters are not honoured; else of the form of the text, named by `param`."""
+def _refused(error: UnsupportedSchemaError, tools: Mapping[str, Tool], param: str) -> RequestError:
+    """The error of the first tool whose parameters are not honoured; else of the constraint, named by `param`."""
     for name, tool in tools.items():
         try:
-            written(tool.arguments)
-        except Unhonoured as own:
+            prepare_schema(tool.arguments)
+        except UnsupportedSchemaError as own:
             error, param = own, name
             break
     return RequestError(f"'{param}': the schema cannot be honoured: {error}", param)

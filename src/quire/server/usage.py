@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from quire.engine.outputs import RequestOutput
 from quire.server import shapes
+from quire.server.event_stream import DONE, event
 from quire.server.schema import StreamOptions
-from quire.server.wire import DONE, event
 
 
 @dataclass
-class Found:
+class TenantTokens:
     """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once.
 
     by_tier  the cached ones by where they were
@@ -34,7 +34,7 @@ class Usage:
     pinned_tokens: int | None = None
     kept_tokens: float | None = None
 
-    def saw(self, item: RequestOutput) -> None:
+    def record(self, item: RequestOutput) -> None:
         """Adds the cache counts from the first item of a prompt."""
         self.cached_tokens += item.num_cached_tokens or 0
         for tier, num_tokens in item.cached_by_tier.items():
@@ -44,9 +44,9 @@ class Usage:
         if item.kept_fraction is not None:
             self.kept_tokens = (self.kept_tokens or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
 
-    def as_dict(self) -> shapes.Usage:
+    def as_dict(self) -> shapes.UsageInfo:
         """The `usage` object of an answer."""
-        details: shapes.Details = {
+        details: shapes.PromptTokensDetails = {
             "cached_tokens": self.cached_tokens,
             "cached_tokens_by_tier": dict(self.cached_by_tier),
         }
@@ -62,19 +62,19 @@ class Usage:
         }
 
 
-class Chunks:
+class StreamChunks:
     """What all chunks of one streamed answer have, and the last one."""
 
-    def __init__(self, head: shapes.Head, usage: Usage, options: StreamOptions | None) -> None:
+    def __init__(self, head: shapes.AnswerBase, usage: Usage, options: StreamOptions | None) -> None:
         self._usage = usage
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._include = options is not None and bool(options.include_usage)
         self._last_head = head
-        self._head: shapes.ChunkHead = {**head, "usage": None}
+        self._head: shapes.ChunkBase = {**head, "usage": None}
         if not self._include:
             del self._head["usage"]
 
-    def head(self) -> shapes.ChunkHead:
+    def head(self) -> shapes.ChunkBase:
         """What the next chunk has besides its choices."""
         return {**self._head, "usage": self._usage.as_dict()} if self._continuous else self._head
 

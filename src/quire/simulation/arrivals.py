@@ -8,12 +8,12 @@ from functools import partial
 
 from quire.cache.arrays import Int32s
 from quire.cache.counts import ChunkCounts
-from quire.cache.run import Run, layout_of
+from quire.cache.run import Run, extent_layout
 from quire.cache.store import Transfer
 from quire.cache.table import ChunkTable
 from quire.planning.latency import Link
 from quire.simulation.events import Events
-from quire.stores.recent import RecentRuns
+from quire.stores.lru_store import LruStore
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class LateReads:
         self._arrivals.bring(transfer, [begun + seconds * (layer + 1) / count for layer in range(count)], note)
 
 
-class Disk(RecentRuns[None]):
+class Disk(LruStore[None]):
     """A tier whose runs have no bytes, but take their room and their time.
 
     name   in statistics
@@ -101,7 +101,7 @@ class Disk(RecentRuns[None]):
     def __init__(
         self, name: str, cap: int, link: Link, events: Events, arrivals: Arrivals, lifetime: float | None = None
     ) -> None:
-        """cap, lifetime: see RecentRuns. link: of reads."""
+        """cap, lifetime: see LruStore. link: of reads."""
         super().__init__(cap, lifetime, lambda: events.now)
         self.name = name
         self.table: ChunkCounts | None = None
@@ -129,4 +129,4 @@ class Disk(RecentRuns[None]):
 
     def _size(self, run: Run) -> int:
         assert isinstance(self.table, ChunkTable), "no engine with pages"
-        return sum(layout_of(self.table, run).num_bytes)
+        return sum(extent_layout(self.table, run).num_bytes)

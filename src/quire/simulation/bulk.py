@@ -11,14 +11,14 @@ from functools import partial
 import numpy as np
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cluster.bodies import Load, Ready
-from quire.cluster.members import Health, Index, Member, Serving, choose
+from quire.cluster.bodies import InstanceLoad, InstanceReady
+from quire.cluster.members import Health, Member, PrefixIndex, ServingInstances, choose_instances
 from quire.cluster.messages import Attempt
-from quire.collecting import uncollected
-from quire.engine.capacity import Capacity
+from quire.engine.capacity import MeasuredCapacity
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request
 from quire.engine.request import Sequence as Running
+from quire.gc_pause import gc_paused
 from quire.planning.workload import Span, Workload
 from quire.simulation.engine import Plan
 from quire.simulation.events import Events
@@ -77,16 +77,16 @@ class _Bulk:
         # Small ids, for keys have room for those.
         ids = np.unique(workload.columns.ids, return_inverse=True)[1].astype(np.int64)
         self._columns = replace(workload.columns, ids=ids)
-        self._index = Index(MOST_KEYS)
+        self._index = PrefixIndex(MOST_KEYS)
         # Of a single instance nobody asks what it can do.
-        capacity = plan.capacity if count > 1 else Capacity(1, 1, 1e-3, 1e-3)
-        ready = Ready(
+        capacity = plan.capacity if count > 1 else MeasuredCapacity(1, 1, 1e-3, 1e-3)
+        ready = InstanceReady(
             "", "", capacity.prompt_rows, capacity.batch, None, capacity.seconds_per_row,
             capacity.seconds_per_step,
         )  # fmt: skip
         names = [f"mixed-{number}" for number in range(count)]
         self._members = {name: Member(name, name, "mixed", Health.SERVING, ready) for name in names}
-        self._serving = Serving.of(self._members.values())
+        self._serving = ServingInstances.of(self._members.values())
         self._instances = {
             name: SkippingInstance(self._events, counting_scheduler(plan), plan.latency, partial(self._told, member))
             for name, member in self._members.items()
@@ -111,7 +111,7 @@ class _Bulk:
         roots = np.flatnonzero(arrivals.after < 0)
         self._left = deque(zip(roots.tolist(), arrivals.at[roots].tolist(), strict=True))
         self._await_next()
-        with uncollected():
+        with gc_paused():
             self._events.run(lambda: self._num_done == len(self._arrived))
         unknown = np.full(len(self._arrived), np.nan)
         used = tuple(
@@ -151,10 +151,10 @@ class _Bulk:
         self._num_unanswered += 1
         keys = SpanKeys(whole, num_in + num_out, self._prefixes)
         known = keys.first(num_in // PAGE_TOKENS) if self._shares else []
-        choice = choose(self._serving, self._index, known, num_in, self._routing, fetches=False)
+        choice = choose_instances(self._serving, self._index, known, num_in, self._routing, fetches=False)
         assert choice is not None, "nobody serves"
         member, attempt = choice.receiver, Attempt(index, 0)
-        member.take(attempt, choice.num_rows)
+        member.begin_prefill(attempt, choice.num_rows)
         member.sequences.add(attempt)
         self._index.add(member.name, known)
         self._instances[member.name].add(sequence_of(index, num_in, num_out, keys, now))
@@ -173,10 +173,12 @@ class _Bulk:
             self._first[index] = now
             self._num_unanswered -= 1
             self._num_cached[index] = sequence.num_cached_tokens
-            member.has_computed(attempt)
+            member.end_prefill(attempt)
         instance = self._instances[member.name]
         if is_last or member.load is None or now >= member.seen + LOAD_SECONDS:
-            member.says(Load(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS), now)
+            member.set_load(
+                InstanceLoad(member.name, 0, 0, 0, 0, int((1 - instance.memory_used()) * _PARTS), _PARTS), now
+            )
         if is_last:
             sequence.request.sequences.clear()  # a circle: nothing is collected while this runs
             self._last[index] = now

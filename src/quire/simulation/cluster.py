@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from quire.cluster.bodies import Job, Load, Told
+from quire.cluster.bodies import InstanceLoad, SequenceJob, TokenUpdate
 from quire.cluster.members import Health, Member
 from quire.cluster.messages import ROUTER
-from quire.cluster.router import TICK_SECONDS, Router, Ticket
-from quire.engine.capacity import Capacity
+from quire.cluster.router import TICK_SECONDS, RoutedRequest, Router
+from quire.engine.capacity import MeasuredCapacity
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.engine.request import Request, State
+from quire.engine.request import Request, SequenceState
 from quire.errors import QueueFullError, QuireError, RequestError
 from quire.planning.latency import Link
 from quire.simulation.arrivals import Arrivals
@@ -98,7 +98,7 @@ class Alone:
     def _has_stepped(self, outputs: list[RequestOutput]) -> None:
         begun = self.engine.scheduler.manager.tree.now
         for name, request in [*self._waiting.items()]:
-            if request.sequences[0].state is not State.WAITING:
+            if request.sequences[0].state is not SequenceState.WAITING:
                 self._asked[name][0].admitted = begun
                 del self._waiting[name]
         if outputs:
@@ -133,7 +133,7 @@ class Place:
     name: str
     role: str
     engine_of: EngineOf
-    capacity: Capacity
+    capacity: MeasuredCapacity
     stores_of: StoresOf = no_stores
 
 
@@ -187,20 +187,20 @@ class SimulatedCluster:
 
     def receive(self, sender: str, message: Any, extents: object) -> None:
         """See Hearer."""
-        if isinstance(message, Load):
-            self.router.hear_load(message)
+        if isinstance(message, InstanceLoad):
+            self.router.handle_load(message)
         else:
-            self.router.hear(message)
+            self.router.handle(message)
 
     def begin(self, prompt: list[int], num_out: int, ended: Ended) -> Answered:
         """See Front."""
         self._num_asked += 1
         answered = Answered(self._events.now, len(prompt), num_out)
-        job = Job(f"request-{self._num_asked}", prompt, asdict(params_of(num_out)), {}, self._num_asked)
+        job = SequenceJob(f"request-{self._num_asked}", prompt, asdict(params_of(num_out)), {}, self._num_asked)
         self._events.after(self._overhead, partial(self._route, job, answered, ended))
         return answered
 
-    def _route(self, job: Job, answered: Answered, ended: Ended) -> None:
+    def _route(self, job: SequenceJob, answered: Answered, ended: Ended) -> None:
         try:
             check_length(len(job.prompt_ids), answered.num_out, min(each.engine.max_context for each in self.instances))
             if self.router.num_waiting >= self._max_queue:
@@ -209,22 +209,24 @@ class SimulatedCluster:
             answered.error = str(error)
             ended(answered)
             return
-        tickets: list[Ticket] = []
+        requests: list[RoutedRequest] = []
 
-        def tell(item: Told | Exception | None) -> None:
-            self._events.after(self._overhead, partial(self._tell, tickets, answered, ended, item))
+        def tell(item: TokenUpdate | Exception | None) -> None:
+            self._events.after(self._overhead, partial(self._tell, requests, answered, ended, item))
 
-        tickets.append(self.router.begin(job, tell))
+        requests.append(self.router.begin(job, tell))
 
-    def _tell(self, tickets: list[Ticket], answered: Answered, ended: Ended, item: Told | Exception | None) -> None:
-        (ticket,) = tickets
+    def _tell(
+        self, requests: list[RoutedRequest], answered: Answered, ended: Ended, item: TokenUpdate | Exception | None
+    ) -> None:
+        (request,) = requests
         if isinstance(item, Exception):
             answered.error = str(item)
             ended(answered)
         elif item is None:
             answered.last = self._events.now
-            answered.admitted, first = ticket.admitted, ticket.first
-            answered.taken = max(answered.first, ticket.taken or first or answered.first)
+            answered.admitted, first = request.admitted, request.first
+            answered.taken = max(answered.first, request.taken or first or answered.first)
             ended(answered)
         else:
             answered.token_ids += item.output.token_ids

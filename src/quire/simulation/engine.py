@@ -12,21 +12,21 @@ from typing import Self
 import numpy as np
 
 from quire.cache.ledger import PageLedger
-from quire.cache.retention.decisions import Decided, Retention
+from quire.cache.retention.decisions import Retention, RetentionDecision
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
-from quire.engine.answers import Detokenizer
 from quire.engine.calibration import Calibration
-from quire.engine.capacity import Capacity, measure_capacity
-from quire.engine.control import Formats, formats_of, namespace_of, retention_of, scheduler_of
+from quire.engine.capacity import MeasuredCapacity, measure_capacity
+from quire.engine.control_plane import ChunkFormats, formats_of, namespace_of, retention_of, scheduler_of
 from quire.engine.engine import Engine
+from quire.engine.output_processor import DetokenizerProtocol
 from quire.engine.outputs import RequestOutput
-from quire.engine.sizes import Sizes
+from quire.engine.sizes import EngineSizes
 from quire.engine.step import Result, Slice, Step
 from quire.engine_thread import ROOM_SECONDS
 from quire.errors import ConfigError
-from quire.models.marks import Marks
 from quire.models.shape import ModelShape
+from quire.models.structural_tokens import StructuralTokens
 from quire.planning.latency import Latency
 from quire.planning.work import WorkMeter
 from quire.simulation.arrivals import Arrivals, Disk
@@ -34,7 +34,7 @@ from quire.simulation.events import Events, StepClock
 from quire.simulation.table import PagesOnly
 from quire.stores.tiers import Tier, Tiers
 
-NO_MARKS = Marks((), frozenset())
+NO_MARKS = StructuralTokens((), frozenset())
 """Imagined tokens have no meaning. Retention keeps the first ones as special in any case."""
 
 
@@ -45,7 +45,7 @@ class NoText:
         """Nothing."""
         return ""
 
-    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> Detokenizer:
+    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> DetokenizerProtocol:
         """Never called: requests are not detokenized."""
         raise AssertionError("a simulated request has no text")
 
@@ -62,13 +62,13 @@ class Plan:
 
     shape: ModelShape
     config: EngineConfig
-    sizes: Sizes
+    sizes: EngineSizes
     latency: Latency
     calibration: Calibration | None = None
     model_id: str = ""
 
     @cached_property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> MeasuredCapacity:
         """What an instance measures when it starts. It takes a quarter of a second to simulate, and only routers and
         instances for prompts need it.
         """
@@ -83,7 +83,7 @@ class Plan:
         return window if window is not None and window < self.sizes.max_context else None
 
     @property
-    def formats(self) -> Formats:
+    def formats(self) -> ChunkFormats:
         """Of the cache's chunks."""
         return formats_of(self.config, self.shape, self.calibration)
 
@@ -113,7 +113,7 @@ class SimulatedRunner:
         latency: Latency,
         clock: StepClock,
         vocab_size: int,
-        decide: Callable[[Slice], Decided] | None = None,
+        decide: Callable[[Slice], RetentionDecision] | None = None,
         window: int | None = None,
     ) -> None:
         self.latency, self.clock, self.decide = latency, clock, decide
@@ -228,7 +228,7 @@ def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers |
     )  # fmt: skip
 
 
-def _decided(retention: Retention, shape: tuple[int, int], piece: Slice) -> Decided:
+def _decided(retention: Retention, shape: tuple[int, int], piece: Slice) -> RetentionDecision:
     """What heads keep of the prompt that a slice ends, if all its tokens get the same attention."""
     assert retention.budget is not None, "what a threshold keeps is known only after a prompt"
     n = piece.start + piece.num_rows

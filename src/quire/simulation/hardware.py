@@ -32,14 +32,14 @@ from quire.config import (
     RuntimeConfig,
 )
 from quire.engine.build import TOKEN_BUDGET, resolve
-from quire.engine.control import sealed_pages
+from quire.engine.control_plane import sealed_pages
 from quire.engine.sizes import page_counts
 from quire.errors import ConfigError
 from quire.models.families import shape_from_config
 from quire.models.files import read_json
 from quire.models.layers import torch_dtype
-from quire.models.loading import held_kind
-from quire.models.quants import BLOCK_KINDS, held_bytes
+from quire.models.loading import loaded_kind
+from quire.models.quants import BLOCK_KINDS, loaded_row_bytes
 from quire.models.resolve import resolve_model
 from quire.models.shape import ITEM_BYTES, ModelShape
 from quire.models.weights import open_model
@@ -151,8 +151,10 @@ class Target:
         shape, kinds = self._checkpoint
         found = 0.0
         for name, size in shape.tensor_shapes.items():
-            kind = held_kind(name, size, kinds[name], self.config.model.weights, BLOCK_KINDS)
-            found += math.prod(size) * ITEM_BYTES[self.dtype] if kind is None else size[0] * held_bytes(kind, size[1])
+            kind = loaded_kind(name, size, kinds[name], self.config.model.weights, BLOCK_KINDS)
+            found += (
+                math.prod(size) * ITEM_BYTES[self.dtype] if kind is None else size[0] * loaded_row_bytes(kind, size[1])
+            )
         return found
 
     def token_bytes(self, config: EngineConfig) -> float:

@@ -1,4 +1,6 @@
-"""A simulated instance of a cluster: the real agent and desk around a simulated engine, on links that take time."""
+"""A simulated instance of a cluster: the real agent and attempts around a simulated engine, on connections that take
+time.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from functools import partial
 from typing import Any, Protocol
 
 from quire.cluster.agent import Agent, Deadlines
-from quire.cluster.bodies import Extents, Ready
-from quire.cluster.cargo import Cargo
-from quire.cluster.desk import Desk, Notice
-from quire.cluster.neighbours import Neighbours, Pull
-from quire.engine.capacity import Capacity
+from quire.cluster.bodies import InstanceReady, PullExtents
+from quire.cluster.engine_attempts import EngineAttempts, Notice
+from quire.cluster.outgoing_pages import OutgoingPages
+from quire.cluster.peer_store import PeerStore, Pull
+from quire.engine.capacity import MeasuredCapacity
 from quire.engine.outputs import RequestOutput
 from quire.planning.latency import Link
 from quire.simulation.arrivals import Arrivals
 from quire.simulation.engine import EngineLoop, EngineOf, StoresOf, no_stores, with_stores
 from quire.simulation.events import Events, StepClock
-from quire.stores.seal import SECRET_BYTES, Seal
+from quire.stores.signer import SECRET_BYTES, ExtentSigner
 
-SEAL = Seal(bytes(SECRET_BYTES))
+SEAL = ExtentSigner(bytes(SECRET_BYTES))
 
 PART_SECONDS = 1.0
 """Bytes of a layer that takes longer count in parts of about this time: receivers ask again if nothing comes."""
@@ -58,27 +60,27 @@ class Network:
         """Sends a message."""
         self.events.after(self.hop, partial(self._deliver, sender, to, message))
 
-    def carry(self, sender: str, to: str, message: Extents, cargo: Cargo) -> None:
+    def carry(self, sender: str, to: str, message: PullExtents, outgoing_pages: OutgoingPages) -> None:
         """Sends pages, layer by layer, and then the message that they have come."""
-        receiver, sizes = self.hearers[to], cargo.page_bytes
+        receiver, sizes = self.hearers[to], outgoing_pages.page_bytes
         assert isinstance(receiver, SimulatedInstance), "pages go to instances"
         free_at = max(self._sends_until.get(sender, 0.0), self._receives_until.get(to, 0.0))
         begun = max(self.events.now + self.bulk.latency, free_at)
         seconds = sum(sizes) / self.bulk.bytes_per_second
         self._sends_until[sender] = self._receives_until[to] = end = begun + seconds
-        receiver.expect(message.pull, begun, seconds, cargo)
-        self.events.at(end, cargo.done)
+        receiver.expect(message.pull, begun, seconds, outgoing_pages)
+        self.events.at(end, outgoing_pages.done)
         self.events.at(end, partial(self._deliver, sender, to, message))
 
     def _deliver(self, sender: str, to: str, message: Any) -> None:
         self.hearers[to].receive(sender, message, iter(()))
 
 
-class Parted(Neighbours):
-    """Neighbours whose extents were noted layer by layer, or in smaller parts, before the message about them comes."""
+class Parted(PeerStore):
+    """A peer store whose extents were noted by layer, or in smaller parts, before the message about them comes."""
 
-    def __init__(self, seal: Seal) -> None:
-        super().__init__(seal)
+    def __init__(self, signer: ExtentSigner) -> None:
+        super().__init__(signer)
         self._ahead: Counter[int] = Counter()  # by pull: bytes that were noted before their layer
 
     def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
@@ -96,12 +98,12 @@ class Parted(Neighbours):
 
 
 class _Links:
-    """What an agent asks of its links."""
+    """What an agent asks of its connections."""
 
     def __init__(self, network: Network, name: str) -> None:
         self._network, self._name = network, name
 
-    def send(self, to: str, message: Any, bulk: Cargo | None = None) -> bool:
+    def send(self, to: str, message: Any, bulk: OutgoingPages | None = None) -> bool:
         if bulk is None:
             self._network.send(self._name, to, message)
         else:
@@ -116,7 +118,7 @@ class _Links:
 
 
 class SimulatedInstance:
-    """An engine, a desk and an agent.
+    """An engine, its attempts and an agent.
 
     stores_of  makes its stores beside those of all instances
     """
@@ -127,7 +129,7 @@ class SimulatedInstance:
         name: str,
         role: str,
         engine_of: EngineOf,
-        capacity: Capacity,
+        capacity: MeasuredCapacity,
         *,
         stores_of: StoresOf = no_stores,
         timeout: float = 60.0,
@@ -135,26 +137,26 @@ class SimulatedInstance:
         self.name, self.role = name, role
         self._events = events = network.events
         self.arrivals = Arrivals(events)
-        self.neighbours = Parted(SEAL)
+        self.peer_store = Parted(SEAL)
         clock = StepClock(events)
-        stores = [*stores_of(events, self.arrivals), self.neighbours]
+        stores = [*stores_of(events, self.arrivals), self.peer_store]
         self.engine = engine = with_stores(engine_of, clock, self.arrivals, stores)
         if role == "prefill":
             engine.scheduler.policy.prompt_rows = capacity.prompt_rows
         self.loop = EngineLoop(events, engine, clock, self._has_stepped)
         self._agent = Agent(
-            name, _Links(network, name), self.neighbours, self.loop.submit,  # type: ignore[arg-type]
+            name, _Links(network, name), self.peer_store, self.loop.submit,  # type: ignore[arg-type]
             Deadlines.within(timeout), clock=lambda: events.now,
         )  # fmt: skip
-        self._desk = Desk(engine, self.neighbours, SEAL, self._notice, self.loop.submit)
-        self.ready = Ready(
+        self._engine_attempts = EngineAttempts(engine, self.peer_store, SEAL, self._notice, self.loop.submit)
+        self.ready = InstanceReady(
             name, "", capacity.prompt_rows, capacity.batch, engine.limits,
             capacity.seconds_per_row, capacity.seconds_per_step,
             cache_bytes=engine.scheduler.manager.stats()["bytes_total"], namespace=engine.namespace,
         )  # fmt: skip
         self._timer = math.inf
         network.hearers[name] = self
-        self._agent.begin(self._desk)
+        self._agent.begin(self._engine_attempts)
         self._plan()
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
@@ -162,26 +164,26 @@ class SimulatedInstance:
         self._agent.receive(sender, message, extents)
         self._turn()
 
-    def expect(self, number: int, begun: float, seconds: float, cargo: Cargo) -> None:
+    def expect(self, number: int, begun: float, seconds: float, outgoing_pages: OutgoingPages) -> None:
         """The pages of a pull are on their way, for some seconds."""
-        pull = self.neighbours.find_pull(number)
+        pull = self.peer_store.find_pull(number)
         if pull is not None:
             count = len(pull.transfer.ready)
             times = [begun + seconds * (layer + 1) / count for layer in range(count)]
-            self.arrivals.bring(pull.transfer, times, self.unload(pull, cargo))
+            self.arrivals.bring(pull.transfer, times, self.unload(pull, outgoing_pages))
             parts = math.ceil(seconds / count / PART_SECONDS)
-            note = partial(self.neighbours.note_part, number, sum(cargo.page_bytes) // count // max(1, parts))
+            note = partial(self.peer_store.note_part, number, sum(outgoing_pages.page_bytes) // count // max(1, parts))
             for part in range(parts * count):
                 if part % parts:
                     self._events.at(begun + seconds * part / parts / count, note)
 
-    def unload(self, pull: Pull, cargo: Cargo) -> Callable[[int], None]:
+    def unload(self, pull: Pull, outgoing_pages: OutgoingPages) -> Callable[[int], None]:
         """What happens when a layer arrives."""
-        of_layer = [size // len(pull.transfer.ready) for size in cargo.page_bytes]
-        return lambda layer: self.neighbours.note_layer(pull, layer, of_layer)
+        of_layer = [size // len(pull.transfer.ready) for size in outgoing_pages.page_bytes]
+        return lambda layer: self.peer_store.note_layer(pull, layer, of_layer)
 
     def _has_stepped(self, outputs: list[RequestOutput]) -> None:
-        self._desk.has_stepped(outputs)
+        self._engine_attempts.has_stepped(outputs)
 
     def _notice(self, notices: list[Notice]) -> None:
         self._agent.notice(notices)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.costs import LATENCY
-from quire.cluster.placements import Model, shared_options, specs_of
-from quire.cluster.placing import groups_of
+from quire.cluster.colocation import colocated_groups
+from quire.cluster.placements import ServedModel, shared_options, specs_of
 from quire.config import ClusterConfig, EngineConfig
 from quire.engine.build import resolve
-from quire.engine.capacity import Capacity
+from quire.engine.capacity import MeasuredCapacity
 from quire.engine.engine import Engine
-from quire.engine.sizes import Sizes
+from quire.engine.sizes import EngineSizes
 from quire.errors import ConfigError
 from quire.load import find_calibration
 from quire.models.fingerprint import fingerprint
@@ -142,7 +142,7 @@ class Replicas:
         return self.plan.config
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> MeasuredCapacity:
         """What each measures when it starts."""
         return self.plan.capacity
 
@@ -221,7 +221,7 @@ class Setup:
             max_queue=self.replicas[0].plan.config.scheduler.max_queue,
         )
         if self.in_pairs:
-            groups = groups_of({name: each.role for name, each in places.items()}, "pairs")
+            groups = colocated_groups({name: each.role for name, each in places.items()}, "pairs")
             for number, names in enumerate(groups):
                 for name in names:
                     cluster.router.members[name].group = f"group-{number}"
@@ -261,7 +261,7 @@ class LocalModel:
         """The configuration with other options, automatic values included."""
         return EngineConfig.from_options({**self.options, **options}, self.file)
 
-    def resolved(self, options: Mapping[str, Any]) -> tuple[EngineConfig, Sizes, Calibration | None]:
+    def resolved(self, options: Mapping[str, Any]) -> tuple[EngineConfig, EngineSizes, Calibration | None]:
         """The configuration with other options and without automatic values, and what fits under it. Raises ConfigError
         for what cannot be simulated.
         """
@@ -310,13 +310,13 @@ class LocalModel:
         is_local = settings.address is None and (hosts is None or hosts.count == 1)
         common = shared_options(instances, self.options, self.file, is_local=is_local)
         _, sizes, _ = self.resolved(common)
-        model = Model(self.name, common, self.file, self.given(common), sizes.weight_bytes, sizes.cache_bytes)
+        model = ServedModel(self.name, common, self.file, self.given(common), sizes.weight_bytes, sizes.cache_bytes)
         # A placement for another machine says how many cores that one has.
         threads = [str(each.options.get("runtime.threads", "")) for each in instances]
         given = sum(int(own) * each.count for own, each in zip(threads, instances, strict=True) if own.isdecimal())
         specs = Counter(specs_of(instances, model, max(given, len(os.sched_getaffinity(0))), is_local=is_local))
         replicas = [
-            self.replicas(spec.role, {**common, **dict(spec.build.options)}, count) for spec, count in specs.items()
+            self.replicas(spec.role, {**common, **dict(spec.settings.options)}, count) for spec, count in specs.items()
         ]
         transport = "tcp" if settings.transport == "tcp" or not is_local else "shm"
         ways = ways_of([each.plan.latency for each in replicas], transport)

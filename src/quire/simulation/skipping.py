@@ -15,10 +15,10 @@ import numpy as np
 from quire.cache.counts import ChunkCounts
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
-from quire.engine.control import retention_of, scheduler_of
+from quire.engine.control_plane import retention_of, scheduler_of
 from quire.engine.fast_forward import FastForward
 from quire.engine.request import Sequence as Running
-from quire.engine.scheduler import Sampled, Scheduler
+from quire.engine.scheduler import SampledToken, Scheduler
 from quire.errors import ConfigError
 from quire.planning.latency import Latency, StepWork
 from quire.planning.workload import Span
@@ -121,7 +121,7 @@ class SkippingInstance:
         """Share of the cache that live sequences use."""
         manager = self.scheduler.manager
         ledger = manager.table.ledger
-        return (ledger.bytes_out - manager.statistics.cached()) / ledger.num_bytes
+        return (ledger.allocated_bytes - manager.statistics.cached()) / ledger.num_bytes
 
     def _interrupt(self, quiet: tuple[float, StepWork, int]) -> None:
         """Ends skipped steps with the one that runs now."""
@@ -208,7 +208,7 @@ class SkippingInstance:
         self._tell(self._forward.report.sampled)
         self._turn()
 
-    def _tell(self, sampled: list[Sampled]) -> None:
+    def _tell(self, sampled: list[SampledToken]) -> None:
         for sequence, _, is_last, _ in sampled:
             if is_last or sequence.num_generated == 1:
                 self._told(sequence, is_last)

@@ -7,11 +7,11 @@ import torch
 
 from quire.cache.arena import Arena
 from quire.cache.arrays import Bytes, Int32s
-from quire.cache.codecs import Codec, Moves
+from quire.cache.codecs import Codec, SlotMoves
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PageLedger
 from quire.cache.table import ChunkTable
-from quire.engine.control import Formats
+from quire.engine.control_plane import ChunkFormats
 
 
 class NoBytes(Arena):
@@ -43,10 +43,10 @@ class NoBytes(Arena):
 class PagesOnly(ChunkTable):
     """A chunk table over `NoBytes`."""
 
-    def __init__(self, ledger: PageLedger, shape: tuple[int, int], formats: Formats) -> None:
+    def __init__(self, ledger: PageLedger, shape: tuple[int, int], formats: ChunkFormats) -> None:
         super().__init__(
             ledger, *shape, *formats.codecs, sinks=formats.sinks, sums=formats.sums, arena=NoBytes(ledger.num_bytes)
         )
 
-    def move(self, codec: Codec | SumsCodec, moves: Moves) -> None:
+    def move(self, codec: Codec | SumsCodec, moves: SlotMoves) -> None:
         """Does nothing: slots have no bytes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire.cache.run import Run
 from quire.stores.direct import DirectFile, padded
-from quire.stores.staging import Slot, Staging
+from quire.stores.staging import StagingBuffer, StagingPool
 
 FILE_BYTES = 8192
 """Of a file beside its contents: the file system may need blocks to find the others."""
@@ -29,13 +29,13 @@ class RunFile:
     others     ids of runs of other namespaces in it
     """
 
-    place: Path
+    subfolder: Path
     number: int
     path: Path
     used: float
     is_own: bool
     num_bytes: int = 0
-    entries: set[Entry] = field(default_factory=set)
+    entries: set[CatalogEntry] = field(default_factory=set)
     others: set[int] = field(default_factory=set)
     noted: float = 0.0
     """The time of use that its index has."""
@@ -50,7 +50,7 @@ class RunFile:
 
 
 @dataclass(eq=False)
-class Entry:
+class CatalogEntry:
     """A run and the place of its bytes: staging memory, then a file of runs or a file of its own.
 
     lengths  bytes of each extent
@@ -61,13 +61,13 @@ class Entry:
     run: Run
     lengths: Sequence[int]
     used: float
-    staged: list[Slot] = field(default_factory=list)
+    staged: list[StagingBuffer] = field(default_factory=list)
     file: RunFile | None = None
     offset: int = 0
     """Of the first extent in the file."""
     run_id: int = 0
     """In the index of its sub-folder; 0: none."""
-    own: DirectFile | None = None
+    private_file: DirectFile | None = None
     """The file of a private run."""
     users: int = 0
     is_dropped: bool = False
@@ -87,26 +87,26 @@ class Catalog:
     another entry of that name; the entries with a file are those of all files.
     """
 
-    def __init__(self, staging: Staging, clock: Callable[[], float]) -> None:
+    def __init__(self, staging: StagingPool, clock: Callable[[], float]) -> None:
         self.staging = staging
         self.lock = threading.Lock()
-        self.staged: set[Entry] = set()
+        self.staged: set[CatalogEntry] = set()
         """With staging memory, dropped ones included."""
-        self.entries: dict[Run, Entry] = {}
-        self.by_name: dict[bytes, Entry] = {}
+        self.entries: dict[Run, CatalogEntry] = {}
+        self.by_name: dict[bytes, CatalogEntry] = {}
         self.pins: dict[bytes, float] = {}
         """Of this process."""
         self.pins_of_others: dict[Path, dict[bytes, float]] = {}
         self.files_of_others: dict[Path, dict[int, RunFile]] = {}
         """By sub-folder and number."""
-        self.removed: list[Entry] = []
+        self.removed: list[CatalogEntry] = []
         """Dropped, and still in the index of this process."""
-        self.closing: list[Entry] = []
+        self.closing: list[CatalogEntry] = []
         """Dropped private runs with files to close."""
-        self._hidden: dict[bytes, list[Entry]] = {}
+        self._hidden: dict[bytes, list[CatalogEntry]] = {}
         self._clock = clock
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CatalogEntry) -> None:
         """Makes a run findable. Of several runs with a chunk, one that ends there with an attachment is found, or else
         the first.
         """
@@ -123,17 +123,17 @@ class Catalog:
             if entry.file is not None:
                 entry.file.entries.add(entry)
 
-    def use(self, entry: Entry) -> None:
+    def use(self, entry: CatalogEntry) -> None:
         """Notes a use now."""
         entry.used = self._clock()
         if (file := entry.file) is not None:
             file.used = max(file.used, entry.used)
 
-    def of(self, names: Iterable[bytes]) -> list[Entry]:
+    def of(self, names: Iterable[bytes]) -> list[CatalogEntry]:
         """The entries of some names, each once."""
         return list({entry: None for name in names if (entry := self.by_name.get(name)) is not None})
 
-    def drop(self, entries: Iterable[Entry]) -> None:
+    def drop(self, entries: Iterable[CatalogEntry]) -> None:
         """Forgets runs. Their memory and files are given back when no read uses them."""
         with self.lock:
             for entry in entries:
@@ -148,26 +148,26 @@ class Catalog:
                 if not entry.is_dropped:
                     self._drop(entry)
 
-    def borrow(self, entry: Entry) -> bool:
-        """Keeps an entry's memory or file until `give_back`; False if the run is lost."""
+    def acquire(self, entry: CatalogEntry) -> bool:
+        """Keeps an entry's memory or file until `release`; False if the run is lost."""
         with self.lock:
             if entry.is_dropped:
                 return False
             entry.users += 1
             return True
 
-    def give_back(self, entry: Entry) -> None:
-        """Ends `borrow`."""
+    def release(self, entry: CatalogEntry) -> None:
+        """Ends `acquire`."""
         with self.lock:
             entry.users -= 1
             self._release(entry)
 
-    def move(self, entry: Entry, file: RunFile | None, offset: int, own: DirectFile | None) -> bool:
+    def move(self, entry: CatalogEntry, file: RunFile | None, offset: int, private_file: DirectFile | None) -> bool:
         """Notes that a staged run is on the disk, and frees its memory. False if it was dropped meanwhile."""
         with self.lock:
             if entry.is_dropped:
                 return False
-            entry.file, entry.offset, entry.own = file, offset, own
+            entry.file, entry.offset, entry.private_file = file, offset, private_file
             if file is not None:
                 file.entries.add(entry)
                 file.used = max(file.used, entry.used)
@@ -188,7 +188,7 @@ class Catalog:
                 found = max(found, *(pins[name] for name in names & pins.keys()), 0.0)
         return found
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: CatalogEntry) -> None:
         entry.is_dropped = True
         del self.entries[entry.run]
         for name in entry.run.names:
@@ -207,24 +207,24 @@ class Catalog:
                 self.removed.append(entry)
         self._release(entry)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: CatalogEntry) -> None:
         """Gives back what nobody uses. Under the lock."""
         if entry.users:
             return
-        if entry.staged and (entry.is_dropped or entry.file is not None or entry.own is not None):
-            self.staging.give(entry.staged)
+        if entry.staged and (entry.is_dropped or entry.file is not None or entry.private_file is not None):
+            self.staging.free(entry.staged)
             entry.staged = []
             self.staged.discard(entry)
-        if entry.is_dropped and entry.own is not None:
+        if entry.is_dropped and entry.private_file is not None:
             self.closing.append(entry)
 
     def check(self) -> None:
         """Asserts the invariants."""
         with self.lock:
-            self.staging.check([slot for entry in self.staged for slot in entry.staged])
+            self.staging.check([buffer for entry in self.staged for buffer in entry.staged])
             entries = set(self.entries.values())
             found = set(self.by_name.values()).union(*self._hidden.values())
             assert entries == found and not any(entry.is_dropped for entry in entries), "entries and names differ"
             for entry in entries:
-                assert entry.staged or entry.file is not None or entry.own is not None, "a run without bytes"
+                assert entry.staged or entry.file is not None or entry.private_file is not None, "a run without bytes"
                 assert entry.file is None or (entry in entry.file.entries and not entry.file.is_gone)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from quire.stores.catalog import Catalog, RunFile
 from quire.stores.folder import remove_file, run_files, writer_bytes
-from quire.stores.index import DamagedIndexError, Index, remove_index
-from quire.stores.view import used_by_others
+from quire.stores.folder_view import used_by_others
+from quire.stores.index import DamagedIndexError, RunIndex, remove_index
 
 log = logging.getLogger("quire")
 
@@ -29,24 +29,24 @@ def victim(files: Iterable[RunFile], catalog: Catalog, stale: float) -> RunFile 
     return min(files, key=rank, default=None)
 
 
-def collect_abandoned(place: Path, num_bytes: int, catalog: Catalog) -> None:
+def collect_abandoned(subfolder: Path, num_bytes: int, catalog: Catalog) -> None:
     """Removes files of a sub-folder without a writer, the least recently used first and pinned ones last, until so many
     bytes are gone, or all. Under the lock of the sub-folder. Raises OSError.
     """
-    goal = writer_bytes(place) - num_bytes
-    known = catalog.files_of_others.get(place, {})
+    goal = writer_bytes(subfolder) - num_bytes
+    known = catalog.files_of_others.get(subfolder, {})
     try:
-        index = Index(place, is_writer=True)
+        index = RunIndex(subfolder, is_writer=True)
     except DamagedIndexError as error:
-        log.warning("the index of %s is damaged, and its runs are lost: %s", place, error)
-        clear_place(place)
+        log.warning("the index of %s is damaged, and its runs are lost: %s", subfolder, error)
+        clear_subfolder(subfolder)
         return
     try:
         rows = {row.number: row for row in index.files()}
-        for number, path in run_files(place):
+        for number, path in run_files(subfolder):
             if number not in rows:
                 remove_file(path)
-        paths = {number: path for number, path in run_files(place) if number in rows}
+        paths = {number: path for number, path in run_files(subfolder) if number in rows}
 
         def rank(number: int) -> tuple[bool, float]:
             file = known.get(number)
@@ -54,7 +54,7 @@ def collect_abandoned(place: Path, num_bytes: int, catalog: Catalog) -> None:
             return file is not None and catalog.is_pinned(file), used
 
         for number in sorted(paths, key=rank):
-            if writer_bytes(place) <= goal:
+            if writer_bytes(subfolder) <= goal:
                 break
             index.remove_files([number])
             remove_file(paths.pop(number))
@@ -65,11 +65,11 @@ def collect_abandoned(place: Path, num_bytes: int, catalog: Catalog) -> None:
     finally:
         index.close()
     if not paths:
-        clear_place(place)
+        clear_subfolder(subfolder)
 
 
-def clear_place(place: Path) -> None:
+def clear_subfolder(subfolder: Path) -> None:
     """Removes everything from a sub-folder but its lock. Under that lock."""
-    remove_index(place)
-    for _, path in run_files(place):
+    remove_index(subfolder)
+    for _, path in run_files(subfolder):
         remove_file(path)

@@ -26,7 +26,7 @@ MEASURE_PREFIX = ".quire-measure-"
 _MAX_VIEWS = 512  # of one pwritev; Linux takes 1,024
 
 
-def give_way() -> None:
+def lower_thread_priority() -> None:
     """Lowers the priority of this thread: threads that compute tokens for running requests go first."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
@@ -37,7 +37,7 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-class Buffer:
+class AlignedBuffer:
     """Page-aligned memory that grows to the largest size asked for."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def allows_direct(folder: Path) -> bool:
             return False
         raise
     try:
-        return os.pwrite(file, Buffer().view(BLOCK_BYTES), 0) == BLOCK_BYTES
+        return os.pwrite(file, AlignedBuffer().view(BLOCK_BYTES), 0) == BLOCK_BYTES
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
@@ -84,7 +84,7 @@ def reads_direct(path: Path) -> bool:
             return False
         raise
     try:
-        os.preadv(file, [Buffer().view(BLOCK_BYTES)], 0)
+        os.preadv(file, [AlignedBuffer().view(BLOCK_BYTES)], 0)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
@@ -94,12 +94,12 @@ def reads_direct(path: Path) -> bool:
     return True
 
 
-def measured_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *, is_direct: bool) -> float:
+def measure_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *, is_direct: bool) -> float:
     """Bytes per second of writing and then reading a file in a folder. It has no name meanwhile, so that a kill leaves
     nothing. before: as in `DirectFile.read`. Raises OSError.
     """
     path = folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp"
-    view = Buffer().view(num_bytes)
+    view = AlignedBuffer().view(num_bytes)
     view[:] = os.urandom(num_bytes)  # some file systems compress, and store zeros for nothing
     file = DirectFile(path, is_direct=is_direct, is_new=True)
     try:
@@ -156,7 +156,7 @@ class DirectFile:
         done = os.pwritev(self._descriptor, views, offset)
         while done < size:  # a full disk writes a part, and says why when asked again
             rest = memoryview(b"".join(views))[done:]
-            block = Buffer().view(len(rest))
+            block = AlignedBuffer().view(len(rest))
             block[:] = rest
             num_bytes = (
                 0 if self._is_direct and done % BLOCK_BYTES else os.pwrite(self._descriptor, block, offset + done)

@@ -13,15 +13,15 @@ from quire.cache.namespace import Namespace
 from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import ConfigError, QuireError
-from quire.stores.catalog import Catalog, Entry
-from quire.stores.heads import common_digest
-from quire.stores.home import Home
-from quire.stores.listing import Stored, list_stored
-from quire.stores.outage import Outage
-from quire.stores.reads import FAILURES, Reads
-from quire.stores.staging import Slot, Staging
+from quire.stores.catalog import Catalog, CatalogEntry
+from quire.stores.circuit_breaker import CircuitBreaker
+from quire.stores.disk_reader import FAILURES, DiskReader
+from quire.stores.disk_writer import DiskWriter
+from quire.stores.headers import common_digest
+from quire.stores.listing import StoredRun, list_stored
+from quire.stores.staging import StagingBuffer, StagingPool
 from quire.stores.throttle import Throttle
-from quire.stores.writer import Writer
+from quire.stores.writer_folder import WriterFolder
 
 STAGING_BYTES = 64 << 20
 FLUSH_SECONDS = 3.0
@@ -38,7 +38,7 @@ class DiskStore:
 
     name = "disk"
     keeps = True
-    outlives = True
+    is_persistent = True
 
     def __init__(
         self,
@@ -56,22 +56,24 @@ class DiskStore:
         """
         self._cap, self._lifetime, self._clock = cap, lifetime, clock
         self._digest = common_digest(namespace)
-        self._staging = Staging(STAGING_BYTES)
+        self._staging = StagingPool(STAGING_BYTES)
         self._catalog = Catalog(self._staging, clock)
         self._throttle = Throttle(bandwidth)
         try:
-            self._home = Home(folder, cap, self._digest, self._catalog, self._throttle, clock)
+            self._writer_folder = WriterFolder(folder, cap, self._digest, self._catalog, self._throttle, clock)
         except OSError as error:
             reason = error.strerror or error
             where = error.filename or folder
             raise ConfigError(
                 f"the disk tier cannot use {where} ({reason}): make room, or name another folder"
             ) from None
-        self._writing = Outage("writing to the disk tier", 1)
-        self._reading = Outage("the disk tier", FAILURES)
-        self._writer = Writer(self._home, self._catalog, self._writing, lifetime)
-        home = self._home
-        self._reads = Reads(self._catalog, lambda: home.seal, self._throttle, self._reading, lambda: home.is_direct)
+        self._writing = CircuitBreaker("writing to the disk tier", 1)
+        self._reading = CircuitBreaker("the disk tier", FAILURES)
+        self._writer = DiskWriter(self._writer_folder, self._catalog, self._writing, lifetime)
+        writer_folder = self._writer_folder
+        self._reader = DiskReader(
+            self._catalog, lambda: writer_folder.signer, self._throttle, self._reading, lambda: writer_folder.is_direct
+        )
         self._is_closed = False
         self._chunk_bytes = 0
         """Of the last run, to guess what is still accepted."""
@@ -114,11 +116,11 @@ class DiskStore:
             for entry in known:
                 catalog.use(entry)
             return
-        slots = self._stage(extents)
-        if slots is None:
+        buffers = self._stage(extents)
+        if buffers is None:
             self._num_refused += 1
             return
-        entry = Entry(run, [slot.length for slot in slots], self._clock(), staged=slots)
+        entry = CatalogEntry(run, [buffer.length for buffer in buffers], self._clock(), staged=buffers)
         self._chunk_bytes = entry.num_bytes // len(run.names)
         self._num_put += 1
         catalog.add(entry)
@@ -142,7 +144,7 @@ class DiskStore:
                 return
             self._catalog.use(entry)
             entries.append(entry)
-        self._reads.submit(transfer, entries)
+        self._reader.submit(transfer, entries)
 
     def drop(self, names: Iterable[bytes]) -> None:
         """Forgets runs, each given by any of its names, with all copies. Those that other processes wrote stay in their
@@ -165,7 +167,7 @@ class DiskStore:
         self.flush(FLUSH_SECONDS)
         self._is_closed = True
         self._throttle.close()
-        self._reads.close()
+        self._reader.close()
         self._writer.close()
         self._catalog.drop(list(self._catalog.entries.values()))
 
@@ -174,14 +176,14 @@ class DiskStore:
         never shortens them. False, and no change, if a chunk is not stored, or if more than half of the quota would be
         pinned.
         """
-        catalog, home = self._catalog, self._home
+        catalog, writer_folder = self._catalog, self._writer_folder
         entries = catalog.of(names)
         if not all(name in catalog.by_name for name in names):
             return False
         files = {entry.file for entry in entries if entry.file is not None and entry.file.is_own}
-        files.update(file for file in list(home.files.values()) if catalog.is_pinned(file))
+        files.update(file for file in list(writer_folder.files.values()) if catalog.is_pinned(file))
         staged = sum(entry.num_bytes for entry in entries if entry.file is None)
-        if sum(file.total_bytes for file in files) + staged > home.quotas.bytes // 2:
+        if sum(file.total_bytes for file in files) + staged > writer_folder.quotas.bytes // 2:
             return False
         self._set_pins({name: max(until, catalog.pins.get(name, 0.0)) for name in names})
         return True
@@ -202,9 +204,9 @@ class DiskStore:
                 at = run.parent if run.start else None
         self._set_pins(needed)
 
-    def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Stored]:
+    def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[StoredRun]:
         """What is on the disk, of all processes and models, where the salt is visible; the last used first."""
-        return list_stored(self._home.folder, self._home.seal, self._digest, visible)
+        return list_stored(self._writer_folder.folder, self._writer_folder.signer, self._digest, visible)
 
     def measure(self) -> float | None:
         """Bytes per second of a short write and read, with the throttle; None if there is no room."""
@@ -213,58 +215,58 @@ class DiskStore:
     def check(self) -> None:
         """Asserts that memory, index and files agree, and that the quotas hold. Call it when nothing is under way."""
         with self._writer.work:
-            self._home.commit()
-            self._home.forget()
+            self._writer_folder.commit()
+            self._writer_folder.forget()
             self._catalog.check()
-            self._home.check()
+            self._writer_folder.check()
 
     def stats(self) -> dict[str, int | float | bool | str | None]:
         """Counters since the start, and what there is now."""
-        home, reads, writer, catalog = self._home, self._reads, self._writer, self._catalog
+        writer_folder, reads, writer, catalog = self._writer_folder, self._reader, self._writer, self._catalog
         others = list(catalog.files_of_others.values())
         return {
-            "bytes": 0 if self._is_closed else home.bytes,
+            "bytes": 0 if self._is_closed else writer_folder.bytes,
             "cap_bytes": self._cap,
-            "quota_bytes": home.quotas.bytes,
+            "quota_bytes": writer_folder.quotas.bytes,
             "chunks": len(catalog.by_name),
-            "files": len(home.files) + sum(map(len, others)),
+            "files": len(writer_folder.files) + sum(map(len, others)),
             "bytes_read": reads.bytes_read,
-            "bytes_written": home.bytes_written,
+            "bytes_written": writer_folder.bytes_written,
             "seconds_reading": reads.seconds,
-            "seconds_writing": home.seconds,
+            "seconds_writing": writer_folder.seconds,
             "cpu_seconds": reads.cpu_seconds + writer.cpu_seconds,
             "num_put": self._num_put,
             "num_refused": self._num_refused + writer.num_refused,
             "num_read": reads.num_read,
             "num_failed": reads.num_failed,
-            "num_collected": home.num_collected,
+            "num_collected": writer_folder.num_collected,
             "is_on": self.is_on,
             "reason": self._reading.reason or self._writing.reason,
         }
 
-    def _is_expired(self, entry: Entry) -> bool:
+    def _is_expired(self, entry: CatalogEntry) -> bool:
         now, catalog = self._clock(), self._catalog
         if self._lifetime is None or entry.used + self._lifetime >= now:
             return False
         tables = catalog.pins, *catalog.pins_of_others.values()
         return not any(pins.get(name, 0.0) > now for pins in tables for name in entry.run.names)
 
-    def _stage(self, extents: Iterable[memoryview]) -> list[Slot] | None:
+    def _stage(self, extents: Iterable[memoryview]) -> list[StagingBuffer] | None:
         """Copies extents into staging memory; None if they do not fit."""
-        slots: list[Slot] = []
+        buffers: list[StagingBuffer] = []
         try:
             for extent in extents:
-                slot = self._staging.take(len(extent))
-                if slot is None:
-                    self._staging.give(slots)
+                buffer = self._staging.take(len(extent))
+                if buffer is None:
+                    self._staging.free(buffers)
                     return None
-                slots.append(slot)
+                buffers.append(buffer)
                 # numpy, which releases the interpreter lock, so that readers go on.
-                np.copyto(np.frombuffer(slot.extent, np.uint8), np.frombuffer(extent, np.uint8))
+                np.copyto(np.frombuffer(buffer.extent, np.uint8), np.frombuffer(extent, np.uint8))
         except BaseException:
-            self._staging.give(slots)
+            self._staging.free(buffers)
             raise
-        return slots
+        return buffers
 
     def _set_pins(self, changes: dict[bytes, float]) -> None:
         now, catalog = self._clock(), self._catalog

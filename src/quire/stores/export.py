@@ -1,4 +1,4 @@
-"""From a folder of a disk store to a parcel: whole prefixes, a run after the one that it goes on from."""
+"""From a folder of a disk store to an archive: whole prefixes, a run after the one that it goes on from."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ExtentError
-from quire.stores.admin import Located, Shelf
+from quire.stores.archive import RunArchiveWriter
 from quire.stores.direct import DirectFile, padded
-from quire.stores.parcel import ParcelWriter
+from quire.stores.folder_reader import FolderReader, LocatedRun
 
 
 @dataclass
-class Exported:
+class ExportStats:
     """What an export wrote, and how many runs it left out, by reason."""
 
     num_runs: int = 0
@@ -24,64 +24,64 @@ class Exported:
     num_damaged: int = 0
 
 
-def export(shelf: Shelf, target: Path, wanted: Callable[[Located], bool]) -> Exported:
-    """Writes the wanted runs, and those that they go on from, to a parcel. Leaves out runs whose beginning is not
+def export(reader: FolderReader, target: Path, wanted: Callable[[LocatedRun], bool]) -> ExportStats:
+    """Writes the wanted runs, and those that they go on from, to an archive. Leaves out runs whose beginning is not
     stored, that have column sums of retention, or that are damaged. Raises ConfigError if there is a file of this name,
     and OSError.
     """
-    runs: dict[tuple[bytes, ...], Located] = {}
-    for located in shelf.runs():
-        runs.setdefault(located.head.run.names, located)
-    by_name = {name: located for located in runs.values() for name in located.head.run.names}
+    runs: dict[tuple[bytes, ...], LocatedRun] = {}
+    for located in reader.runs():
+        runs.setdefault(located.header.run.names, located)
+    by_name = {name: located for located in runs.values() for name in located.header.run.names}
     done: dict[tuple[bytes, ...], bool] = {}
-    found = Exported()
-    with ParcelWriter(target) as writer:
-        for located in sorted(filter(wanted, runs.values()), key=lambda each: each.head.run.start):
+    found = ExportStats()
+    with RunArchiveWriter(target) as writer:
+        for located in sorted(filter(wanted, runs.values()), key=lambda each: each.header.run.start):
             for each in _path(located, by_name):
-                names = each.head.run.names
+                names = each.header.run.names
                 if names not in done:
-                    parent = by_name.get(each.head.run.parent)
-                    has_beginning = not each.head.run.start or (
-                        parent is not None and done.get(parent.head.run.names, False)
+                    parent = by_name.get(each.header.run.parent)
+                    has_beginning = not each.header.run.start or (
+                        parent is not None and done.get(parent.header.run.names, False)
                     )
-                    done[names] = has_beginning and _write(writer, each, shelf, found)
+                    done[names] = has_beginning and _write(writer, each, reader, found)
                     found.num_without_beginning += not has_beginning
     return found
 
 
-def _path(located: Located, by_name: dict[bytes, Located]) -> list[Located]:
+def _path(located: LocatedRun, by_name: dict[bytes, LocatedRun]) -> list[LocatedRun]:
     """The runs from the beginning up to this one, as far as they are stored."""
     found = [located]
-    while found[-1].head.run.start and (parent := by_name.get(found[-1].head.run.parent)) is not None:
+    while found[-1].header.run.start and (parent := by_name.get(found[-1].header.run.parent)) is not None:
         found.append(parent)
     return found[::-1]
 
 
-def _write(writer: ParcelWriter, located: Located, shelf: Shelf, found: Exported) -> bool:
-    if located.head.run.num_attached:
+def _write(writer: RunArchiveWriter, located: LocatedRun, reader: FolderReader, found: ExportStats) -> bool:
+    if located.header.run.num_attached:
         found.num_with_sums += 1
         return False
     try:
-        extents = list(_extents(located, shelf))
+        extents = list(_extents(located, reader))
     except (ExtentError, OSError) as error:
-        shelf.problems.append(f"{located.path}: {error}")
+        reader.problems.append(f"{located.path}: {error}")
         found.num_damaged += 1
         return False
     writer.add(located.blob, extents)
     found.num_runs += 1
-    found.num_tokens += len(located.head.run.tokens)
+    found.num_tokens += len(located.header.run.tokens)
     found.num_bytes += sum(map(len, extents))
     return True
 
 
-def _extents(located: Located, shelf: Shelf) -> Iterator[memoryview]:
+def _extents(located: LocatedRun, reader: FolderReader) -> Iterator[memoryview]:
     file = DirectFile(located.path, is_direct=False)
     try:
-        offset, names = located.offset, b"".join(located.head.run.names)
-        for length in located.head.lengths:
+        offset, names = located.offset, b"".join(located.header.run.names)
+        for length in located.header.lengths:
             extent = memoryview(bytearray(length))
             file.read(extent, offset, lambda size: None)
-            shelf.seal.verify(names, extent)
+            reader.signer.verify(names, extent)
             yield extent
             offset += padded(length)
     finally:

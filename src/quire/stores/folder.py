@@ -28,7 +28,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.stores.direct import MEASURE_PREFIX
-from quire.stores.seal import SECRET_BYTES
+from quire.stores.signer import SECRET_BYTES
 
 log = logging.getLogger("quire")
 
@@ -43,7 +43,7 @@ SLACK_BYTES = 4 << 20
 MAX_WRITERS = 64
 
 
-class Lock:
+class FileLock:
     """A file under `flock`, until `close`."""
 
     def __init__(self, path: Path, *, waits: bool = True) -> None:
@@ -70,14 +70,14 @@ class Lock:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def __enter__(self) -> Lock:
+    def __enter__(self) -> FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Folder:
+class StoreFolder:
     """A folder that is ours, with its secret."""
 
     def __init__(self, path: Path) -> None:
@@ -101,11 +101,11 @@ class Folder:
         except IsADirectoryError as error:
             raise ConfigError(f"{error.filename} is a directory: remove it, or use another folder") from None
 
-    def lock(self) -> Lock:
+    def lock(self) -> FileLock:
         """Waits for the folder's lock. Everybody holds it for milliseconds."""
-        return Lock(self.root / LOCK_NAME)
+        return FileLock(self.root / LOCK_NAME)
 
-    def take(self) -> Lock:
+    def take(self) -> FileLock:
         """Locks the lowest sub-folder without a live writer, under the folder's lock. A restarted process finds its own
         runs there. Raises ConfigError if there are too many writers.
         """
@@ -116,20 +116,20 @@ class Folder:
                 continue
             with contextlib.suppress(BlockingIOError, FileExistsError):  # somebody's file may have the name
                 path.mkdir(mode=0o700, exist_ok=True)
-                return Lock(path / LOCK_NAME, waits=False)
+                return FileLock(path / LOCK_NAME, waits=False)
         raise ConfigError(f"{self.path} has {MAX_WRITERS} writers already: stop one, or use another folder")
 
-    def places(self) -> list[Path]:
+    def subfolders(self) -> list[Path]:
         """All sub-folders of writers."""
-        return writer_places(self.root)
+        return writer_subfolders(self.root)
 
     def bytes_of_others(self) -> int:
         """Bytes of everything that lies in no sub-folder of a writer: other formats, for example."""
-        places = set(self.places())
+        subfolders = set(self.subfolders())
         found = 0
         for folder, folders, files in os.walk(self.path):
             here = Path(folder)
-            folders[:] = [name for name in folders if here / name not in places]
+            folders[:] = [name for name in folders if here / name not in subfolders]
             if here not in (self.path, self.root):
                 found += disk_bytes(here)
             elif here == self.path:
@@ -167,15 +167,15 @@ class Folder:
         return secret
 
 
-def writer_places(root: Path) -> list[Path]:
+def writer_subfolders(root: Path) -> list[Path]:
     """All sub-folders of writers, by number. root: DIR/v1"""
     try:
         entries = [entry for entry in os.scandir(root) if entry.name.isascii() and entry.name.isdecimal()]
         numbers = sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    places = [root / str(number) for number in numbers]
-    return [place for place in places if not _has_foreign_lock(place)]
+    subfolders = [root / str(number) for number in numbers]
+    return [subfolder for subfolder in subfolders if not _has_foreign_lock(subfolder)]
 
 
 def allocated(path: Path) -> int:
@@ -191,14 +191,14 @@ def disk_bytes(folder: Path) -> int:
     return allocated(folder) + sum(allocated(path) for path in _entries(folder) if not path.is_dir())
 
 
-def writer_bytes(place: Path) -> int:
+def writer_bytes(subfolder: Path) -> int:
     """Bytes on disk that count against a quota: those of all files but the lock."""
-    return sum(allocated(path) for path in _entries(place) if path.name != LOCK_NAME)
+    return sum(allocated(path) for path in _entries(subfolder) if path.name != LOCK_NAME)
 
 
-def remove_drafts(place: Path) -> None:
+def remove_drafts(subfolder: Path) -> None:
     """Removes what a killed writer did not finish. Only under the lock of the sub-folder."""
-    for path in _entries(place):
+    for path in _entries(subfolder):
         if path.name.endswith(DRAFT_SUFFIX):
             remove_file(path)
 
@@ -221,9 +221,9 @@ def number_of(path: Path) -> int | None:
     return int(stem) if path.name.endswith(RUNS_SUFFIX) and stem.isascii() and stem.isdecimal() else None
 
 
-def run_files(place: Path) -> Iterator[tuple[int, Path]]:
+def run_files(subfolder: Path) -> Iterator[tuple[int, Path]]:
     """The files of runs in a sub-folder and their numbers."""
-    for path in _entries(place):
+    for path in _entries(subfolder):
         if (number := number_of(path)) is not None:
             yield number, path
 
@@ -262,8 +262,8 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"the disk tier cannot use {path} ({reason}): name a folder that you can write to")
 
 
-def _has_foreign_lock(place: Path) -> bool:
-    path = place / LOCK_NAME
+def _has_foreign_lock(subfolder: Path) -> bool:
+    path = subfolder / LOCK_NAME
     return path.is_dir() or path.is_symlink()
 
 

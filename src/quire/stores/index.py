@@ -1,7 +1,7 @@
 """The index of one sub-folder: which runs lie where. An SQLite file, read by all processes and written by one.
 
     files  number, bytes, time of last use
-    runs   file, offset, digest of the namespace without its salt, head (see `heads`)
+    runs   file, offset, digest of the namespace without its salt, header (see `headers`)
     pins   name of a chunk, until when
 
 WAL with synchronous = FULL: a commit waits for the disk, so that a power failure takes back no file that was finished.
@@ -23,8 +23,8 @@ from typing import Any
 
 from quire.errors import ExtentError
 from quire.stores.folder import INDEX_NAME, allocated, remove_file
-from quire.stores.heads import Head, parse_head
-from quire.stores.seal import Seal
+from quire.stores.headers import RunHeader, parse_run_header
+from quire.stores.signer import ExtentSigner
 
 VERSION = 1
 _SCHEMA = """
@@ -59,7 +59,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class RunRow:
-    """Where a run lies. digest: of its namespace, see `heads.common_digest`."""
+    """Where a run lies. digest: of its namespace, see `headers.common_digest`."""
 
     id: int
     file: int
@@ -67,13 +67,13 @@ class RunRow:
     digest: bytes
 
 
-class Index:
+class RunIndex:
     """An open index. Methods raise DamagedIndexError and OSError."""
 
-    def __init__(self, place: Path, *, is_writer: bool) -> None:
+    def __init__(self, subfolder: Path, *, is_writer: bool) -> None:
         """The index of a sub-folder; the writer makes one if there is none."""
-        self.path = place / INDEX_NAME
-        _check_files(place)
+        self.path = subfolder / INDEX_NAME
+        _check_files(subfolder)
         is_new = is_writer and not self.path.exists()
         if is_new:  # SQLite gives its other files the mode of this one
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -123,7 +123,7 @@ class Index:
         return [FileRow(*row) for row in rows if _are(row, int, int, float) and row[0] >= 0 and row[1] >= 0]
 
     def runs(self, after: int = 0) -> list[RunRow]:
-        """All runs with larger ids, without their heads. Ids grow, and never come again."""
+        """All runs with larger ids, without their headers. Ids grow, and never come again."""
         rows = self._all("SELECT id, file, offset, digest FROM runs WHERE id > ?", (after,))
         return [RunRow(*row) for row in rows if _are(row, int, int, int, bytes) and row[2] >= 0]
 
@@ -137,17 +137,19 @@ class Index:
         with _errors():
             return int(self._one("SELECT count(*) FROM runs"))
 
-    def heads(self, rows: Iterable[RunRow], seal: Seal) -> Iterator[tuple[RunRow, bytes, Head | ExtentError]]:
-        """The heads of some runs as bytes and parsed, or why they cannot be. Leaves out runs that were removed."""
+    def headers(
+        self, rows: Iterable[RunRow], signer: ExtentSigner
+    ) -> Iterator[tuple[RunRow, bytes, RunHeader | ExtentError]]:
+        """The headers of some runs as bytes and parsed, or why they cannot be. Leaves out runs that were removed."""
         for row in rows:
-            if blob := self.head(row.id):
+            if blob := self.header(row.id):
                 try:
-                    yield row, blob, parse_head(blob, seal)
+                    yield row, blob, parse_run_header(blob, signer)
                 except ExtentError as error:
                     yield row, blob, error
 
-    def head(self, run_id: int) -> bytes:
-        """The head of a run; empty if there is none."""
+    def header(self, run_id: int) -> bytes:
+        """The header of a run; empty if there is none."""
         rows = self._all("SELECT head FROM runs WHERE id = ?", (run_id,))
         return rows[0][0] if rows and _are(rows[0], bytes) else b""
 
@@ -162,7 +164,7 @@ class Index:
             return int(self._one("PRAGMA data_version"))
 
     def add(self, file: FileRow, runs: Sequence[tuple[int, bytes, bytes]]) -> list[int]:
-        """Enters a whole file with its runs: offset, digest, head. Returns their ids."""
+        """Enters a whole file with its runs: offset, digest, header. Returns their ids."""
         with self._transaction():
             self._db.execute("INSERT INTO files VALUES (?, ?, ?)", (file.number, file.num_bytes, float(file.used)))
             insert = "INSERT INTO runs (file, offset, digest, head) VALUES (?, ?, ?, ?)"
@@ -222,18 +224,18 @@ class Index:
         return self._db.execute(query).fetchone()[0]
 
 
-def remove_index(place: Path) -> None:
+def remove_index(subfolder: Path) -> None:
     """Removes an index with all its files. Only under the lock of the sub-folder."""
     for suffix in _SUFFIXES:
-        remove_file(place / (INDEX_NAME + suffix))
+        remove_file(subfolder / (INDEX_NAME + suffix))
 
 
-class Mirror:
+class IndexWatcher:
     """The view of a sub-folder that another process writes. `poll` is cheap while nothing changes."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self.index: Index | None = None
+    def __init__(self, subfolder: Path) -> None:
+        self.subfolder = subfolder
+        self.index: RunIndex | None = None
         self.is_damaged = False
         self._inode = self._time = 0
         self._version: int | None = None
@@ -241,7 +243,7 @@ class Mirror:
     def poll(self) -> bool | None:
         """Whether the index has changed since the last time; None: there is none, or a new one. Raises as Index."""
         try:
-            status = (self.place / INDEX_NAME).stat()
+            status = (self.subfolder / INDEX_NAME).stat()
             inode, changed = status.st_ino, status.st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             inode = changed = 0
@@ -254,7 +256,7 @@ class Mirror:
             return False
         if self.index is None:
             self._time = changed
-            self.index = Index(self.place, is_writer=False)
+            self.index = RunIndex(self.subfolder, is_writer=False)
         version = self.index.data_version
         has_changed, self._version = version != self._version, version
         return has_changed
@@ -271,10 +273,10 @@ class Mirror:
         self.index, self._version = None, None
 
 
-def _check_files(place: Path) -> None:
+def _check_files(subfolder: Path) -> None:
     """Raises DamagedIndexError if something other than a file has the name of one of the index's files."""
     for suffix in _SUFFIXES:
-        path = place / (INDEX_NAME + suffix)
+        path = subfolder / (INDEX_NAME + suffix)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not stat.S_ISREG(path.lstat().st_mode):
                 raise DamagedIndexError(f"{path.name} is not a file")

@@ -10,14 +10,14 @@ from pathlib import Path
 from quire.cache.namespace import Namespace
 from quire.errors import ExtentError
 from quire.stores.direct import padded
-from quire.stores.folder import RUNS_SUFFIX, Folder
-from quire.stores.index import DamagedIndexError, Index
-from quire.stores.seal import Seal
-from quire.stores.view import used_by_others
+from quire.stores.folder import RUNS_SUFFIX, StoreFolder
+from quire.stores.folder_view import used_by_others
+from quire.stores.index import DamagedIndexError, RunIndex
+from quire.stores.signer import ExtentSigner
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRun:
     """A stored run.
 
     names         keys of its chunks
@@ -42,32 +42,36 @@ class Stored:
     is_own_namespace: bool
 
 
-def list_stored(folder: Folder, seal: Seal, digest: bytes, visible: Callable[[str], bool]) -> list[Stored]:
+def list_stored(
+    folder: StoreFolder, signer: ExtentSigner, digest: bytes, visible: Callable[[str], bool]
+) -> list[StoredRun]:
     """All runs in the indexes of a folder whose salts are visible, the last used first. Skips what is damaged."""
-    found: list[Stored] = []
-    for place in folder.places():
+    found: list[StoredRun] = []
+    for subfolder in folder.subfolders():
         with contextlib.suppress(DamagedIndexError, OSError):
-            index = Index(place, is_writer=False)
+            index = RunIndex(subfolder, is_writer=False)
             try:
-                found += _list_place(place, index, seal, digest, visible)
+                found += _list_subfolder(subfolder, index, signer, digest, visible)
             finally:
                 index.close()
     return sorted(found, key=lambda stored: -stored.used)
 
 
-def _list_place(place: Path, index: Index, seal: Seal, digest: bytes, visible: Callable[[str], bool]) -> list[Stored]:
+def _list_subfolder(
+    subfolder: Path, index: RunIndex, signer: ExtentSigner, digest: bytes, visible: Callable[[str], bool]
+) -> list[StoredRun]:
     found, pins = [], index.pins()
     files = {row.number: row for row in index.files()}
-    for row, _, head in index.heads(index.runs(), seal):
+    for row, _, header in index.headers(index.runs(), signer):
         file = files.get(row.file)
-        if isinstance(head, ExtentError) or file is None:  # damaged, or removed meanwhile
+        if isinstance(header, ExtentError) or file is None:  # damaged, or removed meanwhile
             continue
-        run, path = head.run, place / f"{row.file}{RUNS_SUFFIX}"
+        run, path = header.run, subfolder / f"{row.file}{RUNS_SUFFIX}"
         salt = run.namespace.salt if isinstance(run.namespace, Namespace) else ""
         if visible(salt):
-            num_bytes = sum(map(padded, head.lengths))
+            num_bytes = sum(map(padded, header.lengths))
             used = max(file.used, used_by_others(path))
             until = max((pins.get(name, 0.0) for name in run.names), default=0.0)
             named = salt, run.names, run.parent, run.start, len(run.tokens)
-            found.append(Stored(*named, num_bytes, used, until, path, row.digest == digest))
+            found.append(StoredRun(*named, num_bytes, used, until, path, row.digest == digest))
     return found

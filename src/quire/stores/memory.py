@@ -12,7 +12,7 @@ import torch
 
 from quire.cache.run import Run
 from quire.cache.store import Transfer
-from quire.stores.recent import RecentRuns
+from quire.stores.lru_store import LruStore
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class _Extents:
     ends: list[int]
 
 
-class MemoryStore(RecentRuns[_Extents]):
+class MemoryStore(LruStore[_Extents]):
     """Keeps the bytes of runs. One thread copies them into the arena."""
 
     def __init__(
@@ -34,7 +34,7 @@ class MemoryStore(RecentRuns[_Extents]):
         lifetime: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """cap, lifetime: see RecentRuns."""
+        """cap, lifetime: see LruStore."""
         super().__init__(cap, lifetime, clock)
         self._pinned = pinned
         self._copying = ThreadPoolExecutor(1, "quire-memory")

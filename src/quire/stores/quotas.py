@@ -4,8 +4,9 @@
 
 A quota stands in the lock file of its sub-folder. It changes only under the folder's lock, and grows before the bytes
 do. A writer takes what is free, at most the cap divided by the number of live writers. Those with more give up what
-they do not use as soon as another has less. A writer that lacks room says so (`hungry`), and those with more than their
-share then collect files. A writer that ended keeps a quota for the bytes it left, which any other writer may collect.
+they do not use as soon as another has less. A writer that lacks room says so (`requested_at`), and those with more than
+their share then collect files. A writer that ended keeps a quota for the bytes it left, which any other writer may
+collect.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from quire.stores.folder import (
     MIN_CAP,
     SLACK_BYTES,
     VERSION,
-    Folder,
-    Lock,
+    FileLock,
+    StoreFolder,
     remove_drafts,
     writer_bytes,
-    writer_places,
+    writer_subfolders,
 )
 
-HUNGRY_SECONDS = 5.0
+REQUEST_SECONDS = 5.0
 """A writer that still lacks room says it again within this time."""
 
 OTHERS_SECONDS = 10.0
@@ -45,23 +46,23 @@ _RECORD = re.compile(rb"(\d+) (\d+) (\d+\.\d+) *\n")
 
 
 @dataclass(frozen=True)
-class Record:
+class QuotaRecord:
     """What a lock file says.
 
     quota   bytes its sub-folder may have
     cap     bytes the writer lets the whole folder have
-    hungry  time of its last request for more, in seconds since the epoch; 0: none
+    requested_at  time of its last request for more, in seconds since the epoch; 0: none
     """
 
     quota: int
     cap: int = 0
-    hungry: float = 0.0
+    requested_at: float = 0.0
 
 
 class Quotas:
     """The quota of one writer, which holds the lock of its sub-folder from the beginning until `leave`."""
 
-    def __init__(self, folder: Folder, cap: int) -> None:
+    def __init__(self, folder: StoreFolder, cap: int) -> None:
         """Joins the folder. Raises ConfigError and OSError."""
         if cap < MIN_CAP:
             raise ConfigError(f"a disk tier of {cap} bytes is too small: give it at least {MIN_CAP >> 20}MiB")
@@ -69,10 +70,10 @@ class Quotas:
         self._others_bytes, self._others_time = 0, -math.inf
         with folder.lock():
             self.lock = folder.take()
-            self.place = self.lock.path.parent
-            remove_drafts(self.place)
-            used = writer_bytes(self.place)
-            self._record = replace(_read(self.lock.descriptor, used), cap=cap, hungry=0.0)
+            self.subfolder = self.lock.path.parent
+            remove_drafts(self.subfolder)
+            used = writer_bytes(self.subfolder)
+            self._record = replace(_read(self.lock.descriptor, used), cap=cap, requested_at=0.0)
             others = self._others()
             limit, fair = self._shares(others)
             free = limit - sum(record.quota for _, record, _ in others)
@@ -84,9 +85,9 @@ class Quotas:
         return self._record.quota
 
     @property
-    def is_hungry(self) -> bool:
+    def is_short_of_room(self) -> bool:
         """Whether other writers have what this one lacked when it last asked for more."""
-        return self._record.hungry > 0
+        return self._record.requested_at > 0
 
     def grow(self, wanted: int, collect: Collect) -> int:
         """Asks for a quota of `wanted` bytes; returns the new one, which may be smaller, and is never smaller than
@@ -98,13 +99,13 @@ class Quotas:
             goal = min(wanted, fair)
             if self.bytes < goal:
                 free = limit - sum(record.quota for _, record, _ in others)
-                for place, record, is_live in others if free < fair else ():
+                for subfolder, record, is_live in others if free < fair else ():
                     if not is_live:
-                        free += record.quota - _reclaim(place, goal - (free + record.quota), collect)
+                        free += record.quota - _reclaim(subfolder, goal - (free + record.quota), collect)
                 found = max(self.bytes, min(free, fair))
-                self._set(replace(self._record, quota=found, hungry=time.time() if found < goal else 0.0))
+                self._set(replace(self._record, quota=found, requested_at=time.time() if found < goal else 0.0))
             else:
-                self._set(replace(self._record, hungry=0.0))
+                self._set(replace(self._record, requested_at=0.0))
         return self.bytes
 
     def balance(self, used: int) -> int:
@@ -116,8 +117,8 @@ class Quotas:
             limit, fair = self._shares(others)
             if any(is_live and record.quota < fair for _, record, is_live in others):
                 self._set(replace(self._record, quota=min(self.bytes, max(fair, used))))
-            since = time.time() - HUNGRY_SECONDS
-            is_needed = any(is_live and record.hungry > since for _, record, is_live in others)
+            since = time.time() - REQUEST_SECONDS
+            is_needed = any(is_live and record.requested_at > since for _, record, is_live in others)
             is_over = self.bytes + sum(record.quota for _, record, _ in others) > limit
         return min(fair, self.bytes) if is_needed or is_over else self.bytes
 
@@ -131,7 +132,7 @@ class Quotas:
         try:
             with contextlib.suppress(OSError):
                 if self.lock.is_intact:
-                    self.shrink(max(kept, writer_bytes(self.place)))
+                    self.shrink(max(kept, writer_bytes(self.subfolder)))
         finally:
             self.lock.close()
 
@@ -141,11 +142,11 @@ class Quotas:
             others = self._others()
             limit, _ = self._shares(others)
             total = self.bytes + sum(record.quota for _, record, _ in others)
-            used = writer_bytes(self.place)
+            used = writer_bytes(self.subfolder)
         assert total <= limit, f"quotas of {total} bytes in all, and there are {limit}"
         assert used <= self.bytes, f"{used} bytes with a quota of {self.bytes}"
 
-    def _shares(self, others: list[tuple[Path, Record, bool]]) -> tuple[int, int]:
+    def _shares(self, others: list[tuple[Path, QuotaRecord, bool]]) -> tuple[int, int]:
         """The bytes of all quotas together, and a live writer's fair share. The smallest cap counts."""
         now = time.monotonic()
         if now - self._others_time > OTHERS_SECONDS:
@@ -154,88 +155,88 @@ class Quotas:
         limit = max(min(caps) - SLACK_BYTES - self._others_bytes, 0)
         return limit, limit // len(caps)
 
-    def _others(self) -> list[tuple[Path, Record, bool]]:
+    def _others(self) -> list[tuple[Path, QuotaRecord, bool]]:
         """The other sub-folders, their records, and whether they have a live writer. Under the folder's lock."""
         found = []
-        for place in self._folder.places():
-            if place != self.place:
+        for subfolder in self._folder.subfolders():
+            if subfolder != self.subfolder:
                 try:
-                    lock = Lock(place / LOCK_NAME, waits=False)
+                    lock = FileLock(subfolder / LOCK_NAME, waits=False)
                 except BlockingIOError:
                     is_live = True
-                    with open(place / LOCK_NAME, "rb") as file:
-                        record = _read(file.fileno(), writer_bytes(place))
+                    with open(subfolder / LOCK_NAME, "rb") as file:
+                        record = _read(file.fileno(), writer_bytes(subfolder))
                 except FileNotFoundError:  # removed meanwhile
                     continue
                 else:
                     is_live = False
                     with lock:
-                        record = _read(lock.descriptor, writer_bytes(place))
-                found.append((place, record, is_live))
+                        record = _read(lock.descriptor, writer_bytes(subfolder))
+                found.append((subfolder, record, is_live))
         return found
 
-    def _set(self, record: Record) -> None:
+    def _set(self, record: QuotaRecord) -> None:
         if record != self._record or record.quota == 0:
             _write(self.lock.descriptor, record)
             self._record = record
 
 
-def note_cleared(descriptor: int, place: Path) -> None:
+def note_cleared(descriptor: int, subfolder: Path) -> None:
     """Lowers the quota of a sub-folder without a writer to the bytes that are left. Under its lock, and the folder's.
 
     descriptor  of its lock file
     """
-    used = writer_bytes(place)
-    _write(descriptor, Record(min(used, _read(descriptor, used).quota)))
+    used = writer_bytes(subfolder)
+    _write(descriptor, QuotaRecord(min(used, _read(descriptor, used).quota)))
 
 
-def cap_of(place: Path) -> int:
+def cap_of(subfolder: Path) -> int:
     """The cap that the last writer of a sub-folder gave the whole folder; 0: not known. Raises OSError."""
-    with open(place / LOCK_NAME, "rb") as file:
+    with open(subfolder / LOCK_NAME, "rb") as file:
         return _read(file.fileno(), 0).cap
 
 
 def free_bytes(path: Path) -> int | None:
     """Bytes of a folder that no writer has; None if no writer says how many there are in all. Raises OSError."""
     records = []
-    for place in writer_places(path / VERSION):
-        with contextlib.suppress(FileNotFoundError), open(place / LOCK_NAME, "rb") as file:
-            records.append(_read(file.fileno(), writer_bytes(place)))
+    for subfolder in writer_subfolders(path / VERSION):
+        with contextlib.suppress(FileNotFoundError), open(subfolder / LOCK_NAME, "rb") as file:
+            records.append(_read(file.fileno(), writer_bytes(subfolder)))
     caps = [record.cap for record in records if record.cap]
     return max(0, min(caps) - SLACK_BYTES - sum(record.quota for record in records)) if caps else None
 
 
-def _reclaim(place: Path, wanted: int, collect: Collect) -> int:
+def _reclaim(subfolder: Path, wanted: int, collect: Collect) -> int:
     """Lowers the quota of a sub-folder without a writer to its bytes, after collecting what is still wanted then.
     Returns the new quota.
     """
     try:
-        lock = Lock(place / LOCK_NAME, waits=False)
+        lock = FileLock(subfolder / LOCK_NAME, waits=False)
     except (BlockingIOError, FileNotFoundError):
         return 0
     with lock:
         with contextlib.suppress(OSError):  # what cannot be removed there stays, and we look elsewhere
-            remove_drafts(place)
-            used = writer_bytes(place)
+            remove_drafts(subfolder)
+            used = writer_bytes(subfolder)
             if wanted + used > 0:
-                collect(place, wanted + used)
-        used = writer_bytes(place)
+                collect(subfolder, wanted + used)
+        used = writer_bytes(subfolder)
         # Other processes that read its index may have made SQLite's files meanwhile: that is in the slack.
         quota = min(used, _read(lock.descriptor, used).quota)
-        _write(lock.descriptor, Record(quota))
+        _write(lock.descriptor, QuotaRecord(quota))
         return quota
 
 
-def _read(descriptor: int, used: int) -> Record:
+def _read(descriptor: int, used: int) -> QuotaRecord:
     """The record in a lock file; one for the used bytes if there is none."""
     found = _RECORD.match(os.pread(descriptor, 128, 0))
     if found is None:
-        return Record(used)
-    quota, cap, hungry = found.groups()
-    return Record(int(quota), int(cap), float(hungry))
+        return QuotaRecord(used)
+    quota, cap, requested_at = found.groups()
+    return QuotaRecord(int(quota), int(cap), float(requested_at))
 
 
-def _write(descriptor: int, record: Record) -> None:
+def _write(descriptor: int, record: QuotaRecord) -> None:
     # One small write: a kill leaves the old record or the new one.
-    line = f"{record.quota} {record.cap} {record.hungry:.3f}"
+    line = f"{record.quota} {record.cap} {record.requested_at:.3f}"
     os.pwrite(descriptor, line.ljust(95).encode() + b"\n", 0)

@@ -7,10 +7,10 @@ from pathlib import Path
 from quire.cache.keys import KEY_BYTES
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.run import RUN_BYTES, RUN_CHUNKS
-from quire.stores.direct import allows_direct, measured_speed, padded
+from quire.stores.direct import allows_direct, measure_speed, padded
 from quire.stores.folder import SLACK_BYTES
 from quire.stores.quotas import free_bytes
-from quire.stores.seal import HEADER_BYTES
+from quire.stores.signer import HEADER_BYTES
 
 MEASURED_BYTES = 64 << 20
 """Enough for a disk with a cache of its own to show its speed; 0.1 s at 1 GB/s."""
@@ -19,7 +19,7 @@ MIN_MEASURED_BYTES = 2 << 20
 """In a folder without free room: half of what its cap leaves for directories and locks."""
 
 HEAD_BYTES = 1 << 10
-"""Of a run's head besides keys and tokens, roughly: the namespace as JSON, and the lengths of extents."""
+"""Of a run's header besides keys and tokens, roughly: the namespace as JSON, and the lengths of extents."""
 
 
 def disk_bytes_per_token(chunk_bytes: int, num_layers: int, num_heads: int) -> float:
@@ -29,8 +29,8 @@ def disk_bytes_per_token(chunk_bytes: int, num_layers: int, num_heads: int) -> f
     """
     n = max(1, min(RUN_CHUNKS, RUN_BYTES // max(1, chunk_bytes)))
     extent = HEADER_BYTES + n * (6 + 9 * num_heads) + n * chunk_bytes / num_layers
-    head = HEAD_BYTES + n * (KEY_BYTES + 4 * PAGE_TOKENS + 6)
-    return (num_layers * padded(round(extent)) + padded(head)) / (n * PAGE_TOKENS)
+    header = HEAD_BYTES + n * (KEY_BYTES + 4 * PAGE_TOKENS + 6)
+    return (num_layers * padded(round(extent)) + padded(header)) / (n * PAGE_TOKENS)
 
 
 def tokens_that_fit(cap: int, bytes_per_token: float) -> int:
@@ -48,4 +48,4 @@ def measure_disk(folder: Path, num_bytes: int = MEASURED_BYTES) -> float:
     room = free_bytes(place)
     if room is not None:
         num_bytes = max(min(num_bytes, padded(room)), MIN_MEASURED_BYTES)
-    return measured_speed(place, num_bytes, lambda size: None, is_direct=allows_direct(place))
+    return measure_speed(place, num_bytes, lambda size: None, is_direct=allows_direct(place))

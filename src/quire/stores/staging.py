@@ -10,7 +10,7 @@ from quire.stores.direct import padded
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class StagingBuffer:
     """A part of the staging memory, a multiple of a block long. length: of the extent in it; the rest is zero."""
 
     offset: int
@@ -23,7 +23,7 @@ class Slot:
         return self.block[: self.length]
 
 
-class Staging:
+class StagingPool:
     """Page-aligned memory, given out by first fit. Invariant: `free_bytes` and the slots given out are all of it."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -33,7 +33,7 @@ class Staging:
         self._gaps = [(0, num_bytes)]  # offsets and ends, ascending
         self._lock = threading.Lock()
 
-    def take(self, length: int) -> Slot | None:
+    def take(self, length: int) -> StagingBuffer | None:
         """A slot for an extent; None if there is no room."""
         size = padded(length)
         with self._lock:
@@ -46,12 +46,12 @@ class Staging:
                 return None
         block = self._memory[start : start + size]
         block[length:] = bytes(size - length)
-        return Slot(start, length, block)
+        return StagingBuffer(start, length, block)
 
-    def give(self, slots: list[Slot]) -> None:
+    def free(self, buffers: list[StagingBuffer]) -> None:
         """Takes slots back."""
         with self._lock:
-            gaps = sorted(self._gaps + [(slot.offset, slot.offset + len(slot.block)) for slot in slots])
+            gaps = sorted(self._gaps + [(buffer.offset, buffer.offset + len(buffer.block)) for buffer in buffers])
             self._gaps = []
             for start, end in gaps:
                 if self._gaps and self._gaps[-1][1] >= start:
@@ -59,11 +59,11 @@ class Staging:
                     self._gaps[-1] = (self._gaps[-1][0], end)
                 else:
                     self._gaps.append((start, end))
-            self.free_bytes += sum(len(slot.block) for slot in slots)
+            self.free_bytes += sum(len(buffer.block) for buffer in buffers)
 
-    def check(self, slots: list[Slot]) -> None:
+    def check(self, buffers: list[StagingBuffer]) -> None:
         """Asserts that exactly these slots are out."""
         with self._lock:
-            taken = sum(len(slot.block) for slot in slots)
+            taken = sum(len(buffer.block) for buffer in buffers)
             free = sum(end - start for start, end in self._gaps)
             assert free == self.free_bytes and free + taken == self.num_bytes, f"{free} + {taken} of {self.num_bytes}"

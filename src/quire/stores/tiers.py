@@ -10,19 +10,19 @@ from quire.cache.run import Run
 from quire.cache.store import Store, Transfer
 
 if TYPE_CHECKING:
-    from quire.stores.listing import Stored
+    from quire.stores.listing import StoredRun
 
 
 class Tier(Store, Protocol):
     """A store with a name.
 
     keeps     whether it ever keeps what is put into it
-    outlives  whether what it keeps is there after a restart; only such a store has pins
+    is_persistent  whether what it keeps is there after a restart; only such a store has pins
     """
 
     name: str
     keeps: bool
-    outlives: bool
+    is_persistent: bool
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """Protects chunks until a time, in seconds since the epoch. False if it does not keep them or has no room."""
@@ -32,7 +32,7 @@ class Tier(Store, Protocol):
         """Ends pins."""
         ...
 
-    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
+    def stored(self, visible: Callable[[str], bool]) -> list[StoredRun]:
         """What is there after a restart, where the salt is visible; the last used first. Reads the disk: not for the
         engine's thread.
         """
@@ -55,10 +55,10 @@ class Tier(Store, Protocol):
         ...
 
 
-class Volatile:
+class VolatileTier:
     """The part of a tier of which nothing is there after a restart: it has no pins, and nothing is written."""
 
-    outlives = False
+    is_persistent = False
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """It has no pins."""
@@ -67,7 +67,7 @@ class Volatile:
     def unpin(self, names: Iterable[bytes]) -> None:
         """It has no pins."""
 
-    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
+    def stored(self, visible: Callable[[str], bool]) -> list[StoredRun]:
         """Nothing."""
         return []
 
@@ -124,22 +124,22 @@ class Tiers:
             tier.drop(names)
 
     @property
-    def outlives(self) -> bool:
+    def is_persistent(self) -> bool:
         """Whether anything is there after a restart."""
-        return any(tier.outlives for tier in self.tiers)
+        return any(tier.is_persistent for tier in self.tiers)
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """In the store that outlives the process; see Tier."""
-        return any(tier.pin(names, until) for tier in self.tiers if tier.outlives)
+        return any(tier.pin(names, until) for tier in self.tiers if tier.is_persistent)
 
     def unpin(self, names: Iterable[bytes]) -> None:
         """See Tier."""
         names = list(names)
         for tier in self.tiers:
-            if tier.outlives:
+            if tier.is_persistent:
                 tier.unpin(names)
 
-    def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Stored]:
+    def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[StoredRun]:
         """See Tier."""
         return [each for tier in self.tiers for each in tier.stored(visible)]
 

@@ -39,7 +39,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def tool_of(given: Mapping[str, Any]) -> Tool:
+def parse_tool(given: Mapping[str, Any]) -> Tool:
     """A tool as OpenAI's API has it. Raises RequestError for anything else."""
     match given:
         case {"type": "function", "function": {"name": str() as name, **rest}}:
@@ -75,21 +75,21 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextDelta:
     """A piece of text outside calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class ReasoningDelta:
     """A piece of what the model writes before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class CallBegins:
+class CallStart:
     """The index-th call of an answer is of this tool."""
 
     index: int
@@ -98,11 +98,11 @@ class CallBegins:
 
 
 @dataclass(frozen=True)
-class CallArguments:
+class ArgumentsDelta:
     """A piece of the JSON text of a call's arguments."""
 
     index: int
     text: str
 
 
-Part = Text | Reasoning | CallBegins | CallArguments
+AnswerDelta = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.tools.calls import Tool, tool_of
+from quire.tools.calls import Tool, parse_tool
 from quire.tools.formats import format_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def render_chat(
         messages, escaped, escape = tokenizer.escape_names(messages, given)
         given = dict(escaped)
     told = tools
-    if tools and format_.instructs is not None:
-        told = [tool_of(tool) for tool in given.pop("tools")]
+    if tools and format_.make_instructions is not None:
+        told = [parse_tool(tool) for tool in given.pop("tools")]
     text = tokenizer.chat(format_.messages(messages, told), add_generation_prompt, given)
     return ChatText(text, escape)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine import schemas
-from quire.engine.forced import MAX_FORCED_BYTES, SCALAR_BYTES, schema_bytes
-from quire.engine.grammar_source import TokenOf, escaped, forced_bytes, mark, term_of, text_without
+from quire.engine.forced_text import MAX_FORCED_BYTES, SCALAR_BYTES, schema_bytes
+from quire.engine.grammar_source import TokenOf, escaped, forced_bytes, lark_term, term_of, text_without
 from quire.engine.structured import StructuredOutputsParams
 from quire.tools.calls import Call, Tool, ToolChoice
 
@@ -25,51 +25,51 @@ _LETTERS = string.ascii_letters + string.digits
 class ToolFormat:
     """A call is written as {"name": ..., KEY: {...}}.
 
-    name       of the format
-    marks      texts in chat templates of models that write calls like this: one is enough
-    unless     texts in chat templates of models that have the marks and write otherwise
-    opens      what stands before the first call
-    between    what stands between two calls; None: there is at most one
-    closes     what stands after the last call
-    key        of the arguments
-    also       other texts that open a call
-    at_start   whether an answer may begin with a call that nothing opens
-    instructs  the system text that teaches the format; None: the chat template does
-    num_id     characters of a call's id after `id_begins`
+    name               of the format
+    marks              texts in chat templates of models that write calls like this: one is enough
+    excluded_marks     texts in chat templates of models that have the marks and write otherwise
+    opener             what stands before the first call
+    separator          what stands between two calls; None: there is at most one
+    closer             what stands after the last call
+    key                of the arguments
+    other_openers      other texts that open a call
+    at_start           whether an answer may begin with a call that nothing opens
+    make_instructions  the system text that teaches the format; None: the chat template does
+    id_length          characters of a call's id after `id_prefix`
     """
 
     name: str
     marks: tuple[str, ...]
-    unless: tuple[str, ...] = field(default=(), kw_only=True)
-    opens: str
-    between: str | None
-    closes: str
+    excluded_marks: tuple[str, ...] = field(default=(), kw_only=True)
+    opener: str
+    separator: str | None
+    closer: str
     key: str = "arguments"
-    also: tuple[str, ...] = ()
+    other_openers: tuple[str, ...] = ()
     at_start: bool = False
-    instructs: Callable[[Sequence[Tool]], str] | None = None
-    id_begins: str = "call_"
-    num_id: int = 24
+    make_instructions: Callable[[Sequence[Tool]], str] | None = None
+    id_prefix: str = "call_"
+    id_length: int = 24
 
     def new_id(self) -> str:
         """An id for a call."""
-        return self.id_begins + "".join(secrets.choice(_LETTERS) for _ in range(self.num_id))
+        return self.id_prefix + "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
 
     def write(self, calls: Sequence[Call]) -> str:
         """The text of calls."""
         texts = [f'{{"name": {json.dumps(call.name)}, "{self.key}": {call.arguments}}}' for call in calls]
-        return self.opens + (self.between or "").join(texts) + self.closes
+        return self.opener + (self.separator or "").join(texts) + self.closer
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """A conversation for a template that knows no tools: they are told of in a system message, calls are text, and
         results are said by the user. For another template, the messages as they are.
         """
-        if self.instructs is None:
-            return list(messages) if self.id_begins else [self._with_ids(message) for message in messages]
+        if self.make_instructions is None:
+            return list(messages) if self.id_prefix else [self._with_ids(message) for message in messages]
         found: list[Message] = [_as_text(self, message) for message in messages]
         if not tools:
             return found
-        told = self.instructs(tools)
+        told = self.make_instructions(tools)
         if found and found[0]["role"] == "system":
             return [{**found[0], "content": f"{found[0]['content']}\n\n{told}"}, *found[1:]]
         return [{"role": "system", "content": told}, *found]
@@ -84,44 +84,46 @@ class ToolFormat:
         return found
 
     def _id(self, given: str) -> str:
-        if len(given) == self.num_id and given.isalnum() and given.isascii():
+        if len(given) == self.id_length and given.isalnum() and given.isascii():
             return given
-        return hashlib.sha256(given.encode(errors="replace")).hexdigest()[: self.num_id]
+        return hashlib.sha256(given.encode(errors="replace")).hexdigest()[: self.id_length]
 
     def grammar(
-        self, tools: Sequence[Tool], choice: ToolChoice, token_of: TokenOf, form: str | None = None
+        self, tools: Sequence[Tool], choice: ToolChoice, token_of: TokenOf, constraint: str | None = None
     ) -> str | None:
-        """The grammar of an answer, as Lark; None where the model is free, no tool is strict and the text has no form.
+        """The grammar of an answer, as Lark; None where the model is free, no tool is strict and the text is free.
 
         Must it call, every tool's arguments fit their schema. May it, those of strict tools do.
 
-        form  of a text without calls, as a term of Lark; None: any
+        constraint  of a text without calls, as a term of Lark; None: any
         """
         wanted = [tool for tool in tools if choice.name in ("", tool.name)]
-        is_free = choice.mode == "auto" and form is None and not any(tool.strict for tool in wanted)
+        is_free = choice.mode == "auto" and constraint is None and not any(tool.strict for tool in wanted)
         if choice.mode == "none" or is_free:
             return None
-        opens, between, closes = (self._terms(text, token_of) for text in (self.opens, self.between or "", self.closes))
-        several = choice.parallel and self.between is not None
-        calls = " ".join(["call", f"({' '.join([*between, 'call'])})*" if several else "", *closes])
+        opener, separator, closer = (
+            self._terms(text, token_of) for text in (self.opener, self.separator or "", self.closer)
+        )
+        several = choice.parallel and self.separator is not None
+        calls = " ".join(["call", f"({' '.join([*separator, 'call'])})*" if several else "", *closer])
         rules = [
             "call: " + " | ".join(f"call_{place}" for place in range(len(wanted))),
             *(self._rules(place, tool, choice) for place, tool in enumerate(wanted)),
         ]
         if choice.mode == "required":
-            start = [f"start: {' '.join(opens)} {calls}"]
-        elif form is not None:
-            start = [f"start: {' '.join(opens)} {calls} | form", f"form: {form}"]
-        elif not opens:
+            start = [f"start: {' '.join(opener)} {calls}"]
+        elif constraint is not None:
+            start = [f"start: {' '.join(opener)} {calls} | form", f"form: {constraint}"]
+        elif not opener:
             start = [f"start: {calls} | OTHER", r"OTHER: /[ \n]*([^{ \n](.|\n)*)?/"]
         else:
-            first, *_ = self._pieces(self.opens)
+            first, *_ = self._pieces(self.opener)
             if token_of(first) is None:
                 head = [f"head[lazy]: /(.|\\n)*{escaped(first)}/", r"TEXT: /(.|\n)+/"]
             else:
-                head = [f"head: TEXT? {opens[0]}", f"TEXT: {text_without(first)}"]
+                head = [f"head: TEXT? {opener[0]}", f"TEXT: {text_without(first)}"]
             start = [f"start: {'calls*' if choice.parallel else 'calls?'} TEXT?"]
-            start += [f"calls: head {' '.join(opens[1:])} {calls}", *head]
+            start += [f"calls: head {' '.join(opener[1:])} {calls}", *head]
         return "\n".join(["%llguidance {}", *start, *rules])
 
     def structure(
@@ -142,13 +144,13 @@ class ToolFormat:
     def _forced_bytes(self, tools: Sequence[Tool], choice: ToolChoice) -> float:
         """Bytes that calls can force in one piece; see forced. Between two calls there is a choice."""
         held = [tool for tool in tools if choice.mode == "required" or tool.strict]
-        around = len(self.opens + (self.between or "") + self.closes) + len(self.key)
-        sizes = (schema_bytes(schemas.written(tool.arguments)) + 6 * len(tool.name) for tool in held)
+        around = len(self.opener + (self.separator or "") + self.closer) + len(self.key)
+        sizes = (schema_bytes(schemas.prepare_schema(tool.arguments)) + 6 * len(tool.name) for tool in held)
         return around + SCALAR_BYTES + max(sizes, default=0.0)
 
     def _terms(self, text: str, token_of: TokenOf) -> list[str]:
         """A text in a grammar, with the marks in it as tokens where they are."""
-        return [mark(piece, token_of) for piece in self._pieces(text)]
+        return [lark_term(piece, token_of) for piece in self._pieces(text)]
 
     def _pieces(self, text: str) -> list[str]:
         """A text, cut around the marks in it."""
@@ -157,7 +159,7 @@ class ToolFormat:
 
     def _rules(self, place: int, tool: Tool, choice: ToolChoice) -> str:
         given = tool.arguments if choice.mode == "required" or tool.strict else {"type": "object"}
-        schema = json.dumps(schemas.written(given))
+        schema = json.dumps(schemas.prepare_schema(given))
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{self.key}": ')
         return f'call_{place}: {head} arguments_{place} "}}"\narguments_{place}: %json {schema}'
 

@@ -6,9 +6,18 @@ import re
 from collections.abc import Callable, Collection
 from itertools import groupby
 
-from quire.tools.calls import CallArguments, CallBegins, Part, Text
+from quire.tools.calls import AnswerDelta, ArgumentsDelta, CallStart, TextDelta
 from quire.tools.format import ToolFormat
-from quire.tools.written import KEYS, STRING, Scan, call_of, decoded, is_beside, may_be_beside, scalar_end
+from quire.tools.json_calls import (
+    KEYS,
+    STRING,
+    JsonScanner,
+    decoded,
+    is_redundant,
+    may_be_redundant,
+    parse_call,
+    scalar_end,
+)
 
 HEAD_CHARS = 4096
 """Characters of a call in which its name and the beginning of its arguments are looked for."""
@@ -65,7 +74,7 @@ class CallParser:
         self._most = most
         self._is_exact = is_exact
         self._is_either = is_either
-        openers = {format_.opens, *(() if is_exact else format_.also)} - {""}
+        openers = {format_.opener, *(() if is_exact else format_.other_openers)} - {""}
         self._openers = sorted(openers, key=len, reverse=True)
         self._is_bare_opener = format_.at_start and not is_exact
         self._opener = re.compile("|".join(map(re.escape, self._openers)) or r"(?!)")
@@ -99,9 +108,9 @@ class CallParser:
         self._is_start = format_.at_start
         self._is_unsure = True  # whether a call's arguments may stand right behind its name
         self._member: tuple[str, int, int] | None = None  # key, begin and value of one behind the arguments
-        self._scan = Scan()
+        self._scan = JsonScanner()
         self._state = "head" if format_.at_start else "text"
-        self._steps: dict[str, Callable[[list[Part]], bool]] = {
+        self._steps: dict[str, Callable[[list[AnswerDelta]], bool]] = {
             "text": self._text_step,
             "head": self._head_step,
             "arguments": self._arguments_step,
@@ -113,11 +122,11 @@ class CallParser:
 
     def _separators(self) -> list[tuple[str, str]]:
         """What may stand behind a call, and the state that it leads to."""
-        between, closes = (self._format.between or "").strip(), self._format.closes.strip()
+        separator, closer = (self._format.separator or "").strip(), self._format.closer.strip()
         # Where what stands between two calls begins like what stands behind the last one, the next opener decides.
-        found = [(closes, "text")] if closes else []
-        if between and not between.startswith(closes or between + " "):
-            found.append((between, "head"))
+        found = [(closer, "text")] if closer else []
+        if separator and not separator.startswith(closer or separator + " "):
+            found.append((separator, "head"))
         if self._is_bare_opener:
             found.append((";", "tail"))
         if not self._is_exact:
@@ -125,10 +134,10 @@ class CallParser:
             found += [(text, "head") for text in (",", "{") if (text, "head") not in found]
         return found
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerDelta]:
         """What a piece of the answer adds."""
         if self._state == "plain":
-            return [Text(text)] if text else []
+            return [TextDelta(text)] if text else []
         self._num_chars += len(text)
         if self._is_waiting:
             self._later.append(text)
@@ -136,7 +145,7 @@ class CallParser:
                 return []
             text, self._is_waiting = self._taken_later(), False
         self._held, self._at = self._held[self._at :] + text, 0
-        found: list[Part] = []
+        found: list[AnswerDelta] = []
         while self._steps[self._state](found):
             pass
         return _joined(found)
@@ -151,9 +160,9 @@ class CallParser:
         """Whether what comes next belongs to a call that has begun."""
         return self._state in ("arguments", "rest", "tail")
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         """What is left when the answer has ended."""
-        found: list[Part] = []
+        found: list[AnswerDelta] = []
         self._held, self._at = self._held[self._at :] + self._taken_later(), 0
         if self._state == "head" and self._empty.fullmatch(self._held):
             self._begin_head(self._raw, 0)
@@ -162,14 +171,14 @@ class CallParser:
                 pass
         if self._state == "rest":
             left = self._held.lstrip(" \t\r\n,")
-            if left.startswith('"') and not may_be_beside(left, self._keys):
+            if left.startswith('"') and not may_be_redundant(left, self._keys):
                 self._say_member(left, found)
         left = self._raw + self._held[self._at :]
         is_syntax = self._is_exact and not self._is_either and self._is_syntax(left.strip())
         if self._state in ("head", "text") and not is_syntax:
             self._say(left, found)
             if self._blank:
-                found.append(Text("".join(self._blank)))
+                found.append(TextDelta("".join(self._blank)))
         self._held = self._raw = ""
         self._at, self._blank = 0, []
         return _joined(found)
@@ -186,7 +195,7 @@ class CallParser:
 
     # ---- states: each takes what it can of the held text, and says whether there may be more to take ----------------
 
-    def _text_step(self, found: list[Part]) -> bool:
+    def _text_step(self, found: list[AnswerDelta]) -> bool:
         if self._is_either and not self._may_begin():
             self._take_text(len(self._held), found)
             return False
@@ -207,9 +216,9 @@ class CallParser:
         self._take_text(len(self._held) - keep, found)
         return False
 
-    def _plain_step(self, found: list[Part]) -> bool:
+    def _plain_step(self, found: list[AnswerDelta]) -> bool:
         self._say(self._raw + self._held[self._at :], found)
-        found.append(Text("".join(self._blank)))
+        found.append(TextDelta("".join(self._blank)))
         self._held = self._raw = ""
         self._at, self._blank = 0, []
         return False
@@ -222,21 +231,21 @@ class CallParser:
         held = held.lstrip() if self._is_behind else held
         return any(opener.startswith(held) or held.startswith(opener) for opener in self._openers)
 
-    def _head_step(self, found: list[Part]) -> bool:
+    def _head_step(self, found: list[AnswerDelta]) -> bool:
         """Reads a call up to its arguments, or whole if they are not last."""
         # Some models write a list of calls where their format has one call.
         opening = _BLANKS if self._is_start or self._is_exact else _OPENING
         end, most = _end(opening, self._held, self._at), self._at + HEAD_CHARS - len(self._raw)
         taken = self._held[self._at : min(end, most)]
-        if not self._format.opens.endswith("["):
+        if not self._format.opener.endswith("["):
             self._num_lists += taken.count("[")
         self._raw, self._at = self._raw + taken, self._at + len(taken)
         if end > most:
-            return self._is_none(found, 0)
+            return self._reject(found, 0)
         if self._at == len(self._held):
             return False
         if self._is_start and self._is_exact and self._raw:
-            return self._is_none(found)
+            return self._reject(found)
         if self._is_start:
             opener = next((each for each in self._openers if self._held.startswith(each, self._at)), "")
             begins = self._held[self._at : self._at + self._most_opener + 1]
@@ -246,10 +255,10 @@ class CallParser:
             self._begin_head(self._raw + opener, self._at + len(opener))
             return True
         if self._held[self._at] != "{":
-            return self._is_none(found)
+            return self._reject(found)
         return self._streamed_step(found) if self._is_unsure else self._whole_step(found)
 
-    def _streamed_step(self, found: list[Part]) -> bool:
+    def _streamed_step(self, found: list[AnswerDelta]) -> bool:
         """Begins a call with arguments right behind its name."""
         held, at, scan = self._held, self._at, self._scan
         last, is_all = at + HEAD_CHARS, len(held) - at >= HEAD_CHARS
@@ -257,31 +266,31 @@ class CallParser:
         if inner is None and not is_all:
             return False
         if inner is None or inner[1] != '"':
-            return self._is_none(found)
+            return self._reject(found)
         scan.find(held, at, last, to_nested=True)
         if scan.nested < 0 and scan.end < 0 and not is_all:
             return False
         head = self._head.fullmatch(held, at, at + scan.nested) if scan.nested >= 0 else None
         name = decoded(head[1]) if head is not None else None
         if head is not None and name not in self._names and not self._is_bare:
-            return self._fails(found, scan.nested)
+            return self._reject_and_count(found, scan.nested)
         self._is_unsure = False
         if head is not None and name is not None and name in self._names:
             if self._filled.match(held, head.end(), last) is not None:
                 self._begin(name, found)
-                self._at, self._state, self._scan = head.end(), "arguments", Scan()
+                self._at, self._state, self._scan = head.end(), "arguments", JsonScanner()
                 return True
             self._is_unsure = not is_all and _UNSURE.fullmatch(held, head.end()) is not None
         return not self._is_unsure
 
-    def _whole_step(self, found: list[Part]) -> bool:
+    def _whole_step(self, found: list[AnswerDelta]) -> bool:
         end = self._scan.find(self._held, self._at)
         if end < 0:
             self._is_waiting = True
             return False
-        call = call_of(self._held[self._at : self._at + end], self._keys)
+        call = parse_call(self._held[self._at : self._at + end], self._keys)
         if call is None or call.name not in self._names:
-            return self._fails(found, end)
+            return self._reject_and_count(found, end)
         self._begin(call.name, found)
         self._add(call.arguments, found)
         for member in call.others:
@@ -289,7 +298,7 @@ class CallParser:
         self._at, self._state = self._at + end, "tail"
         return True
 
-    def _arguments_step(self, found: list[Part]) -> bool:
+    def _arguments_step(self, found: list[AnswerDelta]) -> bool:
         begin = self._at - self._scan.num_seen
         end = self._scan.find(self._held, begin)
         last = len(self._held) if end < 0 else begin + end
@@ -301,7 +310,7 @@ class CallParser:
         self._state, self._member = "rest", None
         return True
 
-    def _rest_step(self, found: list[Part]) -> bool:
+    def _rest_step(self, found: list[AnswerDelta]) -> bool:
         """Reads a member behind a call's arguments, or the brace that ends the call. Small models forget it."""
         held, at = self._held, self._at
         if self._member is None:
@@ -312,7 +321,7 @@ class CallParser:
                     return False
                 self._at, self._state = max(at, _end(_CLOSING, held, at)), "tail"
                 return True
-            self._member, self._scan = (key, match.start(1) - at, match.end() - at), Scan()
+            self._member, self._scan = (key, match.start(1) - at, match.end() - at), JsonScanner()
         key, begin, value = self._member[0], at + self._member[1], at + self._member[2]
         if held[value] in '"{[':
             length = self._scan.find(held, value)
@@ -325,12 +334,12 @@ class CallParser:
             length = length if value + length < len(held) else -1
         if length < 0:
             return False
-        if not is_beside(key, held[value : value + length], self._name, self._keys):
+        if not is_redundant(key, held[value : value + length], self._name, self._keys):
             self._say_member(held[begin : value + length], found)
         self._at, self._member = value + length, None
         return True
 
-    def _tail_step(self, found: list[Part]) -> bool:
+    def _tail_step(self, found: list[AnswerDelta]) -> bool:
         """What stands behind a call: another one, or the end of the calls."""
         begin = _end(_BLANKS, self._held, self._at)
         if begin - self._at > HEAD_CHARS:
@@ -359,37 +368,37 @@ class CallParser:
 
     def _begin_head(self, raw: str, at: int) -> None:
         self._raw, self._at, self._state = raw, at, "head"
-        self._scan, self._is_unsure, self._is_waiting = Scan(), True, False
+        self._scan, self._is_unsure, self._is_waiting = JsonScanner(), True, False
 
-    def _begin(self, name: str, found: list[Part]) -> None:
+    def _begin(self, name: str, found: list[AnswerDelta]) -> None:
         if self._has_text:
             self._before = self._before or "".join(self._blank)
         self._raw, self._blank, self._behind, self._is_behind, self._has_called = "", [], [], True, True
         self._name, self._has_others = name, False
         self._is_dropped = self.num_calls == self._most
         if not self._is_dropped:
-            found.append(CallBegins(self.num_calls, self._format.new_id(), name))
+            found.append(CallStart(self.num_calls, self._format.new_id(), name))
             self.num_calls += 1
 
-    def _add(self, arguments: str, found: list[Part]) -> None:
+    def _add(self, arguments: str, found: list[AnswerDelta]) -> None:
         """Adds a piece of the arguments of the last call."""
         if not self._is_dropped:
-            found.append(CallArguments(self.num_calls - 1, arguments))
+            found.append(ArgumentsDelta(self.num_calls - 1, arguments))
 
-    def _say_member(self, member: str, found: list[Part]) -> None:
+    def _say_member(self, member: str, found: list[AnswerDelta]) -> None:
         """Adds a member of the last call as text."""
         if not self._is_dropped:
             self._say(", " + member if self._has_others else member, found)
             self._has_others = True
 
-    def _fails(self, found: list[Part], length: int) -> bool:
+    def _reject_and_count(self, found: list[AnswerDelta], length: int) -> bool:
         """What looked like a call for this long is none. What is read again of it is counted."""
         begin = self._num_chars - (len(self._held) - self._at)
         self._num_again += max(0, min(self._seen_to, begin + length) - begin)
         self._seen_to = max(self._seen_to, begin + length)
-        return self._is_none(found, length if self._is_bare else 1)
+        return self._reject(found, length if self._is_bare else 1)
 
-    def _is_none(self, found: list[Part], length: int = 1) -> bool:
+    def _reject(self, found: list[AnswerDelta], length: int = 1) -> bool:
         """What looked like a call is text, up to where another one may begin."""
         self._num_again += len(self._raw) + BARE_CHARS
         if self._num_again > AGAIN_CHARS:
@@ -399,12 +408,12 @@ class CallParser:
         self._raw, self._at, self._state, self._num_lists = "", self._at + length, "text", 0
         return self._at < len(self._held)
 
-    def _take_text(self, end: int, found: list[Part]) -> None:
+    def _take_text(self, end: int, found: list[AnswerDelta]) -> None:
         """Adds the held text up to `end`."""
         self._say(self._held[self._at : end], found)
         self._at = end
 
-    def _say(self, text: str, found: list[Part]) -> None:
+    def _say(self, text: str, found: list[AnswerDelta]) -> None:
         """Adds text, but for blanks at its end, which may stand before a call, and for those behind one. Between two
         texts, those before the first call are kept or those behind the last one: what has more lines, or is longer.
         """
@@ -423,7 +432,7 @@ class CallParser:
             behind = "".join(self._behind)
             kept = max(self._before, behind, key=lambda blanks: (blanks.count("\n"), len(blanks))) + kept
         self._before, self._is_behind, self._has_text = "", False, True
-        found.append(Text(kept))
+        found.append(TextDelta(kept))
 
 
 def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
@@ -438,13 +447,15 @@ def _overlap(text: str, opener: str) -> int:
     return next((count for count in range(most, 0, -1) if text.endswith(opener[:count])), 0)
 
 
-def _joined(parts: list[Part]) -> list[Part]:
+def _joined(parts: list[AnswerDelta]) -> list[AnswerDelta]:
     """Neighbouring pieces of the same text as one."""
     if len(parts) < 2:
         return parts
-    found: list[Part] = []
+    found: list[AnswerDelta] = []
     for (kind, index), group in groupby(parts, key=lambda part: (type(part), getattr(part, "index", -1))):
         run = list(group)
-        text = "".join(part.text for part in run if isinstance(part, Text | CallArguments))
-        found += [Text(text)] if kind is Text else [CallArguments(index, text)] if kind is CallArguments else run
+        text = "".join(part.text for part in run if isinstance(part, TextDelta | ArgumentsDelta))
+        found += (
+            [TextDelta(text)] if kind is TextDelta else [ArgumentsDelta(index, text)] if kind is ArgumentsDelta else run
+        )
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.tools.calls import Part, Reasoning, Text
+from quire.tools.calls import AnswerDelta, ReasoningDelta, TextDelta
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class ReasoningParser:
         """Whether what comes next stands between the reasoning and the text."""
         return self._state == "behind"
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerDelta]:
         """What a piece of the answer adds."""
         if self._state == "text":
-            return [Text(text)] if text else []
+            return [TextDelta(text)] if text else []
         self._held += text
-        found: list[Part] = []
+        found: list[AnswerDelta] = []
         if self._state == "start":
             begun, mark = self._held.lstrip(), self._format.begins
             if begun.startswith(mark):
@@ -76,13 +76,13 @@ class ReasoningParser:
                 found += self._rest()
         return found
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerDelta]:
         """What is left when the answer has ended."""
         if self._state == "inside":
             return self._say(self._held.rstrip())
         return self._rest() if self._state == "start" else []
 
-    def _inside(self, found: list[Part]) -> None:
+    def _inside(self, found: list[AnswerDelta]) -> None:
         place, mark = self._held.find(self._format.ends), self._format.ends
         if place >= 0:
             found += self._say(self._held[:place].rstrip())
@@ -93,14 +93,14 @@ class ReasoningParser:
         self._held = self._held[len(text) :]
         found += self._say(text)
 
-    def _say(self, text: str) -> list[Part]:
+    def _say(self, text: str) -> list[AnswerDelta]:
         if self._is_first:
             text = text.lstrip()
         if not text:
             return []
         self._is_first = False
-        return [Reasoning(text)]
+        return [ReasoningDelta(text)]
 
-    def _rest(self) -> list[Part]:
+    def _rest(self) -> list[AnswerDelta]:
         text, self._held = self._held, ""
-        return [Text(text)] if text else []
+        return [TextDelta(text)] if text else []

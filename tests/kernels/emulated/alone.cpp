@@ -6,16 +6,16 @@ namespace quire {
 
 thread_local Member member;
 void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
-int (*omp_team_size)();
+int (*omp_num_threads)();
 
-void Team::rest(int) {}
-int crew_size() { return 1; }
-void crew_went(int, bool) {}
-bool crew_is_short() { return false; }
+void Region::rest(int) {}
+int pool_threads() { return 1; }
+void report_loop(int, bool) {}
+bool is_alone() { return false; }
 bool was_preempted() { return false; }
-bool helper_enters(int64_t) { return false; }
-bool ask_for_help(void (*)(void*), void*) { return false; }
-void end_help(void*) {}
+bool helper_joins_loop(int64_t) { return false; }
+bool acquire_helper(void (*)(void*), void*) { return false; }
+void release_helper(void*) {}
 
 void* thread_scratch(size_t bytes) {
     static void* data = nullptr;

@@ -13,14 +13,14 @@ from quire.config import EngineConfig
 from quire.engine import offloading
 from quire.errors import ConfigError
 from quire.models.decoder import build_model
-from quire.models.images import device_image_of
+from quire.models.images import device_image_spec
 from quire.models.layers import Ops
 from quire.models.plan import Model
 from quire.models.triton_ops import TritonOps
 from quire.models.weights import Checkpoint, open_model
 from quire.offload.device import load_on_device
 
-from ...beside_device import PARAMS, SHAPE, engine_beside, prompts_of
+from ...device_offload import PARAMS, SHAPE, engine_beside, prompts_of
 from ...effort import combine
 from ...engines import generate, make_engine
 from ...opt_paper import percents
@@ -73,7 +73,7 @@ def test_packed_weights_are_copied_as_they_are(tmp_path: Path, form: Any) -> Non
         def build(ops: Ops) -> Model:
             return build_model(shape, checkpoint, ops, torch.float32, CPU, form)
 
-        wanted = device_image_of(checkpoint, torch.float32, form, TritonOps.kinds)
+        wanted = device_image_spec(checkpoint, torch.float32, form, TritonOps.kinds)
         whole, parted = build(TritonOps()), load_on_device(build, percents(20, 30, 50), CPU, wanted=wanted)
         again = load_on_device(build, percents(0, 0, 100), CPU, wanted=wanted)  # from the same image
     assert parted.weights.split.shares == pytest.approx((0.2, 0.3, 0.5), abs=0.15)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.attention.plan import Sources, common_runs, leading_singles
+from quire.attention.plan import StagedWrites, common_runs, leading_singles
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def lay_out(
     ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
     # Index of the first chunk that each slice writes: inside its path, or in the lists that follow the paths.
     own = paths + starts // PAGE_TOKENS - num_dropped
-    sources = Sources(encodes)
+    sources = StagedWrites(encodes)
     apart: list[NDArray[np.int32]] = []
     if encodes:
         apart = [sources.of(piece) for piece in slices]

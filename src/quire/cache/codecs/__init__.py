@@ -36,7 +36,7 @@ class PageFormat(Protocol):
 
 
 @dataclass(frozen=True)
-class Moves:
+class SlotMoves:
     """Token slots that other slots are overwritten with.
 
     layers, heads  int32 [m]
@@ -67,7 +67,7 @@ class Codec(PageFormat, Protocol):
         """Page images uint8 [n, page_bytes] as keys and values, float32 [n, P, D] each."""
         ...
 
-    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+    def move(self, arena: torch.Tensor, moves: SlotMoves) -> None:
         """Overwrites token slots of pages in an arena, uint8 [bytes], with other ones, in place: bit for bit what
         encoding these tokens in their new slots would give. On a GPU, enqueued on the current stream.
         """

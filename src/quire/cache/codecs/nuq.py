@@ -26,7 +26,7 @@ import torch
 from quire.cache.arrays import Int32s
 from quire.cache.codecs import CodecInputs
 from quire.cache.codecs.packing import LINE_BYTES, MAX_BITS, Lines, from_half, parts, to_half
-from quire.cache.codecs.slots import KEY_LINES, RUN, VALUE_LINES, Part, SlottedPages
+from quire.cache.codecs.slots import KEY_LINES, RUN, VALUE_LINES, PagePart, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
 BLOCK_PAIRS = 4
@@ -90,7 +90,7 @@ class NuqLayout(NamedTuple):
         return -(-self.end // UNIT) * UNIT
 
 
-def layout_of(head_dim: int, key_bits: int, key_slots: int, value_bits: int, value_slots: int) -> NuqLayout:
+def nuq_layout(head_dim: int, key_bits: int, key_slots: int, value_bits: int, value_slots: int) -> NuqLayout:
     """The layout of a head; key_bits is the sum over its blocks."""
     value_bytes = PAGE_TOKENS * head_dim * value_bits // 8
     sizes = key_bits * LINE_BYTES, key_slots * SLOT_BYTES, value_bytes, 4 * PAGE_TOKENS, value_slots * SLOT_BYTES
@@ -131,7 +131,7 @@ class NuqCodec(SlottedPages):
     @staticmethod
     def nominal_page_bytes(head_dim: int, bits: int, slots: int) -> int:
         """Bytes of a page whose keys and values all have so many bits and slots: what calibration spends on average."""
-        return layout_of(head_dim, head_dim // (2 * BLOCK_PAIRS) * bits, slots, bits, slots).page_bytes
+        return nuq_layout(head_dim, head_dim // (2 * BLOCK_PAIRS) * bits, slots, bits, slots).page_bytes
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keys, not rotated, and values, [n, P, D] each, as page images, uint8 [n, page_bytes[layer, head]].
@@ -158,7 +158,7 @@ class HeadCodec:
         self._key_widths = tables.key_bits.tolist()
         self._value_widths = [int(tables.value_bits)] * (len(tables.key_weight) // _VALUE_COLUMNS)
         counts = tables.key_bits.sum(), tables.key_slots, tables.value_bits, tables.value_slots
-        self.layout = layout_of(len(tables.key_weight), *map(int, counts))
+        self.layout = nuq_layout(len(tables.key_weight), *map(int, counts))
 
     @cached_property
     def key_lines(self) -> Lines:
@@ -196,7 +196,7 @@ class HeadCodec:
         values = self.tables.value_books[codes] * s + z
         return _add_slots(keys, key_slots), _add_slots(values, value_slots)
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PagePart, ...]:
         """The parts of the pages, in their order."""
         channel, half = (RUN, 1), (RUN, 2)
         return (

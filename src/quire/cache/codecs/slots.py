@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quire.cache.arrays import Int32s
-from quire.cache.codecs import Moves
+from quire.cache.codecs import SlotMoves
 from quire.cache.codecs.packing import LANE_BITS, LINE_BYTES
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.kernels import runtime
@@ -30,7 +30,7 @@ from quire.kernels import runtime
 RUN, KEY_LINES, VALUE_LINES = range(3)
 """Kinds in kernels/slots.cpp."""
 
-Part = tuple[int, int]
+PagePart = tuple[int, int]
 """Kind and size."""
 
 _BYTES = PAGE_TOKENS, LINE_BYTES, 2 * LINE_BYTES
@@ -53,14 +53,14 @@ class SlottedPages:
     which    int32 [L, H]: which of them a head's pages have; None where there is only one
     """
 
-    def __init__(self, layouts: Sequence[Sequence[Part]], which: Int32s | None = None) -> None:
+    def __init__(self, layouts: Sequence[Sequence[PagePart]], which: Int32s | None = None) -> None:
         assert which is not None or len(layouts) == 1, f"{len(layouts)} layouts, and nothing says whose"
         self.layouts = layouts
         self.which = which
         self._parts = np.array([part for parts in layouts for part in parts], np.int32)
         self._firsts = np.cumsum([0, *map(len, layouts)], dtype=np.int32)
 
-    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+    def move(self, arena: torch.Tensor, moves: SlotMoves) -> None:
         """Overwrites slots of pages with other ones; see Codec."""
         if arena.device.type != "cpu":
             self.move_in_torch(arena, moves)
@@ -71,7 +71,7 @@ class SlottedPages:
             arena.data_ptr(), *(array.ctypes.data for array in arrays), len(moves.layers)
         )
 
-    def move_in_torch(self, arena: torch.Tensor, moves: Moves) -> None:
+    def move_in_torch(self, arena: torch.Tensor, moves: SlotMoves) -> None:
         """What `move` does, on any device."""
         which = self._layouts_of(moves)
         for layout in np.unique(which):
@@ -79,7 +79,7 @@ class SlottedPages:
                 torch.from_numpy(array[:, which == layout].astype(np.int64)).to(arena.device)[..., None]
                 for array in (moves.pages, moves.slots)
             )
-            offsets: dict[Part, list[int]] = defaultdict(list)  # of alike parts
+            offsets: dict[PagePart, list[int]] = defaultdict(list)  # of alike parts
             start = 0
             for kind, size in self.layouts[layout]:
                 offsets[kind, size].append(start)
@@ -91,7 +91,7 @@ class SlottedPages:
                 else:
                     _move_codes(arena.view(torch.int32), kind, size, first // _WORD, slots)
 
-    def _layouts_of(self, moves: Moves) -> Int32s:
+    def _layouts_of(self, moves: SlotMoves) -> Int32s:
         """The layout of each move's pages."""
         assert ((moves.slots >= 0) & (moves.slots < PAGE_TOKENS)).all(), "slots past a page"
         return np.zeros_like(moves.layers) if self.which is None else self.which[moves.layers, moves.heads]

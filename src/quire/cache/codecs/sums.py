@@ -13,7 +13,7 @@ from quire.cache.ledger import PAGE_TOKENS
 if TYPE_CHECKING:
     import torch
 
-    from quire.cache.codecs import Moves
+    from quire.cache.codecs import SlotMoves
 
 
 class SumsCodec:
@@ -23,7 +23,7 @@ class SumsCodec:
     kernel_id = 5  # SUMS in kernels/common.h
     page_bytes = 4 * PAGE_TOKENS
 
-    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+    def move(self, arena: torch.Tensor, moves: SlotMoves) -> None:
         """Overwrites slots of pages with other ones; see Codec."""
         from quire.cache.codecs.slots import RUN, SlottedPages
 

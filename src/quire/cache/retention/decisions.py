@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from quire.cache.arrays import Bools, Floats, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.budget import allocate, scores_of
-from quire.cache.retention.policies import Chain, decide, keep_on, occurrences
-from quire.cache.retention.policies import Decided as Decided
-from quire.cache.retention.retained import Retained, words_of
+from quire.cache.retention.policies import PolicyChain, decide, occurrences, select_while_decoding
+from quire.cache.retention.policies import RetentionDecision as RetentionDecision
+from quire.cache.retention.retained import RetainedTokens, words_of
 
 PROFILED_SHARE = 4
 """At most one row in 4 of a prompt is profiled, so that the cache is of use to short prompts too."""
 
-RANKED = Chain(0.0, 0.0, 0.0, ("frequent",))
+RANKED = PolicyChain(0.0, 0.0, 0.0, ("frequent",))
 """The chain of all heads within a budget, which ranks tokens by the attention they get."""
 
 Recover = Callable[[NDArray[np.uint64], Int64s], NDArray[np.float64]]
@@ -61,7 +61,7 @@ class Retention:
     page_bytes    of the pages in which sequences are kept; only a budget needs them
     """
 
-    chain: Chain
+    chain: PolicyChain
     special: Sequence[Sequence[int]] = ()
     punctuation: frozenset[int] = frozenset()
     profile_rows: int = 256
@@ -96,7 +96,7 @@ class Retention:
         special[: self.num_first] = True
         return special
 
-    def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None) -> Decided:
+    def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None) -> RetentionDecision:
         """The tokens of a prompt to keep. Tokens of its open chunk are not dropped yet.
 
         sums     float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
@@ -123,7 +123,7 @@ class Retention:
             kept[..., :end] = self._allocated(tokens, sums[..., :end], positions)
             if recover is not None:
                 recovery[..., 0] = recover(words_of(kept), np.zeros(shape, np.int64))
-        return Decided(policies, kept, recovery, self.chain, self.budget)
+        return RetentionDecision(policies, kept, recovery, self.chain, self.budget)
 
     def _allocated(self, tokens: Sequence[int] | Int32s, peaks: Floats, positions: Int32s) -> Bools:
         """The sealed tokens that heads keep, bool [L, H, slots] like the other arrays. The sequence stays within the
@@ -142,7 +142,7 @@ class Retention:
         scores = scores_of(peaks.reshape(at.shape), at, end)
         return allocate(scores, at, special, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
-    def keep_on(self, retained: Retained, tokens: Int32s, sums: Floats) -> Bools:
+    def select_while_decoding(self, retained: RetainedTokens, tokens: Int32s, sums: Floats) -> Bools:
         """The tokens to keep of a sequence that has just sealed a chunk, bool [L, H, slots].
 
         sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or their peaks
@@ -151,4 +151,4 @@ class Retention:
         if self.budget is not None:
             return self._allocated(tokens, sums, positions)
         marks, num_prompt = self.marks(tokens), retained.num_prompt
-        return keep_on(retained.chain, retained.policies, positions, marks, sums, num_prompt, len(tokens))
+        return select_while_decoding(retained.chain, retained.policies, positions, marks, sums, num_prompt, len(tokens))

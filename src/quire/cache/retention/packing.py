@@ -23,14 +23,14 @@ from __future__ import annotations
 import numpy as np
 
 from quire.cache.arrays import Bools, Int32s
-from quire.cache.codecs import Moves
+from quire.cache.codecs import SlotMoves
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.retention.retained import Retained, Slots, words_of
-from quire.cache.table import ChunkTable, Places
+from quire.cache.retention.retained import RetainedTokens, SlotIndices, words_of
+from quire.cache.table import ChunkTable, PageIndices
 
 
-def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
+def pack(table: ChunkTable, path: Path, retained: RetainedTokens) -> None:
     """Moves tokens into holes, drops pages without tokens, and removes rows without pages. Writes only pages that the
     path alone holds.
     """
@@ -46,7 +46,7 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
     table.masks[chunks] = words_of(retained.alive).transpose(2, 0, 1)
     empty = np.flatnonzero(~held.any((0, 1)))
     if len(empty):
-        table.give(path.forget(empty))
+        table.free(path.forget(empty))
         retained.forget(empty)
     if table.encodes:
         _store_positions(table, path.chunks[: retained.num_rows], retained)
@@ -54,10 +54,10 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
 
 def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
     """Drops the chosen pages of rows, bool [L, H, rows], where there are any."""
-    table.drop(places_of(rows, chosen & (table.masks[rows].transpose(1, 2, 0) > 0)))
+    table.drop(page_indices_of(rows, chosen & (table.masks[rows].transpose(1, 2, 0) > 0)))
 
 
-def check_packed(table: ChunkTable, path: Path, retained: Retained) -> None:
+def check_packed(table: ChunkTable, path: Path, retained: RetainedTokens) -> None:
     """Proves that a path holds, of each head, the pages its tokens need, the sums of heads that need them, and no
     others.
     """
@@ -67,18 +67,18 @@ def check_packed(table: ChunkTable, path: Path, retained: Retained) -> None:
     own = retained.held & ~retained.in_place
     num_tokens = (retained.alive & own[..., None]).sum((-2, -1))
     assert np.array_equal(own.sum(-1), -(-num_tokens // PAGE_TOKENS)), "tokens are not packed"
-    assert not table.is_shared(places_of(chunks, own)).any(), "a page that is written is shared"
+    assert not table.is_shared(page_indices_of(chunks, own)).any(), "a page that is written is shared"
     needed = (retained.held & retained.has_sums[..., None]).transpose(2, 0, 1)
     assert np.array_equal(needed, table.masks[sums] > 0), "sums are not those of the pages"
 
 
-def places_of(rows: Int32s, chosen: Bools) -> Places:
+def page_indices_of(rows: Int32s, chosen: Bools) -> PageIndices:
     """Places of the chosen pages of rows, bool [L, H, rows]."""
     layers, heads, at = np.nonzero(chosen)
     return rows[at], layers, heads
 
 
-def _move(table: ChunkTable, chunks: Int32s, sums: Int32s, sources: Slots, holes: Slots) -> None:
+def _move(table: ChunkTable, chunks: Int32s, sums: Int32s, sources: SlotIndices, holes: SlotIndices) -> None:
     """Copies tokens, and the sums of heads that need them, from slots into others."""
     assert table.sums is not None
     (layers, _), (heads, _), rows, slots = np.stack((sources, holes), 1, dtype=np.int32)  # [2, m] each
@@ -86,13 +86,13 @@ def _move(table: ChunkTable, chunks: Int32s, sums: Int32s, sources: Slots, holes
         has_page = table.masks[held][rows[0], layers, heads] > 0
         pages = table.pages[held[rows], layers, heads]
         chosen = (each[..., has_page] for each in (layers, heads, pages, slots))
-        table.move(codec, Moves(*chosen))
+        table.move(codec, SlotMoves(*chosen))
 
 
-def _store_positions(table: ChunkTable, rows: Int32s, retained: Retained) -> None:
+def _store_positions(table: ChunkTable, rows: Int32s, retained: RetainedTokens) -> None:
     """Stores the positions of the slots of encoded pages, whose keys are rotated on read. A page in place has the
     positions of its row's chunk. Other pages may hold tokens from anywhere.
     """
     table.bases[rows] = retained.origins * PAGE_TOKENS
     moved = retained.held & ~retained.in_place & retained.is_packed[..., None]
-    table.place(places_of(rows, moved), np.maximum(retained.positions[moved], 0))
+    table.store_positions(page_indices_of(rows, moved), np.maximum(retained.positions[moved], 0))

@@ -41,7 +41,7 @@ each row a number of last tokens, itself among them."""
 
 
 @dataclass(frozen=True)
-class Chain:
+class PolicyChain:
     """The members that may keep tokens, and the attention that they must recover.
 
     threshold  the least recovery of a head; above 1 only `full` passes
@@ -79,10 +79,10 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Decided:
+class RetentionDecision:
     """The tokens that heads keep of a prompt of n tokens, and why.
 
-    policies  uint8 [L, H], see `Chain.full`
+    policies  uint8 [L, H], see `PolicyChain.full`
     kept      bool [L, H, n]
     recovery  float64 [L, H, chain + 1], of each policy up to the one that passed; nan for the others
     chain     by which it was decided
@@ -92,7 +92,7 @@ class Decided:
     policies: Bytes
     kept: Bools
     recovery: Sums
-    chain: Chain
+    chain: PolicyChain
     budget: float | None = None
 
     @property
@@ -101,7 +101,9 @@ class Decided:
         return float(self.kept.mean())
 
 
-def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery: LocalRecovery) -> Decided:
+def decide(
+    chain: PolicyChain, marks: Mapping[str, Bools], sums: Sums, local_recovery: LocalRecovery
+) -> RetentionDecision:
     """The policies of a prompt's heads, and the tokens they keep.
 
     marks     bool [n] for `special` and `punctuation`
@@ -127,11 +129,11 @@ def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery:
         passes = left & (found >= chain.threshold)
         policies[passes], kept[passes] = policy, (columns | last)[passes]
     recovery[policies == chain.full, chain.full] = 1.0
-    return Decided(policies, kept, recovery, chain)
+    return RetentionDecision(policies, kept, recovery, chain)
 
 
-def keep_on(
-    chain: Chain,
+def select_while_decoding(
+    chain: PolicyChain,
     policies: Bytes,
     positions: Int32s,
     marks: Mapping[str, Bools],

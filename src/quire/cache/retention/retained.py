@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from quire.cache.arrays import Bools, Indices, Int64s
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.retention.policies import Chain
+from quire.cache.retention.policies import PolicyChain
 from quire.cache.segment import Segment
 
-Slots = tuple[Indices, ...]
+SlotIndices = tuple[Indices, ...]
 """Layer, head, row and slot of m tokens, [m] each."""
 
 
 @dataclass
-class Retained:
+class RetainedTokens:
     """Tokens of the sealed rows of a path, by slot. Rows are the path's, in the path's order.
 
     chain       by which the prompt was decided on, and later chunks are
@@ -34,7 +34,7 @@ class Retained:
     origins     int32 [rows]: the chunk of the sequence that the row was
     """
 
-    chain: Chain
+    chain: PolicyChain
     policies: NDArray[np.uint8]
     num_prompt: int
     holds_last: bool = False
@@ -125,7 +125,7 @@ class Retained:
             rank[..., :1] = 1
         return np.asarray(is_writable & (rank <= -(-num_tokens.sum(-1, keepdims=True) // PAGE_TOKENS)))
 
-    def pack(self) -> tuple[Slots, Slots, Indices]:
+    def pack(self) -> tuple[SlotIndices, SlotIndices, Indices]:
         """Moves tokens into the holes of target pages, until the first slots of these hold all tokens of a head. Then
         moves pages into the first rows. Pages that stay are not touched.
 

@@ -21,11 +21,11 @@ from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
-from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
-from quire.cache.retention.none import Found, NoRetention, Profiling
-from quire.cache.retention.packing import check_packed, drop, pack, places_of
-from quire.cache.retention.retained import Retained
-from quire.cache.room import Room
+from quire.cache.reservations import Reservations
+from quire.cache.retention.decisions import PageBytes, Recover, Retention, RetentionDecision
+from quire.cache.retention.no_retention import NoRetention, PrefixMatch, Profiling
+from quire.cache.retention.packing import check_packed, drop, pack, page_indices_of
+from quire.cache.retention.retained import RetainedTokens
 from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
@@ -47,7 +47,7 @@ class Retainer(NoRetention):
     num_beginnings  number of beginnings of a prompt whose sums the tree keeps
     stops           by sequence, in the order of admission: numbers of chunks after which the tree gets its sums
     ratios          shares of their prompts' pages that the last requests kept
-    watch           is told each decision, and the bytes of the prompt's pages before and after; None: nobody
+    on_decision           is told each decision, and the bytes of the prompt's pages before and after; None: nobody
     """
 
     num_beginnings = 0
@@ -65,7 +65,7 @@ class Retainer(NoRetention):
         self.per_chunk = table.demand(1, sums=1)
         self.ratios: deque[float] = deque(maxlen=KNOWN_RATIOS)
         self._ratio = 1.0
-        self.watch: Callable[[Decided, int, int], None] | None = None
+        self.on_decision: Callable[[RetentionDecision, int, int], None] | None = None
         self.stops: dict[Holder, set[int]] = {}
         self._undecided: dict[Holder, None] = {}
 
@@ -75,7 +75,7 @@ class Retainer(NoRetention):
         """The chunks before the last rows, over which retention decides."""
         return self.retention.num_reusable(holder.num_prompt)
 
-    def takes_whole(self, holder: Holder) -> bool:
+    def can_copy_last_chunk(self, holder: Holder) -> bool:
         """Never: the last rows are computed."""
         return False
 
@@ -100,12 +100,12 @@ class Retainer(NoRetention):
         """Estimated from the shares that other requests kept."""
         return self.table.demand(self._at_most(apart_from))
 
-    def wanted(self, holder: Holder, found: Found) -> Demand:
+    def wanted(self, holder: Holder, found: PrefixMatch) -> Demand:
         """With the rise of `expected` by this sequence."""
         more = self._at_most(None, (self._path_over(holder, found), found)) - self._at_most()
         return super().wanted(holder, found) + self.table.demand(more)
 
-    def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, Found]) -> int:
+    def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, PrefixMatch]) -> int:
         """Most sealed chunks that undecided sequences will need beyond those they hold, if they are computed one after
         the other and each then keeps the expected share.
 
@@ -175,7 +175,7 @@ class Retainer(NoRetention):
             # The open chunk, and the last sealed one where heads hold it in its row.
             return Profiling(0, 1, 1 + (path.num_sealed - 1 in retained.origins))
         # The recovery is shown to whoever watches, and decides nothing.
-        return Profiling(num_last if self.watch is not None else 0, num_last) if num_last else None
+        return Profiling(num_last if self.on_decision is not None else 0, num_last) if num_last else None
 
     # ---- growth ----------------------------------------------------------------------------------------------------
 
@@ -202,14 +202,14 @@ class Retainer(NoRetention):
             return super().seal(holder)
         retained.seal(path.num_sealed - 1, path.num_sealed)
         num_pages, tokens = retained.num_pages, holder.keys.tokens(0, path.num_sealed)
-        retained.drop(self.retention.keep_on(retained, tokens, self._sums_of(path, retained)))
-        self._let_go(path, retained)
+        retained.drop(self.retention.select_while_decoding(retained, tokens, self._sums_of(path, retained)))
+        self._drop_unread_pages(path, retained)
         self._pack(path, retained, num_pages)
-        return self.table.nothing
+        return self.table.zero_demand
 
     # ---- once the prompt is computed ---------------------------------------------------------------------------------
 
-    def choose(self, prompt_ids: Sequence[int], sums: Int32s, recover: Recover | None) -> Decided:
+    def choose(self, prompt_ids: Sequence[int], sums: Int32s, recover: Recover | None) -> RetentionDecision:
         """The tokens of a prompt that its heads are to keep.
 
         sums     int32 [chunks]: rows of the table with the attention that its tokens have had
@@ -218,18 +218,18 @@ class Retainer(NoRetention):
         found = self.table.load_sums(sums)[..., : len(prompt_ids)]
         return self.retention.decide(prompt_ids, found, recover)
 
-    def retain(self, holder: Holder, decided: Decided, room: Room) -> None:
+    def retain(self, holder: Holder, decided: RetentionDecision, reservations: Reservations) -> None:
         """Drops the tokens that the heads do not keep of a prompt and packs the others.
 
-        room  the reservations of all sequences
+        reservations  the reservations of all sequences
         """
         path, table = holder.path, self.table
-        before = table.bytes_of(path.chunks) if self.watch is not None else 0
-        self._retain(holder, decided, room)
-        if self.watch is not None:
-            self.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
+        before = table.bytes_of(path.chunks) if self.on_decision is not None else 0
+        self._retain(holder, decided, reservations)
+        if self.on_decision is not None:
+            self.on_decision(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
-    def _retain(self, holder: Holder, decided: Decided, room: Room) -> None:
+    def _retain(self, holder: Holder, decided: RetentionDecision, reservations: Reservations) -> None:
         path, table = holder.path, self.table
         path.is_decided = True
         self.leave(holder)
@@ -243,12 +243,12 @@ class Retainer(NoRetention):
         num_pages = retained.num_pages
         retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
         stuck = retained.leave_in_place(path.segments)
-        room.update(holder)  # it promises less, now that the prompt is decided on
-        if not room.fits(self._copies(stuck)):
+        reservations.update(holder)  # it promises less, now that the prompt is decided on
+        if not reservations.fits(self._copies(stuck)):
             retained.in_place |= stuck
         path.replace(0, table.borrow(path.chunks[: path.num_shared]))
         path.num_shared = 0
-        self._let_go(path, retained)  # now, so that eviction frees these pages
+        self._drop_unread_pages(path, retained)  # now, so that eviction frees these pages
         # Eviction may make copies unnecessary: a page that the tree drops is the path's own.
         self.eviction.evict_for(lambda: self._copies(self._to_own(path, retained)))
         self._own(path, retained)
@@ -261,11 +261,11 @@ class Retainer(NoRetention):
         if path.retained is not None:
             check_packed(self.table, path, path.retained)
 
-    def _begin(self, decided: Decided, num_prompt: int) -> Retained:
+    def _begin(self, decided: RetentionDecision, num_prompt: int) -> RetainedTokens:
         holds_last, keeps_first = decided.budget is not None, self.table.sinks is not None
-        return Retained(decided.chain, decided.policies, num_prompt, holds_last, keeps_first)
+        return RetainedTokens(decided.chain, decided.policies, num_prompt, holds_last, keeps_first)
 
-    def _pack(self, path: Path, retained: Retained, num_pages: Int64s) -> None:
+    def _pack(self, path: Path, retained: RetainedTokens, num_pages: Int64s) -> None:
         """Packs a path and counts the bytes it freed of `num_pages` pages, [L, H]."""
         self._move(path, retained)
         sizes = self.table.page_sizes(self.table.sealed_codec)
@@ -279,19 +279,19 @@ class Retainer(NoRetention):
         self.table.store_sums(rows, np.zeros((*self.table.shape, count * PAGE_TOKENS), np.float32))
         return rows
 
-    def _sums_of(self, path: Path, retained: Retained) -> Floats:
+    def _sums_of(self, path: Path, retained: RetainedTokens) -> Floats:
         """The sums of the tokens in all slots, float32 [L, H, slots]."""
         return self.table.load_sums(path.sums[: retained.num_rows])
 
-    def _grow(self, path: Path, retained: Retained, num_sealed: int, sums: Int32s) -> None:
+    def _grow(self, path: Path, retained: RetainedTokens, num_sealed: int, sums: Int32s) -> None:
         """Prepares the new chunks of a path, of which `num_sealed` will be sealed, and their rows of sums. Takes pages
         for positions now, because there might be no room when a chunk is packed.
         """
         if num_sealed and self.table.encodes:
             chunk = path.num_stored - 1
-            places = places_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
+            page_indices = page_indices_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
             positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
-            self.table.place(places, np.tile(positions, (len(places[0]), 1)))
+            self.table.store_positions(page_indices, np.tile(positions, (len(page_indices[0]), 1)))
         drop(self.table, sums, ~retained.has_sums[..., None])
 
     def _copies(self, pages: NDArray[Any]) -> Demand:
@@ -299,18 +299,18 @@ class Retainer(NoRetention):
         table = self.table
         return table.demand_of_pages(pages.sum(-1)) + table.demand(sums=pages.shape[-1] * table.encodes)
 
-    def _to_own(self, path: Path, retained: Retained) -> NDArray[Any]:
+    def _to_own(self, path: Path, retained: RetainedTokens) -> NDArray[Any]:
         """Pages that others hold and that the path will write, now or later, bool [L, H, rows]."""
         own = retained.targets | (retained.stays & ~retained.in_place)
-        own[own] = self.table.is_shared(places_of(path.chunks, own))
+        own[own] = self.table.is_shared(page_indices_of(path.chunks, own))
         return np.asarray(own)
 
-    def _own(self, path: Path, retained: Retained) -> None:
+    def _own(self, path: Path, retained: RetainedTokens) -> None:
         """Copies these pages, and drops the sums of heads that need none."""
-        self.table.detach(places_of(path.chunks, self._to_own(path, retained)))
+        self.table.unshare(page_indices_of(path.chunks, self._to_own(path, retained)))
         drop(self.table, path.sums, ~retained.has_sums[..., None])
 
-    def _let_go(self, path: Path, retained: Retained) -> None:
+    def _drop_unread_pages(self, path: Path, retained: RetainedTokens) -> None:
         """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
         held = retained.held
         drop(self.table, path.chunks[: retained.num_rows], ~held)
@@ -318,9 +318,9 @@ class Retainer(NoRetention):
         for segment in reversed(path.segments):
             read = retained.in_place & held & retained.rows_of(segment)
             heads[segment] = below = below | read.any(-1)
-        self.tree.loosen(path, heads)
+        self.tree.unlock_heads(path, heads)
 
-    def _move(self, path: Path, retained: Retained) -> None:
+    def _move(self, path: Path, retained: RetainedTokens) -> None:
         """Moves tokens into as few pages as hold them."""
         pack(self.table, path, retained)
 
@@ -330,5 +330,5 @@ class Retainer(NoRetention):
             self._ratio = sorted(self.ratios)[math.ceil(QUANTILE * len(self.ratios)) - 1]
 
     def _give_sums(self, path: Path) -> None:
-        self.table.give(path.sums)
+        self.table.free(path.sums)
         path.sums = NO_ROWS

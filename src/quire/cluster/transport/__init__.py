@@ -1,14 +1,14 @@
 """How processes reach each other: streams of bytes over TCP, over shared memory, or within a process.
 
 A transport is a class with `listen` and `dial`, and a row of TRANSPORTS. Everything else is the same for all of them:
-`channel` makes frames out of a stream and `link` messages out of frames.
+`channel` makes frames out of a stream and `connection` messages out of frames.
 """
 
 from __future__ import annotations
 
 from quire.cluster.transport.local import LocalTransport
 from quire.cluster.transport.shm import ShmTransport
-from quire.cluster.transport.stream import LinkError, Transport
+from quire.cluster.transport.stream import Transport, TransportError
 from quire.cluster.transport.tcp import TcpTransport
 
 TRANSPORTS: dict[str, Transport] = {"tcp": TcpTransport(), "shm": ShmTransport(), "local": LocalTransport()}
@@ -16,8 +16,10 @@ TRANSPORTS: dict[str, Transport] = {"tcp": TcpTransport(), "shm": ShmTransport()
 
 
 def transport_of(address: str) -> tuple[Transport, str]:
-    """The transport of an address, and the address without scheme. Raises LinkError."""
+    """The transport of an address, and the address without scheme. Raises TransportError."""
     scheme, separator, place = address.partition("://")
     if scheme not in TRANSPORTS or not separator or not place:
-        raise LinkError(f"{address!r} is no address; they begin with {', '.join(f'{name}://' for name in TRANSPORTS)}")
+        raise TransportError(
+            f"{address!r} is no address; they begin with {', '.join(f'{name}://' for name in TRANSPORTS)}"
+        )
     return TRANSPORTS[scheme], place

@@ -4,7 +4,7 @@ Both sides say hello, and each proves that it knows the secret and what it is ab
 
     hello  = magic, version, length of the name, nonce [32], name
     proof  = BLAKE3, keyed, of "proof", its role and both hellos
-    about  = BLAKE3, keyed, of "about", its role, both hellos and what both must agree on
+    compatibility_tag  = BLAKE3, keyed, of "about", its role, both hellos and what both must agree on
     key    = BLAKE3, keyed, of "frames", the sender's role and both hellos
 
 The roles are "dialer" and "listener", so that nobody can send a proof back. Then frames follow in both directions:
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from quire.cluster.transport.stream import LinkError, Stream
+from quire.cluster.transport.stream import ByteStream, TransportError
 
 MOST_META = 64 << 20
 """Bytes of a message."""
@@ -39,7 +39,7 @@ MOST_EXTENTS = 65536
 MESSAGE, EXTENT = 1, 2
 """Kinds of frames. A transport may have more. number: the extents that follow the message; the bytes of the extent."""
 
-_MAGIC, _VERSION = b"QLNK", 1
+_MAGIC, _VERSION = b"QLNK", 2
 _HELLO = struct.Struct("<4sBB32s")
 _HEADER = struct.Struct("<QB3xIQ")
 _MAC_BYTES, _PROOF_BYTES = 16, 32
@@ -47,13 +47,13 @@ _PIECE = 1 << 20
 """Bytes of a payload that are skipped at a time."""
 
 
-class Party:
+class Credentials:
     """What a process says of itself when it meets a peer."""
 
-    def __init__(self, name: str, secret: bytes, about: bytes) -> None:
+    def __init__(self, name: str, secret: bytes, compatibility_tag: bytes) -> None:
         assert secret, "links without a secret"
         assert 0 < len(name.encode()) < 256, f"a name of {len(name.encode())} bytes; 1 to 255 are possible"
-        self.name, self.about = name, about
+        self.name, self.compatibility_tag = name, compatibility_tag
         self.key = blake3(secret, derive_key_context="quire cluster links 1").digest()
 
     def mac(self, *parts: bytes) -> bytes:
@@ -75,7 +75,7 @@ class Channel:
     peer  the name of the process at the other end
     """
 
-    def __init__(self, stream: Stream, peer: str, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, stream: ByteStream, peer: str, send_key: bytes, receive_key: bytes) -> None:
         self.peer = peer
         self.stream = stream
         self._send_key, self._receive_key = send_key, receive_key
@@ -93,23 +93,23 @@ class Channel:
 
     def receive(self) -> Frame:
         """The next frame, as soon as the peer sends one; its payload is read by whoever knows its kind. Raises
-        LinkError if it is not the one that the peer sent.
+        TransportError if it is not the one that the peer sent.
         """
         self.stream.read(self._head, is_idle=True)
         counter, kind, length, number = _HEADER.unpack_from(self._head)
         if counter != self._num_received or length > MOST_META:
-            raise LinkError(f"frame {self._num_received} says that it is frame {counter} and has {length} bytes")
+            raise TransportError(f"frame {self._num_received} says that it is frame {counter} and has {length} bytes")
         meta = bytearray(length)
         if length:
             self.stream.read(memoryview(meta))
         header, mac = bytes(self._head[: _HEADER.size]), bytes(self._head[_HEADER.size :])
         if not hmac.compare_digest(mac, _mac(self._receive_key, header, meta)):
-            raise LinkError(f"frame {counter} is damaged, or not from {self.peer!r}: the MAC differs")
+            raise TransportError(f"frame {counter} is damaged, or not from {self.peer!r}: the MAC differs")
         self._num_received += 1
         return Frame(kind, number, meta)
 
 
-class Inline:
+class InlineExtentChannel:
     """Extents that travel in the stream, after their frames."""
 
     def __init__(self, channel: Channel) -> None:
@@ -117,13 +117,13 @@ class Inline:
         self._buffer = np.empty(0, np.uint8)
 
     def send(self, extent: memoryview) -> None:
-        """See Carrier."""
+        """See ExtentChannel."""
         if len(extent) > MOST_EXTENT:
-            raise LinkError(f"an extent of {len(extent)} bytes; {MOST_EXTENT} are possible")
+            raise TransportError(f"an extent of {len(extent)} bytes; {MOST_EXTENT} are possible")
         self._channel.send(EXTENT, len(extent), payload=extent)
 
     def receive(self, frame: Frame) -> memoryview:
-        """See Carrier. Extents of all messages come to lie in the same memory."""
+        """See ExtentChannel. Extents of all messages come to lie in the same memory."""
         length = self._length(frame)
         if length > len(self._buffer):
             self._buffer = np.empty(length, np.uint8)
@@ -132,77 +132,79 @@ class Inline:
         return extent.toreadonly()
 
     def skip(self, frame: Frame) -> int:
-        """See Carrier."""
+        """See ExtentChannel."""
         length, scratch = self._length(frame), memoryview(bytearray(_PIECE))
         for start in range(0, length, _PIECE):
             self._channel.stream.read(scratch[: length - start])
         return length
 
     def free(self) -> None:
-        """See Carrier. The next extent takes the memory."""
+        """See ExtentChannel. The next extent takes the memory."""
 
     def close(self) -> None:
-        """See Carrier."""
+        """See ExtentChannel."""
 
     def _length(self, frame: Frame) -> int:
         if frame.kind != EXTENT or frame.number > MOST_EXTENT:
-            raise LinkError(f"an extent was due, and frame of kind {frame.kind} and number {frame.number} came")
+            raise TransportError(f"an extent was due, and frame of kind {frame.kind} and number {frame.number} came")
         return frame.number
 
 
-def authenticate(stream: Stream, party: Party, seconds: float, *, expected: str | None) -> Channel:
-    """Makes a new stream a channel, or raises LinkError with the reason. The stream's owner closes it.
+def authenticate(stream: ByteStream, credentials: Credentials, seconds: float, *, expected: str | None) -> Channel:
+    """Makes a new stream a channel, or raises TransportError with the reason. The stream's owner closes it.
 
     expected  the name of the peer that was dialled; None at a listener
     """
-    stream.limit(time.monotonic() + seconds)
+    stream.set_deadline(time.monotonic() + seconds)
     roles = (b"dialer", b"listener") if expected is not None else (b"listener", b"dialer")
-    name = party.name.encode()
+    name = credentials.name.encode()
     own = _HELLO.pack(_MAGIC, _VERSION, len(name), os.urandom(32)) + name
     if expected is not None:
         stream.write(own)
     peer, theirs = _hello(stream)
     if expected is None:
         stream.write(own)
-    if peer == party.name:
-        raise LinkError(f"the peer calls itself {peer!r} too; every process needs a name of its own")
+    if peer == credentials.name:
+        raise TransportError(f"the peer calls itself {peer!r} too; every process needs a name of its own")
     if expected is not None and peer != expected:
-        raise LinkError(f"{peer!r} answers at the address of {expected!r}")
+        raise TransportError(f"{peer!r} answers at the address of {expected!r}")
     both = own + theirs if expected is not None else theirs + own
 
     def proofs(role: bytes) -> tuple[bytes, bytes]:
-        return party.mac(b"proof ", role, both), party.mac(b"about ", role, both, party.about)
+        return credentials.mac(b"proof ", role, both), credentials.mac(
+            b"about ", role, both, credentials.compatibility_tag
+        )
 
     # Both send their proofs before they look at the other ones, so that both know why they part.
     stream.write(b"".join(proofs(roles[0])))
     received = bytearray(2 * _PROOF_BYTES)
     stream.read(memoryview(received))
-    proof, about = proofs(roles[1])
+    proof, compatibility_tag = proofs(roles[1])
     if not hmac.compare_digest(received[:_PROOF_BYTES], proof):
-        raise LinkError(f"{peer!r} has another secret")
-    if not hmac.compare_digest(received[_PROOF_BYTES:], about):
-        raise LinkError(f"{peer!r} has another model, codec or calibration")
-    stream.limit(None)
-    return Channel(stream, peer, *(party.mac(b"frames ", role, both) for role in roles))
+        raise TransportError(f"{peer!r} has another secret")
+    if not hmac.compare_digest(received[_PROOF_BYTES:], compatibility_tag):
+        raise TransportError(f"{peer!r} has another model, codec or calibration")
+    stream.set_deadline(None)
+    return Channel(stream, peer, *(credentials.mac(b"frames ", role, both) for role in roles))
 
 
-def _hello(stream: Stream) -> tuple[str, bytes]:
+def _hello(stream: ByteStream) -> tuple[str, bytes]:
     """The peer's name, and its hello."""
     fixed = bytearray(_HELLO.size)
     stream.read(memoryview(fixed))
     magic, version, length, _ = _HELLO.unpack(fixed)
     if magic != _MAGIC:
-        raise LinkError(f"no process of a cluster: it begins with {magic!r}")
+        raise TransportError(f"no process of a cluster: it begins with {magic!r}")
     if version != _VERSION:
-        raise LinkError(f"the peer speaks version {version} of the links, and this is version {_VERSION}")
+        raise TransportError(f"the peer speaks version {version} of the links, and this is version {_VERSION}")
     name = bytearray(length)
     stream.read(memoryview(name))
     if not name:
-        raise LinkError("a peer without a name")
+        raise TransportError("a peer without a name")
     try:
         return name.decode(), bytes(fixed + name)
     except UnicodeDecodeError:
-        raise LinkError(f"a peer's name is no text: {bytes(name)!r}") from None
+        raise TransportError(f"a peer's name is no text: {bytes(name)!r}") from None
 
 
 def _mac(key: bytes, header: bytes, meta: bytes | bytearray) -> bytes:

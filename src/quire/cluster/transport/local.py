@@ -9,8 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from quire.cluster.transport.channel import Channel, Inline
-from quire.cluster.transport.stream import ClosedError, LinkError, Patience
+from quire.cluster.transport.channel import Channel, InlineExtentChannel
+from quire.cluster.transport.stream import PeerClosedError, StreamTimeout, TransportError
 
 _MOST_AHEAD = 4 << 20
 """Bytes that a sender may be ahead of its receiver."""
@@ -51,7 +51,7 @@ class _Pipe:
         with self._changed:
             self._wait(lambda: self._num_ahead < _MOST_AHEAD, seconds)
             if self._is_shut:
-                raise LinkError("the connection has ended")
+                raise TransportError("the connection has ended")
             self._pieces.append(memoryview(bytes(piece)))
             self._num_ahead += len(piece)
             self._changed.notify_all()
@@ -67,7 +67,7 @@ class _Pipe:
             raise TimeoutError
 
 
-class LocalStream(Patience):
+class LocalStream(StreamTimeout):
     """A pipe in each direction."""
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, stall_seconds: float) -> None:
@@ -75,7 +75,7 @@ class LocalStream(Patience):
         self._incoming, self._outgoing = incoming, outgoing
 
     def read(self, into: memoryview, *, is_idle: bool = False) -> None:
-        """See Stream."""
+        """See ByteStream."""
         done = 0
         while done < len(into):
             try:
@@ -83,32 +83,32 @@ class LocalStream(Patience):
             except TimeoutError:
                 if is_idle and not done and self._until is None:
                     continue
-                raise LinkError("the peer stopped in the middle of a frame") from None
+                raise TransportError("the peer stopped in the middle of a frame") from None
             if not count:
-                raise ClosedError("the peer has closed the connection")
+                raise PeerClosedError("the peer has closed the connection")
             done += count
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """See Stream."""
+        """See ByteStream."""
         for part in parts:
             for start in range(0, len(part), _PIECE):
                 try:
                     self._outgoing.write(memoryview(part)[start : start + _PIECE], self.seconds())
                 except TimeoutError:
-                    raise LinkError("the peer takes no bytes") from None
+                    raise TransportError("the peer takes no bytes") from None
 
     def shut(self) -> None:
-        """See Stream."""
+        """See ByteStream."""
         self._incoming.shut()
         self._outgoing.shut()
 
     def close(self) -> None:
-        """See Stream."""
+        """See ByteStream."""
         self.shut()
 
-    def carrier(self, channel: Channel) -> Inline:
-        """See Stream."""
-        return Inline(channel)
+    def extent_channel(self, channel: Channel) -> InlineExtentChannel:
+        """See ByteStream."""
+        return InlineExtentChannel(channel)
 
 
 class LocalListener:
@@ -122,7 +122,7 @@ class LocalListener:
         self._is_closed = False
         with _listening_lock:
             if name in _listening:
-                raise LinkError(f"something listens at {self.address} already")
+                raise TransportError(f"something listens at {self.address} already")
             _listening[name] = self
 
     def join(self, stall_seconds: float) -> LocalStream:
@@ -130,21 +130,21 @@ class LocalListener:
         there, back = _Pipe(), _Pipe()
         with self._changed:
             if self._is_closed or len(self._dialled) >= _MOST_DIALLED:
-                raise LinkError(f"nothing accepts at {self.address}")
+                raise TransportError(f"nothing accepts at {self.address}")
             self._dialled.append(LocalStream(there, back, self._stall_seconds))
             self._changed.notify()
         return LocalStream(back, there, stall_seconds)
 
     def accept(self) -> LocalStream:
-        """See Listener."""
+        """See StreamListener."""
         with self._changed:
             self._changed.wait_for(lambda: self._dialled or self._is_closed)
             if self._is_closed:
-                raise LinkError("the listener is closed")
+                raise TransportError("the listener is closed")
             return self._dialled.popleft()
 
     def close(self) -> None:
-        """See Listener."""
+        """See StreamListener."""
         with _listening_lock:
             if _listening.get(self._name) is self:
                 del _listening[self._name]
@@ -168,5 +168,5 @@ class LocalTransport:
         with _listening_lock:
             listener = _listening.get(place)
         if listener is None:
-            raise LinkError(f"nothing listens at local://{place}")
+            raise TransportError(f"nothing listens at local://{place}")
         return listener.join(stall_seconds)

@@ -26,9 +26,9 @@ import struct
 
 import numpy as np
 
-from quire.cluster.transport.channel import Channel, Frame, Inline
+from quire.cluster.transport.channel import Channel, Frame, InlineExtentChannel
 from quire.cluster.transport.sockets import SocketListener, SocketStream
-from quire.cluster.transport.stream import ForeignError, LinkError
+from quire.cluster.transport.stream import ForeignUserError, TransportError
 
 SHM_BYTES = 64 << 20
 """Of a segment. Extents of more than half of it travel through the socket."""
@@ -50,39 +50,39 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class ShmStream(SocketStream):
     """A Unix socket that can pass descriptors."""
 
-    def carrier(self, channel: Channel) -> Ring:
-        """See Stream."""
-        return Ring(channel, self)
+    def extent_channel(self, channel: Channel) -> RingExtentChannel:
+        """See ByteStream."""
+        return RingExtentChannel(channel, self)
 
     def write_descriptors(self, *numbers: int) -> None:
         """Sends a byte with descriptors."""
         try:
             socket.send_fds(self._socket, [b"\0"], numbers)
         except OSError as error:
-            raise LinkError(f"the connection has ended: {error}") from None
+            raise TransportError(f"the connection has ended: {error}") from None
 
     def read_descriptors(self, count: int) -> list[int]:
         """Reads a byte that must come with some descriptors, which belong to the caller then."""
         try:
             byte, numbers, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
-            raise LinkError(f"the connection has ended: {error}") from None
+            raise TransportError(f"the connection has ended: {error}") from None
         if len(byte) != 1 or len(numbers) != count:
             for number in numbers:
                 os.close(number)
-            raise LinkError(f"{count} descriptors were due, and {len(numbers)} came")
+            raise TransportError(f"{count} descriptors were due, and {len(numbers)} came")
         return list(numbers)
 
     def wait_for(self, number: int) -> None:
-        """Waits until a descriptor can be read. Raises LinkError if the stream ends or the peer stalls before."""
+        """Waits until a descriptor can be read. Raises TransportError if the stream ends or the peer stalls before."""
         poll = select.poll()
         poll.register(number, select.POLLIN)
         poll.register(self._socket, 0)
         found = dict(poll.poll(self.seconds() * 1000))
         if self._socket.fileno() in found:
-            raise LinkError("the connection has ended")
+            raise TransportError("the connection has ended")
         if not found:
-            raise LinkError("the peer takes no extents")
+            raise TransportError("the peer takes no extents")
 
 
 class _Outgoing:
@@ -117,7 +117,7 @@ class _Outgoing:
             self._stream.wait_for(self.credit)
             freed = os.eventfd_read(self.credit)
             if freed > self._taken:
-                raise LinkError(f"the peer has freed {freed} bytes of extents, and had {self._taken}")
+                raise TransportError(f"the peer has freed {freed} bytes of extents, and had {self._taken}")
             self._taken -= freed
         if len(extent):
             # Not an assignment to the map, which would keep the interpreter's lock.
@@ -140,7 +140,7 @@ class _Incoming:
         self.credit = credit
         self._position = self._owed = 0
         if os.fstat(number).st_size != num_bytes or fcntl.fcntl(number, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise LinkError("the peer's segment has another size than it says, or could shrink")
+            raise TransportError("the peer's segment has another size than it says, or could shrink")
         self._map = mmap.mmap(number, num_bytes, prot=mmap.PROT_READ)
 
     def take(self, length: int) -> memoryview:
@@ -156,7 +156,7 @@ class _Incoming:
             try:
                 os.eventfd_write(self.credit, self._owed)
             except OSError as error:
-                raise LinkError(f"the peer's eventfd takes nothing: {error}") from None
+                raise TransportError(f"the peer's eventfd takes nothing: {error}") from None
             self._owed = 0
 
     def close(self) -> None:
@@ -165,21 +165,21 @@ class _Incoming:
         _unmap(self._map)
 
 
-class Ring:
-    """Extents that travel through shared memory, or through the socket if they are too large. See Carrier."""
+class RingExtentChannel:
+    """Extents that travel through shared memory, or through the socket if they are too large. See ExtentChannel."""
 
     def __init__(self, channel: Channel, stream: ShmStream) -> None:
-        self._channel, self._stream, self._inline = channel, stream, Inline(channel)
+        self._channel, self._stream, self._inline = channel, stream, InlineExtentChannel(channel)
         self._outgoing: _Outgoing | None = None
         self._incoming: _Incoming | None = None
 
     def send(self, extent: memoryview) -> None:
-        """See Carrier."""
+        """See ExtentChannel."""
         if self._outgoing is None:
             try:
                 self._outgoing = _Outgoing(SHM_BYTES, self._channel, self._stream)
             except OSError as error:
-                raise LinkError(f"there is no shared memory for extents: {error}") from None
+                raise TransportError(f"there is no shared memory for extents: {error}") from None
         if len(extent) > self._outgoing.num_bytes // 2:
             self._inline.send(extent)
         else:
@@ -187,16 +187,16 @@ class Ring:
             self._channel.send(RING, len(extent))
 
     def receive(self, frame: Frame) -> memoryview:
-        """See Carrier."""
+        """See ExtentChannel."""
         frame = self._after_segment(frame)
         if frame.kind != RING:
             return self._inline.receive(frame)
         if self._incoming is None or frame.number > self._incoming.num_bytes // 2:
-            raise LinkError(f"an extent of {frame.number} bytes cannot lie in the peer's segment")
+            raise TransportError(f"an extent of {frame.number} bytes cannot lie in the peer's segment")
         return self._incoming.take(frame.number)
 
     def skip(self, frame: Frame) -> int:
-        """See Carrier."""
+        """See ExtentChannel."""
         frame = self._after_segment(frame)
         if frame.kind != RING:
             return self._inline.skip(frame)
@@ -205,12 +205,12 @@ class Ring:
         return length
 
     def free(self) -> None:
-        """See Carrier."""
+        """See ExtentChannel."""
         if self._incoming is not None:
             self._incoming.free()
 
     def close(self) -> None:
-        """See Carrier."""
+        """See ExtentChannel."""
         for end in (self._incoming, self._outgoing):
             if end is not None:
                 end.close()
@@ -223,11 +223,11 @@ class Ring:
         number, credit = self._stream.read_descriptors(2)
         try:
             if self._incoming is not None or not 0 < frame.number <= _MOST_SHM or frame.number % (2 * _ALIGNED):
-                raise LinkError(f"a second segment, or one of {frame.number} bytes")
+                raise TransportError(f"a second segment, or one of {frame.number} bytes")
             self._incoming = _Incoming(number, credit, frame.number)
-        except (OSError, LinkError) as error:
+        except (OSError, TransportError) as error:
             os.close(credit)
-            raise LinkError(f"the peer's segment cannot be used: {error}") from None
+            raise TransportError(f"the peer's segment cannot be used: {error}") from None
         finally:
             os.close(number)
         return self._channel.receive()
@@ -256,7 +256,7 @@ class ShmTransport:
             return _stream(made, stall_seconds)
         except OSError as error:
             made.close()
-            raise LinkError(f"nothing answers at shm://{place}: {error}") from None
+            raise TransportError(f"nothing answers at shm://{place}: {error}") from None
 
 
 def peer_user(connected: socket.socket) -> int:
@@ -269,7 +269,7 @@ def peer_user(connected: socket.socket) -> int:
 def _accepted(accepted: socket.socket, stall_seconds: float) -> ShmStream:
     # Not root either, unless we are root: whoever starts instances has our user id, and so have they.
     if (user := peer_user(accepted)) != os.geteuid():
-        raise ForeignError(f"user {user} dialled, and only user {os.geteuid()} may")
+        raise ForeignUserError(f"user {user} dialled, and only user {os.geteuid()} may")
     return _stream(accepted, stall_seconds)
 
 

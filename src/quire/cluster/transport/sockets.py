@@ -9,9 +9,15 @@ import socket
 import time
 from collections.abc import Callable
 
-from quire.cluster.transport.channel import Channel, Inline
-from quire.cluster.transport.stream import Carrier, ClosedError, ForeignError, LinkError, Patience
-from quire.repeats import RepeatedWarning
+from quire.cluster.transport.channel import Channel, InlineExtentChannel
+from quire.cluster.transport.stream import (
+    ExtentChannel,
+    ForeignUserError,
+    PeerClosedError,
+    StreamTimeout,
+    TransportError,
+)
+from quire.rate_limited_warning import RateLimitedWarning
 
 log = logging.getLogger("quire")
 
@@ -20,7 +26,7 @@ _PAUSE = 0.1
 """Seconds after which a listener tries again that could not accept."""
 
 
-class SocketStream(Patience):
+class SocketStream(StreamTimeout):
     """A connected socket. Its timeouts are those of single calls, so a peer that is slow has not stalled."""
 
     def __init__(self, connected: socket.socket, stall_seconds: float) -> None:
@@ -28,13 +34,13 @@ class SocketStream(Patience):
         self._socket = connected
         connected.settimeout(stall_seconds)
 
-    def limit(self, until: float | None) -> None:
-        """See Stream."""
-        super().limit(until)
+    def set_deadline(self, until: float | None) -> None:
+        """See ByteStream."""
+        super().set_deadline(until)
         self._socket.settimeout(self.seconds())
 
     def read(self, into: memoryview, *, is_idle: bool = False) -> None:
-        """See Stream."""
+        """See ByteStream."""
         done = 0
         while done < len(into):
             if self._until is not None:
@@ -44,15 +50,15 @@ class SocketStream(Patience):
             except TimeoutError:
                 if is_idle and not done and self._until is None:
                     continue
-                raise LinkError("the peer stopped in the middle of a frame") from None
+                raise TransportError("the peer stopped in the middle of a frame") from None
             except OSError as error:
-                raise LinkError(f"the connection has ended: {error}") from None
+                raise TransportError(f"the connection has ended: {error}") from None
             if not count:
-                raise ClosedError("the peer has closed the connection")
+                raise PeerClosedError("the peer has closed the connection")
             done += count
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """See Stream. The parts are not copied."""
+        """See ByteStream. The parts are not copied."""
         left = [memoryview(part) for part in parts if len(part)]
         while left:
             if self._until is not None:
@@ -60,43 +66,43 @@ class SocketStream(Patience):
             try:
                 count = self._socket.sendmsg(left, (), socket.MSG_NOSIGNAL)
             except TimeoutError:
-                raise LinkError("the peer takes no bytes") from None
+                raise TransportError("the peer takes no bytes") from None
             except OSError as error:
-                raise LinkError(f"the connection has ended: {error}") from None
+                raise TransportError(f"the connection has ended: {error}") from None
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
 
     def shut(self) -> None:
-        """See Stream."""
+        """See ByteStream."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See Stream."""
+        """See ByteStream."""
         self._socket.close()
 
-    def carrier(self, channel: Channel) -> Carrier:
-        """See Stream."""
-        return Inline(channel)
+    def extent_channel(self, channel: Channel) -> ExtentChannel:
+        """See ByteStream."""
+        return InlineExtentChannel(channel)
 
 
 class SocketListener:
     """A listening socket.
 
-    stream  makes a stream of an accepted socket. Raises ForeignError for a peer that may not dial: its connection is
-            closed before it costs anything, and before the next one is accepted
+    stream  makes a stream of an accepted socket. Raises ForeignUserError for a peer that may not dial: its connection
+            is closed before it costs anything, and before the next one is accepted
     """
 
     def __init__(self, bound: socket.socket, address: str, stream: Callable[[socket.socket], SocketStream]) -> None:
         self.address = address
         self._socket, self._stream = bound, stream
-        self._refusals = RepeatedWarning(log)
+        self._refusals = RateLimitedWarning(log)
         bound.listen(_BACKLOG)
 
     def accept(self) -> SocketStream:
-        """See Listener."""
+        """See StreamListener."""
         while True:
             try:
                 accepted, _ = self._socket.accept()
@@ -104,19 +110,19 @@ class SocketListener:
                 if error.errno in (errno.EINVAL, errno.EBADF):
                     self._socket.close()
                     self._refusals.end()
-                    raise LinkError("the listener is closed") from None
+                    raise TransportError("the listener is closed") from None
                 # What remains is about one connection, or passes when others end: there is no descriptor or memory.
                 time.sleep(_PAUSE)
                 continue
             try:
                 return self._stream(accepted)
-            except ForeignError as error:
+            except ForeignUserError as error:
                 accepted.close()
                 self._refusals.warn(f"a connection to {self.address} is refused: {error}")
             except OSError:
                 accepted.close()
 
     def close(self) -> None:
-        """See Listener. `accept` closes the socket, so that its number cannot belong to another one meanwhile."""
+        """See StreamListener. `accept` closes the socket, so that its number cannot belong to another one meanwhile."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

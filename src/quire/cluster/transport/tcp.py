@@ -11,7 +11,7 @@ import re
 import socket
 
 from quire.cluster.transport.sockets import SocketListener, SocketStream
-from quire.cluster.transport.stream import LinkError
+from quire.cluster.transport.stream import TransportError
 
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 3
 """A peer whose machine is gone sends nothing, not even an end: the kernel asks after it."""
@@ -31,7 +31,7 @@ class TcpTransport:
             bound.bind((place, port))
         except (OSError, UnicodeError) as error:
             bound.close()
-            raise LinkError(f"cannot listen at {host}: {error}") from None
+            raise TransportError(f"cannot listen at {host}: {error}") from None
         taken = bound.getsockname()[1]
         address = f"tcp://[{place}]:{taken}" if family == socket.AF_INET6 else f"tcp://{place}:{taken}"
         return SocketListener(bound, address, functools.partial(_stream, stall_seconds=stall_seconds))
@@ -41,12 +41,12 @@ class TcpTransport:
         try:
             connected = socket.create_connection(_split(place), seconds)
         except (OSError, UnicodeError) as error:
-            raise LinkError(f"nothing answers at tcp://{place}: {error}") from None
+            raise TransportError(f"nothing answers at tcp://{place}: {error}") from None
         try:
             return _stream(connected, stall_seconds)
         except OSError as error:
             connected.close()
-            raise LinkError(f"the connection to tcp://{place} has ended: {error}") from None
+            raise TransportError(f"the connection to tcp://{place} has ended: {error}") from None
 
 
 def _stream(connected: socket.socket, stall_seconds: float) -> SocketStream:
@@ -67,5 +67,5 @@ def _split(place: str) -> tuple[str, int]:
     """Host and port; 0 if there is none. An IPv6 host with a port has brackets."""
     found = _PLACE.fullmatch(place)
     if found is None or int(found["port"] or 0) > 65535:
-        raise LinkError(f"{place!r} is no host with a port; it is written 10.0.0.1:4711 or [::1]:4711")
+        raise TransportError(f"{place!r} is no host with a port; it is written 10.0.0.1:4711 or [::1]:4711")
     return found["inner"] or found["host"], int(found["port"] or 0)

@@ -17,4 +17,4 @@ def format_of(template: str) -> ToolFormat:
     def is_written(marks: tuple[str, ...]) -> bool:
         return any(mark in template for mark in marks)
 
-    return next((each for each in FORMATS if is_written(each.marks) and not is_written(each.unless)), GENERIC)
+    return next((each for each in FORMATS if is_written(each.marks) and not is_written(each.excluded_marks)), GENERIC)

@@ -23,9 +23,9 @@ def _instructions(tools: Sequence[Tool]) -> str:
 GENERIC = ToolFormat(
     "generic",
     marks=(),
-    opens='{"tool_calls": [',
-    between=", ",
-    closes="]}",
-    also=('{"tool_calls":[',),
-    instructs=_instructions,
+    opener='{"tool_calls": [',
+    separator=", ",
+    closer="]}",
+    other_openers=('{"tool_calls":[',),
+    make_instructions=_instructions,
 )

@@ -5,10 +5,10 @@ from quire.tools.format import ToolFormat
 HERMES = ToolFormat(
     "hermes",
     marks=("<tool_call>",),
-    opens="<tool_call>\n",
-    between="\n</tool_call>\n<tool_call>\n",
-    closes="\n</tool_call>",
-    also=("<tool_call>",),
+    opener="<tool_call>\n",
+    separator="\n</tool_call>\n<tool_call>\n",
+    closer="\n</tool_call>",
+    other_openers=("<tool_call>",),
     # Qwen3-Coder and GLM write arguments as tags.
-    unless=("<function=", "<arg_key>"),
+    excluded_marks=("<function=", "<arg_key>"),
 )

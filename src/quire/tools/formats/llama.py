@@ -5,10 +5,10 @@ from quire.tools.format import ToolFormat
 LLAMA = ToolFormat(
     "llama",
     marks=("<|python_tag|>", '"parameters": dictionary of argument name'),
-    opens="",
-    between=None,
-    closes="",
+    opener="",
+    separator=None,
+    closer="",
     key="parameters",
-    also=("<|python_tag|>",),
+    other_openers=("<|python_tag|>",),
     at_start=True,
 )

@@ -5,12 +5,12 @@ from quire.tools.format import ToolFormat
 MISTRAL = ToolFormat(
     "mistral",
     marks=("[TOOL_CALLS]",),
-    opens="[TOOL_CALLS] [",
-    between=", ",
-    closes="]",
-    also=("[TOOL_CALLS][", "[TOOL_CALLS]"),
+    opener="[TOOL_CALLS] [",
+    separator=", ",
+    closer="]",
+    other_openers=("[TOOL_CALLS][", "[TOOL_CALLS]"),
     # Newer models write a name and its arguments.
-    unless=("[ARGS]",),
-    id_begins="",
-    num_id=9,
+    excluded_marks=("[ARGS]",),
+    id_prefix="",
+    id_length=9,
 )

@@ -1,0 +1,175 @@
+"""The chunks of live sequences: how their paths grow over cached chunks and over their own, and how they shrink."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.cache.counts import ChunkCounts
+from quire.cache.demotion import Demotion
+from quire.cache.eviction import Eviction
+from quire.cache.holder import Holder
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.path import Path
+from quire.cache.reservations import Reservations
+from quire.cache.retention.decisions import Retention, RetentionDecision
+from quire.cache.retention.no_retention import NoRetention
+from quire.cache.retention.retainer import Retainer
+from quire.cache.retention.sharing_retainer import make_retainer
+from quire.cache.segment import NO_ROWS
+from quire.cache.statistics import Statistics
+from quire.cache.store import Store
+from quire.cache.tree import PrefixTree
+
+
+class PathManager:
+    """Gives chunks to paths and takes them back.
+
+    table       the chunks of the arena
+    tree        shared and cached chunks
+    demotion    offers sealed chunks to a store
+    retention   the tokens that sequences keep: all of them, or those that a `Retainer` leaves
+    reservations        reservations
+    """
+
+    def __init__(
+        self,
+        table: ChunkCounts,
+        tree: PrefixTree,
+        retention: Retention | None,
+        store: Store,
+    ) -> None:
+        self.table = table
+        self.tree = tree
+        self.demotion = Demotion(table, store)
+        self.eviction = Eviction(table, tree, self.demotion)
+        self.retention = NoRetention(self.eviction) if retention is None else make_retainer(retention, self.eviction)
+        self.reservations = Reservations(self.eviction, self.retention)
+        self.statistics = Statistics(table, tree)
+
+    def match(self, holder: Holder) -> int:
+        """Extends a path over cached chunks, if it has none of its own. Returns the number of tokens. Only between
+        slices, on a chunk boundary.
+        """
+        if not (holder.reads_cache and holder.path.is_all_shared):
+            return 0
+        before = holder.path.num_tokens
+        if self.retention.match(holder):
+            self.settle_shared(holder)
+        self._copy_last(holder)
+        return holder.path.num_tokens - before
+
+    def _copy_last(self, holder: Holder) -> None:
+        """Takes a copy of the last chunk of a sequence that is all cached: one token is left to compute, and not 64."""
+        path, count = holder.path, len(holder.token_ids) // PAGE_TOKENS
+        if not self.retention.can_copy_last_chunk(holder) or path.num_shared != count - 1:
+            return
+        if self._cached_row(holder, count) is None or not self.extend(holder, count * PAGE_TOKENS):
+            return
+        found = self._cached_row(holder, count)  # growing may have evicted it
+        if found is not None:
+            self.table.copy(found, int(path.chunks[-1]))
+            path.num_tokens = count * PAGE_TOKENS - 1
+            self._settle(holder)
+
+    def _cached_row(self, holder: Holder, count: int) -> int | None:
+        """The row of the last of a sequence's first `count` chunks in the tree."""
+        found = list(self.tree.walk(holder.keys, count))
+        if sum(each for _, each in found) < count:
+            return None
+        segment, length = found[-1]
+        return int(segment.chunks[length - 1])
+
+    def settle_shared(self, holder: Holder) -> None:
+        """Notes that all chunks of a path are shared."""
+        path = holder.path
+        path.num_sealed = path.num_stored = path.num_shared
+        path.num_tokens = path.num_shared * PAGE_TOKENS
+        self._settle(holder)
+
+    def extend(self, holder: Holder, num_tokens: int) -> bool:
+        """Takes chunks for a sequence's first `num_tokens` tokens. False, and nothing changes, if they do not fit
+        beside the reservations of others.
+        """
+        path, table = holder.path, self.table
+        if num_tokens <= path.free_until:
+            return True
+        num_sealed = max(0, table.num_sealed_for(num_tokens) - path.num_stored)
+        has_open = path.has_open
+        # A full open chunk is encoded into a sealed one, and the next open chunk begins.
+        wants_open = num_tokens > (path.num_stored + num_sealed) * PAGE_TOKENS and (num_sealed > 0 or not has_open)
+        has_sidecar = num_sealed > 0 and path.num_stored == 0
+        demand = table.demand(num_sealed, wants_open, has_sidecar)
+        beside = self.retention.growth(path, num_tokens, num_sealed)
+        if beside is not table.zero_demand:
+            demand += beside
+        if not any(demand):
+            return True
+        if not self.reservations.make_room(demand, holder):
+            return False
+        if num_sealed:
+            sealed = table.take(num_sealed, table.sealed_codec, sidecar=has_sidecar)
+            if has_open:
+                begun, sealed = path.replace(len(path.chunks) - 1, sealed[:1]), sealed[1:]
+                if path.num_tokens > path.num_stored * PAGE_TOKENS:
+                    path.filled = int(begun[0])
+                else:  # it has no token yet
+                    table.free(begun)
+            path.append(sealed)
+            path.num_stored += num_sealed
+        if wants_open:
+            path.append(table.take(1, table.open_codec))
+        self.retention.extend(path, num_sealed)
+        self._settle(holder)
+        return True
+
+    def commit(self, holder: Holder, num_tokens: int) -> None:
+        """Notes that the first `num_tokens` tokens are stored. Seals the chunks they fill and gives them to the tree.
+        The step has encoded them already; dense pages need no encoding.
+        """
+        path = holder.path
+        assert path.num_tokens <= num_tokens <= path.num_begun * PAGE_TOKENS, (
+            f"{num_tokens} tokens in {len(path.chunks)} chunks"
+        )
+        path.num_tokens = num_tokens
+        if num_tokens < path.next_seal:
+            return
+        path.num_sealed = num_tokens // PAGE_TOKENS
+        assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
+        self._give_filled(path)
+        attached = self.retention.seal(holder)
+        if any(attached) and self.reservations.make_room(attached, holder):
+            self.retention.attach(holder)
+        self.demotion.note(path.tip)
+        if self.table.encodes:  # else sealing changes no reservation
+            self.reservations.update(holder)
+
+    def retain(self, holder: Holder, decided: RetentionDecision) -> None:
+        """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
+        path, retainer = holder.path, self.retention
+        assert isinstance(retainer, Retainer) and path.retained is None
+        self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
+        retainer.retain(holder, decided, self.reservations)
+        self._settle(holder)
+
+    def release_path(self, path: Path) -> None:
+        """Frees a path's own chunks and unlocks the others, which stay cached."""
+        self._give_filled(path)
+        self.table.free(path.private)
+        self.table.free(path.sums)
+        self.tree.release(path)
+        path.chunks = path.sums = NO_ROWS
+
+    def _settle(self, holder: Holder) -> None:
+        """Follows a change of a sequence's chunks."""
+        holder.path.free_until = self._free_until(holder.path)
+        self.reservations.update(holder)
+        self.statistics.note_peak()
+
+    def _free_until(self, path: Path) -> int:
+        """See `Path.free_until`."""
+        return max(0, path.num_begun * PAGE_TOKENS - (self.table.encodes or path.retained is not None))
+
+    def _give_filled(self, path: Path) -> None:
+        if path.filled >= 0:
+            self.table.free(np.array([path.filled], np.int32))
+            path.filled = -1

@@ -1,0 +1,91 @@
+"""Reservations of admitted sequences, and what fits beside them."""
+
+from __future__ import annotations
+
+import bisect
+
+from quire.cache.eviction import Eviction
+from quire.cache.holder import Holder
+from quire.cache.ledger import PAGE_TOKENS, Demand
+from quire.cache.retention.no_retention import NoRetention
+
+
+class Reservations:
+    """The demand that live sequences have reserved and not yet taken, as a running sum. Every change of a sequence
+    calls `update`; `check` adds the sum up again.
+
+    eviction, retention  as in `CacheManager`
+    live                 the outstanding demand of each sequence
+    """
+
+    def __init__(self, eviction: Eviction, retention: NoRetention) -> None:
+        self.eviction = eviction
+        self.table = eviction.table
+        self.retention = retention
+        self.live: dict[Holder, Demand] = {}
+        self._outstanding = self.table.zero_demand
+
+    def capacity(self, num_chunks: int = 0, num_firsts: int = 0) -> int:
+        """Most sealed chunks of one sequence beside `num_chunks` chunks more than there are now, of which `num_firsts`
+        begin sequences.
+        """
+        table, beside = self.table, self.retention.beside
+
+        def is_too_much(count: int) -> bool:
+            demand = table.demand(num_chunks + count, int(table.encodes), num_firsts + 1)
+            return not table.fits(demand + beside(count * PAGE_TOKENS))
+
+        return bisect.bisect_left(range(1, table.capacity + 1), True, key=is_too_much)
+
+    def reserve(self, holder: Holder) -> None:
+        """Reserves room for an admitted sequence: for its tokens so far, or for its prompt with retention."""
+        holder.path.num_reserved = self.retention.num_reserved(holder)
+        self.live[holder] = self.table.zero_demand
+        self.update(holder)
+
+    def update(self, holder: Holder) -> None:
+        """The chunks of a sequence have changed."""
+        now = self.retention.outstanding(holder.path)
+        if now != self.live[holder]:
+            self._outstanding = self._outstanding - self.live[holder] + now
+            self.live[holder] = now
+
+    def release(self, holder: Holder) -> None:
+        """A sequence ends."""
+        self._outstanding -= self.live.pop(holder)
+
+    def outstanding(self, apart_from: Holder | None = None) -> Demand:
+        """The outstanding demand of all live sequences, or of all but one."""
+        total, expected = self._outstanding, self.retention.expected(apart_from)
+        if expected is not self.table.zero_demand:
+            total += expected
+        return total if apart_from is None else total - self.live[apart_from]
+
+    def growth(self) -> Demand:
+        """Room to grow that an admission must leave: a chunk for every live sequence and one for the new one."""
+        table = self.table
+        return self.retention.per_chunk * len(self.live) + table.demand(1) if self.live else table.zero_demand
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a demand fits beside all reservations, after eviction."""
+        return self.eviction.fits(demand + self.outstanding())
+
+    def make_room(self, demand: Demand, holder: Holder) -> bool:
+        """Makes room for a demand of a sequence, by eviction if needed. False, and nothing is evicted, if it does not
+        fit beside the reservations of others.
+        """
+        beside = demand + self.outstanding(holder)
+        if not self.table.fits(beside):
+            if not self.eviction.fits(beside):
+                return False
+            self.eviction.evict_for(lambda: demand)
+        return True
+
+    def check(self) -> None:
+        """Proves that the running sum is the outstanding demand of all sequences."""
+        total = self.table.zero_demand
+        for holder, share in self.live.items():
+            now = self.retention.outstanding(holder.path)
+            assert share == now, f"{share} reserved, {now} lacking"
+            total += share
+        assert total == self._outstanding, f"{self._outstanding} pages reserved, {total} lacking"

@@ -1,0 +1,184 @@
+"""What `quire plan auto` prints and writes: the frontier, the chosen settings, why others lost, and a configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import shared
+from quire.config import EngineConfig, ServeConfig, SloConfig, describe, format_bytes, sources
+from quire.planning.points import Found, Point, Tried, Why, named
+
+if TYPE_CHECKING:
+    from quire.evaluation.auto import Planner
+    from quire.planning.curves import Loss
+
+REASONS = 5
+"""Reasons that are printed why settings were not tried; JSON has all."""
+
+
+def show(planner: Planner, found: Found) -> None:
+    """Prints a plan."""
+    goal = planner.goal
+    print(
+        f"\nfrontier within {format_bytes(goal.memory)}: no settings serve more, lose less quality and need less memory"
+        f" at once. The quality budget is {goal.quality:.2%}"
+    )
+    rows = {each.point.key: each for each in (*found.frontier, found.chosen)}
+    if found.baseline is not None:
+        rows.setdefault(found.baseline.point.key, found.baseline)
+    shared.print_table(
+        ("", "settings", "requests/s", "", "attained", "quality lost", "", "memory", "", "cached tokens", "steps"),
+        [_row(planner, found, each) for each in rows.values()],
+        left=("settings", "steps", ""),
+    )
+    chosen = found.chosen
+    print(f"\nchosen: {chosen.point.name(planner.space)}")
+    print(f"  {_goodput(planner, chosen)}")
+    print(f"  quality lost: {_loss(chosen.point.loss)}, at most {chosen.point.loss.most:.2%}: {chosen.point.loss.how}")
+    print(f"  memory: {_memory(planner, chosen.point)}")
+    print(f"  seconds of steps: {chosen.point.speed[0]}, {chosen.point.speed[1]}")
+    print("\nsettings that differ from the chosen ones in one thing")
+    near = found.neighbours(planner.space)
+    rows_of_near = sorted((named(planner.space, settings, share), reason) for settings, share, reason in near)
+    shared.print_table(("settings", "why not"), rows_of_near, left=("why not",))
+    counts = Counter(each.why for each in found.left)
+    others = ", ".join(f"{count:,} {why}" for why, count in counts.items())
+    print(f"\n{len(found.finalists):,} finalists; other settings: {others or 'none'}")
+    lacking = Counter(each.reason for each in found.left if each.why in (Why.UNFIT, Why.UNKNOWN))
+    for reason, count in lacking.most_common(REASONS):
+        print(f"  {count:,}: {reason}")
+    for warning in (*found.warnings, *remarks(chosen.point)):
+        print(f"note: {warning}")
+
+
+def _row(planner: Planner, found: Found, each: Tried) -> tuple[str, ...]:
+    point, loss = each.point, each.point.loss
+    mark = "chosen" if each is found.chosen else "default" if each is found.baseline else ""
+    error = "" if not loss.value_error else f" +- {loss.value_error:.2%}"
+    return (
+        mark, point.name(planner.space), f"{each.rate:.3g}", goodput_origin(each), f"{each.goodput.attainment:.1%}",
+        f"{loss.value:.2%}{error}", loss.origin.value, format_bytes(point.room.total), "modelled",
+        f"{point.room.tokens:,}", f"{point.speed[0]}",
+    )  # fmt: skip
+
+
+def goodput_origin(each: Tried) -> str:
+    """Where a goodput comes from: fitted requests, through steps that are fitted or modelled."""
+    return each.point.speed[0].value
+
+
+def _goodput(planner: Planner, each: Tried) -> str:
+    told = each.goodput
+    return (
+        f"goodput ({goodput_origin(each)}): {each.rate:.4g} requests/s per {planner.unit}; {told.attainment:.1%} of"
+        f"{' fresh' if told.confirmed else ''} requests meet both targets, wanted are {told.target:.1%};"
+        f" {each.requests} requests a simulation"
+    )
+
+
+def _loss(loss: Loss) -> str:
+    error = "" if not loss.value_error else f" +- {loss.value_error:.2%}"
+    return f"{loss.value:.2%}{error} ({loss.origin})"
+
+
+def _memory(planner: Planner, point: Point) -> str:
+    return f"{format_bytes(point.room.total)} per {planner.unit} (modelled): {planner.memory_text(point)}"
+
+
+def remarks(point: Point) -> list[str]:
+    """What is to be known before the settings are served."""
+    parallel = point.settings.of("parallel")
+    if all(value == 1 for _, value in parallel.options):
+        return []
+    return [f"{parallel.name} is only modelled: an instance is one process with one GPU, and the file leaves it out"]
+
+
+def configuration(planner: Planner, found: Found, model: str, file: Path) -> str:
+    """A file for `quire serve --config`: every setting of engine, cluster and targets, with predictions as comments."""
+    chosen, goal = found.chosen, planner.goal
+    point = chosen.point
+    options = {**planner.engine_options(point.settings), "cache.memory": point.room.cache}
+    origins = sources(options, planner.file, shared.ENGINE_SECTIONS) | sources({}, planner.file, ("serve", "cluster"))
+    planned = {**point.settings.options, "cache.memory": None}
+    given = {*planner.options, *(key for key, origin in origins.items() if origin.startswith("file"))}
+    origins |= {key: "planned" for key in planned if key not in given}
+    lines = [
+        f"quire serve {model} --config {file}",
+        "",
+        f"Made by quire plan auto for {goal.load.workload.name} within {format_bytes(goal.memory)} and a quality budget"
+        f" of {goal.quality:.2%}: {point.name(planner.space)}.",
+        f"Predicted: {_goodput(planner, chosen)}.",
+        f"Quality lost: {_loss(point.loss)}, {point.loss.how}.",
+        f"Memory: {_memory(planner, point)}.",
+        f"Seconds of steps: {point.speed[0]}, {point.speed[1]}.",
+        *remarks(point),
+    ]
+    head = "".join(f"# {line}".rstrip() + "\n" for line in _wrapped(lines))
+    slo = SloConfig(ttft=_finite(goal.slo.ttft), tpot=_finite(goal.slo.tpot), attainment=goal.slo.attainment)
+    groups = (
+        EngineConfig.from_options(options, planner.file),
+        ServeConfig.from_options({}, planner.file),
+        planner.cluster_of(point.settings),
+        slo,
+    )
+    origins |= dict.fromkeys(slo.to_options(), "planned for")
+    return head + "\n" + "\n".join(describe(group, origins) for group in groups)
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    import textwrap
+
+    return [part for line in lines for part in (textwrap.wrap(line, 116) or [""])]
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def facts(planner: Planner, found: Found) -> dict[str, Any]:
+    """Everything, for JSON."""
+    from quire.cli import simulation_common
+
+    goal, chosen = planner.goal, found.chosen
+    return {
+        "workload": simulation_common.facts_of(goal.load),
+        "memory": goal.memory,
+        "quality": goal.quality,
+        "slo": {"ttft": _finite(goal.slo.ttft), "tpot": _finite(goal.slo.tpot), "attainment": goal.slo.attainment},
+        "chosen": _facts_of(planner, chosen),
+        "default": None if found.baseline is None else _facts_of(planner, found.baseline),
+        "frontier": [_facts_of(planner, each) for each in found.frontier],
+        "finalists": [_facts_of(planner, each) for each in found.finalists],
+        "neighbours": [
+            {"settings": named(planner.space, settings, share), "reason": reason}
+            for settings, share, reason in found.neighbours(planner.space)
+        ],
+        "left": [
+            {"settings": named(planner.space, each.settings, each.share), "why": each.why, "reason": each.reason}
+            for each in found.left
+        ],
+        "warnings": list(found.warnings),
+    }
+
+
+def _facts_of(planner: Planner, each: Tried) -> dict[str, Any]:
+    point, loss, told = each.point, each.point.loss, each.goodput
+    return {
+        "settings": point.name(planner.space),
+        "options": {**point.settings.options, "cache.memory": point.room.cache},
+        "goodput": {
+            "rate": each.rate, "attainment": told.attainment, "confirmed": told.confirmed, "verdict": told.verdict,
+            "requests": each.requests, "origin": goodput_origin(each),
+        },
+        "loss": {
+            "value": loss.value, "error": loss.value_error, "most": _finite(loss.most), "origin": loss.origin,
+            "how": loss.how,
+        },
+        "memory": {
+            "total": point.room.total, "cache": point.room.cache, "tokens": point.room.tokens, "origin": "modelled",
+        },
+        "steps": {"origin": point.speed[0], "how": point.speed[1]},
+    }  # fmt: skip

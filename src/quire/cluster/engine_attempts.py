@@ -1,0 +1,445 @@
+"""The engine's side of attempts: begins, exports, adopts and ends sequences, and notes what happens to them.
+
+All of it but `EngineAttempts.prepare` runs on the engine's thread. What happens goes to the agent as notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from quire.cache.exports import shared_pages
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.retention.retainer import Retainer
+from quire.cache.run import HeldPages, RunIdentity
+from quire.cluster.bodies import (
+    CacheState,
+    FirstTokenInfo,
+    InstanceLoad,
+    RemotePrefix,
+    SequenceJob,
+    TokenUpdate,
+    cache_state_of,
+    swapped_of,
+)
+from quire.cluster.messages import Attempt
+from quire.cluster.outgoing_pages import OutgoingExport, OutgoingPages
+from quire.cluster.peer_store import PeerStore, Pull
+from quire.engine.admission import AdmittedRequest
+from quire.engine.engine import Engine
+from quire.engine.handover import Handover
+from quire.engine.outputs import RequestOutput
+from quire.engine.request import Request, Sequence, SequenceState
+from quire.errors import QuireError
+from quire.stores.headers import common_digest
+from quire.stores.signer import ExtentSigner
+
+log = logging.getLogger("quire")
+
+
+class EngineAttemptPhase(Enum):
+    """What an engine does for an attempt.
+
+    ALONE     computes and decodes
+    SOURCE    computes the prompt and a token
+    PLANNED   will receive; its chunks may be fetched already
+    ADOPTED   waits for room
+    PULLING   waits for its chunks
+    DECODING  decodes what a source computed
+    """
+
+    ALONE = "alone"
+    SOURCE = "source"
+    PLANNED = "planned"
+    ADOPTED = "adopted"
+    PULLING = "pulling"
+    DECODING = "decoding"
+
+
+@dataclass(eq=False)
+class EngineAttempt:
+    """An attempt at the engine.
+
+    sequence      None while it is planned
+    ahead         stands in for it while chunks are fetched ahead
+    admitted      when its sequence was admitted, on the engine's clock; None before, and at a receiver
+    num_told      shared chunks that the receiver was told of
+    wants_progress         whether the receiver wants to know of chunks
+    has_begun     whether a token was told
+    outgoing_export      of a source, what its sequence has left; None before
+    """
+
+    attempt: Attempt
+    job: SequenceJob
+    phase: EngineAttemptPhase
+    sequence: Sequence | None = None
+    ahead: Sequence | None = None
+    outgoing_export: OutgoingExport | None = None
+    admitted: float | None = None
+    num_told: int = 0
+    wants_progress: bool = False
+    has_begun: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+        return f"{self.job.name}#{self.attempt.request}.{self.attempt.number}"
+
+    @property
+    def described(self) -> str:
+        """The attempt in logs."""
+        return self.job.described(self.attempt.number)
+
+
+# Notices: what the agent hears.
+
+
+@dataclass(frozen=True)
+class AdmittedNotice:
+    """A sequence is admitted. pull: what a receiver asks its source for; None: nothing."""
+
+    attempt: Attempt
+    pull: Pull | None = None
+
+
+@dataclass(frozen=True)
+class CacheCompleteNotice:
+    """A receiver's engine has what it needs."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedCache:
+    """What an exported sequence leaves: how it is described, its parts, and their bytes."""
+
+    state: CacheState
+    parts: frozenset[int]
+    outgoing_export: OutgoingExport
+
+
+@dataclass(frozen=True)
+class TokenNotice:
+    """cache: what an exported sequence leaves."""
+
+    attempt: Attempt
+    told: TokenUpdate
+    is_last: bool
+    cache: ExportedCache | None = None
+
+
+@dataclass(frozen=True)
+class ChunksNotice:
+    """The first chunks of a source's prompt are computed."""
+
+    attempt: Attempt
+    num_chunks: int
+
+
+@dataclass(frozen=True)
+class FailureNotice:
+    """The engine cannot go on with an attempt."""
+
+    attempt: Attempt
+    reason: str
+
+
+Notice = AdmittedNotice | CacheCompleteNotice | TokenNotice | ChunksNotice | FailureNotice | Pull
+
+
+class EngineAttempts:
+    """An engine's attempts.
+
+    tell    is called after a step with what happened in it
+    submit  runs a command on the engine's thread
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        peer_store: PeerStore,
+        signer: ExtentSigner,
+        tell: Callable[[list[Notice]], None],
+        submit: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self.engine = engine
+        self.attempts: dict[Attempt, EngineAttempt] = {}
+        self._tell, self._submit = tell, submit
+        self._signer = signer
+        self._peer_store = peer_store
+        self._by_id: dict[str, EngineAttempt] = {}
+        self._prepared: dict[Attempt, AdmittedRequest] = {}  # attempts that have not begun and have a grammar
+        self._changing: dict[Attempt, EngineAttempt] = {}  # those at which a step may change something
+        self._asked: list[Pull] = []
+        self._notices: list[Notice] = []
+        self._shape: tuple[int, int] = engine.scheduler.manager.table.shape
+        self._num_kinds = len(engine.scheduler.manager.table.sizes)
+        self._digest = common_digest(engine.namespace)
+        peer_store.table = cast(Any, engine.scheduler.manager.table)
+        peer_store.ask = self._asked.append
+
+    # ---- commands --------------------------------------------------------------------------------------------------
+
+    def prepare(self, attempt: Attempt, job: SequenceJob) -> None:
+        """Compiles the grammar of a request's constraint, on any thread. An error shows when the request begins."""
+        if job.params.get("structured_outputs") is not None:
+            with contextlib.suppress(QuireError):
+                self._prepared[attempt] = self._admitted(job)
+
+    def _admitted(self, job: SequenceJob) -> AdmittedRequest:
+        """The request of a job, which the router has checked. Raises RequestError if its grammar cannot be compiled."""
+        request = AdmittedRequest(None, job.prompt_ids, job.sampling(), job.cache_hints())
+        self.engine.compile_grammar(request)
+        return request
+
+    def compute(self, attempt: Attempt, job: SequenceJob, remote_prefix: RemotePrefix | None = None) -> None:
+        """The source's part."""
+        continued = Handover(job.seed, tuple(job.token_ids), job.cumulative, True)
+        self._may_fetch(
+            attempt, self._begin(EngineAttempt(attempt, job, EngineAttemptPhase.SOURCE), continued), remote_prefix
+        )
+
+    def run_alone(self, attempt: Attempt, job: SequenceJob, remote_prefix: RemotePrefix | None = None) -> None:
+        """An attempt without a source."""
+        continued = Handover(job.seed, tuple(job.token_ids), job.cumulative)
+        self._may_fetch(
+            attempt, self._begin(EngineAttempt(attempt, job, EngineAttemptPhase.ALONE), continued), remote_prefix
+        )
+
+    def _may_fetch(self, attempt: Attempt, sequence: Sequence | None, remote_prefix: RemotePrefix | None) -> None:
+        """What is cached elsewhere is found like what is on a disk, and fetched if that pays."""
+        if sequence is not None and remote_prefix is not None and not self._retains:
+            num_chunks = min(remote_prefix.num_chunks, len(sequence.token_ids) // PAGE_TOKENS)
+            self._peer_store.offer(attempt, remote_prefix.instance, sequence.keys, num_chunks, is_cached=True)
+
+    def plan(self, attempt: Attempt, job: SequenceJob) -> None:
+        """A receiver's part, before there is a manifest."""
+        self.attempts[attempt] = EngineAttempt(attempt, job, EngineAttemptPhase.PLANNED)
+
+    def prefetch(self, attempt: Attempt, source: str, num_chunks: int) -> None:
+        """Fetches chunks that a source has computed, into room that nobody has reserved."""
+        work = self.attempts.get(attempt)
+        if work is None or work.phase is not EngineAttemptPhase.PLANNED:
+            return
+        if work.ahead is None:
+            params, hints = work.job.sampling(), work.job.cache_hints()
+            request = Request(work.request_id, None, work.job.prompt_ids, params, self.engine.clock(), hints)
+            namespace = self.engine.namespace_of(hints)
+            work.ahead = Sequence(request, 0, [*work.job.prompt_ids, *work.job.token_ids], 1, namespace)
+        self._peer_store.offer(attempt, source, work.ahead.keys, num_chunks)
+        self.engine.scheduler.manager.fetching.prefetch(work.ahead)
+
+    def adopt(self, attempt: Attempt, source: str, state: CacheState, told: TokenUpdate) -> None:
+        """Queues the sequence that a manifest describes."""
+        work = self.attempts.get(attempt)
+        if work is None or work.phase is not EngineAttemptPhase.PLANNED:
+            return
+        tokens = (*work.job.token_ids, *told.output.token_ids)
+        num_tokens = len(work.job.prompt_ids) + len(tokens) - 1
+        cumulative = told.output.cumulative_logprob or 0.0
+        work.phase = EngineAttemptPhase.ADOPTED
+        try:
+            swapped = swapped_of(state, num_tokens, self._shape, self._num_kinds, self._digest)
+        except QuireError as error:
+            self._fail(work, str(error))
+            return
+        sequence = self._begin(work, Handover(work.job.seed, tokens, cumulative, swapped=swapped))
+        if sequence is not None:
+            self._peer_store.offer(attempt, source, sequence.keys, state.num_shared, swapped.run)
+            self._peer_store.note_state(state.num_bytes)
+
+    def end(self, attempt: Attempt) -> None:
+        """Ends an attempt in any stage, and frees what it holds. Does nothing for one that has ended."""
+        self._prepared.pop(attempt, None)
+        work = self.attempts.pop(attempt, None)
+        if work is None:
+            return
+        log.debug("%s: ended while %s", work.described, work.phase.value)
+        if work.ahead is not None:
+            self.engine.scheduler.manager.fetching.cancel_prefetch(work.ahead)
+        self._peer_store.withdraw(attempt)
+        self._changing.pop(attempt, None)
+        if self._by_id.pop(work.request_id, None) is None:
+            return
+        if work.outgoing_export is not None:
+            work.outgoing_export.close()
+        else:
+            self.engine.abort(work.request_id)
+
+    def report_progress(self, attempt: Attempt) -> None:
+        """The receiver is there, and may fetch chunks before the prompt is computed."""
+        work = self.attempts.get(attempt)
+        if work is not None:
+            work.wants_progress = self.engine.scheduler.manager.tree.shares and not self._retains
+
+    def outgoing_pages(
+        self, attempt: Attempt, groups: list[list[int]], release: Callable[[list[HeldPages]], None]
+    ) -> OutgoingPages | None:
+        """Chunks of a prompt that is still computed; None if they are not here, or not yet."""
+        work = self.attempts.get(attempt)
+        manager = self.engine.scheduler.manager
+        if work is not None and work.outgoing_export is not None:
+            return work.outgoing_export.outgoing_pages(groups)  # the prompt's last step has ended meanwhile
+        if work is None or work.sequence is None:
+            return None
+        path = work.sequence.path
+        table, chunks = cast(Any, manager.table), range(path.num_shared)
+        if not groups or self._retains or not all(group and set(group) <= set(chunks) for group in groups):
+            return None
+        pages = [shared_pages(table, work.sequence.keys, path, sorted(group)) for group in groups]
+        return OutgoingPages(pages, self._shape[0], self._signer, release)
+
+    def cached(
+        self, names: list[bytes], groups: list[list[int]], release: Callable[[list[HeldPages]], None]
+    ) -> OutgoingPages | None:
+        """Chunks of the prefix tree, by index in a prefix; None if some are not here any more."""
+        manager = self.engine.scheduler.manager
+        found = list(manager.tree.match(names))
+        num_found = sum(count for _, count in found)
+        if not groups or self._retains or not all(group and set(group) <= set(range(num_found)) for group in groups):
+            return None
+        rows = np.concatenate([segment.chunks[:count] for segment, count in found])
+        tokens = np.concatenate([segment.tokens[: count * PAGE_TOKENS] for segment, count in found])
+        whole = RunIdentity(tuple(names[:num_found]), tokens, found[0][0].namespace)
+        table = cast(Any, manager.table)
+        pages = [HeldPages.of(table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
+        return OutgoingPages(pages, self._shape[0], self._signer, release)
+
+    def load(self, instance: str, *, with_stats: bool) -> InstanceLoad:
+        """What there is to do."""
+        scheduler, manager = self.engine.scheduler, self.engine.scheduler.manager
+        rows = sum(max(0, each.num_prompt - each.num_computed) for each in scheduler.running)
+        rows += sum(len(each.token_ids) for each in scheduler.waiting if each.swapped is None)
+        cache = manager.stats()
+        free = cache["bytes_free"] + cache["bytes_cached"]
+        return InstanceLoad(
+            instance, rows, len(scheduler.running), len(scheduler.waiting), len(self.engine.exports), free,
+            cache["bytes_total"], tuple(each.attempt for each in self.attempts.values() if self._is_at_work(each)),
+            self.engine.stats() if with_stats else None,
+        )  # fmt: skip
+
+    def _is_at_work(self, work: EngineAttempt) -> bool:
+        """Whether the other instance and the router should go on waiting for the next thing to hear of an attempt.
+
+        A receiver that waits for room is, as long as others run, which will free theirs. If nobody runs, exports hold
+        the room: two instances that do this to each other are ended by the deadlines.
+        """
+        if work.sequence is None:
+            return False
+        is_waiting = work.sequence.state is SequenceState.WAITING
+        match work.phase:
+            case EngineAttemptPhase.ADOPTED if is_waiting:
+                return bool(self.engine.scheduler.running)
+            case EngineAttemptPhase.ALONE | EngineAttemptPhase.DECODING if work.has_begun:
+                return is_waiting or work.sequence.num_pending > 1  # it is computed again
+            case EngineAttemptPhase.SOURCE:
+                return work.outgoing_export is None
+        return True
+
+    # ---- after a step ----------------------------------------------------------------------------------------------
+
+    def has_stepped(self, outputs: list[RequestOutput]) -> None:
+        """Notes what a step has changed, and tells it."""
+        for work in list(self._changing.values()):
+            assert work.sequence is not None
+            if not self._look_at(work, work.sequence):
+                del self._changing[work.attempt]
+        self._notices += self._asked
+        self._asked.clear()
+        for output in outputs:
+            found = self._by_id.get(output.request_id)
+            if found is not None:
+                self._note(found, output)
+        if self._notices:
+            notices, self._notices = self._notices, []
+            self._tell(notices)
+
+    def _look_at(self, work: EngineAttempt, sequence: Sequence) -> bool:
+        """Whether later steps may change something, too."""
+        is_new = work.phase in (EngineAttemptPhase.SOURCE, EngineAttemptPhase.ALONE) and work.admitted is None
+        if is_new and sequence.state is not SequenceState.WAITING:
+            work.admitted = self.engine.scheduler.manager.tree.now  # the step's begin
+            if work.phase is EngineAttemptPhase.SOURCE:
+                self._notices.append(AdmittedNotice(work.attempt))
+        if work.phase is EngineAttemptPhase.SOURCE:
+            if work.wants_progress and sequence.path.num_shared > work.num_told:
+                work.num_told = sequence.path.num_shared
+                self._notices.append(ChunksNotice(work.attempt, work.num_told))
+        elif work.phase is EngineAttemptPhase.ADOPTED and sequence.state is not SequenceState.WAITING:
+            work.phase = EngineAttemptPhase.PULLING
+            transfer = sequence.path.transfer
+            asked = (each for each in self._asked if each.transfer is transfer and each.attempt == work.attempt)
+            own = next(asked, None)
+            self._notices.append(AdmittedNotice(work.attempt, own))
+            if own is None:
+                work.phase = EngineAttemptPhase.DECODING
+            else:
+                self._asked.remove(own)
+        if work.phase is EngineAttemptPhase.PULLING and sequence.path.transfer is None:
+            # They have arrived, or the engine computes them.
+            work.phase = EngineAttemptPhase.DECODING
+            self._notices.append(CacheCompleteNotice(work.attempt))
+        match work.phase:
+            case EngineAttemptPhase.ALONE:
+                return work.admitted is None
+            case EngineAttemptPhase.SOURCE:
+                return work.outgoing_export is None
+        return work.phase is not EngineAttemptPhase.DECODING
+
+    def _note(self, work: EngineAttempt, output: RequestOutput) -> None:
+        (completion,) = output.outputs
+        export = self.engine.exports.get(work.request_id)
+        first = None
+        if not work.has_begun and work.phase in (EngineAttemptPhase.SOURCE, EngineAttemptPhase.ALONE):
+            first = FirstTokenInfo(
+                output.prompt_logprobs, output.num_cached_tokens, output.cached_by_tier, output.num_pinned_tokens,
+                output.kept_fraction, 0.0 if work.admitted is None else max(0.0, self.engine.clock() - work.admitted),
+                output.embedding,
+            )  # fmt: skip
+        work.has_begun = True
+        told = TokenUpdate(completion, first)
+        if work.phase is EngineAttemptPhase.PULLING:
+            work.phase = EngineAttemptPhase.DECODING
+            self._notices.append(CacheCompleteNotice(work.attempt))
+        if export is None:
+            is_last = completion.finish_reason is not None
+            self._notices.append(TokenNotice(work.attempt, told, is_last))
+            if is_last:
+                self.end(work.attempt)
+            return
+        release = partial(self._submit, partial(self.engine.end_export, work.request_id))
+        work.outgoing_export = OutgoingExport(export, self._shape[0], self._signer, release)
+        state = cache_state_of(export.swapped, self._shape, self._digest)
+        self._notices.append(
+            TokenNotice(work.attempt, told, False, ExportedCache(state, export.parts, work.outgoing_export))
+        )
+
+    # ---- sequences -------------------------------------------------------------------------------------------------
+
+    @property
+    def _retains(self) -> bool:
+        return isinstance(self.engine.scheduler.manager.retention, Retainer)
+
+    def _begin(self, work: EngineAttempt, continued: Handover) -> Sequence | None:
+        try:
+            admitted = self._prepared.pop(work.attempt, None) or self._admitted(work.job)
+            request = self.engine.queue(work.request_id, admitted, continued=continued)
+        except QuireError as error:
+            self._fail(work, str(error))
+            return None
+        self.attempts[work.attempt] = self._by_id[work.request_id] = self._changing[work.attempt] = work
+        (work.sequence,) = request.sequences
+        log.debug("%s: %s, %d tokens", work.described, work.phase.value, len(work.sequence.token_ids))
+        return work.sequence
+
+    def _fail(self, work: EngineAttempt, reason: str) -> None:
+        self.end(work.attempt)
+        log.warning("%s: %s", work.described, reason)
+        self._notices.append(FailureNotice(work.attempt, reason))

@@ -1,0 +1,314 @@
+"""A connection to a peer: one thread sends what waits, another one gives what arrives to the handler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from quire.cluster.transport.channel import MESSAGE, MOST_EXTENTS, Channel, Credentials, Frame, authenticate
+from quire.cluster.transport.stream import ByteStream, ExtentChannel, PeerClosedError, TransportError
+from quire.cluster.wire import decode
+from quire.errors import QuireError
+from quire.rate_limited_warning import RateLimitedWarning
+
+if TYPE_CHECKING:
+    from quire.cluster.connections import Bulk, Handler
+
+log = logging.getLogger("quire")
+
+MOST_QUEUED = 4096
+"""Messages that may wait for a peer."""
+
+TRAFFIC = tuple(f"{what}_{way}" for way in ("sent", "received") for what in (
+    "messages", "message_bytes", "extents", "extent_bytes"))  # fmt: skip
+"""What a connection counts. Frames around messages and extents do not count."""
+
+
+class QueuedMessage(NamedTuple):
+    """An encoded message that waits to be sent, and its extents."""
+
+    message: bytes
+    bulk: Bulk | None
+    num_extents: int
+
+
+class ConnectionRegistry(Protocol):
+    """What a connection needs of the process it belongs to."""
+
+    credentials: Credentials
+    handler: Handler
+    handshake_seconds: float
+    is_closed: bool
+    stranger_warnings: RateLimitedWarning
+
+    def on_established(self, connection: Connection, peer: str) -> None:
+        """Gives the connection the name that the peer has proved. Raises TransportError if nobody wants the connection
+        any more.
+        """
+
+    def on_ended(self, connection: Connection) -> None:
+        """Both threads have ended, but for a few instructions."""
+
+
+class Connection:
+    """One connection, also before it is made. It ends once, for a reason, and never begins again.
+
+    peer     its name; None at a listener until the peer has proved who it is
+    threads  that it has started
+    traffic  counts by the names of TRAFFIC
+    """
+
+    def __init__(self, registry: ConnectionRegistry, peer: str | None, open_stream: Callable[[], ByteStream]) -> None:
+        """peer: who is dialled, None at a listener. open_stream: dials, or gives what was accepted."""
+        self.peer = peer
+        self.threads: list[threading.Thread] = []
+        self.traffic = dict.fromkeys(TRAFFIC, 0)
+        self.is_established = self.is_ended = False
+        self._registry = registry
+        self._open = open_stream
+        self._changed = threading.Condition()
+        self._queue: deque[QueuedMessage] = deque()
+        self._reason = ""
+        self._stream: ByteStream | None = None
+        self._channel: Channel | None = None
+        self._extent_channel: ExtentChannel | None = None
+        self._num_running = 0
+
+    def start(self) -> None:
+        """Starts to dial, or to find out who has dialled."""
+        self._start("read" if self.peer is None else "send")
+
+    def put(self, queued: QueuedMessage) -> bool:
+        """Adds a message to those that wait. False if the connection has ended, or too many wait."""
+        with self._changed:
+            if self.is_ended or len(self._queue) >= MOST_QUEUED:
+                return False
+            self._queue.append(queued)
+            self._changed.notify_all()
+            return True
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the connection is established. Raises TransportError if it is not in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_established or self.is_ended, seconds)
+            if self.is_ended:
+                raise TransportError(f"no link to {self.peer!r}: {self._reason}")
+            if not self.is_established:
+                raise TransportError(f"no link to {self.peer!r} within {seconds:g} s")
+
+    def end(self, reason: str) -> None:
+        """Ends the connection; its threads do the rest. Never blocks."""
+        with self._changed:
+            if self.is_ended:
+                return
+            self.is_ended, self._reason = True, reason
+            # Under the lock: when the stream is closed its descriptor may belong to another one.
+            if self._stream is not None:
+                self._stream.shut()
+            self._changed.notify_all()
+
+    # ---- threads -----------------------------------------------------------------------------------------------------
+
+    def _start(self, role: str) -> None:
+        run = self._run_sending if role == "send" else self._run_reading
+        thread = threading.Thread(target=run, name=f"quire-link-{self.peer or 'stranger'}-{role}", daemon=True)
+        with self._changed:
+            thread.start()
+            self.threads.append(thread)
+            self._num_running += 1
+
+    def _run_sending(self) -> None:
+        self._until_the_end(self._send_all)
+        if self._drop_waiting() and not self.is_established:
+            self._tell_lost()
+        self._leave()
+
+    def _run_reading(self) -> None:
+        self._until_the_end(self._read_all)
+        if self.is_established:
+            self._tell_lost()
+        self._leave()
+
+    def _until_the_end(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except QuireError as error:
+            if not self.is_ended:
+                self._tell(error)
+            self.end(str(error))
+        except Exception as error:
+            log.exception("link to %s", self.peer)
+            self.end(f"{type(error).__name__}: {error}")
+        finally:
+            self.end("its thread has ended")
+
+    def _tell(self, error: QuireError) -> None:
+        """Logs why the connection ends. Whoever waits for the peer tells what it means."""
+        text = f"link to {self.peer or 'a stranger'}: {error}"
+        if isinstance(error, PeerClosedError):  # a peer that ends closes its connections
+            log.debug("%s", text)
+        elif self.peer is None:
+            self._registry.stranger_warnings.warn(text)
+        else:
+            log.warning("%s", text)
+
+    def _drop_waiting(self) -> int:
+        """Drops the messages that wait. Returns how many there were."""
+        num_dropped = 0
+        while self._queue:
+            num_dropped += 1
+            if (bulk := self._queue.popleft().bulk) is not None:
+                finish_bulk(bulk)
+        return num_dropped
+
+    def _tell_lost(self) -> None:
+        assert self.peer is not None, "a stranger is lost"
+        if not self._registry.is_closed:
+            try:
+                self._registry.handler.connection_lost(self.peer)
+            except Exception:
+                log.exception("link to %s: the handler failed when it was lost", self.peer)
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._num_running -= 1
+            if self._num_running:
+                return
+            if self._extent_channel is not None:
+                self._extent_channel.close()
+            if self._stream is not None:
+                self._stream.close()
+        self._drop_waiting()  # some are left if there was no thread to send them
+        self._registry.on_ended(self)
+
+    def _establish(self) -> None:
+        stream = self._open()
+        with self._changed:
+            self._stream = stream
+            if self.is_ended:
+                raise TransportError(self._reason)
+        channel = authenticate(stream, self._registry.credentials, self._registry.handshake_seconds, expected=self.peer)
+        self._channel, self._extent_channel = channel, stream.extent_channel(channel)
+        self._registry.on_established(self, channel.peer)
+        with self._changed:
+            self.is_established = True
+            self._changed.notify_all()
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        if self._channel is None:
+            self._establish()
+            self._start("read")
+        while (queued := self._next()) is not None:
+            try:
+                self._send(queued)
+            finally:
+                if queued.bulk is not None:
+                    finish_bulk(queued.bulk)
+
+    def _next(self) -> QueuedMessage | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self.is_ended)
+            return None if self.is_ended else self._queue.popleft()
+
+    def _send(self, queued: QueuedMessage) -> None:
+        assert self._channel is not None and self._extent_channel is not None, "a connection that is not established"
+        self._channel.send(MESSAGE, queued.num_extents, queued.message)
+        self.traffic["messages_sent"] += 1
+        self.traffic["message_bytes_sent"] += len(queued.message)
+        if queued.bulk is None:
+            return
+        extents, left = queued.bulk.pack(), queued.num_extents
+        try:
+            for extent in extents:
+                if not left:
+                    raise TransportError(f"more extents were packed than the {queued.num_extents} announced")
+                left -= 1
+                self._extent_channel.send(extent.cast("B") if extent.ndim != 1 or extent.format != "B" else extent)
+                self.traffic["extents_sent"] += 1
+                self.traffic["extent_bytes_sent"] += extent.nbytes
+            if left:
+                raise TransportError(f"{left} fewer extents were packed than the {queued.num_extents} announced")
+        finally:
+            # A generator holds what it packs, and `done` may end that.
+            if (close := getattr(extents, "close", None)) is not None:
+                close()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        if self._channel is None:
+            self._establish()
+            threading.current_thread().name = f"quire-link-{self.peer}-read"
+            self._start("send")
+        assert self._channel is not None and self._extent_channel is not None and self.peer is not None
+        while True:
+            frame = self._channel.receive()
+            if frame.kind != MESSAGE or frame.number > MOST_EXTENTS:
+                raise TransportError(
+                    f"a message was due, and a frame of kind {frame.kind} and number {frame.number} came"
+                )
+            self.traffic["messages_received"] += 1
+            self.traffic["message_bytes_received"] += len(frame.meta)
+            extents = IncomingExtents(self._channel, self._extent_channel, frame.number, self.traffic)
+            try:
+                self._registry.handler.receive(self.peer, decode(frame.meta), extents)
+            finally:
+                extents.free()
+            extents.skip()
+
+
+class IncomingExtents(Iterator[memoryview]):
+    """The extents that come with a message. They have an end even if somebody keeps this for longer."""
+
+    def __init__(
+        self, channel: Channel, extent_channel: ExtentChannel, num_extents: int, traffic: dict[str, int]
+    ) -> None:
+        self._channel, self._extent_channel, self._traffic = channel, extent_channel, traffic
+        self._left = num_extents
+        self._extent: memoryview | None = None
+
+    def __next__(self) -> memoryview:
+        """The next extent; the one before becomes invalid. Raises TransportError if the connection ends before it."""
+        self.free()
+        if not self._left:
+            raise StopIteration
+        self._extent = extent = self._extent_channel.receive(self._next())
+        self._count(len(extent))
+        return extent
+
+    def free(self) -> None:
+        """Ends the last extent, also for whoever still has it: reading it is an error then, unless arrays of it are
+        left.
+        """
+        if self._extent is not None:
+            with contextlib.suppress(BufferError):
+                self._extent.release()
+            self._extent = None
+            self._extent_channel.free()
+
+    def skip(self) -> None:
+        """Passes over what nobody has taken."""
+        while self._left:
+            self._count(self._extent_channel.skip(self._next()))
+
+    def _next(self) -> Frame:
+        self._left -= 1
+        return self._channel.receive()
+
+    def _count(self, num_bytes: int) -> None:
+        self._traffic["extents_received"] += 1
+        self._traffic["extent_bytes_received"] += num_bytes
+
+
+def finish_bulk(bulk: Bulk) -> None:
+    """Tells a bulk that nothing more of it will be sent."""
+    try:
+        bulk.done()
+    except Exception:
+        log.exception("extents that were sent could not be freed")

@@ -1,0 +1,179 @@
+"""Prefixes in the arena and on a disk, as one: listed, found by their keys, and dropped. Listings name chunks by keys;
+nothing here reads a page.
+
+A prefix is known by the key of its last chunk. In the arena it ends a segment; on a disk it ends a chain of runs that
+nothing else goes on from in between.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.cache.keys import KEY_BYTES, ChunkKeys
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.namespace import Namespace
+from quire.engine.disk_prefix_index import DiskPrefixIndex, TierCopy
+from quire.engine.prefixes import Prefix, find_chunk
+from quire.errors import RequestError
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+
+ARENA, DISK = "arena", "disk"
+
+_KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """A prefix and where it is.
+
+    key         key of its last chunk, in hexadecimal
+    parent      key of the prefix that it goes on from, likewise; None: it is a first one
+    num_tokens  tokens from the first one of the prompt up to its end
+    tiers       by name of a tier
+    """
+
+    key: str
+    parent: str | None
+    num_tokens: int
+    tiers: dict[str, TierCopy]
+
+    @property
+    def used(self) -> float:
+        """Time of its last use, in seconds since the epoch."""
+        return max(tier_copy.used for tier_copy in self.tiers.values())
+
+
+@dataclass(frozen=True)
+class SaltFilter:
+    """The salts that somebody may see: those that begin with `begin`. By default all of them."""
+
+    begin: str = ""
+
+    def __call__(self, salt: str) -> bool:
+        """Whether a salt is one of them."""
+        return salt.startswith(self.begin)
+
+
+class Branch(NamedTuple):
+    """A prefix by the keys of its chunks, and what lies around it on a disk.
+
+    names  keys of its chunks, from the first one on, as far as they are known
+    descendants  chunks that go on from its end
+    kept   its chunks, but for the end, from which others go on too, or which are pinned without it
+    """
+
+    names: list[bytes]
+    descendants: list[bytes]
+    kept: set[bytes]
+
+
+def known_prefixes(
+    arena: Sequence[Prefix], disk_index: DiskPrefixIndex, now: float | None = None
+) -> list[CachedPrefix]:
+    """Prefixes of the arena and of a disk, those used last first. What ends with the same chunk is one."""
+    now = time.time() if now is None else now
+    found: list[CachedPrefix] = []
+    for prefix in arena:
+        tiers = {ARENA: _in_arena(prefix, now)}
+        if (tier_copy := disk_index.tier_copy(bytes.fromhex(prefix.id), prefix.num_tokens)) is not None:
+            tiers[DISK] = tier_copy
+        found.append(CachedPrefix(prefix.id, prefix.parent, prefix.start + prefix.num_tokens, tiers))
+    in_arena = {prefix.key for prefix in found}
+    ends = (chain[-1].names[-1] for chain in disk_index.chains)
+    found += [known for key in ends if key.hex() not in in_arena and (known := _stored(disk_index, key)) is not None]
+    return sorted(found, key=lambda prefix: (-prefix.used, prefix.num_tokens))
+
+
+def find_prefix(
+    engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: Callable[[str], bool]
+) -> CachedPrefix | None:
+    """The prefix that ends with this chunk, wherever that is; None if no visible one does. On the engine's thread."""
+    tree, now = engine.scheduler.manager.tree, time.time()
+    if (place := find_chunk(tree, key, lambda namespace: visible(namespace.salt))) is None:
+        return _stored(disk_index, key)
+    segment, count = place
+    assert segment.parent is not None
+    parent = segment.parent.keys[-1].hex() if segment.start else None
+    idle = 0.0 if segment.most_locks else max(0.0, tree.now - segment.used_at)
+    until = now + segment.pinned_until - tree.now if segment.pinned_until else 0.0
+    num_bytes = count * engine.scheduler.manager.statistics.chunk_bytes
+    tiers = {ARENA: TierCopy(num_bytes, now - idle, until if count == len(segment.keys) else 0.0)}
+    if (tier_copy := disk_index.tier_copy(key, count * PAGE_TOKENS)) is not None:
+        tiers[DISK] = tier_copy
+    return CachedPrefix(key.hex(), parent, (segment.start + count) * PAGE_TOKENS, tiers)
+
+
+def branch_of(engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: Callable[[str], bool]) -> Branch | None:
+    """The branch that ends with this chunk; None if no visible one does. On the engine's thread."""
+    tree = engine.scheduler.manager.tree
+    names: list[bytes] = []
+    end: bytes | None = key
+    while end is not None and (place := find_chunk(tree, end, lambda ns: visible(ns.salt))) is None:
+        run = disk_index.run_of.get(end)
+        if run is None or end in names:  # a part of it is lost
+            break
+        names[:0] = run.names[: run.names.index(end) + 1]
+        end = run.parent if run.start else None
+    else:
+        if end is not None and place is not None:
+            segment, count = place
+            names[:0] = [name for each in segment.branch[:-1] for name in each.keys] + segment.keys[:count]
+    if not names:
+        return None
+    descendants, now = disk_index.descendants(key), time.time()
+    along, gone = set(names), {key, *descendants}
+    pinned = {name for name in names if disk_index.pins.get(name, 0.0) > now}
+    pinned = set() if key in pinned else pinned
+    kept: set[bytes] = set()
+    for index in range(len(names) - 2, -1, -1):
+        if names[index] in pinned or disk_index.after.get(names[index], set()) - along - gone:
+            kept.update(names[: index + 1])
+            break
+    return Branch(names, descendants, kept)
+
+
+def drop_prefix(
+    engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: Callable[[str], bool]
+) -> dict[str, int] | None:
+    """Drops the prefix that ends with this chunk; see `Tiering.drop`. None if no visible one does. On the engine's
+    thread.
+    """
+    branch = branch_of(engine, key, disk_index, visible)
+    return None if branch is None else engine.tiering.drop(*branch)
+
+
+def prompt_key(namespace: Namespace, prompt_ids: list[int], salt: str) -> bytes:
+    """The key of a prompt's last whole chunk. Raises RequestError for a prompt shorter than a chunk."""
+    if len(prompt_ids) < PAGE_TOKENS:
+        count = "1 token" if len(prompt_ids) == 1 else f"{len(prompt_ids) or 'no'} tokens"
+        raise RequestError(f"the prompt has {count}; the cache keeps whole chunks of {PAGE_TOKENS}", "prompt")
+    return ChunkKeys(replace(namespace, salt=salt), prompt_ids).first(len(prompt_ids) // PAGE_TOKENS)[-1]
+
+
+def parse_prefix_key(text: str) -> bytes:
+    """The key of a chunk from its hexadecimal digits. Raises RequestError for anything else."""
+    if not isinstance(text, str) or not _KEY.fullmatch(text):
+        raise RequestError(f"a prefix has a key of {2 * KEY_BYTES} hexadecimal digits, not {text!r:.80}", "key")
+    return bytes.fromhex(text)
+
+
+def _in_arena(prefix: Prefix, now: float) -> TierCopy:
+    until = 0.0 if prefix.pinned_seconds is None else now + prefix.pinned_seconds
+    return TierCopy(prefix.num_bytes, now - prefix.idle_seconds, until)
+
+
+def _stored(disk_index: DiskPrefixIndex, key: bytes) -> CachedPrefix | None:
+    """The prefix that ends with a chunk on the disk; its parent is where its chain of runs begins."""
+    first = disk_index.chain_start(key)
+    if first is None:
+        return None
+    num_tokens = disk_index.num_tokens_to(key)
+    tier_copy = disk_index.tier_copy(key, num_tokens - first.start * PAGE_TOKENS)
+    assert tier_copy is not None, "a stored chunk without bytes"
+    return CachedPrefix(key.hex(), first.parent.hex() if first.start else None, num_tokens, {DISK: tier_copy})

@@ -1,0 +1,330 @@
+"""Compiles grammars of answers: which tokens may come next, and which must. The grammars themselves are llguidance's.
+
+Tokens that a grammar forces are proposed as drafts, which cost rows of a step and no steps, and no logits. They are
+those of the tokenizer, so that the text is the one that the model would have had to write.
+
+Source: llguidance (guidance-ai), an Earley parser over a lexer of derivatives; "Efficient Guided Generation for Large
+Language Models" (Willard and Louf, 2023) is about masks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+import uuid
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from quire.engine import grammar_trial, schemas
+from quire.engine.grammar_guide import LIMITS, CompiledGrammar, GrammarGuide
+from quire.engine.grammar_source import source_of
+from quire.engine.grammar_tokens import TokenTable, make_vocabulary, token_table
+from quire.engine.masks import MaskExecutor
+from quire.engine.structured import StructuredOutputsParams
+from quire.errors import QueueFullError, RequestError
+from quire.models.child import DIED, TIMED_OUT, ChildProcess
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from quire.engine.step import Allowed
+    from quire.models.tokenizer import Tokenizer
+
+NUM_REMEMBERED = 1024
+"""Grammars of which the result of the trial is remembered, least recently used ones dropped."""
+
+MAX_SECONDS = 0.4
+"""Processor time that compiling one grammar and its first mask may take. The largest that may be asked for take as
+long."""
+
+FIRST_SECONDS = 0.05
+"""Processor time after which a grammar makes way for those that have not been tried. A usual one takes a few
+milliseconds."""
+
+MAX_BYTES = 512 << 20
+"""Memory that one grammar may take, and that all grammars of waiting and running requests may take together. A grammar
+takes up to 250 times its source: 5,000 objects to choose from, which are 200 KB, take 50 MB."""
+
+MAX_WAITING = 256
+"""Requests whose grammars wait to be compiled."""
+
+MAX_TENANT_SHARE = 0.5
+"""Share of the waiting places and of the memory that one tenant may take."""
+
+_PROBE = ChildProcess(grammar_trial.__name__, (MAX_BYTES,))
+"""One for all models of this process."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for the tokens of a model. May be used by several threads.
+
+    Everything that is remembered of a grammar belongs to a scope, which is a request's `cache_salt`: requests with
+    other salts, such as another tenant's, neither share it nor can tell that it is there. A compiled grammar is shared
+    by the requests of its scope that wait or run, and freed with the last one.
+
+    tokenizer      of the model
+    vocab_size     number of logits
+    eos_token_ids  tokens that end an answer, which may come once the text is complete
+    num_threads    threads that compute masks
+    begins_early   whether they do while the logits are computed; see MaskExecutor
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        num_threads: int = 1,
+        begins_early: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        self._name = uuid.uuid4().hex
+        self._live = WeakValueDictionary[bytes, CompiledGrammar]()
+        self._tried: OrderedDict[bytes, int | str] = OrderedDict()  # memory it took, or why it was refused
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._table: TokenTable | None = None
+        self._vocabulary: LLTokenizer | RequestError | None = None
+        # By the time that a trial may take, then by tenant in the order of their turns.
+        self._todo: dict[float, dict[str, deque[tuple[_CompileRequest, Future[CompiledGrammar]]]]]
+        self._todo = {FIRST_SECONDS: {}, MAX_SECONDS: {}}
+        self._compiler: ThreadPoolExecutor | None = None
+        self._waiting = Counter[str]()  # by tenant
+        self._masks = MaskExecutor(-(-vocab_size // 32), num_threads, begins_early=begins_early)
+        self.ends = self._end()
+
+    def compile(self, wanted: StructuredOutputsParams, scope: str = "") -> CompiledGrammar:
+        """The grammar at its beginning. Takes a millisecond for a usual schema, and at most some hundreds. Raises
+        RequestError if it cannot be honoured or is too large.
+        """
+        return self._compiled(_CompileRequest.of(wanted, scope))
+
+    def prepare(self, wanted: StructuredOutputsParams, scope: str = "") -> Future[CompiledGrammar]:
+        """Compiles on a thread, one grammar after the other. First it tries in another process whether that takes too
+        much time or memory, and refuses what does. Those that take long come after those that have not been tried, so
+        that they hold up nothing else. Tenants take turns among either. A future that is cancelled is not compiled.
+
+        The grammar stays compiled as long as somebody holds it. Raises QueueFullError if too many wait; the future
+        does if the grammars that are held leave no memory.
+        """
+        item = _CompileRequest.of(wanted, scope)
+        found: Future[CompiledGrammar] = Future()
+        with self._lock:
+            if (known := self._known(item)) is not None:
+                _settle(found, known)
+                return found
+            num_waiting, num_own = sum(self._waiting.values()), self._waiting[item.tenant]
+            if num_own >= MAX_WAITING * MAX_TENANT_SHARE or num_waiting >= MAX_WAITING:
+                raise QueueFullError(f"{num_own} grammars wait to be compiled; try again later")
+            self._waiting[item.tenant] += 1
+            if self._compiler is None:
+                self._compiler = ThreadPoolExecutor(1, "quire-grammars")
+        found.add_done_callback(lambda _: self._has_compiled(item.tenant))
+        self._add(FIRST_SECONDS, item, found)
+        return found
+
+    def guide(self, grammar: CompiledGrammar, num_prompt: int) -> GrammarGuide:
+        """A guide for one sequence with `num_prompt` prompt tokens."""
+        return GrammarGuide(grammar, self._masks, self.ends, num_prompt)
+
+    def warm(self, *, tries: bool = False) -> None:
+        """Loads the vocabulary on a thread, so that the first request need not wait for it: a quarter of a second for
+        50,000 tokens. tries: also starts the process of trials, for `prepare`.
+        """
+
+        def run() -> None:
+            self._load()
+            if tries:
+                with contextlib.suppress(RequestError, QueueFullError):
+                    self._try(StructuredOutputsParams(regex="a"), MAX_SECONDS)
+
+        threading.Thread(target=run, name="quire-vocabulary", daemon=True).start()
+
+    def _compiled(self, item: _CompileRequest) -> CompiledGrammar:
+        with self._lock:
+            if (found := self._live.get(item.key)) is not None:
+                return found
+            tried = self._tried.get(item.key)
+        vocabulary = self._loaded()
+        try:
+            source = source_of(item.params, self._tokenizer.added_id)
+        except Exception as error:  # the library's converters raise whatever comes
+            raise _refused(item.params, str(error) or type(error).__name__) from None
+        made = CompiledGrammar(vocabulary, source, tried if isinstance(tried, int) else 0, item.tenant)
+        if made.error:
+            raise _refused(item.params, made.error)
+        with self._lock:
+            return self._live.setdefault(item.key, made)
+
+    def _known(self, item: _CompileRequest) -> CompiledGrammar | RequestError | None:
+        """A grammar that is compiled, or why it was refused. Needs the lock."""
+        if (tried := self._tried.get(item.key)) is not None:
+            self._tried.move_to_end(item.key)
+        if isinstance(tried, str):
+            return RequestError(tried, "structured_outputs")
+        return self._live.get(item.key)
+
+    def _add(self, seconds: float, item: _CompileRequest, found: Future[CompiledGrammar]) -> None:
+        assert self._compiler is not None
+        with self._lock:
+            self._todo[seconds].setdefault(item.tenant, deque()).append((item, found))
+        self._compiler.submit(self._try_next)
+
+    def _try_next(self) -> None:
+        """Compiles the next grammar, if it takes neither too much time nor too much memory."""
+        with self._lock:
+            seconds, tenants = next(each for each in self._todo.items() if each[1])
+            tenant = next(iter(tenants))
+            waiting = tenants.pop(tenant)
+            item, found = waiting.popleft()
+            if waiting:
+                tenants[tenant] = waiting  # behind the others
+            result: CompiledGrammar | BaseException | None = self._known(item)  # another request may have wanted it
+            was_tried = item.key in self._tried
+        if found.cancelled():
+            return
+        if result is None:
+            try:
+                if not was_tried:
+                    num_bytes = self._try(item.params, seconds)
+                    if num_bytes is None:
+                        self._add(MAX_SECONDS, item, found)
+                        return
+                    self._remember(item, num_bytes)
+                self._check_memory(item)
+                result = self._compiled(item)
+            except RequestError as refusal:
+                self._remember(item, str(refusal))
+                result = refusal
+            except BaseException as failure:
+                result = failure
+        if found.set_running_or_notify_cancel():
+            _settle(found, result)
+
+    def _remember(self, item: _CompileRequest, outcome: int | str) -> None:
+        with self._lock:
+            self._tried[item.key] = outcome
+            if len(self._tried) > NUM_REMEMBERED:
+                self._tried.popitem(last=False)
+
+    def _check_memory(self, item: _CompileRequest) -> None:
+        with self._lock:
+            wanted = self._tried.get(item.key)
+            live = [(each.tenant == item.tenant, each.num_bytes) for each in self._live.values()]
+        more = wanted if isinstance(wanted, int) else 0
+        own, held = sum(size for is_own, size in live if is_own), sum(size for _, size in live)
+        if (own and own + more > MAX_BYTES * MAX_TENANT_SHARE) or (held and held + more > MAX_BYTES):
+            raise QueueFullError("the grammars of other requests leave no memory for this one; try again later")
+
+    def _try(self, wanted: StructuredOutputsParams, seconds: float) -> int | None:
+        """The memory that a grammar takes, if it can be compiled within `seconds`; None if it takes longer. Raises
+        RequestError for what takes more than MAX_SECONDS, or too much memory, and QueueFullError if that cannot be
+        tried.
+        """
+        self._loaded()
+        try:
+            source = source_of(wanted, self._tokenizer.added_id)
+        except Exception:
+            return 0  # `compile` says why not
+
+        def request(table: TokenTable | None) -> tuple[Any, ...]:
+            return self._name, table and tuple(table), source, LIMITS, seconds
+
+        kind, text = _PROBE.ask(request(None), lambda: request(self._table))
+        if kind == grammar_trial.LARGE:
+            raise _refused(wanted, f"compiling it takes more than {MAX_BYTES >> 20} MiB of memory")
+        if kind == grammar_trial.SLOW and seconds < MAX_SECONDS:
+            return None
+        if kind == grammar_trial.SLOW:
+            raise _refused(wanted, f"compiling it takes more than {MAX_SECONDS:g} s of processor time")
+        if kind == grammar_trial.CRASHED:
+            raise _refused(wanted, "compiling it crashes llguidance")
+        if kind in (TIMED_OUT, DIED, grammar_trial.LOST):
+            raise QueueFullError("the process that tries grammars has not answered; try again later")
+        return int(text)
+
+    def _has_compiled(self, tenant: str) -> None:
+        with self._lock:
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+
+    def _end(self) -> Allowed:
+        """The tokens that end a complete text."""
+        if len(self._eos_token_ids) == 1:
+            return self._eos_token_ids[0]
+        words = np.zeros(-(-self._vocab_size // 32), np.uint32)
+        for token_id in self._eos_token_ids:
+            words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        return lambda: words
+
+    def _loaded(self) -> LLTokenizer:
+        """Raises RequestError for a tokenizer that grammars cannot be for."""
+        found = self._load()
+        if isinstance(found, RequestError):
+            raise found
+        return found
+
+    def _load(self) -> LLTokenizer | RequestError:
+        with self._loading:
+            if self._vocabulary is None:
+                try:
+                    self._table = token_table(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                    self._vocabulary = make_vocabulary(self._table)
+                except Exception as error:  # the library's own kinds
+                    self._vocabulary = RequestError(
+                        f"structured_outputs: not with this tokenizer: {_first_line(str(error))}", "structured_outputs"
+                    )
+            return self._vocabulary
+
+
+class _CompileRequest(NamedTuple):
+    """What a request wants of a text, and its name among those of all scopes."""
+
+    params: StructuredOutputsParams
+    key: bytes
+    tenant: str
+
+    @classmethod
+    def of(cls, params: StructuredOutputsParams, scope: str) -> _CompileRequest:
+        text = repr((scope, params.kind, params.text, params.reasoning, params.may_force))
+        # Salts of a tenant begin with its name and a slash.
+        return cls(params, hashlib.sha256(text.encode(errors="surrogatepass")).digest(), scope.partition("/")[0])
+
+
+def _settle(found: Future[CompiledGrammar], result: CompiledGrammar | BaseException) -> None:
+    if isinstance(result, BaseException):
+        found.set_exception(result)
+    else:
+        found.set_result(result)
+
+
+def _refused(wanted: StructuredOutputsParams, reason: str) -> RequestError:
+    if wanted.kind == "json":
+        reason = schemas.schema_error_text(json.loads(wanted.text), reason)
+    elif (wrong := _BAD_EXPRESSION.search(reason)) is not None:
+        reason = wrong[1]
+    elif reason.startswith("maximum recursion depth"):
+        reason = "it is nested too deep"
+    reason = reason.partition("; following special tokens are available")[0]
+    what = {"json": "the schema", "json_object": "a JSON object"}.get(wanted.kind, wanted.kind)
+    return RequestError(
+        f"structured_outputs: {what} cannot be honoured: {' '.join(reason.split())[:400]}", "structured_outputs"
+    )
+
+
+_BAD_EXPRESSION = re.compile(r"regex parse error:\n(?:.*\n)+?error: (.*)")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,154 @@
+"""A cache that leaves memory, as a configuration wants it: its table, what moves its chunks, and attention in
+micro-batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from quire.cache.ledger import PageCounts, PageLedger
+from quire.cache.table import ChunkTable
+from quire.config import EngineConfig, format_bytes
+from quire.engine.offloading import cache_bytes, check_disk_room, mover_of, policy_of
+from quire.offload.units import ALL
+
+if TYPE_CHECKING:
+    from quire.attention.plan import AttentionBackend
+    from quire.cache.codecs import Codec
+    from quire.cache.codecs.dense import DenseCodec
+    from quire.cache.codecs.sums import SumsCodec
+    from quire.cache.sinks import Sinks
+    from quire.engine.sizes import EngineSizes
+    from quire.models.plan import Model
+    from quire.offload.blocks import CloneableBackend, FarTable
+    from quire.offload.memory_plan import MemoryPlan
+    from quire.offload.model import OffloadedModel
+    from quire.offload.mover import Mover
+    from quire.offload.table import OffloadedTable
+
+log = logging.getLogger("quire")
+
+HALF = 0.5
+"""A policy that attends to at least this part of what is far does so with all of it."""
+
+
+def offload_target(model: OffloadedModel, config: EngineConfig) -> Mover | torch.device:
+    """Where chunks go that leave memory: a file. Beside a GPU, which is then the result, the host's memory."""
+    return torch.device(config.runtime.device) if model.folder is None else mover_of(model, "cache")
+
+
+def build_offloaded_cache(
+    model: Model,
+    config: EngineConfig,
+    fits: EngineSizes,
+    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
+    sinks: Sinks | None,
+    sums: SumsCodec | None,
+) -> tuple[ChunkTable, FarTable]:
+    """A cache that leaves memory: its table, and what moves its chunks. sums: with retention. Raises ConfigError."""
+    from quire.offload.memory_plan import MemoryPlan
+    from quire.offload.model import OffloadedModel
+    from quire.offload.paged import PagedArena, Pager
+
+    assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
+    shape = model.shape
+    sizes = [np.broadcast_to(codec.page_bytes, (shape.num_layers, shape.num_kv_heads)) for codec in codecs]
+    found = cache_bytes(config, fits.max_context, sizes[-1], sizes[0] if len(sizes) > 1 else None)
+    assert found is not None
+    needs = found[1]
+    if model.folder is not None:  # the layer image has been written since
+        check_disk_room(fits.cache_bytes, fits.chunk_bytes, needs)
+    memory_plan, backing = MemoryPlan.of(config.cache.memory, needs), offload_target(model, config)
+    log.info(
+        "cache: at most %s in %s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
+        format_bytes(fits.cache_bytes),
+        "the host's memory" if isinstance(backing, torch.device) else model.folder,
+        format_bytes(config.cache.memory),
+        memory_plan.num_open + memory_plan.num_near,
+        memory_plan.own_bytes // needs.sealed.largest,
+    )
+    if sums is not None:
+        assert not isinstance(backing, torch.device), "retention beside a GPU"
+        ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
+        budget = config.cache.memory - needs.packed_bytes - 2 * (memory_plan.own_bytes + memory_plan.shared_bytes)
+        arena = PagedArena(ledger.num_bytes, budget, backing)
+        pages = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
+        return pages, Pager(pages, arena, memory_plan.own_bytes // needs.sealed.largest)
+    table = _offloaded_table(model, config, fits, codecs, sinks, memory_plan, backing)
+    return cast("ChunkTable", table), table  # all of it that the CPU's kernels and the manager use
+
+
+def _offloaded_table(
+    model: OffloadedModel,
+    config: EngineConfig,
+    fits: EngineSizes,
+    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
+    sinks: Sinks | None,
+    memory_plan: MemoryPlan,
+    backing: Mover | torch.device,
+) -> OffloadedTable:
+    """Whole chunks leave memory. backing: see OffloadedTable."""
+    from quire.offload.table import OffloadedTable
+
+    shape, policy = model.shape, policy_of(config)
+    # A plan with a window has no gaps: what its rows see is loaded.
+    has_window = (shape.sliding_window or fits.max_context) < fits.max_context
+    wanted = policy is None or (policy.attended > 0 and policy.attended >= HALF * policy.cache.beyond(0))
+    attends = isinstance(backing, torch.device) and not has_window and wanted
+    if attends:
+        log.info("decoded tokens attend to chunks in the host's memory there")
+    elif policy is not None and policy.attended > 0:
+        log.warning("the policy's attended is not followed: this model's window has chunks loaded instead")
+    return OffloadedTable(
+        PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
+        shape.num_layers,
+        shape.num_kv_heads,
+        *codecs,
+        sinks=sinks,
+        memory_plan=memory_plan,
+        backing=backing,
+        near=ALL if policy is None else policy.cache.shares[0],
+        attends=attends,
+    )
+
+
+def in_micro_batches(
+    attention: AttentionBackend,
+    config: EngineConfig,
+    table: FarTable | None,
+    padded_rows: Callable[[int], int],
+) -> AttentionBackend:
+    """Attention in micro-batches, where the configuration wants them. table: the cache, if it leaves memory."""
+    from quire.offload.blocks import BlockAttention
+
+    policy = policy_of(config)
+    size = config.offload.micro_batch or (policy.micro_batch if policy is not None else None)
+    if table is None and (size is None or size >= config.scheduler.max_running):
+        return attention
+    return BlockAttention(cast("CloneableBackend", attention), size or config.scheduler.max_running, table, padded_rows)
+
+
+def offload_counters(model: Model, table: FarTable | None) -> Callable[[], dict[str, Any]]:
+    """What `LLM.stats` says of offloading."""
+    from quire.offload.model import OffloadedModel
+
+    assert isinstance(model, OffloadedModel)
+    stream, states = model.stream, model.states
+
+    def counters() -> dict[str, Any]:
+        found = {
+            "weights_near": model.weights.split.shares[0],
+            "weights_loads": stream.num_loads,
+            "weights_bytes_read": stream.bytes_read,
+            "weights_bytes_from_disk": stream.bytes_from_disk,
+            "weights_wait_seconds": stream.wait_seconds,
+            **states.stats(),
+        }
+        return found if table is None else found | table.stats()
+
+    return counters

@@ -1,0 +1,275 @@
+"""Imports prefixes that another machine computed: an archive is checked against a model, then put into a disk store.
+
+Checksums prove that an archive is as it was written, not that its pages are those of its tokens. So some of its chunks
+are computed again and compared. Whoever made the archive cannot know which ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.namespace import Namespace
+from quire.cache.run import HeldPages, Run, RunIdentity, extent_layout
+from quire.cache.table import ChunkTable
+from quire.engine.engine import Engine
+from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.prefixes import find_chunk
+from quire.errors import ConfigError, ExtentError, QuireError
+from quire.stores.archive import ArchivedRun, RunArchive
+from quire.stores.archive_store import ArchiveStore
+from quire.stores.disk import DiskStore
+
+CHUNKS_PER_CHECK = 16
+"""One chunk in this many is computed again, and at least one of each prefix."""
+
+MOST_OF_TOKEN, MOST_OF_PAGE = 0.25, 0.6
+"""Most difference of a token where pages are dense, and of a page where they are encoded; see `difference`. SmolLM2 in
+bfloat16, a chunk alone against the same chunk within a whole prompt: 0.09 for tokens of dense pages, and for pages 0.27
+with g4, 0.23 with nuq3 and 0.24 with nuq2, where a number that rounds to the next code moves its token by up to 1.
+Other tokens' keys or values differ by about 1.4."""
+
+PUT_SECONDS = 60.0
+
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """What a store has of an archive."""
+
+    num_runs: int
+    num_tokens: int
+
+
+def check_namespaces(archive: RunArchive, namespace: Namespace) -> None:
+    """Raises ConfigError, naming the field, unless all runs are of a model and its settings, whatever their salt."""
+    for each in archive.runs:
+        theirs = each.header.run.namespace
+        assert isinstance(theirs, Namespace), "a header without a namespace"
+        for field in dataclasses.fields(Namespace):
+            here, there = getattr(namespace, field.name), getattr(theirs, field.name)
+            if field.name != "salt" and here != there:
+                raise ConfigError(
+                    f"the file is of another {_FIELDS[field.name]}: {_short(there)}, and here {_short(here)}"
+                )
+
+
+def check_paths(archive: RunArchive) -> None:
+    """Raises ExtentError unless each run goes on from one before it in the archive, or begins a sequence."""
+    ends: dict[bytes, int] = {}
+    for each in archive.runs:
+        run = each.header.run
+        if run.start and ends.get(run.parent) != run.start:
+            raise ExtentError(
+                f"the beginning of a prefix of {(run.start + len(run.names)) * PAGE_TOKENS} tokens is missing"
+            )
+        ends.update((name, run.start + number) for number, name in enumerate(run.names, 1))
+
+
+def check_run_shape(table: ChunkTable, run: Run, lengths: tuple[int, ...], vocab_size: int) -> None:
+    """Raises ExtentError unless a run has the shape that runs of complete chunks of this engine have."""
+    sidecars = np.zeros(len(run.names), bool)
+    sidecars[0] = table.sinks is not None and run.start == 0
+    is_alike = (
+        run.masks.shape[1:] == table.shape
+        and run.num_attached == 0
+        and bool((run.kinds == table.sealed_codec.kernel_id).all())
+        and np.array_equal(run.has_sidecar, sidecars)
+    )
+    if not is_alike or list(lengths) != extent_layout(table, run).num_bytes:
+        raise ExtentError("a run has pages of another shape")
+    if int(run.tokens.max()) >= vocab_size:
+        raise ExtentError(f"token id {int(run.tokens.max())} is outside the vocabulary of {vocab_size}")
+
+
+def check_run_shapes(engine: Engine, archive: RunArchive) -> None:
+    """Raises ExtentError unless all runs have the shape of this engine's, and all extents are whole."""
+    table = engine.scheduler.manager.table
+    assert isinstance(table, ChunkTable), "an engine without pages"
+    for each in archive.runs:
+        check_run_shape(table, each.header.run, each.header.lengths, engine.vocab_size)
+        for _ in archive.extents(each):
+            pass
+
+
+def check_pages(
+    engine: Engine,
+    archive: RunArchive,
+    archive_store: ArchiveStore,
+    rng: random.Random,
+    report: Callable[[int, int], None],
+) -> tuple[int, float]:
+    """Computes a sample of the chunks again, on top of the archive's pages before them. Returns their number, and the
+    largest difference. Raises ExtentError at the first one that differs.
+
+    archive_store  the engine's only tier; `check_run_shapes` has found nothing
+    """
+    manager, shape = engine.scheduler.manager, engine.runner.model.shape
+    table = manager.table
+    assert isinstance(table, ChunkTable), "an engine without pages"
+    most = MOST_OF_PAGE if table.encodes else MOST_OF_TOKEN
+    samples = list(_samples(archive, rng))
+    worst = 0.0
+    for number, (tokens, each, row) in enumerate(samples):
+        report(number, len(samples))
+        run, name = each.header.run, each.header.run.names[row]
+        if len(tokens) + 2 > engine.max_context:
+            raise ConfigError(
+                f"a prefix has {len(tokens)} tokens and the context holds {engine.max_context}"
+                f" ({engine.context_limit}); raise cache.memory, or give --trust"
+            )
+        manager.eviction.evict(manager.tree.num_chunks)
+        archive_store.hidden = set(run.names[row:])
+        _compute(engine, tokens, run)
+        place = find_chunk(manager.tree, name)
+        if place is None:
+            raise QuireError("a chunk was computed and is not in the cache")
+        segment, count = place
+        origin = RunIdentity((name,), run.tokens[row * PAGE_TOKENS : (row + 1) * PAGE_TOKENS], run.namespace)
+        pages = HeldPages.of(table, origin, segment.chunks[count - 1 : count])
+        mine = decoded(table, pages.run, [bytes(extent) for extent in pages.pack(range(shape.num_layers))], 0)
+        pages.release()
+        theirs = decoded(table, run, [bytes(extent) for extent in archive.extents(each)], row)
+        found = difference(mine, theirs, of_pages=table.encodes)
+        worst = max(worst, found)
+        if not found <= most:
+            start = (run.start + row) * PAGE_TOKENS
+            raise ExtentError(
+                f"the pages of tokens {start} to {start + PAGE_TOKENS} are not what the model computes: they differ by"
+                f" {found:.2f} of their variation, and rounding explains {most}"
+            )
+    archive_store.hidden = set()
+    return len(samples), worst
+
+
+def store_runs(store: DiskStore, archive: RunArchive) -> ImportResult:
+    """Puts all runs into a store, which signs them, and waits until they are on the disk. Later ones may take the room
+    of earlier ones. Raises QuireError if the disk takes no more.
+    """
+    for each in archive.runs:
+        run = each.header.run
+        for _ in range(2):
+            store.put(run, archive.extents(each))
+            if store.find(run.names[-1]) is not None:
+                break
+            store.flush(PUT_SECONDS)
+        else:
+            raise QuireError(f"the folder takes no more runs: {store.stats()['reason'] or 'it is full'}")
+    if not store.flush(PUT_SECONDS):
+        raise QuireError(f"the folder could not be written: {store.stats()['reason'] or 'it is too slow'}")
+    there = [each.header.run for each in archive.runs if store.find(each.header.run.names[-1]) is not None]
+    return ImportResult(len(there), sum(len(run.tokens) for run in there))
+
+
+def decoded(table: ChunkTable, run: Run, extents: list[bytes], row: int) -> torch.Tensor:
+    """Keys and values of a row of a run, float32 [L, H, 2, P, D], from the extents of all layers."""
+    at, codec, device = extent_layout(table, run), table.sealed_codec, table.arena.device
+    found: list[torch.Tensor] = []
+    for layer, extent in enumerate(extents):
+        body, images = np.frombuffer(extent, np.uint8), {}
+        for group in at.groups[layer]:
+            for (of_row, head), image in zip(np.argwhere(group.held).tolist(), group.images(body), strict=True):
+                if of_row == row:
+                    images[head] = image
+        heads = []
+        for head in range(table.shape[1]):
+            page = torch.from_numpy(images[head].copy())[None].to(device)
+            heads.append(torch.stack([part[0] for part in codec.decode(layer, head, page)]))
+        whole = torch.stack(heads).cpu()
+        if run.has_sidecar[row] and table.sinks is not None:
+            assert row == 0, "only the first chunk has exact tokens"
+            sinks, start = table.sinks, at.sidecars[layer]
+            exact = torch.frombuffer(bytearray(extent[start : start + at.beside]), dtype=sinks.dtype)
+            whole[:, :, : sinks.num_tokens] = exact.view(sinks.num_heads, 2, sinks.num_tokens, -1).float()
+        found.append(whole)
+    return torch.stack(found)
+
+
+def difference(mine: torch.Tensor, theirs: torch.Tensor, *, of_pages: bool = False) -> float:
+    """The largest distance between a token's keys or values in two computations of a chunk, relative to the root mean
+    square of the tokens' distances from their mean; all of one layer and head. Not a number if anything is.
+
+    mine, theirs  float32 [L, H, 2, P, D]
+    of_pages      the root mean square over a page's tokens in place of the largest distance
+    """
+    spread = (mine - mine.mean(3, keepdim=True)).square().sum(-1).mean(-1).sqrt()  # [L, H, 2]
+    squares = (mine - theirs).square().sum(-1)
+    distance = (squares.mean(-1) if of_pages else squares.amax(-1)).sqrt()
+    return float((distance / spread.clamp(min=1e-6)).max())
+
+
+def _samples(archive: RunArchive, rng: random.Random) -> Iterator[tuple[list[int], ArchivedRun, int]]:
+    """The chunks to compute: the tokens up to a chunk's end, its run, and its row there. Of each prefix that nothing
+    goes on from, the chunks that no other one has had.
+    """
+    by_end = {each.header.run.names[-1]: each for each in archive.runs}
+    by_name = {name: each for each in archive.runs for name in each.header.run.names}
+    parents = {each.header.run.parent for each in archive.runs if each.header.run.start}
+    seen: set[bytes] = set()
+    for name, leaf in by_end.items():
+        if name in parents:
+            continue
+        path = [leaf]
+        while path[-1].header.run.start:
+            path.append(by_name[path[-1].header.run.parent])
+        tokens: list[int] = []
+        places: list[tuple[int, ArchivedRun, int]] = []
+        for index, each in enumerate(path[::-1], 1):
+            run = each.header.run
+            # A later run may go on from the middle of this one.
+            next_parent = path[-index - 1].header.run.parent if index < len(path) else run.names[-1]
+            count = run.names.index(next_parent) + 1
+            for row in range(count):
+                if run.names[row] not in seen:
+                    seen.add(run.names[row])
+                    places.append((len(tokens) + (row + 1) * PAGE_TOKENS, each, row))
+            tokens += run.tokens[: count * PAGE_TOKENS].tolist()
+        for end, each, row in sorted(
+            rng.sample(places, -(-len(places) // CHUNKS_PER_CHECK)), key=lambda place: place[0]
+        ):
+            yield tokens[:end], each, row
+
+
+def _compute(engine: Engine, tokens: list[int], run: Run) -> None:
+    """Runs a prompt of these tokens and one more, so that all their chunks are complete."""
+    assert isinstance(run.namespace, Namespace), "a header without a namespace"
+    hints = CacheHints(cache_salt=run.namespace.salt)
+    engine.add("import", [*tokens, tokens[-1]], ONE_TOKEN, hints)
+    while engine.has_work:
+        engine.step()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:36] + "..."
+
+
+_FIELDS = {
+    "model": "model (digest)",
+    "dtype": "type of activations (model.dtype)",
+    "weights": "kind of weights (model.weights)",
+    "adapter": "adapter",
+    "codec": "codec (cache.codec, cache.sink_tokens)",
+    "calibration": "calibration (cache.calibration)",
+    "strict": "attention within chunks (cache.strict)",
+    "rope": "rotary embedding",
+    "version": "page format",
+}
+
+
+def open_archive(path: Path) -> RunArchive:
+    """Opens an archive. Raises ConfigError for a file that cannot be read, QuireError for one that is refused."""
+    try:
+        return RunArchive(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ExtentError as error:
+        raise QuireError(f"{path} is refused: {error}") from error

@@ -1,0 +1,109 @@
+"""The access log: one line for each request, with what it cost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import RequestOutput
+
+log = logging.getLogger("quire.access")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(eq=False)
+class QueuedTokens:
+    """Tokens of a tenant's prompt that wait for its first token; 0 once it is there."""
+
+    tenant: str
+    num_tokens: int
+
+
+class Refusal(NamedTuple):
+    """The status of an error and what its answer says. The exception itself would keep the body."""
+
+    status: int
+    error: Mapping[str, Any]
+
+
+@dataclass
+class AccessRecord:
+    """What is known of a request when it ends. Times are of time.monotonic.
+
+    request_id  the client's X-Request-Id, or one of ours
+    answer_id   of the completion, by which engines log it
+    num_kept    tokens of the prompts that retention keeps; None without retention
+    refusal     the error that it was answered with
+    queued      what may wait of its prompts
+    """
+
+    request_id: str
+    begun: float = field(default_factory=time.monotonic)
+    first_at: float | None = None
+    answer_id: str = ""
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_generated: int = 0
+    num_kept: float | None = None
+    refusal: Refusal | None = None
+    queued: list[QueuedTokens] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, headers: Headers) -> AccessRecord:
+        """Of a request that has just arrived. An id that is not short and printable is replaced."""
+        given = headers.get("x-request-id", "")
+        return cls(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+
+    def record(self, item: RequestOutput) -> None:
+        """Notes the first output to a prompt."""
+        self.first_at = self.first_at or time.monotonic()
+        self.num_prompt += len(item.prompt_token_ids)
+        self.num_cached += item.num_cached_tokens or 0
+        if item.kept_fraction is not None:
+            self.num_kept = (self.num_kept or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
+
+    def reason(self) -> str | None:
+        """A line about the error that the request was answered with; None if it was none."""
+        if (refusal := self.refusal) is None:
+            return None
+        # As JSON, because the message may quote the request: line breaks of it must not begin another line.
+        return f"refused id={self.request_id} status={refusal.status} error={json.dumps(refusal.error)}"
+
+    def line(self, scope: Scope, status: int) -> str:
+        """The line of a request that has ended: name=value, and what has no value is left out."""
+        now, client = time.monotonic(), scope.get("client")
+        parts = [
+            f"{client[0] if client else '-'} {scope['method']} {_quoted(scope['path'])} {status}",
+            f"seconds={now - self.begun:.3f}",
+        ]
+        if self.first_at is not None:
+            parts.append(f"first={self.first_at - self.begun:.3f}")
+        if self.num_prompt:
+            parts += [f"prompt={self.num_prompt}", f"cached={self.num_cached}", f"generated={self.num_generated}"]
+        if self.num_kept is not None:
+            parts.append(f"kept={round(self.num_kept)}")
+        parts.append(f"id={self.request_id}")
+        if self.answer_id:
+            parts.append(f"answer={self.answer_id}")
+        return " ".join(parts)
+
+
+CURRENT: ContextVar[AccessRecord | None] = ContextVar("quire_access", default=None)
+"""The request that is being answered."""
+
+
+def _quoted(path: str) -> str:
+    """A path without anything that could begin another line or value."""
+    return re.sub(r"[^\x21-\x7e]", "?", path)[:200]

@@ -1,0 +1,67 @@
+"""Whether a client that has sent its last byte still reads.
+
+A client that ends only its sending (`shutdown(SHUT_WR)`) and one that has closed its socket look the same to the
+server: the stream ends. They differ once the server sends something, because only the kernel of the second one answers
+with a reset. So what is sent of an answer tells, and before it begins an interim response does: HTTP/1.1 allows any
+number of them, and clients pass over them (RFC 9110, section 15.2). HTTP/1.0 has none, so there a client that has
+closed its socket is noticed when its answer begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.server.connection import HttpConnection
+
+CHECK_SECONDS = 0.5
+"""Interval of looking for a reset."""
+FIRST_PROBE_SECONDS = 1.0
+"""Time between the end of the client's stream and the first interim response. Most answers begin before."""
+PROBE_SECONDS = 10.0
+"""Time between two interim responses: a client may close its socket later."""
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class DisconnectProbe:
+    """Aborts a connection whose client has closed its socket, until `end`."""
+
+    def __init__(self, connection: HttpConnection, loop: asyncio.AbstractEventLoop) -> None:
+        self._connection, self._loop = connection, loop
+        self._probe_at = loop.time() + FIRST_PROBE_SECONDS
+        self._timer = loop.call_later(CHECK_SECONDS, self._check)
+
+    def end(self) -> None:
+        """Looks no more."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        connection = self._connection
+        if is_reset(connection.transport.get_extra_info("socket").fileno()):
+            connection.abort()
+            return
+        if self._loop.time() >= self._probe_at and connection.takes_interim_responses:
+            connection.transport.write(CONTINUE)
+            self._probe_at = self._loop.time() + PROBE_SECONDS
+        self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+
+
+def is_reset(number: int) -> bool:
+    """Whether a connected socket, by its descriptor, is of no use in either direction."""
+    return _has(number, 0)
+
+
+def has_ended(number: int) -> bool:
+    """Whether the client of a socket, by its descriptor, sends no more. There may be bytes that nobody has read. False
+    where the system does not tell: all but Linux.
+    """
+    return _has(number, getattr(select, "POLLRDHUP", 0))
+
+
+def _has(number: int, events: int) -> bool:
+    poll = select.poll()
+    poll.register(number, events)
+    return bool(poll.poll(0))

@@ -1,0 +1,68 @@
+"""What a model was made for, as far as its files tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.safe_io import parse_json, read_text
+
+Pooling = Literal["mean", "last"]
+
+POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
+"""Poolings of sentence-transformers and ours."""
+
+# Its length differs from the mean's, and embeddings have length 1 here.
+POOLINGS["mean_sqrt_len_tokens"] = POOLINGS["mean_sqrt_len"] = "mean"
+
+MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
+"""Modules of sentence-transformers that are computed here."""
+
+
+@dataclass(frozen=True)
+class ModelCapabilities:
+    """What a model was made for, by the files of sentence-transformers beside it.
+
+    is_similarity  whether the nearness of its embeddings means something
+    pooling        how they are pooled
+    unsupported    what its embeddings need that is not computed here; "" if nothing
+    """
+
+    is_similarity: bool = False
+    pooling: Pooling = "mean"
+    unsupported: str = ""
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelCapabilities:
+        """Of the model in a folder; a single file tells nothing."""
+        if not (folder / "modules.json").is_file():
+            return cls()
+        listed = _read(folder / "modules.json")
+        modules = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        kinds = {str(each.get("type", "")).rpartition(".")[2]: str(each.get("path", "")) for each in modules}
+        if others := sorted(kinds.keys() - MODULES):
+            return cls(unsupported=f"the module {others[0]}")
+        config = _read(folder / kinds.get("Pooling", "1_Pooling") / "config.json")
+        asked = _poolings(config if isinstance(config, dict) else {}) or ["mean"]
+        if wrong := [name for name in asked if name not in POOLINGS]:
+            return cls(unsupported=f"the pooling {wrong[0]}")
+        if len(asked) > 1:
+            return cls(unsupported=f"the poolings {' and '.join(asked)} side by side")
+        return cls(True, POOLINGS[asked[0]])
+
+
+def _poolings(config: dict[str, Any]) -> list[str]:
+    """The poolings that a model's embeddings consist of: a name, or a switch for each."""
+    named = config.get("pooling_mode")
+    if isinstance(named, str):
+        return [named]
+    prefix = "pooling_mode_"
+    return [key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return parse_json(read_text(path))
+    except (OSError, ValueError):
+        return None

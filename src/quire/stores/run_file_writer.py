@@ -1,0 +1,68 @@
+"""The file of runs that a process is writing, until it has its final name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.stores.catalog import CatalogEntry, RunFile
+from quire.stores.direct import DirectFile
+from quire.stores.folder import DRAFT_SUFFIX, RUNS_SUFFIX, sync_folder
+
+
+class RunFileWriter:
+    """An unfinished file of runs. Methods raise OSError.
+
+    file   as the catalog knows it
+    headers  of its runs, which enter the index when it is finished
+    """
+
+    def __init__(self, subfolder: Path, number: int, used: float, *, is_direct: bool) -> None:
+        path = subfolder / f"{number}{DRAFT_SUFFIX}"
+        self._open: DirectFile | None = DirectFile(path, is_direct=is_direct, is_new=True)
+        self.file = RunFile(subfolder, number, path, used, True)
+        self.headers: dict[CatalogEntry, bytes] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What counts against the quota, with what the headers take in the index when they enter it all at once."""
+        return self.file.total_bytes + 3 * sum(map(len, list(self.headers.values())))
+
+    @property
+    def alive(self) -> list[tuple[CatalogEntry, bytes]]:
+        """The runs that are not dropped, with their headers."""
+        return [(entry, header) for entry, header in self.headers.items() if not entry.is_dropped]
+
+    def write(self, views: list[memoryview], before: Callable[[int], None]) -> int:
+        """Appends, and returns the offset. before: as in `DirectFile.read`."""
+        assert self._open is not None, "a file that is finished"
+        offset = self.file.num_bytes
+        self.file.num_bytes += sum(map(len, views))
+        self._open.write(views, offset, before)
+        return offset
+
+    def finish(self) -> None:
+        """Gives it its name when it is whole and on the disk."""
+        assert self._open is not None, "a file that is finished"
+        file = self.file
+        self._open.sync()
+        self._close()
+        os.utime(file.path, (file.used, file.used))
+        final = file.path.with_suffix(RUNS_SUFFIX)
+        os.rename(file.path, final)
+        file.path = final
+        sync_folder(file.subfolder)
+
+    def discard(self) -> None:
+        """Removes it. Raises nothing."""
+        with contextlib.suppress(OSError):
+            self._close()
+        with contextlib.suppress(OSError):
+            self.file.path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        file, self._open = self._open, None
+        if file is not None:
+            file.close()

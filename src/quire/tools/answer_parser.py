@@ -1,0 +1,54 @@
+"""Reads an answer while it arrives: reasoning first, then text and calls."""
+
+from __future__ import annotations
+
+from quire.tools.calls import AnswerDelta, TextDelta
+from quire.tools.parser import CallParser
+from quire.tools.reasoning import ReasoningParser
+
+
+class AnswerParser:
+    """Turns the pieces of one answer into its parts.
+
+    reasoning  None: the model does not reason, or its reasoning is part of the text
+    calls      None: there are no tools
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return 0 if self._calls is None else self._calls.num_calls
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call is not whole yet."""
+        return self._calls is not None and self._calls.is_cut
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._reasoning is not None and self._reasoning.is_inside
+
+    @property
+    def is_outside_text(self) -> bool:
+        """Whether what comes next belongs to reasoning or to a call, and its marks."""
+        is_behind = self._reasoning is not None and self._reasoning.is_behind
+        return self.is_reasoning or is_behind or (self._calls is not None and self._calls.is_within)
+
+    def read(self, text: str, *, is_last: bool) -> list[AnswerDelta]:
+        """What a piece of the answer adds."""
+        parts: list[AnswerDelta] = [TextDelta(text)] if text else []
+        if self._reasoning is not None:
+            parts = self._reasoning.push(text)
+            if is_last:
+                parts += self._reasoning.flush()
+        if self._calls is None:
+            return parts
+        found: list[AnswerDelta] = []
+        for part in parts:
+            found += self._calls.push(part.text) if isinstance(part, TextDelta) else [part]
+        return found + self._calls.flush() if is_last else found
