@@ -1,0 +1,116 @@
+"""Repeats 400 HTTP requests and 40 command lines, and prints every difference from a recording.
+
+    scripts/recorded.py record                         # records the answers of this tree in .recorded/
+    scripts/recorded.py compare                        # repeats them; exit status 1 if one differs
+    scripts/recorded.py compare --source ../other/src  # repeats them with another tree's code
+    scripts/recorded.py compare --only tiny --only commands
+
+A safety net for changes that must not change answers. Record before, compare after. Servers are child processes of
+`quire serve` with different settings, one after the other. Each gets its requests one at a time, in the same order.
+The models are smollm2, which must be in the cache, and a tiny random one, both in float32 with one thread.
+`recorded/servers.py` lists the servers, `recorded/lines.py` the command lines.
+
+Compared are status, some headers and the body of each answer; of a stream, what its events say together; of a command
+line its exit status, standard output and the files it writes. Not compared are ids, times, the wording of errors and of
+help, and values of metrics (`recorded/masks.py`). Numbers may differ by 1e-4. An answer that was added or is missing
+differs, too.
+
+A recording has one JSON file for each server, and one for the command lines. Answers depend on the processor: compare
+on the machine that recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recorded.cases import Places
+from recorded.comparison import report
+from recorded.lines import lines_of
+from recorded.models import save_similar, save_tiny
+from recorded.runs import Run, RunError
+from recorded.servers import servers_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+COMMANDS = "commands"
+"""Name of the part that has the command lines."""
+
+
+def parts_of(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs the parts, one after the other. Yields the name of each and its answers by name."""
+    tiny = save_tiny(folder / "tiny")
+    places = Places(folder, tiny, save_similar(folder / "similar", tiny))
+    run = Run(given.source, places, say if given.verbose else lambda text: None)
+    wanted = given.only or [COMMANDS, *(each.name for each in servers_of(places))]
+    for server in servers_of(places):
+        if server.name in wanted:
+            yield server.name, run.server(server)
+    if COMMANDS in wanted:
+        yield COMMANDS, {each.name: run.line(each) for each in lines_of(places)}
+
+
+def record(name: str, found: dict[str, Any], folder: Path) -> int:
+    """Writes the answers of a part."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def compare(name: str, found: dict[str, Any], folder: Path) -> int:
+    """Prints how the answers of a part differ from those that were recorded. Returns how many do."""
+    path = folder / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    told = report(before, json.loads(json.dumps(found)))
+    for paragraph in told:
+        print(f"{name}/{paragraph}", flush=True)
+    return len(told)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("record", "compare"), help="what to do")
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / ".recorded", help="default: .recorded")
+    parser.add_argument(
+        "--source", type=Path, default=ROOT / "src", help="folder of the package (default: this tree's)"
+    )
+    parser.add_argument("--only", action="append", metavar="PART", help="a server's name, or commands; repeatable")
+    parser.add_argument("--verbose", action="store_true", help="name each request when it is sent")
+    given = parser.parse_args()
+    given.source = given.source.resolve()
+    return given
+
+
+def say(text: str) -> None:
+    """Prints progress to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Records or compares all parts."""
+    given = arguments()
+    begun, count, num_different = time.monotonic(), 0, 0
+    try:
+        with tempfile.TemporaryDirectory(prefix="quire-recorded-") as folder:
+            for name, found in parts_of(given, Path(folder).resolve()):
+                count += len(found)
+                num_different += (record if given.action == "record" else compare)(name, found, given.folder)
+                say(f"{name}: {len(found)} answers after {time.monotonic() - begun:.0f} s")
+    except RunError as error:
+        say(f"recorded.py: {error}")
+        return 2
+    if given.action == "compare":
+        print(f"{num_different} of {count} answers differ")
+    return int(num_different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
