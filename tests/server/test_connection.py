@@ -632,7 +632,7 @@ async def test_bodies_of_requests_that_wait_for_their_turn_have_a_limit(edges, m
 
 
 async def test_a_flood_without_keys_keeps_no_key_out(edges, monkeypatch):
-    """Who has no key is refused before its body waits."""
+    """The bodies of who has no key take no room."""
     entered = Service.request_started
     monkeypatch.setattr(Service, "request_started", lambda self: (entered(self), time.sleep(0.005)))
     key = "k" * 32
@@ -648,10 +648,20 @@ async def test_a_flood_without_keys_keeps_no_key_out(edges, monkeypatch):
             assert {(await each.answer()).status for each in clients} == {401}
 
 
-async def test_requests_without_a_body_take_turns_on_open_connections(edges, monkeypatch):
+async def test_the_body_of_a_request_without_its_key_is_not_kept(edges):
+    async with socket_server(keys=["k" * 32]) as server:
+        client = await server.connect(request(b"a" * 20_000))
+        assert (await client.answer()).status == 401
+        (connection,) = edges[0].open
+        assert not connection.cycle.body and not connection.bytes_ahead
+        client.close()
+
+
+@pytest.mark.parametrize(("keys", "status"), [([], 200), (["k" * 32], 401)])
+async def test_requests_without_a_body_take_turns_on_open_connections(edges, monkeypatch, keys, status):
     begun, most, entered = [], [0], Service.request_started
     monkeypatch.setattr(Service, "request_started", lambda self: (entered(self), begun.append(0), time.sleep(0.002)))
-    async with socket_server() as server:
+    async with socket_server(keys=keys) as server:
         clients = [await server.connect(GET) for _ in range(40)]
         assert {(await each.answer()).status for each in clients} == {200}
 
@@ -665,7 +675,7 @@ async def test_requests_without_a_body_take_turns_on_open_connections(edges, mon
         for each in clients:
             each.writer.write(GET.replace(b"/health/live", b"/metrics"))
         async with asyncio.timeout(10):
-            assert {(await each.answer()).status for each in clients} == {200}
+            assert {(await each.answer()).status for each in clients} == {status}
             await watching
     assert most[0] <= 4, "5 ms of 2 ms each"
 

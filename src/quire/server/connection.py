@@ -51,6 +51,7 @@ class HttpConnection(HttpToolsProtocol):
     state           the event it waits for
     since           start of the wait, by the loop's clock; in a body, the time of its last byte
     non_body_bytes  bytes of the current request outside the body
+    keeps_body      whether the current request has the key that it needs; otherwise its body is discarded
     waits           whether its request waits for a turn
     bytes_ahead     bytes of bodies that were read while earlier requests are answered, or before the request's turn
     received        bytes since the last answer
@@ -74,6 +75,7 @@ class HttpConnection(HttpToolsProtocol):
         self.non_body_bytes = 0
         self.address = ""
         self.keeps_alive = True
+        self.keeps_body = True
         self.answering: RequestResponseCycle | None = None
         self.waits = False
         self.bytes_ahead = 0
@@ -195,6 +197,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         self.expect_100_continue = self.expect_100_continue and version != "1.0"
         super().on_headers_complete()
+        self.keeps_body = self.manager.is_authorized(self.scope)
         # If a request is answered before its body arrives, such as with 401, the answer closes the connection.
         self.keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self._enter_state(ConnectionState.BODY)
@@ -205,7 +208,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         if self.state is ConnectionState.BODY:
-            super().on_body(body)
+            if self.keeps_body:
+                super().on_body(body)
             if self.pipeline or self.waits:
                 self._count_ahead()
                 if self.bytes_ahead > HIGH_WATER_LIMIT:
@@ -227,10 +231,8 @@ class HttpConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answering = cycle
         app = unchunked(app, cycle) if is_old(cycle) else app
-        # Health comes first, and who is refused anyway leaves no body behind.
         scope: Any = cycle.scope
-        is_first = scope["path"] in HEALTH or not self.manager.is_authorized(scope)
-        super()._start_asgi_task(cycle, app if is_first else self._in_turn(cycle, app))
+        super()._start_asgi_task(cycle, app if scope["path"] in HEALTH else self._in_turn(cycle, app))
 
     def _in_turn(self, cycle: RequestResponseCycle, app: Any) -> Any:
         """The application, once the request has its turn: hundreds may arrive at once, each of which takes 0.3 ms to
