@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM
-from quire.engine import admission
-from quire.engine.admission import RequestLimits
-from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.masks import NO_TEXT
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import QueueFullError, RequestError
 
+from ..call_counts import count_admission
 from ..clusters import SMALL, RunningCluster, ThreadedInstances
 from ..engines import GREEDY
 
@@ -82,21 +79,9 @@ def test_tokens_are_those_of_one_engine(model: Path, single_engine: LLM, transpo
 
 def test_only_the_router_checks_a_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instances take what the router has admitted. They compile its grammar, which does not travel, without a trial."""
-    calls: Counter[str] = Counter()
-
-    def count(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def counting(*given: Any, **named: Any) -> Any:
-            calls[name] += 1
-            return call(*given, **named)
-
-        monkeypatch.setattr(owner, name, counting)
-
     params = SamplingParams(max_tokens=9, temperature=0.0, structured_outputs={"choice": ["left", "right"]})
     with RunningCluster(model, SMALL, ThreadedInstances(), "local") as cluster:
-        for owner, name in ((admission, "tokenized"), (RequestLimits, "check"), (GrammarCompiler, "prepare")):
-            count(owner, name)
+        calls = count_admission(monkeypatch)
         cluster.generate([[1, 2, 3]], params)
     assert calls == {"tokenized": 1, "check": 1, "prepare": 1}
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine import admission
-from quire.engine.admission import RequestLimits
-from quire.engine.grammar_compiler import GrammarCompiler
+from tests.call_counts import count_admission
 from tests.server.harness import RawCall, real_server
 
 pytestmark = pytest.mark.anyio
@@ -40,22 +38,7 @@ CALLS = {
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often requests were read and checked, and their grammars asked for and compiled."""
-    calls: Counter[str] = Counter()
-
-    def count(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def counting(*given: Any, **named: Any) -> Any:
-            calls[name] += 1
-            return call(*given, **named)
-
-        monkeypatch.setattr(owner, name, counting)
-
-    count(admission, "tokenized")
-    count(RequestLimits, "check")
-    count(GrammarCompiler, "prepare")
-    count(GrammarCompiler, "compile")
-    return calls
+    return count_admission(monkeypatch, compiles=True)
 
 
 @pytest.mark.parametrize(("path", "body", "num_requests", "num_grammars"), CALLS.values(), ids=CALLS)

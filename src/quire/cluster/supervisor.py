@@ -589,11 +589,14 @@ class Supervisor:
             self._all_ready.set()
 
     def _find_limits(self) -> None:
-        found: dict[bool, list[RequestLimits]] = {False: [], True: []}
+        found: list[RequestLimits] = []
+        pinning: list[RequestLimits] = []
         for member in self.router.members.values():
             if member.ready is not None and member.ready.limits is not None:
-                found[member.role != "decode"].append(member.ready.limits)
-        self.limits = narrowest(found[False] + found[True] or [self.limits], found[True] or [self.limits])
+                found.append(member.ready.limits)
+                if member.role != "decode":
+                    pinning.append(member.ready.limits)
+        self.limits = narrowest(found or [self.limits], pinning or [self.limits])
 
     def _fail_to_start(self, member: Member, reason: str) -> None:
         if not self._all_ready.is_set():

@@ -10,15 +10,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
-from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.interned_ids import InternedTokenIds
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS
 from quire.errors import QueueFullError, RequestError
+
+if TYPE_CHECKING:
+    from quire.engine.grammar_guide import CompiledGrammar
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. A dict may also have cache hints:
@@ -111,16 +113,20 @@ class RequestLimits:
     def check_queue(self, num_waiting: int, num_new: int) -> None:
         """Raises QueueFullError if `num_new` more sequences would wait too many."""
         if num_waiting + num_new > self.max_queue:
-            raise QueueFullError(
-                f"{num_waiting} sequences wait and scheduler.max_queue is {self.max_queue}; try again later",
-                retry_after=1.0,
-            )
+            raise queue_full(num_waiting, self.max_queue)
+
+
+def queue_full(num_waiting: int, max_queue: int) -> QueueFullError:
+    """The error of a request for which the queue has no room."""
+    return QueueFullError(
+        f"{num_waiting} sequences wait and scheduler.max_queue is {max_queue}; try again later", retry_after=1.0
+    )
 
 
 def narrowest(limits: Sequence[RequestLimits], pinning: Sequence[RequestLimits]) -> RequestLimits:
     """The limits that hold for every one of several engines over one model.
 
-    pinning  of the engines that compute prompts: the others pin none
+    pinning  limits of the engines that compute prompts, and so keep pinned ones
     """
     shortest = min(limits, key=lambda each: each.max_context)
     pinned = [each.pins.most_chunks for each in pinning]

@@ -120,9 +120,9 @@ class Engine:
         return RequestLimits(self.vocab_size, self.max_context, self.context_limit, self.scheduler.max_queue, pins)
 
     def compile_grammar(self, request: AdmittedRequest) -> None:
-        """Compiles the grammar of a request's constraint, unless it has none or is compiled. Raises RequestError."""
+        """Compiles the grammar of a request's constraint, if it has one. Raises RequestError."""
         wanted = request.params.structured_outputs
-        if wanted is None or request.grammar is not None:
+        if wanted is None:
             return
         if self.grammars is None:
             raise RequestError("structured_outputs: this engine has no tokenizer for grammars", "structured_outputs")

@@ -1,8 +1,8 @@
 """The scheduling policy: which rows run in the next step. First come, first served, under a budget of rows.
 
-Decode rows come first. Prompts take the rest, in whole chunks, and then waiting sequences are admitted. Differs from
-continuous batching with chunked prefill as others have it in that a prompt waits for a step if another sequence is
-computing its next chunk: it finds that chunk in the cache.
+Decode rows come first. Prompts take the rest, in whole chunks, and then waiting sequences are admitted. This is
+continuous batching with chunked prefill, with one difference: a prompt waits for a step if another sequence is
+computing its next chunk, and then finds that chunk in the cache.
 """
 
 from __future__ import annotations

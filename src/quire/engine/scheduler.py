@@ -18,6 +18,7 @@ from typing import NamedTuple
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.retention.decisions import RetentionDecision
+from quire.engine.admission import queue_full
 from quire.engine.batch import Batch, SchedulerCounters
 from quire.engine.calendar import Calendar
 from quire.engine.outputs import Logprob
@@ -26,7 +27,6 @@ from quire.engine.request import Sequence, SequenceState
 from quire.engine.retention_report import summary_of
 from quire.engine.step import NO_TOKEN, Result, Slice, Step, Wait
 from quire.engine.step_builder import StepBuilder
-from quire.errors import QueueFullError
 
 log = logging.getLogger("quire")
 
@@ -84,10 +84,7 @@ class Scheduler:
         is_admitted  whether a router has queued them already, which counts what waits everywhere
         """
         if not (is_admitted or self.has_room(len(sequences))):
-            raise QueueFullError(
-                f"{len(self.waiting)} sequences wait and scheduler.max_queue is {self.max_queue}; try again later",
-                retry_after=1.0,
-            )
+            raise queue_full(len(self.waiting), self.max_queue)
         self.batch.queue(sequences)
 
     def has_room(self, count: int) -> bool:

@@ -197,7 +197,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         self.expect_100_continue = self.expect_100_continue and version != "1.0"
         super().on_headers_complete()
-        self.keeps_body = self.manager.is_authorized(self.scope)
+        scope: Any = self.scope
+        self.keeps_body = self.manager.is_authorized(scope)
         # If a request is answered before its body arrives, such as with 401, the answer closes the connection.
         self.keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self._enter_state(ConnectionState.BODY)
