@@ -1,14 +1,14 @@
-"""Repeats 400 HTTP requests and 40 command lines, and prints every difference from a recording.
+"""Repeats more than 700 HTTP requests and 100 command lines, and prints every difference from a recording.
 
     scripts/recorded.py record                         # records the answers of this tree in .recorded/
     scripts/recorded.py compare                        # repeats them; exit status 1 if one differs
     scripts/recorded.py compare --source ../other/src  # repeats them with another tree's code
     scripts/recorded.py compare --only tiny --only commands
 
-A safety net for changes that must not change answers. Record before, compare after. Servers are child processes of
-`quire serve` with different settings, one after the other. Each gets its requests one at a time, in the same order.
-The models are smollm2, which must be in the cache, and a tiny random one, both in float32 with one thread.
-`recorded/servers.py` lists the servers, `recorded/lines.py` the command lines.
+A safety net for changes that must not change answers. Record before, compare after: each takes five minutes on two
+cores. Servers are child processes of `quire serve` with different settings, one after the other. Each gets its requests
+one at a time, in the same order. The models are smollm2, which must be in the cache, and a tiny random one, both in
+float32 with one thread. `recorded/servers.py` lists the servers, `recorded/lines.py` the command lines.
 
 Compared are status, some headers and the body of each answer; of a stream, what its events say together; of a command
 line its exit status, standard output and the files it writes. Not compared are ids, times, the wording of errors and of
@@ -16,7 +16,7 @@ help, and values of metrics (`recorded/masks.py`). Numbers may differ by 1e-4. A
 differs, too.
 
 A recording has one JSON file for each server, and one for the command lines. Answers depend on the processor: compare
-on the machine that recorded.
+on the machine that recorded. Exit status 2: there is nothing to run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,12 @@ def parts_of(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dic
     tiny = save_tiny(folder / "tiny")
     places = Places(folder, tiny, save_similar(folder / "similar", tiny))
     run = Run(given.source, places, say if given.verbose else lambda text: None)
-    wanted = given.only or [COMMANDS, *(each.name for each in servers_of(places))]
-    for server in servers_of(places):
+    servers = servers_of(places)
+    known = [*(each.name for each in servers), COMMANDS]
+    wanted = given.only or known
+    if unknown := [name for name in wanted if name not in known]:
+        raise RunError(f"--only is {unknown[0]!r}; the parts are {', '.join(known)}")
+    for server in servers:
         if server.name in wanted:
             yield server.name, run.server(server)
     if COMMANDS in wanted:
@@ -57,17 +61,22 @@ def parts_of(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dic
 
 
 def record(name: str, found: dict[str, Any], folder: Path) -> int:
-    """Writes the answers of a part."""
+    """Writes the answers of a part. Returns how many did not come or could not be read."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    return 0
+    failed = [each for each, answer in found.items() if "failed" in answer]
+    for each in failed:
+        print(f"{name}/{each}\n    failed: {found[each]['failed']}")
+    return len(failed)
 
 
 def compare(name: str, found: dict[str, Any], folder: Path) -> int:
     """Prints how the answers of a part differ from those that were recorded. Returns how many do."""
     path = folder / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "failed" in found.get("server", {}):
+        before = {"server": before.get("server")}  # all others are missing
     told = report(before, json.loads(json.dumps(found)))
     for paragraph in told:
         print(f"{name}/{paragraph}", flush=True)
@@ -82,7 +91,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--source", type=Path, default=ROOT / "src", help="folder of the package (default: this tree's)"
     )
-    parser.add_argument("--only", action="append", metavar="PART", help="a server's name, or commands; repeatable")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PART",
+        help="a server's name, or commands; repeatable; disk-again needs disk",
+    )
     parser.add_argument("--verbose", action="store_true", help="name each request when it is sent")
     given = parser.parse_args()
     given.source = given.source.resolve()
@@ -97,19 +111,18 @@ def say(text: str) -> None:
 def main() -> int:
     """Records or compares all parts."""
     given = arguments()
-    begun, count, num_different = time.monotonic(), 0, 0
+    begun, count, num_wrong = time.monotonic(), 0, 0
     try:
         with tempfile.TemporaryDirectory(prefix="quire-recorded-") as folder:
             for name, found in parts_of(given, Path(folder).resolve()):
                 count += len(found)
-                num_different += (record if given.action == "record" else compare)(name, found, given.folder)
+                num_wrong += (record if given.action == "record" else compare)(name, found, given.folder)
                 say(f"{name}: {len(found)} answers after {time.monotonic() - begun:.0f} s")
     except RunError as error:
         say(f"recorded.py: {error}")
         return 2
-    if given.action == "compare":
-        print(f"{num_different} of {count} answers differ")
-    return int(num_different > 0)
+    print(f"{num_wrong} of {count} answers {'differ' if given.action == 'compare' else 'failed'}")
+    return int(num_wrong > 0)
 
 
 if __name__ == "__main__":

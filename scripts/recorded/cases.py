@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ class Request:
     name     of its answer in a recording
     path     with the query; or a function of the earlier answers that returns it
     raw      all bytes that are sent in place of a request; None: the request is made from the other fields
-    until    what must hold of the answer's JSON: the request is repeated until it does, for some seconds. For what
-             a server does after it has answered; None: it is sent once
+    until    what must hold of the answer's JSON: the request is repeated until it does, for some seconds. It is for
+             what a server does after it has answered; None: it is sent once
     """
 
     name: str
@@ -64,9 +64,10 @@ class Crowd:
 class Line:
     """One command line of quire.
 
-    shows  how standard output is compared: see `masks.OUTPUTS`
-    files  written by the command, with the way in which each is compared
-    stdin  text of standard input
+    shows      how standard output is compared: see `masks.OUTPUTS`
+    files      written by the command, with the way in which each is compared
+    stdin      text of standard input
+    variables  further ones of the environment
     """
 
     name: str
@@ -95,7 +96,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Places:
-    """Files of one run, all within `folder`."""
+    """Files of one run, all within `folder`.
+
+    tiny, similar  folders of the tiny model: as it is, and as one that was made to compare texts
+    """
 
     folder: Path
     tiny: Path
@@ -134,12 +138,6 @@ DROPPED = object()
 """As the value of a field: the body lacks it."""
 
 
-def under(prefix: str, requests: Iterable[Request], **headers: str) -> list[Request]:
-    """The same requests with a prefix before their names, and further headers."""
-    own = {key.replace("_", "-"): value for key, value in headers.items()}
-    return [replace(each, name=f"{prefix}/{each.name}", headers={**each.headers, **own}) for each in requests]
-
-
 _WORDS = (
     "the old mill on the river ground flour for the village and the bakers paid with bread while children counted"
     " geese under a grey sky that promised rain before evening and nobody hurried because the road was long"
@@ -147,7 +145,7 @@ _WORDS = (
 
 
 def words(count: int, seed: int) -> str:
-    """A text of so many words, the same for the same seed."""
+    """A text of `count` words, the same for the same seed."""
     draw = random.Random(seed)
     return " ".join(draw.choice(_WORDS) for _ in range(count)).capitalize() + "."
 

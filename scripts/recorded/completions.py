@@ -11,6 +11,8 @@ PATH = "/v1/completions"
 GREEDY: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
 DRAWN: dict[str, Any] = GREEDY | {"prompt": "One day a small", "temperature": 0.8, "seed": 7}
 
+SUNG = "La la la la la la la la"
+
 PROMPTS = (
     "The capital of France is", "1, 2, 3, 4,", "def add(a, b):\n    return", "Il était une fois", "Q: What is ice?\nA:",
     "🌍 Hello,",
@@ -71,10 +73,12 @@ def choices() -> list[Request]:
         "n-3-logprobs": {"n": 3, "logprobs": 1},
         "best-of": {"n": 2, "best_of": 2},
         "n-several-prompts": {"n": 2, "prompt": ["One day", "At night"], "max_tokens": 3},
+        "presence-penalty": {"n": 4, "presence_penalty": 2.0, "prompt": SUNG, "temperature": 1.0},
+        "frequency-penalty": {"n": 4, "frequency_penalty": 0.5, "prompt": SUNG, "temperature": 1.0},
     }
     drawn = variants("completions/drawn", PATH, DRAWN, changed)
     counted = GREEDY | {"prompt": "1, 2, 3, 4, 5, 6, 7,", "max_tokens": 12}
-    sung = {"prompt": "La la la la la la la la"}
+    sung = {"prompt": SUNG}
     changed = {
         "no-penalty": sung,
         "presence-penalty": sung | {"presence_penalty": 2.0},
@@ -92,6 +96,7 @@ def choices() -> list[Request]:
         "end-of-text-ignored": {"logit_bias": {"2": 100}, "ignore_eos": True, "max_tokens": 3},
         "min-tokens": {"logit_bias": {"2": 100}, "min_tokens": 3},
         "min-tokens-stop": {"stop": [","], "min_tokens": 4},
+        "min-tokens-overlap": sung | {"stop": [" la la la"], "min_tokens": 4},
     }
     return [*drawn, *variants("completions", PATH, counted, changed)]
 
@@ -125,6 +130,28 @@ def conversation_prompt() -> list[Request]:
     """A prompt written by hand in the model's template."""
     prompt = "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n"
     return variants("completions", PATH, GREEDY, {"by-hand": {"prompt": prompt, "echo": True}})
+
+
+def pressed() -> list[Request]:
+    """Answers of the tiny model that do not all fit into a small cache at once: some are preempted, others evict."""
+    base: dict[str, Any] = {"prompt": "a" * 100, "max_tokens": 150, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    drawn = {"n": 6, "temperature": 1.0, "seed": 3}
+    changed: dict[str, dict[str, Any]] = {
+        "n-6": drawn,
+        "n-6-stream": drawn | {"stream": True, "stream_options": {"include_usage": True}},
+        "prompts": {"prompt": [letter * 200 for letter in "bcdef"], "prompt_logprobs": 0},
+        "prompts-echo": {"prompt": [letter * 200 for letter in "ghijk"], "echo": True},
+        "stops": drawn | {"stop": ["e", "s"], "min_tokens": 20},
+        "penalties": drawn | {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        "form": drawn | {"ignore_eos": False, "structured_outputs": {"regex": "[a-z ]{100}"}},
+        "evicted": {"max_tokens": 2},
+        "kept": {"max_tokens": 2},
+        "pinned": {"prompt": "p" * 400, "cache_pin": True, "max_tokens": 2},
+        "pinned-too-long": {"prompt": "q" * 1000, "cache_pin": True, "max_tokens": 2},
+        "beside-a-pin": drawn,
+        "too-long": {"prompt": "r" * 3000, "max_tokens": 2},
+    }
+    return variants("completions/pressed", PATH, base, changed)
 
 
 def short(name: str) -> list[Request]:

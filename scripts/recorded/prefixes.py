@@ -22,6 +22,7 @@ def requests() -> list[Request]:
         "messages": {"prompt": None, "messages": [user(TEXT)]},
         "messages-opened": {"prompt": None, "messages": [user(TEXT)], "add_generation_prompt": True},
         "pinned": {"prompt": words(160, 22), "cache_pin": True},
+        "beside-a-pin": {"prompt": words(160, 22)[:400] + " " + words(80, 25)},
         "pinned-for-seconds": {"prompt": words(160, 23), "cache_pin": 3600, "cache_priority": 3},
         "salted": {"cache_salt": "s"},
         "too-short": {"prompt": "Hi."},

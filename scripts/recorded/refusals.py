@@ -136,7 +136,7 @@ def framing() -> list[Request]:
         "two-lengths": head + b"Content-Length: 3\r\nContent-Length: 5\r\n\r\nabc",
         "large-head": b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-Large: " + b"x" * 40_000 + b"\r\n\r\n",
         "chunked": head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n",
-        "http-1.0": b"GET /version HTTP/1.0\r\n\r\n",
+        "http-1.0": b"GET /health/live HTTP/1.0\r\n\r\n",
     }
     return [Request(f"refused/framing/{name}", "", raw=text) for name, text in texts.items()]
 

@@ -5,6 +5,7 @@ Knows the environment of child processes, and in which order things are asked.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -28,12 +29,15 @@ END_SECONDS = 60.0
 BACKGROUND_SECONDS = 10.0
 LINE_SECONDS = 240.0
 
+FAILURES = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
+"""Of requests: no answer came, it could not be read, or an earlier one lacks what a request needs."""
+
 SHAPES = ("/v1/cluster", "/version")
 """Paths whose answers are compared by their fields alone."""
 
 
 class RunError(Exception):
-    """A child process did not do what is needed to go on. The message is one line."""
+    """There is nothing to run: no package, or no model. The message is one line."""
 
 
 @dataclass
@@ -69,21 +73,19 @@ class Run:
         """A cache folder that has of the user's only downloaded models and compiled kernels: what else is kept there
         changes what commands print. Raises RunError if the embedded model is not there, or the package is another one.
         """
-        code = "import quire, quire.folders; print(quire.__file__); print(quire.folders.user_cache())"
         known = dict(environment) | {"PYTHONPATH": str(self.source)}
+        code = "import quire; print(quire.__file__)"
         told = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True)
-        if told.returncode:
-            raise RunError(f"{self.source} has no package quire: {told.stderr.strip().splitlines()[-1]}")
-        package, kept = told.stdout.splitlines()
-        if not Path(package).is_relative_to(self.source):
-            raise RunError(f"{self.source} has no package quire: {package} is imported in its place")
-        if not list(Path(kept).glob("models/SmolLM2*.gguf")):
+        if told.returncode or not Path(told.stdout.strip()).is_relative_to(self.source):
+            raise RunError(f"{self.source} has no package quire that can be imported: {told.stdout}{told.stderr}")
+        kept = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+        if not list(kept.glob("models/SmolLM2*.gguf")):
             raise RunError("the embedded model is not in the cache; run: quire pull smollm2")
         own = self.places.folder / "cache" / "quire"
         own.mkdir(parents=True)
         for name in ("models", "kernels"):
-            Path(kept, name).mkdir(exist_ok=True)
-            (own / name).symlink_to(Path(kept, name))
+            (kept / name).mkdir(exist_ok=True)
+            (own / name).symlink_to(kept / name)
 
     # ---- command lines -----------------------------------------------------------------------------------------------
 
@@ -91,10 +93,13 @@ class Run:
         """What is compared of one command line."""
         self.tell(line.name)
         command = [sys.executable, "-m", "quire", *(word.replace("{url}", url) for word in line.words)]
-        done = subprocess.run(
-            command, input=line.stdin, capture_output=True, text=True, timeout=LINE_SECONDS, errors="replace",
-            env=self.environment | dict(line.variables), cwd=self.places.folder,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, input=line.stdin, capture_output=True, text=True, timeout=LINE_SECONDS, errors="replace",
+                env=self.environment | dict(line.variables), cwd=self.places.folder,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            return failed(error)
         marks = Marks(self.texts)
         return {
             "status": done.returncode,
@@ -110,36 +115,47 @@ class Run:
     # ---- servers -----------------------------------------------------------------------------------------------------
 
     def server(self, server: Server) -> dict[str, Any]:
-        """What is compared of one server: its answers by name, and `server`, its own output and exit status."""
-        asked = Asked(Marks(self.texts), is_cluster="--cluster.prefill" in server.words)
+        """What is compared of one server: its answers by name, and as `server` its own output and exit status. A server
+        that does not start has only the latter.
+        """
+        asked = Asked(Marks(self.texts), self.tell, is_cluster="--cluster.prefill" in server.words)
         lines: list[str] = []
-        with self._serving(server, lines) as (process, port):
+        with self._serving(server, lines) as process:
+            if not lines[-1:] or not lines[-1].startswith("ready"):
+                return {"server": {"status": process.wait(), "failed": "not ready"}}
+            port = int(lines[-1].split()[-1].removesuffix("/v1").rpartition(":")[2])
             for step in server.steps:
                 match step:
                     case Request():
-                        self.tell(f"{server.name}/{step.name}")
                         asked.ask(port, step)
                     case Crowd():
-                        with running(port, step.running, asked.bodies):
-                            if step.drains:
-                                process.send_signal(signal.SIGTERM)
-                                wait_until_drained(port)
-                            for request in step.then:
-                                self.tell(f"{server.name}/{request.name}")
-                                asked.ask(port, request)
+                        self._ask_crowd(step, process, port, asked)
                     case Line():
                         asked.found[step.name] = self.line(step, f"http://127.0.0.1:{port}")
             if not any(isinstance(step, Crowd) and step.drains for step in server.steps):
                 process.send_signal(signal.SIGTERM)  # a second one would cut off what runs
-            assert process.stdout is not None
-            lines += process.stdout
-            status = process.wait(END_SECONDS)
+            with killed_after(END_SECONDS, process):
+                assert process.stdout is not None
+                lines += process.stdout
+                status = process.wait()
         asked.found["server"] = {"status": status, "output": output_of("".join(lines), server.shows, Marks(self.texts))}
         return asked.found
 
+    def _ask_crowd(self, crowd: Crowd, process: subprocess.Popen[str], port: int, asked: Asked) -> None:
+        """Sends requests while others run."""
+        try:
+            with running(port, crowd.running, asked.bodies):
+                if crowd.drains:
+                    process.send_signal(signal.SIGTERM)
+                    wait_until_drained(port)
+                for request in crowd.then:
+                    asked.ask(port, request)
+        except FAILURES as error:
+            asked.found |= {each.name: failed(error) for each in crowd.then if each.name not in asked.found}
+
     @contextmanager
-    def _serving(self, server: Server, lines: list[str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
-        """The process of a server and its port. lines: of its output are added."""
+    def _serving(self, server: Server, lines: list[str]) -> Iterator[subprocess.Popen[str]]:
+        """The process of a server that is ready, or that has ended. lines: of its output are added."""
         self.tell(f"{server.name}: quire serve")
         log = self.places.folder / f"{server.name}.log"
         command = [sys.executable, "-m", "quire", "serve", *server.words, "--port", "0", "--runtime.threads", "1"]
@@ -149,21 +165,34 @@ class Run:
                 cwd=self.places.folder,
             )  # fmt: skip
         assert process.stdout is not None
-        late = threading.Timer(START_SECONDS, process.kill)
-        late.start()
         try:
-            while not lines or not lines[-1].startswith("ready"):
-                if not (line := process.stdout.readline()):
-                    told = "".join(log.read_text().splitlines()[-1:])
-                    raise RunError(f"the server {server.name} did not become ready: {told}")
-                lines.append(line)
-            late.cancel()
-            yield process, int(lines[-1].split()[-1].removesuffix("/v1").rpartition(":")[2])
+            with killed_after(START_SECONDS, process):
+                while not lines[-1:] or not lines[-1].startswith("ready"):
+                    if not (line := process.stdout.readline()):
+                        print(log.read_text(), end="", file=sys.stderr)
+                        break
+                    lines.append(line)
+            yield process
         finally:
-            late.cancel()
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+@contextmanager
+def killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kills a process if the context takes longer."""
+    late = threading.Timer(seconds, process.kill)
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """In place of an answer that did not come, or that could not be read."""
+    return {"failed": type(error).__name__}
 
 
 @dataclass
@@ -175,6 +204,7 @@ class Asked:
     """
 
     marks: Marks
+    tell: Callable[[str], None]
     is_cluster: bool = False
     found: dict[str, Any] = field(default_factory=dict)
     bodies: dict[str, Any] = field(default_factory=dict)
@@ -182,10 +212,15 @@ class Asked:
     def ask(self, port: int, request: Request) -> None:
         """Sends a request and keeps its answer."""
         assert request.name not in self.found, f"two requests are called {request.name}"
-        path = request.url(self.bodies).partition("?")[0]
-        answer = self._answer(port, request)
+        self.tell(request.name)
+        try:
+            path = request.url(self.bodies).partition("?")[0]
+            answer = self._answer(port, request)
+            compared, self.bodies[request.name] = self._read(answer, path)
+        except FAILURES as error:
+            self.found[request.name] = failed(error)
+            return
         asked_id = next((value for name, value in request.headers.items() if name.lower() == "x-request-id"), None)
-        compared, self.bodies[request.name] = self._read(answer, path)
         headers = headers_of(answer.headers, asked_id)
         self.found[request.name] = {"status": answer.status, "headers": headers, "body": compared}
 

@@ -47,6 +47,14 @@ def servers_of(places: Places) -> list[Server]:
             ),
             _limits(), "numbers",
         ),
+        Server(
+            "pressed",
+            (
+                *tiny[:-1], "512KiB", "--scheduler.max_running", "8", "--scheduler.token_budget", "72",
+                "--cache.lifetime", "3600",
+            ),
+            (*completions.pressed(), *prefixes.short()[:3], *operations.metrics()),
+        ),
         Server("nuq4", (*SMOLLM2, "--cache.codec", "nuq4"), _encoded("nuq4")),
         Server("g4", (*tiny, "--cache.codec", "g4", "--cache.sparse_values", "0.5"), _encoded("g4")),
         Server("budget", (*SMOLLM2, "--retain.budget", "0.5"), _encoded("budget")),
@@ -110,8 +118,8 @@ def _limits() -> tuple[Request | Crowd, ...]:
 def _encoded(name: str) -> tuple[Request | Line, ...]:
     """A few requests of each kind for a cache with a codec, retention or a tier."""
     return (
-        *completions.short(name), *chats.short(name),
-        *prefixes.short(on_disk=name == "disk")[:3], *operations.metrics(),
+        *completions.short(name), *chats.short(name), *prefixes.short(on_disk=name == "disk")[:3],
+        *operations.metrics(),
     )  # fmt: skip
 
 
