@@ -145,10 +145,18 @@ def _embedding(ids: list[int], pooling: str) -> list[float]:
 
 @dataclass(eq=False)
 class FakeRequest:
-    """What the engine has admitted."""
+    """What the engine has admitted.
 
-    prompt: Any
+    given  the prompt without its token ids
+    """
+
+    given: dict[str, Any]
+    prompt_ids: list[int]
     grammar: object = None
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt_ids, **self.given}
 
 
 class FakeEngine:
@@ -201,10 +209,11 @@ class FakeEngine:
 
     async def admit(self, prompt: Any, params: SamplingParams) -> Any:
         self._check(prompt)
+        held = None
         if params.structured_outputs is not None:
             held = await self.compile_grammar(params.structured_outputs, prompt.get("cache_salt", ""))
-            return FakeRequest(prompt, held)
-        return FakeRequest(prompt)
+        given = {name: value for name, value in prompt.items() if name != "prompt_token_ids"}
+        return FakeRequest(given, prompt["prompt_token_ids"], held)
 
     def _check(self, prompt: Any) -> None:
         if len(prompt["prompt_token_ids"]) >= self.max_context:

@@ -411,7 +411,7 @@ def test_too_complex_strings_are_refused_where_a_model_is_used_alone():
         body_reader._parse(bytearray(json.dumps({"messages": called(lists)}).encode()), ChatRequest)
 
 
-async def test_texts_to_embed_wait_as_eight_bytes_a_token(monkeypatch):
+async def test_texts_to_embed_wait_as_four_bytes_a_token(monkeypatch):
     engine = FakeEngine(max_context=20_000)
     app = application(engine)
     generate, held = engine._generate, []
@@ -430,7 +430,7 @@ async def test_texts_to_embed_wait_as_eight_bytes_a_token(monkeypatch):
     finally:
         tracemalloc.stop()
     num_tokens = 300 * len(text.encode())
-    assert call.status == 200 and held[0] < 10 * num_tokens, f"{held[0]} bytes for {num_tokens} tokens"
+    assert call.status == 200 and held[0] < 7 * num_tokens, f"{held[0]} bytes for {num_tokens} tokens"
 
 
 def test_numbers_of_a_thousand_digits_are_the_longest_ones(monkeypatch):

@@ -160,18 +160,16 @@ AT_ONCE = 32
 
 
 class EmbeddingGeneration:
-    """The embeddings that a request needs.
-
-    count  number of texts
-    """
+    """The embeddings that a request needs."""
 
     def __init__(self, service: Service, request: Request, pooling: Pooling) -> None:
         self._service = service
         self._tenant: str = request.state.tenant
         self._params = SamplingParams(max_tokens=1, pooling=pooling, detokenize=False)
         self._hints = {"cache_salt": service.tenants.salt(self._tenant, None)}
-        self._jobs: list[PromptJob] = []  # those that have not begun
-        self.count = 0
+        # Four bytes a token, where a job takes eight: a request may have a million tokens and wait long.
+        self._texts: list[array[int]] = []
+        self._jobs: list[PromptJob] = []  # of the admitted texts, without their tokens until they begin
         self._params_of: list[str] = []  # where each text is in the request
         self._usage = Usage()
 
@@ -187,14 +185,22 @@ class EmbeddingGeneration:
                 raise bad_request(f"'{where}' is an empty text: it has no token", where)
             service.check_tokens(ids, param)
             self._params_of.append(f"{param}[{index}]")
-            self._jobs.append(PromptJob(ids, self._params, self._hints, self._tenant))
-            self.count += 1
+            self._texts.append(array("i", ids))
 
     async def admit(self) -> None:
         """See Service. Raises QueueFullError for more texts than may wait."""
         for begin in range(0, self.count, AT_ONCE):
-            await self._service.admit(self._jobs[begin : begin + AT_ONCE])
+            texts = self._texts[begin : begin + AT_ONCE]
+            group = [PromptJob(text.tolist(), self._params, self._hints, self._tenant) for text in texts]
+            await self._service.admit(group)
+            self._texts[begin : begin + AT_ONCE] = [job.pack() for job in group]
+            self._jobs += group
             await asyncio.sleep(0)  # a million tokens take 0.1 s
+
+    @property
+    def count(self) -> int:
+        """Number of texts."""
+        return len(self._texts)
 
     async def vectors(self) -> list[array[float]]:
         """One for each text, in their order, with length 1."""
@@ -210,7 +216,7 @@ class EmbeddingGeneration:
         """Calls `take` with the index of a text and its embedding as soon as it is there. Raises ApiError 400 for an
         embedding that is not finite.
         """
-        self._usage.prompt_tokens = sum(len(job.prompt_ids) for job in self._jobs)
+        self._usage.prompt_tokens = sum(map(len, self._texts))
         name = f"embd-{uuid.uuid4().hex}"
         for begin in range(0, self.count, AT_ONCE):
 
@@ -222,6 +228,8 @@ class EmbeddingGeneration:
                 await take(begin + index, vector)
 
             group, self._jobs = self._jobs[:AT_ONCE], self._jobs[AT_ONCE:]
+            for job, text in zip(group, self._texts[begin : begin + AT_ONCE], strict=True):
+                job.unpack(text)
             try:
                 async with aclosing(self._service.run(group, f"{name}-{begin}", on_first_output)) as items:
                     async for _ in items:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import time
 import uuid
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,16 @@ class PromptJob:
 
     def __post_init__(self) -> None:
         self.prompt_ids = InternedTokenIds(self.prompt_ids)
+
+    def pack(self) -> array[int]:
+        """Takes the token ids out of the job, which is admitted, and returns them in four bytes each."""
+        packed = array("i", self.prompt_ids)
+        self.prompt_ids = self.admitted.prompt_ids = []
+        return packed
+
+    def unpack(self, packed: array[int]) -> None:
+        """Puts the token ids back."""
+        self.prompt_ids = self.admitted.prompt_ids = InternedTokenIds(packed)
 
     @property
     def num_tokens(self) -> int:
