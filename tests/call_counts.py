@@ -13,7 +13,7 @@ from quire.engine.grammar_compiler import GrammarCompiler
 
 
 def count_admission(monkeypatch: pytest.MonkeyPatch, *, compiles: bool = False) -> Counter[str]:
-    """From now on, how often requests are read and checked, and their grammars asked for.
+    """Counts from now on how often requests are read and checked, and their grammars asked for.
 
     compiles  whether calls of the compiler count, too
     """

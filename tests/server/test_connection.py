@@ -632,7 +632,7 @@ async def test_bodies_of_requests_that_wait_for_their_turn_have_a_limit(edges, m
 
 
 async def test_a_flood_without_keys_keeps_no_key_out(edges, monkeypatch):
-    """The bodies of who has no key take no room."""
+    """Bodies of requests without a key do not count towards the bytes that may wait."""
     entered = Service.request_started
     monkeypatch.setattr(Service, "request_started", lambda self: (entered(self), time.sleep(0.005)))
     key = "k" * 32
