@@ -882,7 +882,7 @@ def test_a_grammar_is_kept_while_it_is_held_and_then_freed() -> None:
 def test_grammars_that_are_held_leave_no_memory_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = make_grammars()
     held = grammars.prepare(
-        StructuredOutputsParams(json={"enum": [{"a": n, "b": "x" * 20} for n in range(500)]})
+        StructuredOutputsParams(json={"enum": [{"a": n, "b": "x" * 20} for n in range(2000)]})
     ).result()
     assert held.num_bytes > 1 << 20
     monkeypatch.setattr(grammars_module, "MAX_BYTES", 2 * held.num_bytes + (64 << 10))
