@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.cache.retention.retainer import Retainer
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -210,8 +209,8 @@ class Bench:
         if options.get("retain.threshold") == "off":
             options = {key: value for key, value in options.items() if not key.startswith("retain.")}
         engine = engines.make_engine(self.shape, chunks=self.chunks, weights=self.weights, **options)
-        retainer = engine.scheduler.manager.retention
-        if isinstance(retainer, Retainer):
+        retainer = engine.scheduler.manager.retainer
+        if retainer is not None:
             retainer.retention = replace(retainer.retention, special=rules.special, punctuation=rules.punctuation)
         return engine
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.decisions import Retention
-from quire.cache.retention.retainer import Retainer
 from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.cluster.bodies import InstanceLoad, SequenceJob
@@ -129,8 +128,8 @@ _kept: dict[int, Iterator[Any]] = {}
 
 
 def _swap_retention(engine: Engine, kind: type[Retention]) -> Retention | None:
-    retainer = engine.scheduler.manager.retention
-    if not isinstance(retainer, Retainer):
+    retainer = engine.scheduler.manager.retainer
+    if retainer is None:
         return None
     fields = {name: getattr(retainer.retention, name) for name in Retention.__dataclass_fields__}
     retainer.retention = kind(**fields)

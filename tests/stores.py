@@ -6,7 +6,6 @@ from pathlib import Path
 
 from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
-from quire.cache.retention.retainer import Retainer
 from quire.cache.store import Store
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
@@ -30,13 +29,13 @@ def open_store(kept: str, folder: Path, namespace: Namespace, seed: int) -> Kept
 def put_store(engine: Engine, store: Store) -> Engine:
     """Gives an engine's manager a store from its beginning."""
     manager = engine.scheduler.manager
-    table, tree, before = manager.table, manager.tree, manager.retention
-    retention = before.retention if isinstance(before, Retainer) else None
+    table, tree, before = manager.table, manager.tree, manager.retainer
+    retention = None if before is None else before.retention
     manager = CacheManager(table, tree, tree.lifetime, retention, store)
     policy = engine.scheduler.policy
     engine.scheduler = Scheduler(manager, policy.token_budget, policy.max_running, engine.scheduler.max_queue)
     tiers = Tiers([store]) if isinstance(store, MemoryStore | DiskStore) else None
     engine.tiering = Tiering(manager, tiers)
-    if isinstance(manager.retention, Retainer):
-        engine.runner.decide = manager.retention.choose
+    if manager.retainer is not None:
+        engine.runner.decide = manager.retainer.choose
     return engine

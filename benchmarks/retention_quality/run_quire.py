@@ -22,9 +22,8 @@ from tasks import FULL, Engine, Result, Task, work
 import quire
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.decisions import RANKED, RetentionDecision
-from quire.cache.retention.no_retention import NoRetention
 from quire.cache.retention.policies import PolicyChain
-from quire.cache.retention.retainer import Retainer
+from quire.cache.retention.protocol import KeepAll
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import SamplerOutput, SampleRow
@@ -62,8 +61,8 @@ class Runner:
         options |= {"retain.budget": 1.0, "cache.memory": "1GiB"}
         self.engine = load_engine(folder, EngineConfig.from_options(options)).engine
         self.manager = self.engine.scheduler.manager
-        assert isinstance(self.manager.retention, Retainer)
-        self.retainer = self.manager.retention
+        assert self.manager.retainer is not None
+        self.retainer = self.manager.retainer
         self.retention = self.retainer.retention
         self.decided: RetentionDecision | None = None
         self.resident = 1.0
@@ -89,7 +88,7 @@ class Runner:
     @contextmanager
     def without_retention(self) -> Iterator[None]:
         """Requests run as in an engine without retention."""
-        self.manager.retention = self.manager.reservations.retention = NoRetention(self.manager.eviction)
+        self.manager.retention = self.manager.reservations.retention = KeepAll(self.manager.table, False)
         try:
             yield
         finally:

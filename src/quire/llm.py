@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from quire.cache.retention.retainer import Retainer
 from quire.config import ENGINE_GROUPS, EngineConfig, nearest
 from quire.engine.admission import Prompt, admit, as_list, tokenized
 from quire.engine.cached_prefixes import (
@@ -298,8 +297,8 @@ class LLM(BaseLLM):
         """Reports which tokens of a prompt each head keeps with the current `retain` settings, and why. Generates one
         token and discards it. Raises ConfigError if retention is off.
         """
-        retainer = self._parts.engine.scheduler.manager.retention
-        if not isinstance(retainer, Retainer):
+        retainer = self._parts.engine.scheduler.manager.retainer
+        if retainer is None:
             raise ConfigError("retention is off; set retain.threshold or retain.budget")
         found: list[RetentionReport] = []
         with self._call_lock:

@@ -103,9 +103,8 @@ def compute(manager: CacheManager, holder: Holder, most: int = 10**6) -> None:
     while holder.path.num_tokens < holder.num_prompt:
         manager.match(holder)
         start = holder.path.num_tokens
-        end = min(
-            manager.retention.slice_end(holder), max(start + most // 64 * 64, manager.retention.undivided(holder))
-        )
+        limits = manager.retention.slice_limits(holder)
+        end = min(limits.end, max(start + most // 64 * 64, limits.undivided))
         if start + most < end and end < holder.num_prompt:
             end = start + most // 64 * 64
         assert manager.extend(holder, end)
@@ -162,7 +161,7 @@ def decode(manager: CacheManager, holder: Holder, tokens: list[int]) -> None:
     for token in tokens:
         holder.generated.append(token)
         position = holder.path.num_tokens
-        assert manager.retention.slice_end(holder) == position + 1
+        assert manager.retention.slice_limits(holder).end == position + 1
         assert manager.extend(holder, position + 1)
         write(manager, holder, position, position + 1)
         manager.commit(holder, position + 1)

@@ -14,8 +14,6 @@ import pytest
 
 from quire.cache.codecs import DENSE
 from quire.cache.keys import ChunkKeys
-from quire.cache.retention.retainer import Retainer
-from quire.cache.retention.sharing_retainer import SharingRetainer
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, SequenceState
@@ -272,7 +270,7 @@ def test_a_request_that_fails_disturbs_nobody_in_its_step(monkeypatch: pytest.Mo
         bench.witness.step({})
     bench.witness.add("prompt", prompt_of(300, 1), greedy(70))
     (prompt,) = bench.witness.sequences["prompt"]
-    while engine.scheduler.manager.retention.slice_end(prompt) < 300 or not prompt.num_computed:
+    while engine.scheduler.manager.retention.slice_limits(prompt).end < 300 or not prompt.num_computed:
         bench.witness.step({})
     before = bench.witness.sequences["answer"][0].num_generated
     (bad,) = engine.add("bad", prompt_of(60, 2), greedy(3, prompt_logprobs=0)).sequences
@@ -291,9 +289,9 @@ def test_a_request_that_fails_disturbs_nobody_in_its_step(monkeypatch: pytest.Mo
 def test_a_report_is_of_what_was_decided(backend: str, budget: float | None) -> None:
     bench = Bench(SHAPE, MIXED, Rules(0.8, profile_rows=40, budget=budget), backend, options={"cache.share": False})
     manager = bench.witness.engine.scheduler.manager
-    assert isinstance(manager.retention, Retainer)
+    assert manager.retainer is not None
     reports = []
-    manager.retention.on_decision = lambda decided, before, after: reports.append(report_of(decided, before, after))
+    manager.retainer.on_decision = lambda decided, before, after: reports.append(report_of(decided, before, after))
     answer(bench, "x", (prompt_of(300, 1), greedy(1)), (prompt_of(40, 2), greedy(1)))
     bench.check()
     for name, report in zip(("x 0", "x 1"), reports, strict=True):
@@ -324,7 +322,7 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         )
         witness = bench.witness
         manager = witness.engine.scheduler.manager
-        assert isinstance(manager.retention, SharingRetainer)
+        assert manager.retainer is not None and manager.retainer.shares_sums
         common = prompt_of(300, 7)
         witness.add("first", common, greedy(70))
         witness.add("equal", common, greedy(70))
@@ -340,8 +338,8 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         witness.drain(outputs)
         assert set(outputs) | {victim} == {"first", "equal", "other", "late"}
         bench.check()
-        assert not manager.retention.stops and witness.engine.stats()["cache"]["bytes_used"] == 0
-        assert not any(segment.locks.any() or segment.users for segment in manager.retention.tree.segments())
+        assert not manager.retainer.shared_sums.stops and witness.engine.stats()["cache"]["bytes_used"] == 0
+        assert not any(segment.locks.any() or segment.users for segment in manager.tree.segments())
     assert len(phases) >= 3, phases
 
 

@@ -97,10 +97,11 @@ class Fetching:
         if not (self.tree.shares and holder.reads_cache and holder.path.is_all_shared):
             return
         paths, path, keys = self.paths, holder.path, holder.keys
-        limit = paths.retention.limit(holder)
-        near = sum(count for _, count in self.tree.walk(keys, limit))
-        end = limit + paths.retention.can_copy_last_chunk(holder)
-        runs = paths.retention.fetchable(keys, near, self.far(keys, near, end))
+        limits = paths.retention.limits(holder)
+        near = sum(count for _, count in self.tree.walk(keys, limits.num_reusable))
+        runs = self.far(keys, near, limits.num_fetchable)
+        while limits.needs_sums and runs and not runs[-1].ends_with_sums(keys.first(near + len(runs))[-1]):
+            runs.pop()
         if not runs:
             return
         if not self._pays(holder, near, runs):
@@ -126,10 +127,11 @@ class Fetching:
             or holder in self.prefetches
         ):
             return
-        keys, table = holder.keys, self.table
-        limit = self.paths.retention.limit(holder) + self.paths.retention.can_copy_last_chunk(holder)
-        near = sum(count for _, count in self.tree.walk(keys, limit))
-        runs = self.paths.retention.prefetchable(self.far(keys, near, limit))
+        keys, table, limits = holder.keys, self.table, self.paths.retention.limits(holder)
+        if not limits.may_prefetch:
+            return
+        near = sum(count for _, count in self.tree.walk(keys, limits.num_fetchable))
+        runs = self.far(keys, near, limits.num_fetchable)
         if not runs or not self._pays(holder, near, runs):
             return
         prefetch = Prefetch(keys, Path(priority=holder.priority, lifetime=holder.lifetime))

@@ -23,6 +23,7 @@ from quire.cache.path import Path
 from quire.cache.path_manager import PathManager
 from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Retention
+from quire.cache.retention.packing import check_packed
 from quire.cache.store import NullStore, Store
 from quire.cache.swapping import Swapping
 from quire.cache.tree import PrefixTree
@@ -53,8 +54,10 @@ class CacheManager(PathManager):
         retention: Retention | None = None,
         store: Store | None = None,
         clock: Callable[[], float] = time.monotonic,
+        replays: bool = False,
     ) -> None:
-        super().__init__(table, tree, retention, store or NullStore())
+        """replays: see `KeepAll`."""
+        super().__init__(table, tree, retention, store or NullStore(), replays)
         tree.lifetime = lifetime
         self.fetching = Fetching(self, self.demotion.store, clock)
         self.swapping = Swapping(self.fetching)
@@ -123,10 +126,8 @@ class CacheManager(PathManager):
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
         if (swapped := self.swapping.demand(holder)) is not None:
             return self.reservations.fits(swapped + self.reservations.growth())
-        found = list(self.tree.walk(holder.keys, self.retention.findable(holder))) if holder.reads_cache else []
-        # Found chunks will be locked, and cannot be evicted.
-        demand = self.retention.wanted(holder, found) + self.reservations.growth() + self.eviction.evictable_of(found)
-        return self.reservations.fits(demand)
+        limits = self.retention.limits(holder)
+        return self.reservations.admits(limits, limits.find(self.tree, holder.keys) if holder.reads_cache else [])
 
     def tick(self, now: float) -> None:
         """Sets the clock. Ends pins, drops chunks whose time is over, and moves chunks from and to the store."""
@@ -143,9 +144,7 @@ class CacheManager(PathManager):
         """
         path = holder.path
         may_share = self.tree.shares and holder.reads_cache and path.is_all_shared
-        if not may_share or path.num_sealed >= self.retention.limit(holder) + self.retention.can_copy_last_chunk(
-            holder
-        ):
+        if not may_share or path.num_sealed >= self.retention.limits(holder).num_fetchable:
             return None
         return holder.keys.first(path.num_sealed + 1)[-1]
 
@@ -175,9 +174,10 @@ class CacheManager(PathManager):
             path = holder.path
             assert path.free_until == self._free_until(path), "what happens next is not known"
             held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
-            if path.transfer is None:  # a transfer's hold looks like a second owner
-                self.retention.check(path)
-            if path.retained is None:
+            if path.retained is not None:
+                if path.transfer is None:  # a transfer's hold looks like a second owner
+                    check_packed(self.fetching.pages, path, path.retained)
+            else:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         for export in self.exports.held:

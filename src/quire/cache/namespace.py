@@ -14,7 +14,7 @@ class Namespace:
     within a namespace.
 
     Retention is not part of it, because only complete chunks enter the tree. Nor are sparse values: with them, no chunk
-    with tokens of an answer enters it (`NoRetention.replays`), and prompts read all values.
+    with tokens of an answer enters it (`KeepAll.replays`), and prompts read all values.
 
     model        the checkpoint's fingerprint, see `models.fingerprint`
     dtype        type of weights and activations

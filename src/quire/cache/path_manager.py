@@ -12,9 +12,8 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.reservations import Reservations
 from quire.cache.retention.decisions import Retention, RetentionDecision
-from quire.cache.retention.no_retention import NoRetention
+from quire.cache.retention.protocol import KeepAll, RetentionProtocol
 from quire.cache.retention.retainer import Retainer
-from quire.cache.retention.sharing_retainer import make_retainer
 from quire.cache.segment import NO_ROWS
 from quire.cache.statistics import Statistics
 from quire.cache.store import Store
@@ -27,7 +26,8 @@ class PathManager:
     table       the chunks of the arena
     tree        shared and cached chunks
     demotion    offers sealed chunks to a store
-    retention   the tokens that sequences keep: all of them, or those that a `Retainer` leaves
+    retainer    decides which tokens sequences keep; None: all of them
+    retention   answers what this means for the cache
     reservations        reservations
     """
 
@@ -37,12 +37,14 @@ class PathManager:
         tree: PrefixTree,
         retention: Retention | None,
         store: Store,
+        replays: bool,
     ) -> None:
         self.table = table
         self.tree = tree
         self.demotion = Demotion(table, store)
         self.eviction = Eviction(table, tree, self.demotion)
-        self.retention = NoRetention(self.eviction) if retention is None else make_retainer(retention, self.eviction)
+        self.retainer = None if retention is None else Retainer(retention, self.eviction, replays)
+        self.retention: RetentionProtocol = self.retainer or KeepAll(table, replays)
         self.reservations = Reservations(self.eviction, self.retention)
         self.statistics = Statistics(table, tree)
 
@@ -52,16 +54,22 @@ class PathManager:
         """
         if not (holder.reads_cache and holder.path.is_all_shared):
             return 0
-        before = holder.path.num_tokens
-        if self.retention.match(holder):
+        path, limits = holder.path, self.retention.limits(holder)
+        before, most = path.num_tokens, limits.num_reusable
+        if limits.needs_sums:
+            most = sum(count for _, count in limits.find(self.tree, holder.keys))
+        taken = self.tree.extend(path, holder.keys, most, not holder.num_preemptions)
+        self.retention.resume(holder, taken)
+        if taken:
             self.settle_shared(holder)
-        self._copy_last(holder)
-        return holder.path.num_tokens - before
+        if limits.copies_last:
+            self._copy_last(holder)
+        return path.num_tokens - before
 
     def _copy_last(self, holder: Holder) -> None:
         """Takes a copy of the last chunk of a sequence that is all cached: one token is left to compute, and not 64."""
         path, count = holder.path, len(holder.token_ids) // PAGE_TOKENS
-        if not self.retention.can_copy_last_chunk(holder) or path.num_shared != count - 1:
+        if path.num_shared != count - 1:
             return
         if self._cached_row(holder, count) is None or not self.extend(holder, count * PAGE_TOKENS):
             return
@@ -136,19 +144,21 @@ class PathManager:
         path.num_sealed = num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
         self._give_filled(path)
-        attached = self.retention.seal(holder)
-        if any(attached) and self.reservations.make_room(attached, holder):
-            self.retention.attach(holder)
+        if path.retained is None:
+            end = min(path.num_sealed, self.retention.limits(holder).num_shareable)
+            if end > path.num_shared:
+                self.table.free(self.tree.publish(path, holder.keys, end))
+        self.retention.seal(holder, lambda demand: self.reservations.make_room(demand, holder))
         self.demotion.note(path.tip)
         if self.table.encodes:  # else sealing changes no reservation
             self.reservations.update(holder)
 
     def retain(self, holder: Holder, decided: RetentionDecision) -> None:
         """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
-        path, retainer = holder.path, self.retention
-        assert isinstance(retainer, Retainer) and path.retained is None
+        path = holder.path
+        assert self.retainer is not None and path.retained is None
         self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
-        retainer.retain(holder, decided, self.reservations)
+        self.retainer.retain(holder, decided, self.reservations.fits)
         self._settle(holder)
 
     def release_path(self, path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 
+import numpy as np
+
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
-from quire.cache.retention.no_retention import NoRetention
+from quire.cache.path import Path
+from quire.cache.retention.protocol import Newcomer, PromptLimits, RetentionProtocol, num_unsealed
+from quire.cache.segment import PrefixMatch
 
 
 class Reservations:
@@ -18,7 +22,7 @@ class Reservations:
     live                 the outstanding demand of each sequence
     """
 
-    def __init__(self, eviction: Eviction, retention: NoRetention) -> None:
+    def __init__(self, eviction: Eviction, retention: RetentionProtocol) -> None:
         self.eviction = eviction
         self.table = eviction.table
         self.retention = retention
@@ -29,23 +33,23 @@ class Reservations:
         """Most sealed chunks of one sequence beside `num_chunks` chunks more than there are now, of which `num_firsts`
         begin sequences.
         """
-        table, beside = self.table, self.retention.beside
+        table = self.table
 
         def is_too_much(count: int) -> bool:
             demand = table.demand(num_chunks + count, int(table.encodes), num_firsts + 1)
-            return not table.fits(demand + beside(count * PAGE_TOKENS))
+            return not table.fits(demand + self.retention.expected(newcomer=_newcomer(count * PAGE_TOKENS, [])))
 
         return bisect.bisect_left(range(1, table.capacity + 1), True, key=is_too_much)
 
     def reserve(self, holder: Holder) -> None:
         """Reserves room for an admitted sequence: for its tokens so far, or for its prompt with retention."""
-        holder.path.num_reserved = self.retention.num_reserved(holder)
+        holder.path.num_reserved = self.retention.limits(holder).num_reserved
         self.live[holder] = self.table.zero_demand
         self.update(holder)
 
     def update(self, holder: Holder) -> None:
         """The chunks of a sequence have changed."""
-        now = self.retention.outstanding(holder.path)
+        now = self._outstanding_of(holder.path)
         if now != self.live[holder]:
             self._outstanding = self._outstanding - self.live[holder] + now
             self.live[holder] = now
@@ -54,11 +58,13 @@ class Reservations:
         """A sequence ends."""
         self._outstanding -= self.live.pop(holder)
 
-    def outstanding(self, apart_from: Holder | None = None) -> Demand:
-        """The outstanding demand of all live sequences, or of all but one."""
-        total, expected = self._outstanding, self.retention.expected(apart_from)
+    def outstanding(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
+        """The outstanding demand of all live sequences, or of all but one, with that of a newcomer."""
+        total, expected = self._outstanding, self.retention.expected(apart_from, newcomer)
         if expected is not self.table.zero_demand:
             total += expected
+        if newcomer is not None:
+            total += self._outstanding_of(newcomer[0])
         return total if apart_from is None else total - self.live[apart_from]
 
     def growth(self) -> Demand:
@@ -69,6 +75,13 @@ class Reservations:
     def fits(self, demand: Demand) -> bool:
         """Whether a demand fits beside all reservations, after eviction."""
         return self.eviction.fits(demand + self.outstanding())
+
+    def admits(self, limits: PromptLimits, found: PrefixMatch) -> bool:
+        """Whether there is room for a sequence that finds these chunks in the tree. They will be locked, and cannot be
+        evicted.
+        """
+        beside = self.growth() + self.eviction.evictable_of(found)
+        return self.eviction.fits(beside + self.outstanding(newcomer=_newcomer(limits.num_reserved, found)))
 
     def make_room(self, demand: Demand, holder: Holder) -> bool:
         """Makes room for a demand of a sequence, by eviction if needed. False, and nothing is evicted, if it does not
@@ -85,7 +98,19 @@ class Reservations:
         """Proves that the running sum is the outstanding demand of all sequences."""
         total = self.table.zero_demand
         for holder, share in self.live.items():
-            now = self.retention.outstanding(holder.path)
+            now = self._outstanding_of(holder.path)
             assert share == now, f"{share} reserved, {now} lacking"
             total += share
         assert total == self._outstanding, f"{self._outstanding} pages reserved, {total} lacking"
+
+    def _outstanding_of(self, path: Path) -> Demand:
+        """What a path has not taken of its reservation: sealed chunks, an open one, the first one's sidecar."""
+        table = self.table
+        wants_open = table.encodes and not path.has_open and path.filled < 0
+        return table.demand(num_unsealed(table, path), wants_open, not path.num_stored)
+
+
+def _newcomer(num_reserved: int, found: PrefixMatch) -> Newcomer:
+    count = sum(each for _, each in found)
+    chunks = np.empty(count, np.int32)
+    return Path(num_shared=count, num_stored=count, num_reserved=num_reserved, chunks=chunks), found

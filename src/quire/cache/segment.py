@@ -83,6 +83,10 @@ class Segment:
             segment = segment.parent
         return found[::-1]
 
+    def has_attachment(self, count: int) -> bool:
+        """Whether its first `count` chunks are all it has, and their end has an attachment."""
+        return count == len(self.chunks) and len(self.attached) > 0
+
     @property
     def rows(self) -> Int32s:
         """The rows of its chunks, then of its attachment."""
@@ -116,3 +120,7 @@ class Segment:
     def is_evictable(self) -> bool:
         """Whether it is the next segment of its branch to drop."""
         return not self.children and self.parent is not None and not self.is_dropped and self.is_idle
+
+
+PrefixMatch = list[tuple[Segment, int]]
+"""Segments that hold leading chunks of a sequence, and the number of these chunks in each."""

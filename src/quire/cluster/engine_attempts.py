@@ -17,7 +17,6 @@ import numpy as np
 
 from quire.cache.exports import shared_pages
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.retention.retainer import Retainer
 from quire.cache.run import HeldPages, RunIdentity
 from quire.cluster.bodies import (
     CacheState,
@@ -425,7 +424,7 @@ class EngineAttempts:
 
     @property
     def _retains(self) -> bool:
-        return isinstance(self.engine.scheduler.manager.retention, Retainer)
+        return self.engine.scheduler.manager.retainer is not None
 
     def _begin(self, work: EngineAttempt, continued: Handover) -> Sequence | None:
         try:

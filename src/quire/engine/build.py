@@ -17,7 +17,7 @@ from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PageLedger
-from quire.cache.retention.retainer import SUMS_ROWS, Retainer
+from quire.cache.retention.retainer import SUMS_ROWS
 from quire.cache.table import ChunkTable
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration
@@ -326,7 +326,7 @@ def assemble(
         device,
         # A layer that is loaded while others are computed cannot be in a graph.
         decode=None if config.offload.is_on else _decode(model, attention, device),
-        decide=retainer.choose if isinstance(retainer := scheduler.manager.retention, Retainer) else None,
+        decide=None if scheduler.manager.retainer is None else scheduler.manager.retainer.choose,
         padded_rows=padded_rows,
     )
     return Engine(

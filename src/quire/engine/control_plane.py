@@ -82,9 +82,8 @@ def scheduler_of(
     clock  seconds, monotonic; times transfers
     """
     tree = (PrefixTree if config.cache.share else NoSharing)(table.shape)
-    manager = CacheManager(table, tree, config.cache.lifetime, retention, tiers, clock=clock)
-    if config.cache.sparse_values < 1:
-        manager.retention.replays = True
+    replays = config.cache.sparse_values < 1
+    manager = CacheManager(table, tree, config.cache.lifetime, retention, tiers, clock, replays)
     limits = config.scheduler
     assert limits.token_budget is not None
     return Scheduler(manager, limits.token_budget, limits.max_running, limits.max_queue)

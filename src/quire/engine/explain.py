@@ -16,11 +16,9 @@ def explain(manager: CacheManager, holder: Holder) -> str:
         return "cache.share is off"
     if not holder.reads_cache:
         return "log-probabilities of the prompt are wanted, so all of it is computed"
-    keys, tokens = holder.keys, holder.token_ids
-    known, reusable = (
-        sum(count for _, count in tree.walk(keys, limit))
-        for limit in (manager.retention.limit(holder), manager.retention.findable(holder))
-    )
+    keys, tokens, limits = holder.keys, holder.token_ids, manager.retention.limits(holder)
+    matches = tree.walk(keys, limits.num_reusable), limits.find(tree, keys)
+    known, reusable = (sum(count for _, count in found) for found in matches)
     if known > reusable:
         return (
             f"{known * PAGE_TOKENS} tokens of it are cached, and their attention is known up to token"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.cache.retention.retainer import Retainer
 from quire.engine.calendar import placeholder_tokens
 from quire.engine.scheduler import SampledToken, Scheduler
 
@@ -35,7 +34,7 @@ class FastForward:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        assert not isinstance(scheduler.manager.retention, Retainer), "nobody says what retention keeps"
+        assert scheduler.manager.retainer is None, "nobody says what retention keeps"
         self.scheduler = scheduler
         self.report = AdvanceReport()
         self._batch = scheduler.batch

@@ -222,10 +222,10 @@ class Policy:
         """Rows of the sequence's next slice: all pending ones, or the whole chunks that fit the budget. The rows over
         which retention decides stay in one slice.
         """
-        start, end = sequence.num_computed, self._manager.retention.slice_end(sequence)
+        start, (end, undivided) = sequence.num_computed, self._manager.retention.slice_limits(sequence)
         if end - start <= budget:
             return end - start
-        end = min(end, self._manager.retention.undivided(sequence))
+        end = min(end, undivided)
         return max(0, min(end, (start + budget) // PAGE_TOKENS * PAGE_TOKENS) - start)
 
     def _most_drafts(self, sequence: Sequence, budget: int) -> int:
@@ -233,7 +233,7 @@ class Policy:
         path = sequence.path
         if sequence.will_hand_over:
             return 0  # another engine goes on behind its next token
-        if self._manager.retention.profiling(path, 0) is not None:
+        if self._manager.retention.profiling(sequence, path.num_tokens + 1) is not None:
             return 0  # the attention of a refused row could not be taken out of the column sums
         # The row that fills a chunk is not a draft: the chunk is sealed with it.
         left = sequence.max_tokens - sequence.num_generated - 1

@@ -103,19 +103,18 @@ class StepBuilder:
 
     def _slice(self, sequence: Sequence, start: int, count: int) -> Slice:
         path, end = sequence.path, start + count
-        last_rows = self._manager.retention.last_rows(sequence, end)
-        profiling = self._manager.retention.profiling(path, last_rows)
+        profiling = self._manager.retention.profiling(sequence, end)
         return Slice(
             start,
             count,
             path.chunks,
             filled=path.filled,
-            profiled=None if profiling is None else Profiled(path.sums, *profiling),
+            profiled=None if profiling is None else Profiled(path.sums, *profiling[:3]),
             num_dropped=path.num_dropped,
             reads_all=end <= sequence.num_prompt,
             sequence_id=sequence.sequence_id,
             samples=end == len(sequence.token_ids),
-            decides=last_rows > 0,
+            decides=profiling is not None and profiling.decides,
             scores=sequence.wants_prompt_logprobs,
             pools=sequence.pooling,
         )

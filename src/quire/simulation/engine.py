@@ -13,7 +13,6 @@ import numpy as np
 
 from quire.cache.ledger import PageLedger
 from quire.cache.retention.decisions import Retention, RetentionDecision
-from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.calibration import Calibration
 from quire.engine.capacity import MeasuredCapacity, measure_capacity
@@ -214,10 +213,8 @@ def make_engine(plan: Plan, clock: StepClock, arrivals: Arrivals, tiers: Tiers |
     ledger = PageLedger(plan.sizes.cache_bytes, plan.sizes.arena.slab_bytes)
     table = PagesOnly(ledger, (shape.num_layers, shape.num_kv_heads), formats)
     scheduler = scheduler_of(config, table, retention_of(config, lambda: NO_MARKS), tiers, arrivals.clock)
-    manager = scheduler.manager
-    decide = None
-    if isinstance(manager.retention, Retainer):
-        decide = partial(_decided, manager.retention.retention, table.shape)
+    retainer = scheduler.manager.retainer
+    decide = None if retainer is None else partial(_decided, retainer.retention, table.shape)
     runner = SimulatedRunner(plan.latency, clock, shape.vocab_size, decide, plan.window)
     runner.arrivals = arrivals
     namespace = namespace_of(config, shape, plan.model_id, plan.calibration)

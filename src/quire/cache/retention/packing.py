@@ -1,5 +1,5 @@
-"""Packs the tokens that retention has left of a path into fewer pages. Knows the chunk table and paths; neither the
-rules of policies nor requests.
+"""Packs the tokens that retention has left of a path into fewer pages. Knows the chunk table, the tree and paths;
+neither the rules of policies nor requests.
 
 A sealed row of a path holds a page or nothing of every layer and head. A page's mask says which of its slots count.
 Dropped tokens leave holes, which other tokens of the same head fill:
@@ -20,14 +20,108 @@ Source: FastGen, arXiv 2310.01801, algorithm 2, which keeps full-length buffers;
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
-from quire.cache.arrays import Bools, Int32s
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.arrays import Bools, Int32s, Int64s
 from quire.cache.codecs import SlotMoves
-from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.eviction import Eviction
+from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.retained import RetainedTokens, SlotIndices, words_of
+from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable, PageIndices
+
+
+class PathPacker:
+    """Follows what retention leaves of paths with their pages and their rows of sums."""
+
+    def __init__(self, eviction: Eviction) -> None:
+        table = eviction.table
+        assert isinstance(table, ChunkTable) and table.sums is not None, "the table has no room for sums"
+        self.table, self.sums = table, table.sums
+        self.eviction, self.tree = eviction, eviction.tree
+
+    def extend(self, path: Path, num_sealed: int) -> None:
+        """Gives new chunks of a path rows of zero sums. If retention has decided, prepares the chunks, of which
+        `num_sealed` will be sealed: takes pages for positions now, because there might be no room when a chunk is
+        packed.
+        """
+        table, retained = self.table, path.retained
+        missing, rows = len(path.chunks) - len(path.sums), NO_ROWS
+        if missing and (retained is not None or not path.is_decided):
+            rows = table.take(missing, self.sums)
+            table.store_sums(rows, np.zeros((*table.shape, missing * PAGE_TOKENS), np.float32))
+            path.sums = np.append(path.sums, rows)
+        if retained is None:
+            return
+        if num_sealed and table.encodes:
+            chunk = path.num_stored - 1
+            page_indices = page_indices_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
+            positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
+            table.store_positions(page_indices, np.tile(positions, (len(page_indices[0]), 1)))
+        drop(table, rows, ~retained.has_sums[..., None])
+
+    def copy_sums(self, rows: Int32s) -> Int32s:
+        """New rows with the sums of other rows."""
+        copied = self.table.take(len(rows), self.sums)
+        self.table.store_sums(copied, self.table.load_sums(rows))
+        return copied
+
+    def free_sums(self, path: Path) -> None:
+        """Frees the sums of a path."""
+        self.table.free(path.sums)
+        path.sums = NO_ROWS
+
+    def pack(self, path: Path, retained: RetainedTokens, num_pages: Int64s) -> int:
+        """Packs what is left of `num_pages` pages, [L, H]. Returns the bytes that this frees."""
+        self._drop_unread_pages(path, retained)
+        return self._pack(path, retained, num_pages)
+
+    def shrink(self, path: Path, retained: RetainedTokens, num_pages: Int64s, fits: Callable[[Demand], bool]) -> int:
+        """As `pack`, of a path that so far reads shared chunks. Its tokens move into pages of its own, but where copies
+        of shared pages would not pay, or do not fit.
+        """
+        stuck = retained.leave_in_place(path.segments)
+        if not fits(self._copies(stuck)):
+            retained.in_place |= stuck
+        path.replace(0, self.table.borrow(path.chunks[: path.num_shared]))
+        path.num_shared = 0
+        self._drop_unread_pages(path, retained)  # now, so that eviction frees these pages
+        # Eviction may make copies unnecessary: a page that the tree drops is the path's own.
+        self.eviction.evict_for(lambda: self._copies(self._to_own(path, retained)))
+        self.table.unshare(page_indices_of(path.chunks, self._to_own(path, retained)))
+        drop(self.table, path.sums, ~retained.has_sums[..., None])
+        return self._pack(path, retained, num_pages)
+
+    def _pack(self, path: Path, retained: RetainedTokens, num_pages: Int64s) -> int:
+        pack(self.table, path, retained)
+        sizes = self.table.page_sizes(self.table.sealed_codec)
+        return int(((num_pages - retained.num_pages) * sizes).sum())
+
+    def _copies(self, pages: NDArray[Any]) -> Demand:
+        """The demand of copies of sealed pages, bool [L, H, rows], with room for the positions of all rows."""
+        table = self.table
+        return table.demand_of_pages(pages.sum(-1)) + table.demand(sums=pages.shape[-1] * table.encodes)
+
+    def _to_own(self, path: Path, retained: RetainedTokens) -> NDArray[Any]:
+        """Pages that others hold and that the path will write, now or later, bool [L, H, rows]."""
+        own = retained.targets | (retained.stays & ~retained.in_place)
+        own[own] = self.table.is_shared(page_indices_of(path.chunks, own))
+        return np.asarray(own)
+
+    def _drop_unread_pages(self, path: Path, retained: RetainedTokens) -> None:
+        """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
+        held = retained.held
+        drop(self.table, path.chunks[: retained.num_rows], ~held)
+        heads, below = {}, np.zeros_like(retained.is_packed)
+        for segment in reversed(path.segments):
+            read = retained.in_place & held & retained.rows_of(segment)
+            heads[segment] = below = below | read.any(-1)
+        self.tree.unlock_heads(path, heads)
 
 
 def pack(table: ChunkTable, path: Path, retained: RetainedTokens) -> None:
