@@ -23,7 +23,7 @@ import quire
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.decisions import RANKED, RetentionDecision
 from quire.cache.retention.policies import PolicyChain
-from quire.cache.retention.protocol import KeepAll
+from quire.cache.retention.protocol import KeepAll, RetentionProtocol
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import SamplerOutput, SampleRow
@@ -88,11 +88,15 @@ class Runner:
     @contextmanager
     def without_retention(self) -> Iterator[None]:
         """Requests run as in an engine without retention."""
-        self.manager.retention = self.manager.reservations.retention = KeepAll(self.manager.table, False)
+        self._swap_retention(KeepAll(self.manager.table, False))
         try:
             yield
         finally:
-            self.manager.retention = self.manager.reservations.retention = self.retainer
+            self._swap_retention(self.retainer)
+
+    def _swap_retention(self, retention: RetentionProtocol) -> None:
+        for each in (self.manager, self.manager.reservations, self.manager.paths):
+            each.retention = retention
 
     def set(self, budget: float | None, threshold: float = 2.0) -> None:
         """Sets the budget, a share of the bytes; None: a threshold, which above 1 keeps everything."""

@@ -140,9 +140,9 @@ def test_nothing_is_copied_twice(seed: int) -> None:
         if manager.admit(holder):
             while holder.path.transfer is not None:
                 store.settle()
-                assert manager.fetching.end(holder)
-            assert manager.extend(holder, len(holder.token_ids))
-            manager.commit(holder, len(holder.token_ids))
+                assert manager.end_fetch(holder)
+            assert manager.paths.extend(holder, len(holder.token_ids))
+            manager.paths.commit(holder, len(holder.token_ids))
             manager.release(holder)
         now += rng.choice([0.0, 1e-4, 1.0])
         manager.tick(now)
@@ -251,7 +251,7 @@ def test_the_end_of_a_lifetime_in_the_arena_takes_nothing_from_a_store() -> None
     short = Holder(prompt_of(1, 2, 3), lifetime=0.0)
     assert manager.admit(short)
     store.settle()
-    assert manager.fetching.end(short)
+    assert manager.end_fetch(short)
     manager.release(short)
     manager.tick(5.0)
     assert manager.tree.num_chunks == 0 and all(store.find(name) for name in names)

@@ -79,8 +79,8 @@ def run_prompt(manager: CacheManager, holder: Holder) -> bool:
     """Admits a sequence and computes its whole prompt; False if it does not fit."""
     if not manager.admit(holder):
         return False
-    assert manager.extend(holder, len(holder.token_ids))
-    manager.commit(holder, len(holder.token_ids))
+    assert manager.paths.extend(holder, len(holder.token_ids))
+    manager.paths.commit(holder, len(holder.token_ids))
     return True
 
 
@@ -121,7 +121,7 @@ def test_a_whole_last_chunk_is_copied_and_the_tree_s_is_not_written(seed: int) -
     assert own != cached and np.array_equal(table.arena.images(table.pages[own].reshape(-1), size), before)
     table.arena.store(table.pages[own].reshape(-1), size, np.zeros_like(before))
     assert np.array_equal(table.arena.images(ids, size), before)
-    manager.commit(again, 128)
+    manager.paths.commit(again, 128)
     assert again.path.chunks.tolist() == first.path.chunks.tolist(), "the tree's chunk stays, the copy is freed"
     manager.check()
 
@@ -135,10 +135,10 @@ def test_two_equal_prompts_of_whole_chunks_diverge_in_tails_of_their_own() -> No
     assert manager.table.num_taken == 2
     for letter, holder in enumerate(holders, 5):
         holder.token_ids += chunk(letter)
-        assert manager.extend(holder, 192)
+        assert manager.paths.extend(holder, 192)
     assert holders[0].path.chunks[2] != holders[1].path.chunks[2]
     for holder in holders:
-        manager.commit(holder, 192)
+        manager.paths.commit(holder, 192)
     manager.check()
 
 
@@ -221,8 +221,8 @@ def test_a_segment_that_others_read_is_not_lengthened() -> None:
     first, second = Holder([*chunk(1), 2]), Holder([*chunk(1), 3])
     assert run_prompt(manager, first) and run_prompt(manager, second)
     first.token_ids += chunk(2, 63)
-    assert manager.extend(first, 128)
-    manager.commit(first, 128)
+    assert manager.paths.extend(first, 128)
+    manager.paths.commit(first, 128)
     assert [len(segment.chunks) for segment in first.path.segments] == [1, 1]
     assert [segment.hits for segment in first.path.segments] == [1, 0]
     manager.check()
@@ -238,14 +238,14 @@ def test_what_others_take_and_seal_leaves_a_path_s_names_as_they_are() -> None:
     names = tree.shared(first.path)
     assert run_prompt(manager, second)
     second.token_ids += chunk(7)
-    assert manager.extend(second, 129)
-    manager.commit(second, 129)
+    assert manager.paths.extend(second, 129)
+    manager.paths.commit(second, 129)
     assert tree.shared(first.path) is names and [count for _, count in tree.shared(second.path)] == [2]
     assert run_prompt(manager, Holder([*chunk(1), *chunk(5), 3]))
     assert [count for _, count in tree.shared(first.path)] == [1, 1] and tree.num_divided == 1
     first.token_ids += chunk(2)
-    assert manager.extend(first, 193)
-    manager.commit(first, 193)
+    assert manager.paths.extend(first, 193)
+    manager.paths.commit(first, 193)
     assert sum(count for _, count in tree.shared(first.path)) == 3
 
 
@@ -442,7 +442,7 @@ def test_what_waits_is_looked_at_again_only_when_something_changed(monkeypatch: 
         assert not manager.admit(waiting)
     assert looks == [running, waiting]
     running.token_ids.append(1)
-    assert manager.extend(running, 129)
+    assert manager.paths.extend(running, 129)
     assert not manager.admit(waiting) and len(looks) == 3, "there is less room than before"
     manager.release(running)
     assert manager.admit(waiting)
@@ -688,11 +688,11 @@ class Churn(RuleBasedStateMachine):
         if holder not in self.holders:
             return
         self.count()
-        self.manager.match(holder)
+        self.manager.paths.match(holder)
         path = holder.path
         end = min(len(holder.token_ids), (path.num_tokens // PAGE_TOKENS + steps) * PAGE_TOKENS)
         if end > path.num_tokens:
-            assert self.manager.extend(holder, end), "an admitted prompt finds its room taken"
+            assert self.manager.paths.extend(holder, end), "an admitted prompt finds its room taken"
             self.write(holder, end)
 
     @rule(holder=live, count=st.integers(1, 140), letter=st.integers(0, 2))
@@ -703,7 +703,7 @@ class Churn(RuleBasedStateMachine):
             self.count()
             type(self).tokens += 1
             holder.token_ids.append(letter)
-            if not self.manager.extend(holder, len(holder.token_ids)):
+            if not self.manager.paths.extend(holder, len(holder.token_ids)):
                 holder.token_ids.pop()
                 return
             self.write(holder, len(holder.token_ids))
@@ -771,7 +771,7 @@ class Churn(RuleBasedStateMachine):
         for index in range(first, -(-end // PAGE_TOKENS)):
             assert index >= path.num_sealed, "a sealed page is written"
             self.written[int(path.chunks[index])] = (holder.namespace, *tokens[: min(end, (index + 1) * PAGE_TOKENS)])
-        self.manager.commit(holder, end)
+        self.manager.paths.commit(holder, end)
         for index in range(first, end // PAGE_TOKENS):
             self.cached.setdefault((holder.namespace, *tokens[: (index + 1) * PAGE_TOKENS]), int(path.chunks[index]))
 
@@ -865,8 +865,8 @@ def test_segments_keep_no_other_tokens_in_memory() -> None:
     shared = list(range(20 * PAGE_TOKENS))
     for number in range(3):
         holder = Holder([*shared, *[number + 1] * (PAGE_TOKENS + 1)])
-        assert manager.admit(holder) and manager.extend(holder, len(holder.token_ids))
-        manager.commit(holder, len(holder.token_ids))
+        assert manager.admit(holder) and manager.paths.extend(holder, len(holder.token_ids))
+        manager.paths.commit(holder, len(holder.token_ids))
         manager.release(holder)
     found = [segment.tokens for segment in manager.tree.segments()]
     bases = {id(base): base for base in (tokens if tokens.base is None else tokens.base for tokens in found)}

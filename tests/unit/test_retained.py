@@ -101,15 +101,15 @@ def write(manager: CacheManager, holder: Holder, start: int, end: int) -> None:
 def compute(manager: CacheManager, holder: Holder, most: int = 10**6) -> None:
     """Computes the prompt in slices of so many tokens at most."""
     while holder.path.num_tokens < holder.num_prompt:
-        manager.match(holder)
+        manager.paths.match(holder)
         start = holder.path.num_tokens
         limits = manager.retention.slice_limits(holder)
         end = min(limits.end, max(start + most // 64 * 64, limits.undivided))
         if start + most < end and end < holder.num_prompt:
             end = start + most // 64 * 64
-        assert manager.extend(holder, end)
+        assert manager.paths.extend(holder, end)
         write(manager, holder, start, end)
-        manager.commit(holder, end)
+        manager.paths.commit(holder, end)
         manager.check()
 
 
@@ -162,9 +162,9 @@ def decode(manager: CacheManager, holder: Holder, tokens: list[int]) -> None:
         holder.generated.append(token)
         position = holder.path.num_tokens
         assert manager.retention.slice_limits(holder).end == position + 1
-        assert manager.extend(holder, position + 1)
+        assert manager.paths.extend(holder, position + 1)
         write(manager, holder, position, position + 1)
-        manager.commit(holder, position + 1)
+        manager.paths.commit(holder, position + 1)
         if holder.path.num_tokens % PAGE_TOKENS == 0:
             n = holder.path.num_tokens
             assert holder.kept is not None
@@ -360,13 +360,13 @@ def test_of_two_equal_prompts_the_second_waits_for_the_sums_of_the_first() -> No
     first, second = Holder(prompt(640)), Holder(prompt(640))
     assert manager.admit(first) and manager.admit(second)
     assert not manager.retention.must_wait(first) and manager.retention.must_wait(second)
-    assert manager.extend(first, 128)
+    assert manager.paths.extend(first, 128)
     write(manager, first, 0, 128)
-    manager.commit(first, 128)
+    manager.paths.commit(first, 128)
     assert manager.retention.must_wait(second)
     compute(manager, first)
     assert not manager.retention.must_wait(second)
-    assert manager.match(second) == 576
+    assert manager.paths.match(second) == 576
     compute(manager, second)
     for holder in (first, second):
         retain(manager, holder, MIXED)

@@ -197,7 +197,7 @@ class Machine:
     def prefetch(self) -> None:
         for asked in list(self.waiting)[:3]:
             if asked.swapped is None:
-                self.fetching.prefetch(asked)
+                self.manager.prefetch(asked)
 
     def is_fetching(self, asked: Asked) -> bool:
         transfer = asked.path.transfer
@@ -206,7 +206,7 @@ class Machine:
         if not transfer.is_over:
             return True
         whole = bool((transfer.ready == 1).all())
-        assert self.fetching.end(asked) == whole
+        assert self.manager.end_fetch(asked) == whole
         if not whole:
             self.restart(asked)
             return True
@@ -225,7 +225,7 @@ class Machine:
         asked.num_preemptions += 1
 
     def make_room(self, asked: Asked, num_tokens: int) -> bool:
-        while not self.manager.extend(asked, num_tokens):
+        while not self.manager.paths.extend(asked, num_tokens):
             if self.fetching.cancel_latest_prefetch():
                 continue
             youngest = max(self.running, key=lambda each: each.number)
@@ -243,7 +243,7 @@ class Machine:
             return
         path = asked.path
         if path.num_tokens + 1 < len(asked.token_ids):
-            self.manager.match(asked)
+            self.manager.paths.match(asked)
             if (name := self.manager.next_chunk(asked)) is not None and name in self.fetching.arriving:
                 self.counts["waited for another's"] += 1
                 return
@@ -262,7 +262,7 @@ class Machine:
             return
         self.verify_path(asked)  # rows read it
         self.write(asked, end)
-        self.manager.commit(asked, end)
+        self.manager.paths.commit(asked, end)
         self.verify_path(asked)
 
     def generate(self) -> None:
@@ -283,7 +283,7 @@ class Machine:
             if not self.make_room(asked, end):
                 return
             self.write(asked, end)
-            self.manager.commit(asked, end)
+            self.manager.paths.commit(asked, end)
 
     def follow(self) -> None:
         """Rows behind arriving layers: the rest arrives, or does not, while they are computed."""
@@ -308,7 +308,7 @@ class Machine:
                 transfer.fail(QuireError("it stopped"))
             if not self.is_fetching(asked):
                 self.counts["followed"] += 1
-                self.manager.commit(asked, end)
+                self.manager.paths.commit(asked, end)
                 self.verify_path(asked)
             return
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.counts import ChunkCounts
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.path import Path, SwappedPath
-from quire.cache.path_manager import PathManager
 from quire.cache.run import HeldPages, RunIdentity
 from quire.cache.table import ChunkTable
+from quire.cache.tree import PrefixTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +59,13 @@ class Exports:
     held  exports that nobody has ended
     """
 
-    def __init__(self, paths: PathManager) -> None:
-        self.paths = paths
+    def __init__(self, table: ChunkCounts, tree: PrefixTree) -> None:
+        self.table, self.tree = table, tree
         self.held: set[ExportedSequence] = set()
 
     def add(self, holder: Holder) -> ExportedSequence:
-        """Takes the chunks of a sequence whose tokens are all computed. To the manager, it ends."""
-        path, paths = holder.path, self.paths
+        """Takes the chunks of a sequence whose tokens are all computed."""
+        path = holder.path
         assert path.transfer is None and path.filled < 0, "the sequence is in the middle of a step"
         rows, shared, own = np.concatenate((path.private, path.sums)), None, None
         if path.num_shared:
@@ -74,9 +75,6 @@ class Exports:
         export = ExportedSequence(
             holder.keys, path, SwappedPath.of(path, None if own is None else own.run), shared, own
         )
-        paths.retention.leave(holder)
-        paths.reservations.release(holder)
-        holder.path = Path()
         self.held.add(export)
         return export
 
@@ -86,12 +84,12 @@ class Exports:
         for pages in (export.shared, export.own):
             if pages is not None:
                 pages.release()
-        self.paths.release_path(export.path)
+        self.table.free(self.tree.release(export.path))
 
     @property
     def _table(self) -> ChunkTable:
-        assert isinstance(self.paths.table, ChunkTable), "a table without pages"
-        return self.paths.table
+        assert isinstance(self.table, ChunkTable), "a table without pages"
+        return self.table
 
 
 def shared_pages(table: ChunkTable, keys: ChunkKeys, path: Path, chunks: list[int]) -> HeldPages:

@@ -16,13 +16,15 @@ import numpy as np
 
 from quire.cache.arrays import Int32s
 from quire.cache.costs import Costs
+from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.path_manager import PathManager
+from quire.cache.reservations import Reservations
+from quire.cache.retention.protocol import PromptLimits
 from quire.cache.run import Run, run_bytes
-from quire.cache.store import NullStore, Store, Transfer
+from quire.cache.store import NullStore, Transfer
 from quire.cache.table import ChunkTable
 
 log = logging.getLogger("quire")
@@ -63,11 +65,12 @@ class Fetching:
     prefetches    transfers for sequences that wait for admission, by sequence
     """
 
-    def __init__(self, paths: PathManager, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self.paths = paths
-        self.table = paths.table
-        self.tree = paths.tree
-        self.store = store
+    def __init__(
+        self, eviction: Eviction, reservations: Reservations, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.eviction = eviction
+        self.table, self.tree, self.store = eviction.table, eviction.tree, eviction.demotion.store
+        self.reservations = reservations
         self.costs = Costs()
         self.arriving: set[bytes] = set()
         self.prefetches: dict[Holder, Prefetch] = {}
@@ -90,46 +93,25 @@ class Fetching:
             found.append(run)
         return found
 
-    def start_fetch(self, holder: Holder) -> None:
-        """Starts to fetch the chunks of an admitted prompt that the store has and the tree has not, if that is faster
-        than to compute them.
+    def worth_fetching(self, holder: Holder, limits: PromptLimits) -> tuple[int, list[Run]]:
+        """The chunks of an admitted prompt that the store has and the tree has not, if to fetch them is faster than to
+        compute them: number of chunks before them, and a run for each.
         """
-        if not (self.tree.shares and holder.reads_cache and holder.path.is_all_shared):
-            return
-        paths, path, keys = self.paths, holder.path, holder.keys
-        limits = paths.retention.limits(holder)
+        keys = holder.keys
         near = sum(count for _, count in self.tree.walk(keys, limits.num_reusable))
         runs = self.far(keys, near, limits.num_fetchable)
         while limits.needs_sums and runs and not runs[-1].ends_with_sums(keys.first(near + len(runs))[-1]):
             runs.pop()
-        if not runs:
-            return
-        if not self._pays(holder, near, runs):
+        if runs and not self._pays(holder, near, runs):
             self.counts.computed_instead += len(runs)
-            return
-        self.tree.extend(path, keys, near, not holder.num_preemptions)
-        paths.settle_shared(holder)
-        if paths.extend(holder, (near + len(runs)) * PAGE_TOKENS):
-            self.start_transfer(keys, path, runs)
-            if paths.reservations.fits(self.table.zero_demand):
-                return
-            self.cancel(path)
-        # Chunks without their sums are of no use.
-        paths.release_path(path)
-        paths.settle_shared(holder)
-        paths.match(holder)
+            runs = []
+        return near, runs
 
-    def prefetch(self, holder: Holder) -> None:
+    def prefetch(self, holder: Holder, limits: PromptLimits) -> None:
         """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
-        if (
-            isinstance(self.store, NullStore)
-            or not (self.tree.shares and holder.reads_cache)
-            or holder in self.prefetches
-        ):
+        if isinstance(self.store, NullStore) or holder in self.prefetches:
             return
-        keys, table, limits = holder.keys, self.table, self.paths.retention.limits(holder)
-        if not limits.may_prefetch:
-            return
+        keys, table = holder.keys, self.table
         near = sum(count for _, count in self.tree.walk(keys, limits.num_fetchable))
         runs = self.far(keys, near, limits.num_fetchable)
         if not runs or not self._pays(holder, near, runs):
@@ -137,14 +119,14 @@ class Fetching:
         prefetch = Prefetch(keys, Path(priority=holder.priority, lifetime=holder.lifetime))
         path, demand = prefetch.path, table.demand(len(runs), sidecars=near == 0)
         self.tree.extend(path, keys, near, False)
-        if not self.paths.reservations.fits(demand + self.paths.reservations.growth()):
+        if not self.reservations.fits(demand + self.reservations.growth()):
             self.tree.release(path)
             return
-        self.paths.eviction.evict_for(lambda: demand)
+        self.eviction.evict_for(lambda: demand)
         path.append(table.take(len(runs), table.sealed_codec, sidecar=near == 0))
         self.prefetches[holder] = prefetch
         self.start_transfer(keys, path, runs)
-        if not self.paths.reservations.fits(table.zero_demand):
+        if not self.reservations.fits(table.zero_demand):
             self.cancel_prefetch(holder)
 
     def cancel_prefetch(self, holder: Holder) -> None:
@@ -152,7 +134,7 @@ class Fetching:
         prefetch = self.prefetches.pop(holder, None)
         if prefetch is not None:
             self.cancel(prefetch.path)
-            self.paths.release_path(prefetch.path)
+            self.table.free(self.tree.release(prefetch.path))
 
     def cancel_latest_prefetch(self) -> bool:
         """Ends the latest fetch for a sequence that waits, because its room is wanted. False if there is none."""
@@ -172,7 +154,7 @@ class Fetching:
                 spare = self.tree.publish(prefetch.path, prefetch.keys, len(prefetch.path.chunks))
                 self.table.free(spare)
             del self.prefetches[holder]
-            self.paths.release_path(prefetch.path)
+            self.table.free(self.tree.release(prefetch.path))
 
     def assume_arrived(self, holder: Holder) -> None:
         """Counts chunks in transfer as computed: the step's layers wait for their pages."""
@@ -193,14 +175,11 @@ class Fetching:
         return seconds is not None and seconds < OVERLAP_SECONDS
 
     def end(self, holder: Holder) -> bool:
-        """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
-        and the sequence must start again.
-        """
+        """Ends the transfer of a sequence, whose chunks count as computed. False if some did not arrive."""
         self.assume_arrived(holder)
         has_arrived = self._close(holder.path)
         if has_arrived:
             _note_sources(holder, holder.path)
-            self.paths.commit(holder, holder.path.num_tokens)
         return has_arrived
 
     def cancel(self, path: Path) -> None:
@@ -292,7 +271,7 @@ class Fetching:
         """
         num_bytes, num_tokens = sum(run_bytes(self.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
         fetching = self.costs.fetch(num_bytes + self.backlog())
-        others = (each for each in self.paths.reservations.live if each is not holder)
+        others = (each for each in self.reservations.live if each is not holder)
         before = sum(max(0, each.num_prompt - self._num_known(each)) for each in others)
         computing = self.costs.prefill(near * PAGE_TOKENS, num_tokens)
         waiting = self.costs.prefill(0, before)

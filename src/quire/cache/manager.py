@@ -15,15 +15,21 @@ import time
 from collections.abc import Callable
 
 from quire.cache.counts import ChunkCounts
-from quire.cache.exports import Exports
+from quire.cache.demotion import Demotion
+from quire.cache.eviction import Eviction
+from quire.cache.exports import ExportedSequence, Exports
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.path_manager import PathManager
 from quire.cache.pins import Pins
-from quire.cache.retention.decisions import Retention
+from quire.cache.reservations import Reservations
+from quire.cache.retention.decisions import Retention, RetentionDecision
 from quire.cache.retention.packing import check_packed
+from quire.cache.retention.protocol import KeepAll, RetentionProtocol
+from quire.cache.retention.retainer import Retainer
+from quire.cache.statistics import Statistics
 from quire.cache.store import NullStore, Store
 from quire.cache.swapping import Swapping
 from quire.cache.tree import PrefixTree
@@ -34,10 +40,17 @@ PINNED_SHARE = 0.5
 """Largest share of the arena that pins may keep."""
 
 
-class CacheManager(PathManager):
+class CacheManager:
     """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
     chunks; `check` proves it.
 
+    table       the chunks of the arena
+    tree        shared and cached chunks
+    demotion    offers chunks to a store
+    retainer    decides which tokens sequences keep; None: all of them
+    retention   answers what this means for the cache
+    reservations  of admitted sequences
+    paths       their chunks
     pins        prefixes that stay cached for a time
     fetching    transfers from a store
     swapping    what preempted sequences have in a store
@@ -57,11 +70,18 @@ class CacheManager(PathManager):
         replays: bool = False,
     ) -> None:
         """replays: see `KeepAll`."""
-        super().__init__(table, tree, retention, store or NullStore(), replays)
+        self.table, self.tree = table, tree
         tree.lifetime = lifetime
-        self.fetching = Fetching(self, self.demotion.store, clock)
-        self.swapping = Swapping(self.fetching)
-        self.exports = Exports(self)
+        self.demotion = Demotion(table, store or NullStore())
+        self.eviction = Eviction(table, tree, self.demotion)
+        self.retainer = None if retention is None else Retainer(retention, self.eviction, replays)
+        self.retention: RetentionProtocol = self.retainer or KeepAll(table, replays)
+        self.reservations = Reservations(self.eviction, self.retention)
+        self.statistics = Statistics(table, tree)
+        self.paths = PathManager(self.reservations, self.demotion, self.statistics)
+        self.fetching = Fetching(self.eviction, self.reservations, clock)
+        self.swapping = Swapping(self.fetching, self.eviction, self.reservations)
+        self.exports = Exports(table, tree)
         self.capacity = self.reservations.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
@@ -95,8 +115,8 @@ class CacheManager(PathManager):
         holder.path = Path(priority=holder.priority, lifetime=holder.lifetime)
         self.retention.enter(holder)
         self.reservations.reserve(holder)
-        self.match(holder)
-        self.fetching.start_fetch(holder)
+        self.paths.match(holder)
+        self._start_fetch(holder)
         if self.demotion.is_on and holder.path.num_shared:
             self.demotion.use(holder.keys.first(holder.path.num_shared), holder.path.tip)
         return True
@@ -143,16 +163,77 @@ class CacheManager(PathManager):
         the same one. None if the chunk will not be shared.
         """
         path = holder.path
-        may_share = self.tree.shares and holder.reads_cache and path.is_all_shared
-        if not may_share or path.num_sealed >= self.retention.limits(holder).num_fetchable:
+        if not self._may_share(holder) or path.num_sealed >= self.retention.limits(holder).num_fetchable:
             return None
         return holder.keys.first(path.num_sealed + 1)[-1]
+
+    def retain(self, holder: Holder, decided: RetentionDecision) -> None:
+        """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
+        path = holder.path
+        assert self.retainer is not None and path.retained is None
+        self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
+        self.retainer.retain(holder, decided, self.reservations.fits)
+        self.paths.settle(holder)
+
+    # ---- chunks from a store ---------------------------------------------------------------------------------------
+
+    def prefetch(self, holder: Holder) -> None:
+        """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
+        limits = self.retention.limits(holder)
+        if limits.may_prefetch and self.tree.shares and holder.reads_cache:
+            self.fetching.prefetch(holder, limits)
+
+    def _start_fetch(self, holder: Holder) -> None:
+        """Starts to fetch the chunks of an admitted prompt that the store has and the tree has not, if that is faster
+        than to compute them.
+        """
+        if not self._may_share(holder):
+            return
+        path, keys, paths = holder.path, holder.keys, self.paths
+        near, runs = self.fetching.worth_fetching(holder, self.retention.limits(holder))
+        if not runs:
+            return
+        self.tree.extend(path, keys, near, not holder.num_preemptions)
+        paths.settle_shared(holder)
+        if paths.extend(holder, (near + len(runs)) * PAGE_TOKENS):
+            self.fetching.start_transfer(keys, path, runs)
+            if self.reservations.fits(self.table.zero_demand):
+                return
+            self.fetching.cancel(path)
+        # Chunks without their sums are of no use.
+        self.table.free(self.tree.release(path))
+        paths.settle_shared(holder)
+        paths.match(holder)
+
+    def end_fetch(self, holder: Holder) -> bool:
+        """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
+        and the sequence must start again.
+        """
+        has_arrived = self.fetching.end(holder)
+        if has_arrived:
+            self.paths.commit(holder, holder.path.num_tokens)
+        return has_arrived
+
+    def _may_share(self, holder: Holder) -> bool:
+        """Whether a path may be extended over chunks that others have computed."""
+        return self.tree.shares and holder.reads_cache and holder.path.is_all_shared
+
+    # ---- the end of sequences --------------------------------------------------------------------------------------
 
     def release(self, holder: Holder) -> None:
         """Ends or preempts a sequence: unlocks its shared chunks, which stay cached, and frees its own."""
         self.fetching.cancel_prefetch(holder)
         self.fetching.cancel(holder.path)
-        self.release_path(holder.path)
+        self.table.free(self.tree.release(holder.path))
+        self._leave(holder)
+
+    def export(self, holder: Holder) -> ExportedSequence:
+        """Ends a sequence whose tokens are all computed, and keeps its chunks for another engine."""
+        export = self.exports.add(holder)
+        self._leave(holder)
+        return export
+
+    def _leave(self, holder: Holder) -> None:
         self.retention.leave(holder)
         self.reservations.release(holder)
         holder.path = Path()
@@ -172,8 +253,8 @@ class CacheManager(PathManager):
         held: list[int] = []
         for holder in self.reservations.live:
             path = holder.path
-            assert path.free_until == self._free_until(path), "what happens next is not known"
-            held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
+            self.paths.check(path)
+            held += path.own_rows.tolist()
             if path.retained is not None:
                 if path.transfer is None:  # a transfer's hold looks like a second owner
                     check_packed(self.fetching.pages, path, path.retained)
@@ -181,7 +262,7 @@ class CacheManager(PathManager):
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         for export in self.exports.held:
-            held += [*export.path.private, *export.path.sums]
+            held += export.path.own_rows.tolist()
         for prefetch in self.fetching.prefetches.values():
             held += prefetch.path.private.tolist()
         self.tree.check()

@@ -105,6 +105,12 @@ class Path:
         """The chunks of this sequence alone."""
         return self.chunks[self.num_shared :]
 
+    @property
+    def own_rows(self) -> Int32s:
+        """All rows of this sequence alone: the chunk that is being filled, its other chunks, and its sums."""
+        filled = np.array([self.filled], np.int32) if self.filled >= 0 else NO_ROWS
+        return np.concatenate((filled, self.private, self.sums))
+
     def append(self, chunks: Int32s) -> None:
         """Adds chunks at the end."""
         self.chunks = np.concatenate((self.chunks, chunks))

@@ -4,49 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.cache.counts import ChunkCounts
 from quire.cache.demotion import Demotion
-from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.reservations import Reservations
-from quire.cache.retention.decisions import Retention, RetentionDecision
-from quire.cache.retention.protocol import KeepAll, RetentionProtocol
-from quire.cache.retention.retainer import Retainer
-from quire.cache.segment import NO_ROWS
 from quire.cache.statistics import Statistics
-from quire.cache.store import Store
-from quire.cache.tree import PrefixTree
 
 
 class PathManager:
-    """Gives chunks to paths and takes them back.
+    """Gives chunks to paths, within their reservations, and notes what paths have computed."""
 
-    table       the chunks of the arena
-    tree        shared and cached chunks
-    demotion    offers sealed chunks to a store
-    retainer    decides which tokens sequences keep; None: all of them
-    retention   answers what this means for the cache
-    reservations        reservations
-    """
-
-    def __init__(
-        self,
-        table: ChunkCounts,
-        tree: PrefixTree,
-        retention: Retention | None,
-        store: Store,
-        replays: bool,
-    ) -> None:
-        self.table = table
-        self.tree = tree
-        self.demotion = Demotion(table, store)
-        self.eviction = Eviction(table, tree, self.demotion)
-        self.retainer = None if retention is None else Retainer(retention, self.eviction, replays)
-        self.retention: RetentionProtocol = self.retainer or KeepAll(table, replays)
-        self.reservations = Reservations(self.eviction, self.retention)
-        self.statistics = Statistics(table, tree)
+    def __init__(self, reservations: Reservations, demotion: Demotion, statistics: Statistics) -> None:
+        """Demotion offers sealed chunks to a store. Statistics note the peak."""
+        self.reservations, self.demotion, self.statistics = reservations, demotion, statistics
+        self.retention, self.eviction = reservations.retention, reservations.eviction
+        self.table, self.tree = self.eviction.table, self.eviction.tree
 
     def match(self, holder: Holder) -> int:
         """Extends a path over cached chunks, if it has none of its own. Returns the number of tokens. Only between
@@ -77,7 +50,7 @@ class PathManager:
         if found is not None:
             self.table.copy(found, int(path.chunks[-1]))
             path.num_tokens = count * PAGE_TOKENS - 1
-            self._settle(holder)
+            self.settle(holder)
 
     def _cached_row(self, holder: Holder, count: int) -> int | None:
         """The row of the last of a sequence's first `count` chunks in the tree."""
@@ -92,7 +65,7 @@ class PathManager:
         path = holder.path
         path.num_sealed = path.num_stored = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
-        self._settle(holder)
+        self.settle(holder)
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
         """Takes chunks for a sequence's first `num_tokens` tokens. False, and nothing changes, if they do not fit
@@ -127,7 +100,7 @@ class PathManager:
         if wants_open:
             path.append(table.take(1, table.open_codec))
         self.retention.extend(path, num_sealed)
-        self._settle(holder)
+        self.settle(holder)
         return True
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
@@ -143,7 +116,9 @@ class PathManager:
             return
         path.num_sealed = num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
-        self._give_filled(path)
+        if path.filled >= 0:
+            self.table.free(np.array([path.filled], np.int32))
+            path.filled = -1
         if path.retained is None:
             end = min(path.num_sealed, self.retention.limits(holder).num_shareable)
             if end > path.num_shared:
@@ -153,33 +128,16 @@ class PathManager:
         if self.table.encodes:  # else sealing changes no reservation
             self.reservations.update(holder)
 
-    def retain(self, holder: Holder, decided: RetentionDecision) -> None:
-        """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
-        path = holder.path
-        assert self.retainer is not None and path.retained is None
-        self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
-        self.retainer.retain(holder, decided, self.reservations.fits)
-        self._settle(holder)
-
-    def release_path(self, path: Path) -> None:
-        """Frees a path's own chunks and unlocks the others, which stay cached."""
-        self._give_filled(path)
-        self.table.free(path.private)
-        self.table.free(path.sums)
-        self.tree.release(path)
-        path.chunks = path.sums = NO_ROWS
-
-    def _settle(self, holder: Holder) -> None:
+    def settle(self, holder: Holder) -> None:
         """Follows a change of a sequence's chunks."""
         holder.path.free_until = self._free_until(holder.path)
         self.reservations.update(holder)
         self.statistics.note_peak()
 
+    def check(self, path: Path) -> None:
+        """Proves that it is known when a path next needs anything."""
+        assert path.free_until == self._free_until(path), "what happens next is not known"
+
     def _free_until(self, path: Path) -> int:
         """See `Path.free_until`."""
         return max(0, path.num_begun * PAGE_TOKENS - (self.table.encodes or path.retained is not None))
-
-    def _give_filled(self, path: Path) -> None:
-        if path.filled >= 0:
-            self.table.free(np.array([path.filled], np.int32))
-            path.filled = -1

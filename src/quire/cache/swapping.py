@@ -6,10 +6,12 @@ import os
 
 import numpy as np
 
+from quire.cache.eviction import Eviction
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import SwappedPath
+from quire.cache.reservations import Reservations
 from quire.cache.run import Run, RunIdentity, demand_of, take_rows
 from quire.cache.store import put_rows
 
@@ -19,9 +21,8 @@ class Swapping:
     again by their keys, near or far.
     """
 
-    def __init__(self, fetching: Fetching) -> None:
-        self.fetching = fetching
-        self.paths = fetching.paths
+    def __init__(self, fetching: Fetching, eviction: Eviction, reservations: Reservations) -> None:
+        self.fetching, self.eviction, self.reservations = fetching, eviction, reservations
         self.table = fetching.table
         self.tree = fetching.tree
         self.store = fetching.store
@@ -69,7 +70,7 @@ class Swapping:
         if not is_there or len(self.fetching.far(holder.keys, near, swapped.num_shared)) < num_far:
             self.forget(holder)
             return None
-        demand = self._own(swapped.run) + self.paths.eviction.evictable_of(found)
+        demand = self._own(swapped.run) + self.eviction.evictable_of(found)
         return demand + self.table.demand(num_far, sidecars=num_far > 0 and near == 0)
 
     def swap_in(self, holder: Holder) -> bool:
@@ -90,7 +91,7 @@ class Swapping:
             return False
         has_sidecar = len(far) > 0 and near == 0
         demand = self._own(run) + table.demand(len(far), sidecars=has_sidecar)
-        self.paths.eviction.evict_for(lambda: demand)
+        self.eviction.evict_for(lambda: demand)
         if far:
             path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
         holder.path, holder.swapped, own, num_own = path, None, [], 0
@@ -104,11 +105,11 @@ class Swapping:
             self.fetching.start_transfer(keys, path, far, *own)
         for _, rows in own:
             path.append(rows[:num_own])
-        while not self.paths.reservations.fits(table.zero_demand):  # slabs with holds cannot be emptied
+        while not self.reservations.fits(table.zero_demand):  # slabs with holds cannot be emptied
             if self.fetching.cancel_latest_prefetch():
                 continue
             self.fetching.cancel(path)
-            self.paths.release_path(path)
+            table.free(self.tree.release(path))
             return False
         self.fetching.counts.swapped_in += num_own
         return True

@@ -103,8 +103,9 @@ class PrefixTree(TreeCounts):
         path.tip, path.num_shared = at, end
         return spare
 
-    def release(self, path: Path) -> None:
-        """Unlocks a path's segments. They stay cached."""
+    def release(self, path: Path) -> Int32s:
+        """Unlocks a path's segments. They stay cached. Returns the rows of its own chunks; the caller frees them."""
+        rows = path.own_rows
         self.num_uses += 1
         for segment, heads in path.reads():
             self._count(segment, -1)
@@ -118,7 +119,9 @@ class PrefixTree(TreeCounts):
             segment.last_use, segment.used_at = self.num_uses, self.now
             self._count(segment, 1)
             self._offer(segment)
-        path.tip, path.num_shared, path.heads = None, 0, {}
+        path.tip, path.num_shared, path.heads, path.filled = None, 0, {}, -1
+        path.chunks = path.sums = NO_ROWS
+        return rows
 
     def unlock_heads(self, path: Path, heads: Mapping[Segment, Bools]) -> None:
         """Unlocks a path's segments but for the given heads of each, bool [L, H]. The others' pages may be evicted."""

@@ -233,7 +233,7 @@ class EngineAttempts:
             namespace = self.engine.namespace_of(hints)
             work.ahead = Sequence(request, 0, [*work.job.prompt_ids, *work.job.token_ids], 1, namespace)
         self._peer_store.offer(attempt, source, work.ahead.keys, num_chunks)
-        self.engine.scheduler.manager.fetching.prefetch(work.ahead)
+        self.engine.scheduler.manager.prefetch(work.ahead)
 
     def adopt(self, attempt: Attempt, source: str, state: CacheState, told: TokenUpdate) -> None:
         """Queues the sequence that a manifest describes."""

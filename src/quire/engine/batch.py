@@ -119,7 +119,7 @@ class Batch:
 
     def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence. Preempts the youngest sequences until it fits; False if that is this one."""
-        while not self.manager.extend(sequence, num_tokens):
+        while not self.manager.paths.extend(sequence, num_tokens):
             if self.manager.fetching.cancel_latest_prefetch():
                 continue
             youngest = max(self.running, key=lambda running: running.sequence_id)
@@ -141,7 +141,7 @@ class Batch:
             return
         if path.free_until <= path.num_tokens:
             waits = path.retained is not None or sequence.num_generated == 1 or sequence.will_hand_over
-            if waits or not self.manager.extend(sequence, path.num_tokens + 1):
+            if waits or not self.manager.paths.extend(sequence, path.num_tokens + 1):
                 return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
         if most > 0:
@@ -179,7 +179,7 @@ class Batch:
     def export(self, sequence: Sequence) -> ExportedSequence:
         """Ends a running sequence that has just sampled a token, and keeps its chunks for another engine."""
         self.calendar.leave(sequence)
-        export = self.manager.exports.add(sequence)
+        export = self.manager.export(sequence)
         self._remove(sequence)
         self._ended.append(sequence.sequence_id)
         sequence.state = SequenceState.FINISHED

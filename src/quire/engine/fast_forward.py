@@ -102,7 +102,7 @@ class FastForward:
                 not sequence.is_decoding
                 or sequence.path.transfer is not None
                 or sequence.guide is not None
-                or not manager.extend(sequence, sequence.num_computed + 1)
+                or not manager.paths.extend(sequence, sequence.num_computed + 1)
             ):
                 return 0
         if not active:

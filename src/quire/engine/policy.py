@@ -132,7 +132,7 @@ class Policy:
             return False
         if not transfer.is_over:
             return True
-        if not self._manager.fetching.end(sequence):
+        if not self._manager.end_fetch(sequence):
             log.debug("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
             self.batch.restart(sequence)
             if not sequence.num_preemptions:
@@ -198,13 +198,13 @@ class Policy:
         """Fetches for a sequence that is not admitted, once."""
         if not sequence.is_prefetched and sequence.swapped is None:
             sequence.is_prefetched = True
-            self._manager.fetching.prefetch(sequence)
+            self._manager.prefetch(sequence)
 
     def _is_ready(self, sequence: Sequence, underway: set[bytes]) -> bool:
         """Extends a prompt over chunks cached since. False if another sequence computes its next chunk in this step:
         the prompt finds it in the next one.
         """
-        found = self._manager.match(sequence)
+        found = self._manager.paths.match(sequence)
         self.batch.counters.count_cached(sequence, found)
         if found:
             log.debug("request %s: %d tokens more, just computed for others", sequence.name, found)

@@ -176,7 +176,7 @@ class Scheduler:
         if end < path.next_seal:
             path.num_tokens = end
         else:
-            self.manager.commit(sequence, end)
+            self.manager.paths.commit(sequence, end)
         sampled = []
         for token_id, logprobs in tokens:
             if not generated:
