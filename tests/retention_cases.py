@@ -143,7 +143,7 @@ class EngineRecorder:
         for sequence in self.engine.scheduler.running:
             path = sequence.path
             has_news |= path.num_tokens % CHUNK < 2 or path.num_tokens <= sequence.num_prompt + 1
-            if path.retained is not None:
+            if path.retention.retained is not None:
                 self._note(sequence)
         if has_news:
             self.engine.check()
@@ -160,7 +160,7 @@ class EngineRecorder:
 
     def _note(self, sequence: Sequence) -> None:
         path, known = sequence.path, self.kept.setdefault(sequence, {})
-        retained = path.retained
+        retained = path.retention.retained
         assert retained is not None
         if path.num_tokens % CHUNK and path.num_tokens != sequence.num_prompt:
             return

@@ -327,7 +327,7 @@ def watch(engine: Engine, notes: list[Note], name: str = "") -> None:
     wrap(manager, "retain", lambda _, holder, decided: (holder.sequence_id, decided.kept.tobytes()))
     wrap(tree, "evict", lambda found, count: (count, tuple(each.identity.names for each in found)))
     wrap(tree, "expire", lambda found: tuple(each.identity.names for each in found) or None)
-    wrap(fetching, "start_transfer", lambda _, keys, path, far, *own: (tuple(path.arriving), len(far), len(own)))
+    wrap(fetching, "start_transfer", lambda _, keys, path, far, *own: (tuple(path.transfer.names), len(far), len(own)))
     wrap(fetching, "_close", lambda found, path: (found,))
     wrap(manager.swapping, "swap_out", lambda _, holder: (holder.sequence_id, holder.swapped is not None))
     wrap(ledger, "take", lambda found, sizes: (found.tobytes(),))

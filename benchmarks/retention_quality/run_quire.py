@@ -115,9 +115,9 @@ class Runner:
         written, end, self.resident = [], 1.0, 1.0
         while self.engine.has_work:
             path, table = sequence.path, self.manager.table
-            if path.retained is not None:
+            if path.retention.retained is not None:
                 full = -(-len(sequence.token_ids) // PAGE_TOKENS) * self.manager.statistics.chunk_bytes
-                end = table.bytes_of(np.concatenate((path.chunks, path.sums))) / full
+                end = table.bytes_of(np.concatenate((path.chunks, path.retention.sums))) / full
             for output in self.engine.step():
                 written += output.outputs[0].token_ids
         return written, end

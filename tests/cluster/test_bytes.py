@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     table: Any = engine.scheduler.manager.table
     state = wire.decode(wire.encode(_as_manifest(cache_state_of(swapped, table.shape, b"digest")))).cache
     found = swapped_of(state, 300, table.shape, len(table.sizes), b"digest")
-    mine, right = found.path.retained, swapped.path.retained
+    mine, right = found.path.retention.retained, swapped.path.retention.retained
     assert mine is not None and right is not None and right.positions.shape[2] > 0
     assert vars(mine).keys() == vars(right).keys()
     for name, value in vars(right).items():
@@ -170,10 +171,12 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     for field in fields(found.run):
         if field.name != "namespace":
             np.testing.assert_equal(getattr(found.run, field.name), getattr(swapped.run, field.name), field.name)
-    for field in fields(found.path):
-        # The other engine reserves room itself, and the request says the rest.
-        if field.name not in ("retained", "num_reserved", "priority", "lifetime"):
-            np.testing.assert_equal(getattr(found.path, field.name), getattr(swapped.path, field.name), field.name)
+    for part in ("path", "path.reservation", "path.retention"):
+        here, there = attrgetter(part)(found), attrgetter(part)(swapped)
+        for field in fields(here):
+            # The other engine reserves room itself, and the request says the rest.
+            if field.name not in ("retained", "num_reserved", "priority", "lifetime", "reservation", "retention"):
+                np.testing.assert_equal(getattr(here, field.name), getattr(there, field.name), field.name)
     with pytest.raises(ExtentError, match="another model, codec or calibration"):
         swapped_of(state, 300, table.shape, len(table.sizes), b"another")
     engine.end_export("x")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.rows import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.path import Path
+from quire.cache.path import Path, PathRetention
 from quire.cache.retention.packing import pack
 from quire.cache.retention.policies import PolicyChain
 from quire.cache.retention.retained import RetainedTokens
@@ -438,15 +438,15 @@ def test_masks_are_mirrored_where_they_change() -> None:
     mirrored()
     assert backend.mirror.is_whole[chunks].tolist() == [False, True, True]
     # What a path keeps is packed.
-    path = Path(num_sealed=3, sums=table.take(3, table.sums))
+    path = Path(num_sealed=3, retention=PathRetention(sums=table.take(3, table.sums)))
     path.append(chunks)
     everything = np.zeros((spec.num_layers, spec.num_kv_heads), np.uint8)
-    path.retained = RetainedTokens(PolicyChain(1.0, 0.5, 0.5), everything, 192)
-    path.retained.seal(0, 3)
-    kept = np.random.default_rng(0).random(path.retained.positions.shape) < 0.4
+    path.retention.retained = RetainedTokens(PolicyChain(1.0, 0.5, 0.5), everything, 192)
+    path.retention.retained.seal(0, 3)
+    kept = np.random.default_rng(0).random(path.retention.retained.positions.shape) < 0.4
     kept[1, 0, 0] = False
-    path.retained.drop(kept)
-    pack(table, path, path.retained)
+    path.retention.retained.drop(kept)
+    pack(table, path, path.retention.retained)
     chunks = path.chunks
     mirrored()
     assert not backend.mirror.is_whole[chunks].all()

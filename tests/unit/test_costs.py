@@ -318,11 +318,11 @@ def test_a_swap_of_a_decided_sequence_is_compared_with_its_decode_steps(seed: in
         sequence = request.sequences[0]
         while sequence.num_generated < 20:
             engine.step()
-        assert sequence.path.is_decided
+        assert sequence.path.retention.is_decided
         costs, table = engine.scheduler.manager.fetching.costs, engine.scheduler.manager.table
         costs.note_decode(0.5)
         seconds = 150 * 1e-3 + (sequence.num_computed - 150) * 0.5
-        num_bytes = table.bytes_of(sequence.path.private) + table.bytes_of(sequence.path.sums)
+        num_bytes = table.bytes_of(sequence.path.private) + table.bytes_of(sequence.path.retention.sums)
         tell(costs, 2 * num_bytes / (seconds * share - LATENCY), 1e-3)
         engine.scheduler.preempt(sequence)
         assert (sequence.swapped is not None) == swaps

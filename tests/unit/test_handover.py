@@ -104,7 +104,9 @@ class Pair:
 
 def arrived(swapped: SwappedPath) -> SwappedPath:
     """Without anything of the source's own: its objects, but for plain values."""
-    path = replace(swapped.path, retained=None if swapped.path.retained is None else copied(swapped.path.retained))
+    retention = swapped.path.retention
+    kept = None if retention.retained is None else copied(retention.retained)
+    path = replace(swapped.path, retention=replace(retention, retained=kept))
     return SwappedPath(path, swapped.num_shared, None if swapped.run is None else replace(swapped.run))
 
 

@@ -87,14 +87,14 @@ def write(manager: CacheManager, holder: Holder, start: int, end: int) -> None:
     assert table.masks is not None
     for index in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
         at = np.arange(max(start, index * PAGE_TOKENS), min(end, (index + 1) * PAGE_TOKENS))
-        slots, row = torch.from_numpy(at % PAGE_TOKENS), index - path.num_dropped
+        slots, row = torch.from_numpy(at % PAGE_TOKENS), index - path.retention.num_dropped
         for layer in range(L):
             for head in range(H):
                 numbers = values(layer, head, at, np.array(holder.token_ids)[at])
                 page = table.arena.rows(CODEC.page_bytes)[table.pages[path.chunks[row], layer, head]]
                 page.view(torch.float32).view(2, PAGE_TOKENS, D)[:, slots] = torch.from_numpy(numbers)[:, None]
-                if len(path.sums) and table.masks[path.sums[row], layer, head]:
-                    sums = table.arena.rows(256)[table.pages[path.sums[row], layer, head]].view(torch.float32)
+                if len(path.retention.sums) and table.masks[path.retention.sums[row], layer, head]:
+                    sums = table.arena.rows(256)[table.pages[path.retention.sums[row], layer, head]].view(torch.float32)
                     sums[slots] += torch.from_numpy(ranks(holder, layer, head, at))
 
 
@@ -123,7 +123,7 @@ def start(manager: CacheManager, holder: Holder, policies: list[list[int]], most
 
 def retain(manager: CacheManager, holder: Holder, policies: list[list[int]]) -> None:
     n = holder.num_prompt
-    sums = manager.table.load_sums(holder.path.sums)[..., : holder.num_prompt]
+    sums = manager.table.load_sums(holder.path.retention.sums)[..., : holder.num_prompt]
     expected = [[ranks(holder, layer, head, np.arange(n)) for head in range(H)] for layer in range(L)]
     assert np.array_equal(sums, np.array(expected)), "sums are not those of the prompt's tokens"
     kept = np.ones((L, H, n), bool)
@@ -169,7 +169,11 @@ def decode(manager: CacheManager, holder: Holder, tokens: list[int]) -> None:
             n = holder.path.num_tokens
             assert holder.kept is not None
             before = np.concatenate((holder.kept, np.ones((L, H, n - holder.kept.shape[-1]), bool)), -1)
-            policies = holder.path.retained.policies if holder.path.retained is not None else np.full((L, H), FULL)
+            policies = (
+                holder.path.retention.retained.policies
+                if holder.path.retention.retained is not None
+                else np.full((L, H), FULL)
+            )
             holder.kept = np.array(
                 [[by_rules(holder, la, h, int(policies[la, h]), before[la, h], n) for h in range(H)] for la in range(L)]
             )
@@ -183,7 +187,7 @@ def read(manager: CacheManager, holder: Holder) -> dict[tuple[int, int], set[flo
     for layer in range(L):
         for head in range(H):
             seen: list[float] = []
-            for row in path.chunks[: path.num_sealed - path.num_dropped].tolist():
+            for row in path.chunks[: path.num_sealed - path.retention.num_dropped].tolist():
                 mask = int(table.masks[row, layer, head])
                 if mask:
                     image = table.arena.load(table.pages[row, layer, head : head + 1], CODEC.page_bytes)
@@ -207,11 +211,11 @@ def check_tokens(manager: CacheManager, holder: Holder) -> None:
 def expected_bytes(holder: Holder) -> int:
     """Kept sealed tokens in whole pages, the open chunk, and sums of heads that need them."""
     path = holder.path
-    assert holder.kept is not None and path.retained is not None
+    assert holder.kept is not None and path.retention.retained is not None
     sealed = holder.kept[..., : path.num_sealed * PAGE_TOKENS].sum(-1)
     pages = -(-sealed // PAGE_TOKENS)
     is_open = path.num_tokens > path.num_sealed * PAGE_TOKENS
-    policies = path.retained.policies
+    policies = path.retention.retained.policies
     ranked = (policies >= 2) & (policies < FULL)
     return int((pages + is_open).sum() * CODEC.page_bytes + ((pages + is_open) * ranked).sum() * 256)
 
@@ -260,8 +264,8 @@ def test_all_full_is_as_without_retention() -> None:
     manager = make_manager(40)
     holder = Holder(prompt(300))
     assert start(manager, holder, [[FULL] * H] * L)
-    assert holder.path.retained is None and holder.path.num_shared == 4
-    assert not len(holder.path.sums)
+    assert holder.path.retention.retained is None and holder.path.num_shared == 4
+    assert not len(holder.path.retention.sums)
     decode(manager, holder, prompt(100, 1))
     assert holder.path.num_shared == 6, "answers are shared as ever"
 
@@ -303,7 +307,7 @@ def test_many_readers_read_in_place() -> None:
     for holder in holders:
         assert start(manager, holder, [[3, 3], [3, 3]])
         check_tokens(manager, holder)
-    in_place = [holder.path.retained.in_place.any() for holder in holders]
+    in_place = [holder.path.retention.retained.in_place.any() for holder in holders]
     assert not in_place[0] and in_place[-1]
     # Ten shared chunks once, and not six times half of them.
     assert manager.stats()["bytes_used"] < 22 * CODEC.page_bytes * L * H
@@ -326,7 +330,7 @@ def test_a_pinned_prompt_is_read_in_place_where_there_is_no_room_to_copy_it(chun
         compute(manager, each)
     assert manager.pins.add(holder, 640, float("inf"))
     retain(manager, holder, MIXED)
-    retained = holder.path.retained
+    retained = holder.path.retention.retained
     assert retained is not None and retained.in_place.any() != has_room
     check_tokens(manager, holder)
     assert manager.stats()["bytes_pinned"] == 10 * CODEC.page_bytes * L * H
@@ -435,7 +439,7 @@ def test_sums_that_are_found_are_copied_or_where_there_is_no_room_taken(
     if is_tight:
         monkeypatch.setattr(manager.eviction, "make_room", lambda demand: False)
     assert manager.admit(again)
-    assert again.path.num_shared > 0 and len(again.path.sums) == again.path.num_shared
+    assert again.path.num_shared > 0 and len(again.path.retention.sums) == again.path.num_shared
     assert tree.num_attached == (held - again.path.num_shared if is_tight else held)
     manager.check()
     monkeypatch.undo()

@@ -116,11 +116,11 @@ def test_bytes_are_those_of_pages_sums_positions_and_the_open_chunk(codec: str, 
     while engine.has_work:
         engine.step()
         for path in (sequence.path for sequence in engine.scheduler.running):
-            if path.retained is None:
+            if path.retention.retained is None:
                 continue
-            pages = -(-path.retained.alive.sum((-2, -1)) // 64)
-            packed = path.retained.policies < path.retained.chain.full
-            has_sums = path.retained.has_sums
+            pages = -(-path.retention.retained.alive.sum((-2, -1)) // 64)
+            packed = path.retention.retained.policies < path.retention.retained.chain.full
+            has_sums = path.retention.retained.has_sums
             is_open = path.num_tokens % 64 > 0
             expected = int((pages * (sizes + 256 * packed + 256 * has_sums)).sum())
             expected += is_open * int(packed.size * table.open_codec.page_bytes + 256 * has_sums.sum())

@@ -277,7 +277,7 @@ def test_a_request_that_fails_disturbs_nobody_in_its_step(monkeypatch: pytest.Mo
     monkeypatch.setattr(engine.runner.sampler, "prompt_logprobs", lambda *asked: [{1: Logprob(math.nan)}])
     bench.witness.step({})
     assert bad.state is SequenceState.FINISHED and not bad.num_generated
-    assert prompt.path.is_decided, "it is decided on in this step"
+    assert prompt.path.retention.is_decided, "it is decided on in this step"
     assert bench.witness.sequences["answer"][0].num_generated == before + 1, "it has its token of this step"
     bench.witness.drain()
     assert not any(bench.witness.sequences[name][0].num_preemptions for name in ("answer", "prompt"))
@@ -350,7 +350,7 @@ def phase(bench: Bench, sequence: Sequence) -> str:
         return sequence.state.value if not sequence.num_preemptions else "preempted"
     if bench.witness.engine.scheduler.manager.retention.must_wait(sequence):
         return "waits for another's sums"
-    if not path.is_decided:
+    if not path.retention.is_decided:
         return "prompt"
     return "decided" if path.num_sealed == sequence.num_prompt // 64 else "sealed again"
 
@@ -413,9 +413,9 @@ def test_a_budget_is_kept_to_whenever_pages_are_dealt_and_used_up(budget: float)
     while witness.engine.has_work:
         witness.step({})
         path = sequence.path
-        if path.retained is not None:
+        if path.retention.retained is not None:
             num_tokens = len(sequence.token_ids) - 1
-            held = table.bytes_of(path.chunks) + table.bytes_of(path.sums)
+            held = table.bytes_of(path.chunks) + table.bytes_of(path.retention.sums)
             room = budget * -(-num_tokens // 64) * manager.statistics.chunk_bytes
             assert held <= max(room, least), num_tokens
             assert num_tokens % 64 == 0 or held > room - page_bytes, num_tokens

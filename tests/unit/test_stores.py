@@ -206,7 +206,7 @@ def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_sam
             num_steps += 1
             if swapped < 12 and rng.random() < 0.2 and engine.scheduler.running:
                 victim = rng.choice(engine.scheduler.running)
-                is_small = victim.path.retained is not None and victim.path.transfer is None
+                is_small = victim.path.retention.retained is not None and victim.path.transfer is None
                 engine.scheduler.preempt(victim)
                 assert (victim.swapped is not None) == is_small
                 swapped += is_small

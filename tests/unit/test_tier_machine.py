@@ -375,7 +375,7 @@ class Machine:
     def pin(self) -> None:
         if self.running:
             asked = self.rng.choice(self.running)
-            if asked.path.retained is None:
+            if asked.path.retention.retained is None:
                 num_tokens = min(self.rng.randrange(1, 200), asked.path.num_shared * PAGE_TOKENS)
                 self.manager.pins.add(asked, num_tokens, self.rng.choice([1.0, 15.0]))
         elif self.waiting:
@@ -435,7 +435,7 @@ class Machine:
         for index in range(-(-end // PAGE_TOKENS)):
             whole = (index + 1) * PAGE_TOKENS <= end
             # An open chunk that this step fills is to be encoded into the one that is in its place already.
-            row = path.filled if not whole and path.filled >= 0 else int(path.chunks[index])
+            row = path.reservation.filled if not whole and path.reservation.filled >= 0 else int(path.chunks[index])
             wanted = self.table.sealed_codec if whole else self.table.open_codec
             assert self.table.codecs[int(self.table.kinds[row])] is wanted
             has_sidecar = whole and index == 0 and self.table.sinks is not None
@@ -461,7 +461,7 @@ class Machine:
         owners = [each.path for each in self.running] + [each.path for each in self.fetching.prefetches.values()]
         live = {path.transfer for path in owners if path.transfer is not None}
         assert live == set(self.fetching._underway), "a transfer of nobody, or one that nobody counts"
-        arriving = [name for path in owners for name in path.arriving]
+        arriving = [name for path in owners if path.transfer is not None for name in path.transfer.names]
         assert len({*arriving}) == len(arriving) and self.fetching.arriving == {*arriving}, "fetched twice at once"
         ledger = self.table.ledger
         for transfer in live:

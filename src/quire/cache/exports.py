@@ -66,12 +66,12 @@ class Exports:
     def add(self, holder: Holder) -> ExportedSequence:
         """Takes the chunks of a sequence whose tokens are all computed."""
         path = holder.path
-        assert path.transfer is None and path.filled < 0, "the sequence is in the middle of a step"
-        rows, shared, own = np.concatenate((path.private, path.sums)), None, None
+        assert path.transfer is None and path.reservation.filled < 0, "the sequence is in the middle of a step"
+        rows, shared, own = np.concatenate((path.private, path.retention.sums)), None, None
         if path.num_shared:
             shared = shared_pages(self._table, holder.keys, path, list(range(path.num_shared)))
         if len(rows):
-            own = HeldPages.of(self._table, RunIdentity((os.urandom(16),)), rows, attached=len(path.sums))
+            own = HeldPages.of(self._table, RunIdentity((os.urandom(16),)), rows, attached=len(path.retention.sums))
         export = ExportedSequence(
             holder.keys, path, SwappedPath.of(path, None if own is None else own.run), shared, own
         )

@@ -147,10 +147,13 @@ class Fetching:
         """Puts chunks that have arrived for waiting sequences into the tree."""
         if not self.prefetches:
             return
-        for holder, prefetch in [each for each in self.prefetches.items() if self._is_over(each[1].path)]:
+        for holder, prefetch in list(self.prefetches.items()):
+            transfer = prefetch.path.transfer
+            if transfer is None or not transfer.is_over:
+                continue
             if self._close(prefetch.path):
                 self.counts.prefetched += len(prefetch.path.private)
-                _note_sources(holder, prefetch.path)
+                _note_sources(holder, transfer)
                 spare = self.tree.publish(prefetch.path, prefetch.keys, len(prefetch.path.chunks))
                 self.table.free(spare)
             del self.prefetches[holder]
@@ -163,13 +166,14 @@ class Fetching:
     def _num_known(self, holder: Holder) -> int:
         """Number of tokens that are computed or arrive. The last token of a sequence is computed in any case."""
         path = holder.path
-        arriving = (path.num_shared + len(path.arriving)) * PAGE_TOKENS
+        num_arriving = 0 if path.transfer is None else len(path.transfer.names)
+        arriving = (path.num_shared + num_arriving) * PAGE_TOKENS
         return max(path.num_tokens, min(arriving, len(holder.token_ids) - 1))
 
     def can_overlap(self, path: Path) -> bool:
         """Whether rows may be computed while the path's chunks arrive, layer by layer behind them."""
         transfer = path.transfer
-        if transfer is None or not path.arriving or not transfer.done(0) or not transfer.is_shared:
+        if transfer is None or not transfer.names or not transfer.done(0) or not transfer.is_shared:
             return False
         seconds = self.costs.fetch(int(self._underway[transfer] * (1 - transfer.share)))
         return seconds is not None and seconds < OVERLAP_SECONDS
@@ -177,9 +181,11 @@ class Fetching:
     def end(self, holder: Holder) -> bool:
         """Ends the transfer of a sequence, whose chunks count as computed. False if some did not arrive."""
         self.assume_arrived(holder)
+        transfer = holder.path.transfer
+        assert transfer is not None
         has_arrived = self._close(holder.path)
         if has_arrived:
-            _note_sources(holder, holder.path)
+            _note_sources(holder, transfer)
         return has_arrived
 
     def cancel(self, path: Path) -> None:
@@ -209,8 +215,8 @@ class Fetching:
         for name, chunk, run in zip(names, path.private[: len(far)], far, strict=True):
             rows = parts.setdefault(run, np.full(len(run.kinds), -1, np.int32))
             rows[run.names.index(name)] = chunk
-        if far and not private and len(path.sums) and far[-1].ends_with_sums(names[-1]):
-            parts[far[-1]][len(far[-1].names) :] = path.sums[: far[-1].num_attached]
+        if far and not private and len(path.retention.sums) and far[-1].ends_with_sums(names[-1]):
+            parts[far[-1]][len(far[-1].names) :] = path.retention.sums[: far[-1].num_attached]
         parts.update(private)
         for run, rows in list(parts.items()):
             if run.is_divisible and (rows < 0).any():
@@ -219,8 +225,7 @@ class Fetching:
         self.counts.wasted += sum(
             int((rows[: len(run.names)] < 0).sum()) for run, rows in parts.items() if run.is_shared
         )
-        path.transfer = transfer = Transfer(self.pages, list(parts.items()), self.changed, self.clock)
-        path.arriving = names
+        path.transfer = transfer = Transfer(self.pages, list(parts.items()), self.changed, self.clock, names)
         self.arriving.update(names)
         num_bytes = sum(run_bytes(self.pages, run) for run in parts)
         self._underway[transfer] = num_bytes + self.backlog()
@@ -230,9 +235,6 @@ class Fetching:
         """Bytes that are still to arrive before a new transfer's."""
         return max((int(ahead * (1 - each.share)) for each, ahead in self._underway.items()), default=0)
 
-    def _is_over(self, path: Path) -> bool:
-        return path.transfer is not None and path.transfer.is_over
-
     def _close(self, path: Path) -> bool:
         """Ends a path's transfer, complete or not. Returns whether all has arrived. The store forgets a run that is
         lost, and private runs.
@@ -240,13 +242,10 @@ class Fetching:
         transfer = path.transfer
         assert transfer is not None
         has_arrived, ahead = transfer.close(), self._underway.pop(transfer)
-        names = {*path.arriving}
+        names = transfer.names
         if has_arrived:
             self.costs.note_fetch(ahead, transfer.seconds)
             self.counts.fetched += len(names)
-            for run, source in transfer.sources.items():
-                found = sum(name in names for name in run.names) * PAGE_TOKENS
-                path.fetched[source] = path.fetched.get(source, 0) + found
         else:
             self.counts.wasted += len(names)
             self.counts.failed_transfers += transfer.error is not None
@@ -254,8 +253,8 @@ class Fetching:
         if transfer.error is not None:
             blamed = transfer.runs if transfer.lost is None else [transfer.lost]
             self.store.drop([run.names[0] for run in blamed if self._is_still(run)])
-        self.arriving -= names
-        path.transfer, path.arriving = None, []
+        self.arriving.difference_update(names)
+        path.transfer = None
         return has_arrived
 
     def _is_still(self, run: Run) -> bool:
@@ -288,11 +287,13 @@ class Fetching:
         return pays
 
 
-def _note_sources(holder: Holder, path: Path) -> None:
-    """Adds what a path fetched to what its sequence has from stores."""
+def _note_sources(holder: Holder, transfer: Transfer) -> None:
+    """Adds the tokens of shared chunks that a transfer brought to what its sequence has from stores."""
     if not holder.num_preemptions:
-        for name, count in path.fetched.items():
-            holder.fetched[name] = holder.fetched.get(name, 0) + count
+        names = {*transfer.names}
+        for run, source in transfer.sources.items():
+            found = sum(name in names for name in run.names) * PAGE_TOKENS
+            holder.fetched[source] = holder.fetched.get(source, 0) + found
 
 
 def _shown(seconds: float | None) -> str:

@@ -170,7 +170,7 @@ class CacheManager:
     def retain(self, holder: Holder, decided: RetentionDecision) -> None:
         """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
         path = holder.path
-        assert self.retainer is not None and path.retained is None
+        assert self.retainer is not None and path.retention.retained is None
         self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
         self.retainer.retain(holder, decided, self.reservations.fits)
         self.paths.settle(holder)
@@ -255,9 +255,9 @@ class CacheManager:
             path = holder.path
             self.paths.check(path)
             held += path.own_rows.tolist()
-            if path.retained is not None:
+            if path.retention.retained is not None:
                 if path.transfer is None:  # a transfer's hold looks like a second owner
-                    check_packed(self.fetching.pages, path, path.retained)
+                    check_packed(self.fetching.pages, path, path.retention.retained)
             else:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"

@@ -18,54 +18,74 @@ from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.store import Transfer
 
 
+@dataclass(slots=True)
+class PathRetention:
+    """What retention does to a path.
+
+    is_decided   whether it has decided what to keep of the prompt
+    retained     what it keeps of the sealed chunks; None: everything
+    num_dropped  number of chunks of which it keeps nothing; an unsealed chunk i is chunks[i - num_dropped]
+    heads        segment -> bool [L, H]: heads of which it has left pages; empty before it decides
+    sums         int32 [num_chunks], rows with the column sums of each chunk; empty without retention
+    """
+
+    is_decided: bool = False
+    retained: RetainedTokens | None = None
+    num_dropped: int = 0
+    heads: dict[Segment, Bools] = field(default_factory=dict)
+    sums: Int32s = field(default_factory=lambda: NO_ROWS)
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether new chunks get rows of sums. With retention only: not once everything is kept."""
+        return self.retained is not None or not self.is_decided
+
+
+@dataclass(slots=True)
+class PathReservation:
+    """What is reserved for a path, and what it is about to take.
+
+    num_reserved  number of tokens that admission reserved room for
+    free_until    number of tokens up to which nothing is allocated, encoded or freed
+    filled        open chunk that this step fills and encodes into another chunk, which replaces it in `chunks`; -1:
+                  none
+    """
+
+    num_reserved: int = 0
+    free_until: int = 0
+    filled: int = -1
+
+
 @dataclass(eq=False, slots=True)
 class Path:
     """What one sequence attends to: the tree from its root to one segment, then private chunks, the last one open.
 
     tip          the last segment of the tree on the path, locked with all before it; None if the path is in no tree
-    heads        segment -> bool [L, H]: heads of which retention has left pages; empty before it decides
     num_shared   number of leading chunks that belong to the tree
     num_tokens   tokens whose keys and values are stored; for a sequence in the calendar, the number when the scheduler
                  last looked at it
     num_sealed   number of leading chunks that are sealed; num_sealed * 64 <= num_tokens
     num_stored   number of leading chunks that have, or get in this step, the codec of sealed chunks; all chunks if open
                  chunks have the same codec
-    free_until   number of tokens up to which nothing is allocated, encoded or freed
-    num_reserved number of tokens that admission reserved room for
-    filled       open chunk that this step fills and encodes into another chunk, which replaces it in `chunks`; -1: none
     shared       the result of `PrefixTree.shared`, with the numbers of divisions and of shared chunks it is valid for
-    is_decided   whether retention has decided what to keep of the prompt
-    retained     what retention keeps of the sealed chunks; None: everything
-    num_dropped  number of chunks of which retention keeps nothing; an unsealed chunk i is chunks[i - num_dropped]
-    sums         int32 [num_chunks], rows with the column sums of each chunk; empty without retention
-    transfer     the transfer that brings its chunks from a store; None: there is none
-    arriving     keys of the chunks in transfer, which follow the shared ones; empty if the whole path comes back
-    fetched      by store, tokens of shared chunks that came from it
     priority     of its request: see `Segment`
     lifetime     of its request: see `Segment`
     chunks       int32 [num_chunks], chunk ids in order of position. Never written: a change makes a new array
+    transfer     brings chunks that follow the shared ones from a store; None: none are on their way
     """
 
     tip: Segment | None = None
-    heads: dict[Segment, Bools] = field(default_factory=dict)
     num_shared: int = 0
     num_tokens: int = 0
     num_sealed: int = 0
     num_stored: int = 0
-    free_until: int = 0
-    num_reserved: int = 0
-    filled: int = -1
     shared: tuple[tuple[int, int], tuple[tuple[int, int], ...]] = ((-1, -1), ())
-    is_decided: bool = False
-    retained: RetainedTokens | None = None
-    num_dropped: int = 0
-    sums: Int32s = field(default_factory=lambda: NO_ROWS)
-    transfer: Transfer | None = None
-    arriving: list[bytes] = field(default_factory=list)
-    fetched: dict[str, int] = field(default_factory=dict)
     priority: int = 0
     lifetime: float | None = None
     chunks: Int32s = field(default_factory=lambda: NO_ROWS)
+    transfer: Transfer | None = None
+    reservation: PathReservation = field(default_factory=PathReservation)
+    retention: PathRetention = field(default_factory=PathRetention)
 
     @property
     def next_seal(self) -> int:
@@ -75,7 +95,7 @@ class Path:
     @property
     def num_begun(self) -> int:
         """Number of chunks with tokens or room for them, dropped chunks included."""
-        return len(self.chunks) + self.num_dropped
+        return len(self.chunks) + self.retention.num_dropped
 
     @property
     def has_open(self) -> bool:
@@ -85,7 +105,7 @@ class Path:
     @property
     def is_all_shared(self) -> bool:
         """Whether it has no private chunks, so that it may extend over cached ones."""
-        return self.retained is None and len(self.chunks) == self.num_shared
+        return self.retention.retained is None and len(self.chunks) == self.num_shared
 
     @property
     def segments(self) -> list[Segment]:
@@ -97,7 +117,7 @@ class Path:
         heads: Bools | None = None
         for segment in reversed(self.segments):
             # A front that was divided off later has the heads of the rest of its segment.
-            heads = self.heads.get(segment, heads)
+            heads = self.retention.heads.get(segment, heads)
             yield segment, heads
 
     @property
@@ -108,8 +128,8 @@ class Path:
     @property
     def own_rows(self) -> Int32s:
         """All rows of this sequence alone: the chunk that is being filled, its other chunks, and its sums."""
-        filled = np.array([self.filled], np.int32) if self.filled >= 0 else NO_ROWS
-        return np.concatenate((filled, self.private, self.sums))
+        filled = self.reservation.filled
+        return np.concatenate(([filled] if filled >= 0 else NO_ROWS, self.private, self.retention.sums), dtype=np.int32)
 
     def append(self, chunks: Int32s) -> None:
         """Adds chunks at the end."""
@@ -124,10 +144,11 @@ class Path:
 
     def forget(self, indices: NDArray[np.intp]) -> Int32s:
         """Removes chunks that hold nothing. Returns their rows and those of their sums; the caller frees them."""
-        rows = np.concatenate((self.chunks[indices], self.sums[indices]))
-        self.sums = np.delete(self.sums, indices)
+        retention = self.retention
+        rows = np.concatenate((self.chunks[indices], retention.sums[indices]))
+        retention.sums = np.delete(retention.sums, indices)
         self.chunks = np.delete(self.chunks, indices)
-        self.num_dropped += len(indices)
+        retention.num_dropped += len(indices)
         return rows
 
 
@@ -147,5 +168,6 @@ class SwappedPath:
     @classmethod
     def of(cls, path: Path, run: Run | None) -> SwappedPath:
         """What is left of a path without its chunks."""
-        kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared, chunks=NO_ROWS, sums=NO_ROWS)
+        kept = replace(path, tip=None, num_shared=0, shared=Path().shared, chunks=NO_ROWS)
+        kept.reservation, kept.retention = replace(path.reservation), replace(path.retention, heads={}, sums=NO_ROWS)
         return cls(kept, path.num_shared, run)

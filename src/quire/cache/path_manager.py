@@ -72,7 +72,7 @@ class PathManager:
         beside the reservations of others.
         """
         path, table = holder.path, self.table
-        if num_tokens <= path.free_until:
+        if num_tokens <= path.reservation.free_until:
             return True
         num_sealed = max(0, table.num_sealed_for(num_tokens) - path.num_stored)
         has_open = path.has_open
@@ -92,7 +92,7 @@ class PathManager:
             if has_open:
                 begun, sealed = path.replace(len(path.chunks) - 1, sealed[:1]), sealed[1:]
                 if path.num_tokens > path.num_stored * PAGE_TOKENS:
-                    path.filled = int(begun[0])
+                    path.reservation.filled = int(begun[0])
                 else:  # it has no token yet
                     table.free(begun)
             path.append(sealed)
@@ -116,10 +116,10 @@ class PathManager:
             return
         path.num_sealed = num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
-        if path.filled >= 0:
-            self.table.free(np.array([path.filled], np.int32))
-            path.filled = -1
-        if path.retained is None:
+        if path.reservation.filled >= 0:
+            self.table.free(np.array([path.reservation.filled], np.int32))
+            path.reservation.filled = -1
+        if path.retention.retained is None:
             end = min(path.num_sealed, self.retention.limits(holder).num_shareable)
             if end > path.num_shared:
                 self.table.free(self.tree.publish(path, holder.keys, end))
@@ -130,14 +130,14 @@ class PathManager:
 
     def settle(self, holder: Holder) -> None:
         """Follows a change of a sequence's chunks."""
-        holder.path.free_until = self._free_until(holder.path)
+        holder.path.reservation.free_until = self._free_until(holder.path)
         self.reservations.update(holder)
         self.statistics.note_peak()
 
     def check(self, path: Path) -> None:
         """Proves that it is known when a path next needs anything."""
-        assert path.free_until == self._free_until(path), "what happens next is not known"
+        assert path.reservation.free_until == self._free_until(path), "what happens next is not known"
 
     def _free_until(self, path: Path) -> int:
-        """See `Path.free_until`."""
-        return max(0, path.num_begun * PAGE_TOKENS - (self.table.encodes or path.retained is not None))
+        """See `PathReservation.free_until`."""
+        return max(0, path.num_begun * PAGE_TOKENS - (self.table.encodes or path.retention.retained is not None))

@@ -9,7 +9,7 @@ import numpy as np
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
-from quire.cache.path import Path
+from quire.cache.path import Path, PathReservation
 from quire.cache.retention.protocol import Newcomer, PromptLimits, RetentionProtocol, num_unsealed
 from quire.cache.segment import PrefixMatch
 
@@ -43,7 +43,7 @@ class Reservations:
 
     def reserve(self, holder: Holder) -> None:
         """Reserves room for an admitted sequence: for its tokens so far, or for its prompt with retention."""
-        holder.path.num_reserved = self.retention.limits(holder).num_reserved
+        holder.path.reservation.num_reserved = self.retention.limits(holder).num_reserved
         self.live[holder] = self.table.zero_demand
         self.update(holder)
 
@@ -106,11 +106,11 @@ class Reservations:
     def _outstanding_of(self, path: Path) -> Demand:
         """What a path has not taken of its reservation: sealed chunks, an open one, the first one's sidecar."""
         table = self.table
-        wants_open = table.encodes and not path.has_open and path.filled < 0
+        wants_open = table.encodes and not path.has_open and path.reservation.filled < 0
         return table.demand(num_unsealed(table, path), wants_open, not path.num_stored)
 
 
 def _newcomer(num_reserved: int, found: PrefixMatch) -> Newcomer:
     count = sum(each for _, each in found)
     chunks = np.empty(count, np.int32)
-    return Path(num_shared=count, num_stored=count, num_reserved=num_reserved, chunks=chunks), found
+    return Path(num_shared=count, num_stored=count, chunks=chunks, reservation=PathReservation(num_reserved)), found

@@ -29,6 +29,7 @@ class Transfer:
     lost       the run that a store has lost, or that is damaged; None if none is known to be
     is_shared  whether all of its runs are shared
     sources    by run, the name of the store that brings it
+    names      keys of the shared chunks that it brings
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Transfer:
         parts: list[tuple[Run, Int32s]],
         changed: threading.Condition,
         clock: Callable[[], float] = time.monotonic,
+        names: Sequence[bytes] = (),
     ) -> None:
         """parts: runs, and for each of their rows the row of the table that takes it; -1: not needed.
         changed: shared by all transfers of an engine.
@@ -47,6 +49,7 @@ class Transfer:
         self.lost: Run | None = None
         self.is_shared = all(run.is_shared for run, _ in parts)
         self.sources: dict[Run, str] = {}
+        self.names = names
         self._clock = clock
         self._begun, self._ended = clock(), 0.0
         self._is_closed = False

@@ -32,10 +32,10 @@ class Swapping:
         than to compute them again. The caller frees them.
         """
         path, handle = holder.path, os.urandom(16)
-        rows = np.concatenate((path.private, path.sums))
+        rows = np.concatenate((path.private, path.retention.sums))
         # Before retention decides, a prompt's computed chunks are cached in any case.
-        is_undecided = len(path.sums) > 0 and not path.is_decided
-        if path.transfer is not None or path.filled >= 0 or is_undecided or not len(path.private):
+        is_undecided = len(path.retention.sums) > 0 and not path.retention.is_decided
+        if path.transfer is not None or path.reservation.filled >= 0 or is_undecided or not len(path.private):
             return
         if path.lifetime is not None:  # such chunks stay in the arena alone
             return
@@ -43,7 +43,7 @@ class Swapping:
             return
         if not self._pays(holder, self.fetching.pages.bytes_of(rows)):
             return
-        run = put_rows(self.store, self.fetching.pages, RunIdentity((handle,)), rows, attached=len(path.sums))
+        run = put_rows(self.store, self.fetching.pages, RunIdentity((handle,)), rows, attached=len(path.retention.sums))
         if self.store.find(handle) is run:
             self.fetching.counts.swapped_out += len(path.private)
             holder.swapped = SwappedPath.of(path, run)
@@ -95,12 +95,12 @@ class Swapping:
         if far:
             path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
         holder.path, holder.swapped, own, num_own = path, None, [], 0
-        if path.retained is None:
+        if path.retention.retained is None:
             path.num_sealed = near  # what arrives is published
         if run is not None:
             rows = take_rows(table, run)
             num_own = len(rows) - run.num_attached
-            own, path.sums = [(run, rows)], rows[num_own:]
+            own, path.retention.sums = [(run, rows)], rows[num_own:]
         if far or own:
             self.fetching.start_transfer(keys, path, far, *own)
         for _, rows in own:
@@ -131,7 +131,7 @@ class Swapping:
         """
         path, costs = holder.path, self.fetching.costs
         moving = costs.fetch(2 * num_bytes + self.fetching.backlog())
-        if path.is_decided:
+        if path.retention.is_decided:
             parts = costs.prefill(0, holder.num_prompt), costs.decode(path.num_tokens - holder.num_prompt)
         else:
             start = path.num_shared * PAGE_TOKENS

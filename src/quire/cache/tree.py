@@ -119,8 +119,8 @@ class PrefixTree(TreeCounts):
             segment.last_use, segment.used_at = self.num_uses, self.now
             self._count(segment, 1)
             self._offer(segment)
-        path.tip, path.num_shared, path.heads, path.filled = None, 0, {}, -1
-        path.chunks = path.sums = NO_ROWS
+        path.tip, path.num_shared, path.retention.heads, path.reservation.filled = None, 0, {}, -1
+        path.chunks = path.retention.sums = NO_ROWS
         return rows
 
     def unlock_heads(self, path: Path, heads: Mapping[Segment, Bools]) -> None:
@@ -134,7 +134,7 @@ class PrefixTree(TreeCounts):
                 segment.unread = unlocked.astype(np.int32) if segment.unread is None else segment.unread + unlocked
                 self._count(segment, 1)
                 self._offer(segment)
-        path.heads = dict(heads)
+        path.retention.heads = dict(heads)
 
     def boundary(self, path: Path, num_chunks: int) -> Segment:
         """The segment of a path that ends after `num_chunks` shared chunks. Divides one if none ends there."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
-from quire.cache.path import Path, SwappedPath
+from quire.cache.path import Path, PathReservation, PathRetention, SwappedPath
 from quire.cache.retention.policies import PolicyChain
 from quire.cache.retention.retained import RetainedTokens
 from quire.cache.run import Run
@@ -254,7 +254,7 @@ class PullNotFound:
 
 def cache_state_of(swapped: SwappedPath, shape: tuple[int, int], namespace: bytes) -> CacheState:
     """shape: layers and kv heads of the model. namespace: see CacheState."""
-    path, run, retained = swapped.path, swapped.run, swapped.path.retained
+    path, run, retained = swapped.path, swapped.run, swapped.path.retention.retained
     own = kept = None
     if run is not None:
         own = RunState(run.names[0], run.num_attached, run.kinds, run.masks, run.placed, run.bases, run.has_sidecar)
@@ -266,7 +266,7 @@ def cache_state_of(swapped: SwappedPath, shape: tuple[int, int], namespace: byte
         )  # fmt: skip
     return CacheState(
         namespace, (0, shape[0]), (0, shape[1]), swapped.num_shared, path.num_tokens, path.num_sealed, path.num_stored,
-        path.free_until, path.num_dropped, path.is_decided, own, kept,
+        path.reservation.free_until, path.retention.num_dropped, path.retention.is_decided, own, kept,
     )  # fmt: skip
 
 
@@ -288,11 +288,12 @@ def swapped_of(
     _check(0 <= state.free_until <= (chunks + 1) * PAGE_TOKENS, f"free until {state.free_until}")
     path = Path(
         num_tokens=state.num_tokens, num_sealed=state.num_sealed, num_stored=state.num_stored,
-        free_until=state.free_until, num_dropped=state.num_dropped, is_decided=state.is_decided,
+        reservation=PathReservation(free_until=state.free_until),
+        retention=PathRetention(state.is_decided, num_dropped=state.num_dropped),
     )  # fmt: skip
     run = None if state.own is None else _run_of(state.own, shape, num_kinds)
     if state.retained is not None:
-        path.retained = _retained_of(state.retained, shape)
+        path.retention.retained = _retained_of(state.retained, shape)
     return SwappedPath(path, state.num_shared, run)
 
 

@@ -136,14 +136,15 @@ class Batch:
         only chunks with tokens; one with its first token, whose bytes are those of its prompt; and one that another
         engine will continue.
         """
-        path = sequence.path
+        path, reservation = sequence.path, sequence.path.reservation
         if not sequence.is_decoding or sequence.guide is not None:
             return
-        if path.free_until <= path.num_tokens:
-            waits = path.retained is not None or sequence.num_generated == 1 or sequence.will_hand_over
+        if reservation.free_until <= path.num_tokens:
+            waits = path.retention.retained is not None or sequence.num_generated == 1 or sequence.will_hand_over
             if waits or not self.manager.paths.extend(sequence, path.num_tokens + 1):
                 return
-        most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
+        last = min(reservation.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2)
+        most = last - path.num_tokens
         if most > 0:
             self.joined.append(sequence)
             del self.active[sequence]

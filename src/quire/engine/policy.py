@@ -115,7 +115,7 @@ class Policy:
         """Whether rows of a sequence may run while its earlier chunks are still arriving. Not if column sums arrive
         with them: other requests will read these sums, and the rows would add to them.
         """
-        is_plain = not len(sequence.path.sums) and not sequence.waits_for_prompt_logprobs
+        is_plain = not len(sequence.path.retention.sums) and not sequence.waits_for_prompt_logprobs
         return is_plain and self._manager.fetching.can_overlap(sequence.path)
 
     @property
@@ -242,7 +242,7 @@ class Policy:
 
 def _decodes(sequence: Sequence) -> bool:
     """Whether its next row is a decode row: of a new token, or of a replayed one."""
-    return sequence.num_pending == 1 or sequence.path.is_decided
+    return sequence.num_pending == 1 or sequence.path.retention.is_decided
 
 
 def _proposed(sequence: Sequence, most: int) -> GuideProposal:

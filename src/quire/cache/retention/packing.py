@@ -50,17 +50,17 @@ class PathPacker:
         `num_sealed` will be sealed: takes pages for positions now, because there might be no room when a chunk is
         packed.
         """
-        table, retained = self.table, path.retained
-        missing, rows = len(path.chunks) - len(path.sums), NO_ROWS
-        if missing and (retained is not None or not path.is_decided):
+        table, kept, retained = self.table, path.retention, path.retention.retained
+        missing, rows = len(path.chunks) - len(kept.sums), NO_ROWS
+        if missing and kept.needs_sums:
             rows = table.take(missing, self.sums)
             table.store_sums(rows, np.zeros((*table.shape, missing * PAGE_TOKENS), np.float32))
-            path.sums = np.append(path.sums, rows)
+            kept.sums = np.append(kept.sums, rows)
         if retained is None:
             return
         if num_sealed and table.encodes:
             chunk = path.num_stored - 1
-            page_indices = page_indices_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
+            page_indices = page_indices_of(path.chunks[chunk - kept.num_dropped :], retained.is_packed[..., None])
             positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
             table.store_positions(page_indices, np.tile(positions, (len(page_indices[0]), 1)))
         drop(table, rows, ~retained.has_sums[..., None])
@@ -73,8 +73,8 @@ class PathPacker:
 
     def free_sums(self, path: Path) -> None:
         """Frees the sums of a path."""
-        self.table.free(path.sums)
-        path.sums = NO_ROWS
+        self.table.free(path.retention.sums)
+        path.retention.sums = NO_ROWS
 
     def pack(self, path: Path, retained: RetainedTokens, num_pages: Int64s) -> int:
         """Packs what is left of `num_pages` pages, [L, H]. Returns the bytes that this frees."""
@@ -94,7 +94,7 @@ class PathPacker:
         # Eviction may make copies unnecessary: a page that the tree drops is the path's own.
         self.eviction.evict_for(lambda: self._copies(self._to_own(path, retained)))
         self.table.unshare(page_indices_of(path.chunks, self._to_own(path, retained)))
-        drop(self.table, path.sums, ~retained.has_sums[..., None])
+        drop(self.table, path.retention.sums, ~retained.has_sums[..., None])
         return self._pack(path, retained, num_pages)
 
     def _pack(self, path: Path, retained: RetainedTokens, num_pages: Int64s) -> int:
@@ -128,7 +128,7 @@ def pack(table: ChunkTable, path: Path, retained: RetainedTokens) -> None:
     """Moves tokens into holes, drops pages without tokens, and removes rows without pages. Writes only pages that the
     path alone holds.
     """
-    chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
+    chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.retention.sums))
     sources, holes, order = retained.pack()
     _move(table, chunks, sums, sources, holes)
     held = retained.held
@@ -155,7 +155,7 @@ def check_packed(table: ChunkTable, path: Path, retained: RetainedTokens) -> Non
     """Proves that a path holds, of each head, the pages its tokens need, the sums of heads that need them, and no
     others.
     """
-    chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
+    chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.retention.sums))
     words = words_of(retained.alive).transpose(2, 0, 1)
     assert np.array_equal(words, table.masks[chunks]), "masks are not the tokens that are kept"
     own = retained.held & ~retained.in_place

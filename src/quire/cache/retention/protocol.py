@@ -184,4 +184,4 @@ class KeepAll:
 
 def num_unsealed(table: ChunkCounts, path: Path) -> int:
     """Number of reserved sealed chunks that a path has not taken."""
-    return max(0, table.num_sealed_for(path.num_reserved) - path.num_stored)
+    return max(0, table.num_sealed_for(path.reservation.num_reserved) - path.num_stored)

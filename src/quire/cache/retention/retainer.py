@@ -81,14 +81,16 @@ class Retainer:
         path, num_prompt = holder.path, holder.num_prompt
         ends = (num_prompt, *(stop * PAGE_TOKENS for stop in self.shared_sums.stops.get(holder, ())))
         end = min((end for end in ends if end > path.num_tokens), default=path.num_tokens + 1)
-        return SliceLimits(end, end if path.is_decided else self.retention.num_reusable(num_prompt) * PAGE_TOKENS)
+        if path.retention.is_decided:
+            return SliceLimits(end, end)
+        return SliceLimits(end, self.retention.num_reusable(num_prompt) * PAGE_TOKENS)
 
     def profiling(self, holder: Holder, end: int) -> Profiling | None:
         """While sums or peaks are wanted. At the prompt's end retention decides, unless it has."""
-        path, retained = holder.path, holder.path.retained
-        if not len(path.sums):
+        kept, retained = holder.path.retention, holder.path.retention.retained
+        if not len(kept.sums):
             return None
-        is_end = end == holder.num_prompt and not path.is_decided
+        is_end = end == holder.num_prompt and not kept.is_decided
         num_last = self.retention.num_profiled(end) if is_end else 0
         if self.retention.budget is None:
             # After the decision only if a head goes on needing sums.
@@ -96,7 +98,7 @@ class Retainer:
             return Profiling(num_last, decides=is_end) if goes_on else None
         if retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
-            return Profiling(0, 1, 1 + (path.num_sealed - 1 in retained.origins))
+            return Profiling(0, 1, 1 + (holder.path.num_sealed - 1 in retained.origins))
         # The recovery is shown to whoever watches, and decides nothing.
         num_shown = num_last if self.on_decision is not None else 0
         return Profiling(num_shown, num_last, decides=True) if is_end else None
@@ -131,15 +133,15 @@ class Retainer:
             most = max(most, before + max(own + lacking, after) - own)
             before += after - own
             reserved += lacking
-            num_sums += self._num_sums(path.num_reserved) - len(path.sums)
+            num_sums += self._num_sums(path.reservation.num_reserved) - len(path.retention.sums)
             num_rows += path.num_stored
         return self.table.demand(math.ceil(most) - reserved, sums=num_sums, rows=num_rows)
 
     def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
         """Rows of sums, and room for the positions of packed pages."""
-        needs_sums = path.retained is not None or not path.is_decided
-        missing = needs_sums * max(0, -(-num_tokens // PAGE_TOKENS) - len(path.sums) - path.num_dropped)
-        packed = num_sealed * (self.table.encodes and path.retained is not None)
+        kept = path.retention
+        missing = kept.needs_sums * max(0, -(-num_tokens // PAGE_TOKENS) - len(kept.sums) - kept.num_dropped)
+        packed = num_sealed * (self.table.encodes and kept.retained is not None)
         return self.table.demand(sums=missing + packed)
 
     def _num_sums(self, num_prompt: int) -> int:
@@ -166,13 +168,13 @@ class Retainer:
 
     def seal(self, holder: Holder, make_room: Callable[[Demand], bool]) -> None:
         """After the decision, each sealed chunk leads to a new choice among all tokens, whose pages are then packed."""
-        path, retained = holder.path, holder.path.retained
+        path, retained = holder.path, holder.path.retention.retained
         if retained is None:
             self.shared_sums.attach(holder, make_room)
             return
         retained.seal(path.num_sealed - 1, path.num_sealed)
         num_pages, tokens = retained.num_pages, holder.keys.tokens(0, path.num_sealed)
-        sums = self.table.load_sums(path.sums[: retained.num_rows])
+        sums = self.table.load_sums(path.retention.sums[: retained.num_rows])
         retained.drop(self.retention.select_while_decoding(retained, tokens, sums))
         self.bytes_freed += self.packer.pack(path, retained, num_pages)
 
@@ -199,7 +201,7 @@ class Retainer:
         """
         path, table = holder.path, self.table
         before = table.bytes_of(path.chunks) if self.on_decision is not None else 0
-        path.is_decided = True
+        path.retention.is_decided = True
         self.leave(holder)
         if (decided.policies == decided.chain.full).all():
             # Nothing changes, now or later.
@@ -208,7 +210,7 @@ class Retainer:
         else:
             holds_last, keeps_first = decided.budget is not None, table.sinks is not None
             retained = RetainedTokens(decided.chain, decided.policies, holder.num_prompt, holds_last, keeps_first)
-            path.retained = retained
+            path.retention.retained = retained
             retained.seal(0, path.num_sealed)
             num_pages = retained.num_pages
             retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
@@ -216,7 +218,7 @@ class Retainer:
             if num_pages.any():
                 self._note_ratio(float(retained.num_pages.sum() / num_pages.sum()))
         if self.on_decision is not None:
-            self.on_decision(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
+            self.on_decision(decided, before, table.bytes_of(np.concatenate((path.chunks, path.retention.sums))))
 
     def _note_ratio(self, ratio: float) -> None:
         self.ratios.append(ratio)

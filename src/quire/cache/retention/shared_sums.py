@@ -40,9 +40,9 @@ class SharedSums:
             # The boundary is locked. Without room for a copy, the path takes the sums themselves.
             boundary = self.tree.boundary(path, path.num_shared)
             if self.eviction.make_room(lambda: self.table.demand(sums=len(boundary.attached))):
-                path.sums = self.packer.copy_sums(boundary.attached)
+                path.retention.sums = self.packer.copy_sums(boundary.attached)
             else:
-                path.sums = self.tree.attach(boundary, NO_ROWS)
+                path.retention.sums = self.tree.attach(boundary, NO_ROWS)
 
     def must_wait(self, holder: Holder, limit: int) -> bool:
         """Whether a sequence that came before is about to attach sums from which this one can go on."""
@@ -66,7 +66,7 @@ class SharedSums:
             return
         boundary = tree.boundary(path, path.num_sealed)
         if not len(boundary.attached):
-            tree.attach(boundary, self.packer.copy_sums(path.sums[: path.num_sealed]))
+            tree.attach(boundary, self.packer.copy_sums(path.retention.sums[: path.num_sealed]))
             for each in path.segments:
                 is_passed = each is not boundary and each.end not in self.stops[holder]
                 if is_passed and len(each.children) < 2:
