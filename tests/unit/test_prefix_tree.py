@@ -377,14 +377,14 @@ def test_what_uses_note_is_forgotten_in_time_and_their_order_is_not(order: range
         manager.release(holder)
     used: list[int] = []
     for letter in itertools.islice(itertools.cycle(order), 1000):
-        num_notes, path = len(tree._leaves), Path()
+        num_notes, path = len(tree._order._leaves), Path()
         assert tree.extend(path, ChunkKeys("model", chunk(letter)), 1) == 1
         tree.release(path)
         used.append(letter)
-        if len(tree._leaves) < num_notes:
+        if len(tree._order._leaves) < num_notes:
             break
     else:
-        pytest.fail(f"{len(tree._leaves)} notes of six leaves")
+        pytest.fail(f"{len(tree._order._leaves)} notes of six leaves")
     for letter in used[-6:]:
         assert list(tree.walk(ChunkKeys("model", chunk(letter)), 1))
         manager.eviction.evict(1)

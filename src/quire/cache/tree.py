@@ -16,7 +16,6 @@ rows and does not know what they hold.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import sys
@@ -27,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.arrays import Bools, Int32s
+from quire.cache.eviction_order import EvictionOrder
 from quire.cache.keys import ChunkKeys, num_common
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
@@ -68,9 +68,10 @@ class PrefixTree(TreeCounts):
     num_divided: int = 0
     _root: Segment = field(default_factory=lambda: Segment(NO_ROWS, [], NO_ROWS, 0))
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    # Heaps, of which stale entries are skipped: leaves in the order of eviction, and by the end of their lifetimes.
-    _leaves: list[tuple[int, int, int, Segment]] = field(default_factory=list)
-    _ends: list[tuple[float, int, Segment]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._order = EvictionOrder(self.lifetime_of)
 
     def extend(self, path: Path, keys: ChunkKeys, limit: int, is_hit: bool = True) -> int:
         """Extends a path over cached chunks and locks them. Returns how many it took. The path has no chunks of its
@@ -118,7 +119,7 @@ class PrefixTree(TreeCounts):
             assert segment.unread is None or (segment.unread <= segment.users).all(), "unlocked more often than locked"
             segment.last_use, segment.used_at = self.num_uses, self.now
             self._count(segment, 1)
-            self._offer(segment)
+            self._order.offer(segment, self.num_chunks)
         path.tip, path.num_shared, path.retention.heads, path.reservation.filled = None, 0, {}, -1
         path.chunks = path.retention.sums = NO_ROWS
         return rows
@@ -133,7 +134,7 @@ class PrefixTree(TreeCounts):
                 self._count(segment, -1)
                 segment.unread = unlocked.astype(np.int32) if segment.unread is None else segment.unread + unlocked
                 self._count(segment, 1)
-                self._offer(segment)
+                self._order.offer(segment, self.num_chunks)
         path.retention.heads = dict(heads)
 
     def boundary(self, path: Path, num_chunks: int) -> Segment:
@@ -159,7 +160,7 @@ class PrefixTree(TreeCounts):
         first. The caller frees their rows.
         """
         dropped: list[DroppedChunks] = []
-        while count > 0 and (leaf := self._oldest_leaf()) is not None:
+        while count > 0 and (leaf := self._order.oldest()) is not None:
             num_dropped = min(count, len(leaf.chunks))
             dropped.append(self._drop(leaf, len(leaf.chunks) - num_dropped))
             count -= num_dropped
@@ -169,16 +170,14 @@ class PrefixTree(TreeCounts):
     def expire(self) -> list[DroppedChunks]:
         """Drops segments that were not used for their lifetimes. The caller frees their rows."""
         dropped: list[DroppedChunks] = []
-        while self._ends and self._ends[0][0] <= self.now:
-            _, _, leaf = heapq.heappop(self._ends)
-            if leaf.is_evictable and leaf.used_at + self.lifetime_of(leaf) <= self.now:
-                dropped.append(self._drop(leaf, 0))
+        while (leaf := self._order.take_ended(self.now)) is not None:
+            dropped.append(self._drop(leaf, 0))
         return dropped
 
     @property
     def has_ending(self) -> bool:
         """Whether a segment may be dropped because its lifetime ends."""
-        return bool(self._ends) or (self.lifetime is not None and self.num_chunks > 0)
+        return self._order.has_ending or (self.lifetime is not None and self.num_chunks > 0)
 
     def lifetime_of(self, segment: Segment | Path) -> float:
         """Seconds for which a segment stays without use."""
@@ -208,7 +207,7 @@ class PrefixTree(TreeCounts):
             self._count(each, -1)
             each.pins += by
             self._count(each, 1)
-            self._offer(each)
+            self._order.offer(each, self.num_chunks)
 
     def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
         """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
@@ -334,33 +333,6 @@ class PrefixTree(TreeCounts):
         self._count(segment, 1)
         return front
 
-    def _offer(self, segment: Segment) -> None:
-        """Puts a segment into the heap of leaves if it can be evicted."""
-        if not segment.is_evictable:
-            return
-        if len(self._leaves) > 2 * self.num_chunks + 64:
-            # Stale entries leave only by eviction: a server with spare memory would collect them for ever.
-            leaves = [leaf for leaf in self.segments() if leaf.is_evictable]
-            self._leaves = [(leaf.priority, leaf.last_use, leaf.number, leaf) for leaf in leaves]
-            heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (segment.priority, segment.last_use, segment.number, segment))
-        lifetime = self.lifetime_of(segment)
-        if lifetime < math.inf:
-            if len(self._ends) > 2 * self.num_chunks + 64:
-                ending = {leaf for *_, leaf in self._ends if leaf.is_evictable}
-                self._ends = [(leaf.used_at + self.lifetime_of(leaf), leaf.number, leaf) for leaf in ending]
-                heapq.heapify(self._ends)
-            heapq.heappush(self._ends, (segment.used_at + lifetime, segment.number, segment))
-
-    def _oldest_leaf(self) -> Segment | None:
-        """The leaf to evict next, left at the head of the heap."""
-        while self._leaves:
-            priority, last_use, _, leaf = self._leaves[0]
-            if (leaf.priority, leaf.last_use) == (priority, last_use) and leaf.is_evictable:
-                return leaf
-            heapq.heappop(self._leaves)
-        return None
-
     def _drop(self, leaf: Segment, num_kept: int) -> DroppedChunks:
         """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
         rows = leaf.chunks[num_kept:]
@@ -380,7 +352,7 @@ class PrefixTree(TreeCounts):
         assert parent is not None
         del parent.children[leaf.keys[0]]
         leaf.is_dropped = True  # it keeps its parent, for paths that still read it
-        self._offer(parent)
+        self._order.offer(parent, self.num_chunks)
         return dropped_chunks
 
 
