@@ -597,7 +597,7 @@ def test_a_run_is_read_while_its_file_gets_its_name(make: Make, monkeypatch: Any
         found.append(holds(store, fake))
 
     put(store, fake)
-    monkeypatch.setattr(writer_folder.os, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
     assert store.flush(5) and found == [True] and not warnings_of(caplog)
 
 
@@ -711,7 +711,7 @@ def test_what_another_process_reads_counts_as_used(make: Make) -> None:
     clock.now += 60
     read_and_tell()
     with first._writer.work:
-        first._writer_folder.note_uses()
+        first._writer_folder.indexed.note_uses()
         assert first._writer_folder.files[1].used == clock.now > first._writer_folder.files[2].used, (
             "it would be collected first"
         )

@@ -241,12 +241,12 @@ class DiskWriter:
             if not self._writer_folder.set_pins():
                 self._pins_changed = True
         if self._lifetime is not None:
-            self._writer_folder.remove_expired(self._lifetime)
+            self._writer_folder.indexed.remove_expired(self._lifetime)
         if self._ticked >= self._noted + NOTE_SECONDS:
             self._noted = self._ticked
             self._note_uses()
         self._other_writers.poll()
 
     def _note_uses(self) -> None:
-        self._writer_folder.note_uses()
+        self._writer_folder.indexed.note_uses()
         self._other_writers.note_uses()

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from quire.stores.catalog import FILE_BYTES, Catalog, CatalogEntry, RunFile
-from quire.stores.collect import clear_subfolder, collect_abandoned, victim
+from quire.stores.catalog import FILE_BYTES, Catalog, CatalogEntry
+from quire.stores.collect import collect_abandoned, victim
 from quire.stores.direct import AlignedBuffer, allows_direct, padded
-from quire.stores.folder import INDEX_NAME, StoreFolder, remove_file, run_files
-from quire.stores.folder_view import FolderView, counted, used_by_others
+from quire.stores.folder import StoreFolder
 from quire.stores.headers import RunHeader, encode_run_header
-from quire.stores.index import MARGIN_BYTES, DamagedIndexError, FileRow, RunIndex
+from quire.stores.index import MARGIN_BYTES, DamagedIndexError
+from quire.stores.indexed_files import IndexedFiles
 from quire.stores.private_files import PrivateFiles, bytes_of
 from quire.stores.quotas import Quotas
 from quire.stores.run_file_writer import RunFileWriter
 from quire.stores.signer import ExtentSigner
 from quire.stores.throttle import Throttle
-
-log = logging.getLogger("quire")
 
 RUNS_BYTES = 64 << 20
 """Of a file of runs; of a small quota an eighth, so that collecting one file does not empty the tier."""
@@ -54,7 +50,6 @@ class WriterFolder:
     ) -> None:
         """digest: of the namespaces whose runs are found."""
         self.digest = digest
-        self.files: dict[int, RunFile] = {}
         self.num_collected = self.bytes_written = 0
         self.seconds = 0.0
         self.catalog = catalog
@@ -72,47 +67,18 @@ class WriterFolder:
         self.signer = ExtentSigner(self.folder.secret)
         self.quotas = Quotas(self.folder, self._cap)
         self.subfolder = self.quotas.subfolder
-        self._index: RunIndex | None = None
-        self._view = FolderView(self.subfolder, self.catalog, self.signer, self.digest, is_own=True)
-        self.files = self._view.files
+        self.indexed = IndexedFiles(self.subfolder, self.catalog, self.signer, self.digest, self._clock)
+        self.files = self.indexed.files
         try:
             self.is_direct = allows_direct(self.subfolder)
-            self._load()
+            self.indexed.load()
+            self._next_number = max(self.files, default=0) + 1
         except BaseException:
             try:
                 self._give_up()
             finally:
                 self.quotas.leave()
             raise
-
-    def _load(self) -> None:
-        """Finds the runs of an earlier process, and removes what no index names."""
-        try:
-            if os.path.lexists(self.subfolder / INDEX_NAME):
-                self._index = index = RunIndex(self.subfolder, is_writer=True)
-                self._view.update(index)
-                index.remove_runs(self._view.damaged)
-                self._remove_damaged()
-                now = self._clock()
-                self.catalog.pins = {name: until for name, until in index.pins().items() if until > now}
-        except DamagedIndexError as error:
-            log.warning("the index of %s is damaged, and its runs are lost: %s", self.subfolder, error)
-            self.reset()
-        for number, path in run_files(self.subfolder):
-            if number not in self.files:
-                remove_file(path)
-        self._next_number = max(self.files, default=0) + 1
-
-    def _remove_damaged(self) -> None:
-        """Removes files that are not as the index has them, and those without a run."""
-        on_disk = {number: path.stat().st_size for number, path in run_files(self.subfolder)}
-        lost = [file for number, file in self.files.items() if on_disk.get(number) != file.num_bytes]
-        if lost:
-            file, size = lost[0], on_disk.get(lost[0].number)
-            reason = "is gone" if size is None else f"has {size} bytes and not {file.num_bytes}"
-            log.warning("lost %s of runs, the first %s: it %s", counted(len(lost), "file"), file.path, reason)
-        empty = [file for file in self.files.values() if not (file.entries or file.others)]
-        self.remove(list({*lost, *empty}))
 
     @property
     def is_intact(self) -> bool:
@@ -122,18 +88,14 @@ class WriterFolder:
     @property
     def bytes(self) -> int:
         """What counts against the quota."""
-        files = sum(file.total_bytes for file in list(self.files.values()))
-        draft = self._draft
-        return files + (draft.num_bytes if draft is not None else 0) + self._private.num_bytes + self._index_bytes
+        draft, indexed = self._draft, self.indexed
+        beside = (draft.num_bytes if draft is not None else 0) + self._private.num_bytes
+        return indexed.file_bytes + indexed.index_bytes + beside
 
     @property
     def free_bytes(self) -> int:
         """What can be written without collecting anything."""
         return max(0, self.quotas.bytes - self.bytes - FILE_BYTES)
-
-    @property
-    def _index_bytes(self) -> int:
-        return self._index.num_bytes if self._index is not None else 0
 
     @property
     def has_draft(self) -> bool:
@@ -152,7 +114,7 @@ class WriterFolder:
         size = head_bytes + entry.num_bytes
         if self._draft is not None and self._draft.file.num_bytes + size > self._file_limit:
             self.commit()
-        beside = FILE_BYTES + 3 * len(header) + (0 if self._index is not None else NEW_INDEX_BYTES)
+        beside = FILE_BYTES + 3 * len(header) + (0 if self.indexed.has_index else NEW_INDEX_BYTES)
         if not self.make_room(size + beside):
             return False
         block = self._head.view(head_bytes)
@@ -176,20 +138,12 @@ class WriterFolder:
         if not draft.alive:
             self.discard()
             return
-        file = draft.file
         try:
             draft.finish()
-            alive = draft.alive
-            rows = [(entry.offset, self.digest, header) for entry, header in alive]
-            ids = self.index.add(FileRow(file.number, file.num_bytes, file.used), rows)
+            self.indexed.add(draft.file, draft.alive)
         except (OSError, DamagedIndexError):
             self.discard()
             raise
-        file.noted = file.used
-        with self.catalog.lock:
-            for (entry, _), run_id in zip(alive, ids, strict=True):
-                entry.run_id = run_id
-        self.files[file.number] = file
         self._draft = None
 
     def discard(self) -> None:
@@ -207,7 +161,7 @@ class WriterFolder:
             found = self.quotas.grow(wanted, lambda subfolder, size: collect_abandoned(subfolder, size, self.catalog))
             if found < wanted:
                 self._grow_after = time.monotonic() + GROW_SECONDS
-        fixed = self._index_bytes + self._private.num_bytes
+        fixed = self.indexed.index_bytes + self._private.num_bytes
         if num_bytes > self.quotas.bytes - fixed:
             return False
         return self._shrink_to(self.quotas.bytes - num_bytes)
@@ -224,7 +178,7 @@ class WriterFolder:
         while self.bytes > num_bytes:
             file = victim(self.files.values(), self.catalog, self._clock() - STALE_SECONDS)
             if file is not None:
-                self.remove([file])
+                self.indexed.remove([file])
                 self.num_collected += 1
             elif self._draft is not None:
                 self.commit()
@@ -232,62 +186,24 @@ class WriterFolder:
                 return False
         return True
 
-    def remove(self, files: list[RunFile]) -> None:
-        """Removes whole files, first from the index."""
-        if files:
-            self.index.remove_files(file.number for file in files)
-        for file in files:
-            self.catalog.drop_file(file)
-            self.files.pop(file.number, None)
-            remove_file(file.path)
-
     def forget(self) -> None:
         """Removes dropped runs from the index, and files without any run."""
-        with self.catalog.lock:
-            dropped, self.catalog.removed = self.catalog.removed, []
-        if ids := [entry.run_id for entry in dropped if entry.run_id]:
-            self.index.remove_runs(ids)
-        touched = {entry.file for entry in dropped}
-        self.remove(
-            [
-                file
-                for file in self.files.values()
-                if file.is_gone or (file in touched and not file.entries and not file.others)
-            ]
-        )
+        self.indexed.forget()
         self._private.close_dropped()
-
-    def note_uses(self) -> None:
-        """Writes times of use into the index, those by other processes included."""
-        for file in self.files.values():
-            file.used = max(file.used, used_by_others(file.path))
-        changed = [file for file in self.files.values() if file.used > file.noted]
-        if changed:
-            self.index.use([(file.number, file.used) for file in changed])
-            for file in changed:
-                file.noted = file.used
-
-    def remove_expired(self, lifetime: float) -> None:
-        """Removes files unused for longer than the lifetime, but for pinned ones."""
-        last = self._clock() - lifetime
-        old = [file for file in self.files.values() if file.used < last and used_by_others(file.path) < last]
-        expired = [file for file in old if not self.catalog.is_pinned(file)]
-        if expired:
-            self.remove(expired)
 
     def set_pins(self) -> bool:
         """Writes the pins into the index. False if there is no room for one."""
         pins = {name: float(until) for name, until in self.catalog.pins.items()}
-        if self._index is None and pins and not self.make_room(NEW_INDEX_BYTES):
+        if not self.indexed.has_index and pins and not self.make_room(NEW_INDEX_BYTES):
             return False
-        if self._index is not None or pins:
-            self.index.set_pins(pins)
+        if self.indexed.has_index or pins:
+            self.indexed.index.set_pins(pins)
         return True
 
     def reset(self) -> None:
         """After damage to the index: gives up everything in the sub-folder."""
-        self._give_up()
-        clear_subfolder(self.subfolder)
+        self.discard()
+        self.indexed.reset()
 
     def close(self) -> None:
         """Ends it; private runs are lost. After an error, too, nothing is left open."""
@@ -303,23 +219,9 @@ class WriterFolder:
 
     def check(self) -> None:
         """Asserts that index, memory and files agree, and that quotas hold."""
-        rows, files = ([], []) if self._index is None else (self._index.runs(), self._index.files())
-        others = {run_id for file in self.files.values() for run_id in file.others}
-        known = {(entry.run_id, file.number, entry.offset) for file in self.files.values() for entry in file.entries}
-        named = {(row.id, row.file, row.offset) for row in rows if row.id not in others}
-        assert named == known, "index and memory name other runs"
-        sizes = {number: file.num_bytes for number, file in self.files.items()}
-        assert sizes == {row.number: row.num_bytes for row in files}, "index and memory name other files"
-        assert sizes == {number: path.stat().st_size for number, path in run_files(self.subfolder)}, "files are missing"
+        self.indexed.check()
         assert not self.files or self.bytes <= self.quotas.bytes, f"{self.bytes} bytes, quota {self.quotas.bytes}"
         self.quotas.check()
-
-    @property
-    def index(self) -> RunIndex:
-        """The index, which is made when it is needed: a writer without a quota has none."""
-        if self._index is None:
-            self._index = RunIndex(self.subfolder, is_writer=True)
-        return self._index
 
     @property
     def _file_limit(self) -> int:
@@ -349,9 +251,4 @@ class WriterFolder:
     def _give_up(self) -> None:
         """Forgets all runs, and closes the index."""
         self.discard()
-        self._view.clear()
-        with self.catalog.lock:
-            self.catalog.removed.clear()
-        if self._index is not None:
-            self._index.close()
-            self._index = None
+        self.indexed.close()
