@@ -15,8 +15,8 @@ import pytest
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import wire
-from quire.cluster.bodies import CacheState, ManifestMessage, PullParts, TokenUpdate, cache_state_of, swapped_of
-from quire.cluster.messages import Attempt, Manifest
+from quire.cluster.bodies import CacheState, ManifestMessage, PullParts, cache_state_of, swapped_of
+from quire.cluster.messages import Attempt, Manifest, Token
 from quire.cluster.transport import TRANSPORTS
 from quire.cluster.transport.local import LocalStream, LocalTransport
 from quire.engine.admission import AdmittedRequest
@@ -182,7 +182,10 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     for wrong in (
         {"layers": (0, 1)}, {"heads": (1, 2)}, {"num_tokens": 299}, {"num_shared": 5}, {"num_shared": -1},
         {"num_sealed": 6}, {"num_stored": -1}, {"num_dropped": 6}, {"free_until": -64}, {"free_until": 6 * 64 + 1},
-        {"own": replace(own, handle=b"short")}, {"own": replace(own, num_attached=len(own.kinds) + 1)},
+        {"own": replace(own, names=(b"short",))}, {"own": replace(own, names=())},
+        {"own": replace(own, names=own.names * 2)}, {"own": replace(own, is_shared=True)},
+        {"own": replace(own, tokens=np.zeros(64, np.int32))}, {"own": replace(own, start=1)},
+        {"own": replace(own, parent=own.names[0])}, {"own": replace(own, is_divisible=True)}, {"own": replace(own, num_attached=len(own.kinds) + 1)},
         {"own": replace(own, masks=own.masks[1:])}, {"own": replace(own, placed=own.placed[:, 1:])},
         {"own": replace(own, kinds=own.kinds + len(table.sizes))}, {"own": replace(own, bases=own.bases[1:])},
         {"own": replace(own, has_sidecar=own.has_sidecar[1:])}, {"own": replace(own, kinds=own.kinds[:0])},
@@ -196,7 +199,8 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
 
 
 def _as_manifest(cache: CacheState) -> ManifestMessage:
-    return ManifestMessage(Manifest(Attempt(1, 1), frozenset({0}), 1), cache, TokenUpdate(CompletionOutput(0, "", [1])))
+    token = Token(Attempt(1, 1), output=CompletionOutput(0, "", [1]))
+    return ManifestMessage(Manifest(token.attempt, frozenset({0}), token), cache)
 
 
 @pytest.mark.parametrize("prefix", ["half", "nothing"])

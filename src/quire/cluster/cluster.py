@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cluster.bodies import SequenceJob, TokenUpdate
+from quire.cluster.bodies import SequenceJob
+from quire.cluster.messages import Token
 from quire.cluster.placements import ServedModel, check_instances, shared_options
 from quire.cluster.prefixes import group_by_machine, machine_total
 from quire.cluster.processes import Processes
@@ -249,7 +250,7 @@ class Cluster:
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
         seed = self._seed if params.seed is None else params.seed
-        items: asyncio.Queue[tuple[int, TokenUpdate | Exception | None]] = asyncio.Queue()
+        items: asyncio.Queue[tuple[int, Token | Exception | None]] = asyncio.Queue()
         requests: list[RoutedRequest] = []
         trace = trace_of(request_id)
         for index in range(params.n):
@@ -262,7 +263,7 @@ class Cluster:
             )
             requests.append(self.router.begin(job, partial(_put, items, index), trace))
         first, left = None, params.n
-        held: list[tuple[int, TokenUpdate]] = []  # until the answer that has the prompt's log-probabilities begins
+        held: list[tuple[int, Token]] = []  # until the answer that has the prompt's log-probabilities begins
         try:
             while left:
                 index, item = held.pop(0) if held and first is not None else await items.get()
@@ -274,7 +275,7 @@ class Cluster:
                     held.append((index, item))
                     continue
                 first = first or item.first
-                output = dataclasses.replace(item.output, index=index)
+                output = dataclasses.replace(item.delta, index=index)
                 left -= output.finish_reason is not None
                 yield _output(request_id, request.text, ids, output, item, first, finished=left == 0)
         finally:
@@ -386,7 +387,7 @@ def _hints(hints: CacheHints) -> dict[str, Any]:
 
 
 def _output(
-    request_id: str, text: str | None, ids: list[int], output: Any, item: TokenUpdate, first: Any, *, finished: bool
+    request_id: str, text: str | None, ids: list[int], output: Any, item: Token, first: Any, *, finished: bool
 ) -> RequestOutput:
     own = item.first if item.first is first else None
     prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
@@ -397,6 +398,6 @@ def _output(
 
 
 def _put(
-    items: asyncio.Queue[tuple[int, TokenUpdate | Exception | None]], index: int, item: TokenUpdate | Exception | None
+    items: asyncio.Queue[tuple[int, Token | Exception | None]], index: int, item: Token | Exception | None
 ) -> None:
     items.put_nowait((index, item))

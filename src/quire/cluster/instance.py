@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.agent import Agent
+from quire.cluster.attempt_states import Deadlines
 from quire.cluster.bodies import AssignRole, InstanceReady, LoadingHeartbeat
 from quire.cluster.connections import TransportError
 from quire.cluster.engine_attempts import EngineAttempts

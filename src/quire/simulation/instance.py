@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.agent import Agent
+from quire.cluster.attempt_states import Deadlines
 from quire.cluster.bodies import InstanceReady, PullExtents
 from quire.cluster.engine_attempts import EngineAttempts, Notice
 from quire.cluster.outgoing_pages import OutgoingPages

@@ -1,0 +1,149 @@
+"""An instance's attempts in one role, as the protocol knows them, and the deadlines of their states."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
+
+from quire.cluster import protocol
+from quire.cluster.messages import Attempt, Envelope
+from quire.cluster.protocol import ReceiverPhase, ReceiverState, SourcePhase, SourceState
+
+REMEMBERED_SECONDS = 120.0
+"""Time for which an ended attempt is remembered, so that a late message begins nothing again."""
+
+State = TypeVar("State", SourceState, ReceiverState)
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds after which a state ends by itself.
+
+    expected, queued, held  of a source
+    asked, waiting, pulling of a receiver, for each try
+    """
+
+    expected: float = 20.0
+    queued: float = 60.0
+    held: float = 60.0
+    asked: float = 20.0
+    waiting: float = 20.0
+    pulling: float = 5.0
+
+    @classmethod
+    def within(cls, seconds: float) -> Deadlines:
+        """For requests that are given up after so many seconds without a token."""
+        third = seconds / protocol.PULL_TRIES
+        return cls(third, seconds, seconds, third, third, min(5.0, third))
+
+    def of(self, state: SourceState | ReceiverState) -> float:
+        """Seconds from now on."""
+        return self._of_phases[state.phase]
+
+    @cached_property
+    def _of_phases(self) -> dict[SourcePhase | ReceiverPhase, float]:
+        return {
+            SourcePhase.EXPECTED: self.expected, SourcePhase.QUEUED: self.queued, SourcePhase.HELD: self.held,
+            ReceiverPhase.ASKED: self.asked, ReceiverPhase.QUEUED: self.waiting, ReceiverPhase.PULLING: self.pulling,
+        }  # fmt: skip
+
+
+class Timers:
+    """Calls that are due later, on a clock. Whoever has them looks at it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._calls: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, seconds: float, call: Callable[[], object]) -> None:
+        """Calls something once these seconds are over."""
+        heapq.heappush(self._calls, (self.clock() + seconds, next(self._numbers), call))
+
+    @property
+    def next(self) -> float:
+        """When the next call is due."""
+        return self._calls[0][0]
+
+    def run(self) -> None:
+        """Calls what is due."""
+        now = self.clock()
+        while self._calls[0][0] <= now:
+            heapq.heappop(self._calls)[2]()
+
+
+@dataclass(eq=False)
+class _Deadline:
+    """When a state ends by itself: `moment`, which may move on."""
+
+    moment: float
+
+
+class AttemptStates(Generic[State]):
+    """The states of attempts in one role.
+
+    advance  the role's function of the protocol: of a state, the sender of a message, and an event
+    expired  is told of an attempt when the deadline of its state is over
+    ended    is told of an attempt when it has ended
+
+    by_attempt  an ended one is forgotten after a while
+    """
+
+    def __init__(
+        self,
+        advance: Callable[[State | None, str, Any], tuple[State | None, list[Envelope]]],
+        deadlines: Deadlines,
+        timers: Timers,
+        expired: Callable[[Attempt], None],
+        ended: Callable[[Attempt], None],
+    ) -> None:
+        self.by_attempt: dict[Attempt, State] = {}
+        self._advance, self._deadlines, self._timers = advance, deadlines, timers
+        self._expired, self._ended = expired, ended
+        self._due: dict[Attempt, _Deadline] = {}
+
+    def advance(self, attempt: Attempt, event: Any, sender: str = "") -> list[Envelope]:
+        """Something happens to an attempt. Returns the messages that follow."""
+        before = self.by_attempt.get(attempt)
+        after, sent = self._advance(before, sender, event)
+        if after is None:
+            return sent
+        self.by_attempt[attempt] = after
+        if after.phase in (SourcePhase.ENDED, ReceiverPhase.ENDED):
+            if before is None or before.phase is not after.phase:
+                self._due.pop(attempt, None)
+                self._timers.after(REMEMBERED_SECONDS, partial(self.by_attempt.pop, attempt, None))
+                self._ended(attempt)
+        elif protocol.has_deadline(after):
+            self.wait(attempt)  # asking again renews a lease
+        else:
+            self._due.pop(attempt, None)
+        return sent
+
+    def is_in(self, attempt: Attempt, *phases: SourcePhase | ReceiverPhase) -> bool:
+        """Whether an attempt is known, and in one of these phases."""
+        state = self.by_attempt.get(attempt)
+        return state is not None and state.phase in phases
+
+    def wait(self, attempt: Attempt) -> None:
+        """Sets the deadline of a state."""
+        seconds = self._deadlines.of(self.by_attempt[attempt])
+        due = self._due[attempt] = _Deadline(self._timers.clock() + seconds)
+        self._timers.after(seconds, partial(self._expire, attempt, due))
+
+    def renew(self, attempt: Attempt, phase: SourcePhase | ReceiverPhase) -> None:
+        """Moves the deadline of a state on, if it is in a phase."""
+        if self.is_in(attempt, phase):
+            self._due[attempt].moment = self._timers.clock() + self._deadlines.of(self.by_attempt[attempt])
+
+    def _expire(self, attempt: Attempt, due: _Deadline) -> None:
+        if self._due.get(attempt) is not due:
+            return
+        if (left := due.moment - self._timers.clock()) > 0:
+            self._timers.after(left, partial(self._expire, attempt, due))
+        else:
+            self._expired(attempt)
