@@ -486,6 +486,13 @@ def test_chunks_that_are_sent_after_their_attempt_has_ended_are_no_leak() -> Non
     assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0
 
 
+def test_a_message_that_is_no_command_is_refused() -> None:
+    engine_attempts, _, _ = attempts_of()
+    no_command: Any = KeepAlive((ATTEMPT,))
+    with pytest.raises(TypeError, match="KeepAlive is no command of an engine"):
+        engine_attempts.run(no_command)
+
+
 def test_two_requests_may_have_one_name() -> None:
     engine_attempts, _, notices = attempts_of()
     engine_attempts.run(ALONE)

@@ -185,7 +185,8 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
         {"own": replace(own, names=(b"short",))}, {"own": replace(own, names=())},
         {"own": replace(own, names=own.names * 2)}, {"own": replace(own, is_shared=True)},
         {"own": replace(own, tokens=np.zeros(64, np.int32))}, {"own": replace(own, start=1)},
-        {"own": replace(own, parent=own.names[0])}, {"own": replace(own, is_divisible=True)}, {"own": replace(own, num_attached=len(own.kinds) + 1)},
+        {"own": replace(own, parent=own.names[0])}, {"own": replace(own, is_divisible=True)},
+        {"own": replace(own, num_attached=len(own.kinds) + 1)},
         {"own": replace(own, masks=own.masks[1:])}, {"own": replace(own, placed=own.placed[:, 1:])},
         {"own": replace(own, kinds=own.kinds + len(table.sizes))}, {"own": replace(own, bases=own.bases[1:])},
         {"own": replace(own, has_sidecar=own.has_sidecar[1:])}, {"own": replace(own, kinds=own.kinds[:0])},
@@ -196,6 +197,8 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     ):  # fmt: skip
         with pytest.raises(ExtentError):
             swapped_of(replace(state, **wrong), 300, table.shape, len(table.sizes), b"digest")
+    with pytest.raises(wire.WireError, match="namespace"):
+        wire.decode(wire.encode(_as_manifest(replace(state, own=replace(own, namespace=engine.namespace)))))
 
 
 def _as_manifest(cache: CacheState) -> ManifestMessage:

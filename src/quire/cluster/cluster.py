@@ -315,11 +315,11 @@ class Cluster:
 
     async def find_prefix(self, key: str, visible: SaltFilter = ALL) -> CachedPrefix | None:
         """On any instance. Raises RequestError for what is no key."""
-        return await self.operations.cluster_prefixes.find_prefix(parse_prefix_key(key).hex(), visible)
+        return await self.operations.cluster_prefixes.find_prefix(parse_prefix_key(key), visible)
 
     async def drop_prefix(self, key: str, visible: SaltFilter = ALL) -> dict[str, int] | None:
         """From all instances. Raises RequestError for what is no key."""
-        return await self.operations.cluster_prefixes.drop_prefix(parse_prefix_key(key).hex(), visible)
+        return await self.operations.cluster_prefixes.drop_prefix(parse_prefix_key(key), visible)
 
     def prefix_key(self, prompt: Prompt) -> str:
         """See `BaseLLM`. Raises EngineStoppedError if no instance serves."""

@@ -236,8 +236,8 @@ class EngineAttempts:
         return work if work is not None and work.phase is EngineAttemptPhase.PLANNED else None
 
     def _compute(self, work: EngineAttempt, remote_prefix: RemotePrefix | None) -> None:
-        """Queues a sequence whose prompt is computed here. What is cached elsewhere is found like what is on a disk, and
-        fetched if that pays.
+        """Queues a sequence whose prompt is computed here. What is cached elsewhere is found like what is on a disk,
+        and fetched if that pays.
         """
         job, will_hand_over = work.job, work.phase is EngineAttemptPhase.SOURCE
         sequence = self._begin(work, Handover(job.seed, tuple(job.token_ids), job.cumulative, will_hand_over))
