@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster import supervisor
+from quire.cluster import liveness, supervisor
 from quire.cluster.agent import Agent
 from quire.cluster.attempt_states import Deadlines
 from quire.cluster.bodies import (
@@ -706,11 +706,11 @@ async def started(cluster: Cluster) -> asyncio.Task[None]:
 
 
 def ready(cluster: Cluster, name: str) -> None:
-    cluster.operations._handle(name, InstanceReady(name, "shm://nowhere", 64, 8, LIMITS, 1e-3, 1e-3))
+    cluster.supervisor._handle(name, InstanceReady(name, "shm://nowhere", 64, 8, LIMITS, 1e-3, 1e-3))
 
 
 def alive(cluster: Cluster, name: str) -> None:
-    cluster.operations._handle(name, InstanceLoad(name, 0, 0, 0, 0, 1, 1))
+    cluster.supervisor._handle(name, InstanceLoad(name, 0, 0, 0, 0, 1, 1))
 
 
 def test_an_instance_that_cannot_be_started_again_is_tried_again(model: Path, short: None) -> None:
@@ -739,10 +739,10 @@ def test_a_router_that_was_stopped_does_not_end_its_instances(model: Path) -> No
         await started(cluster)
         alive(cluster, "mixed-0.1")
         loop = asyncio.get_running_loop()
-        clock = supervisor.time.monotonic
+        clock = liveness.time.monotonic
         skipped = [0.0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock() + skipped[0]))
+            patch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock() + skipped[0]))
             await asyncio.sleep(0.15)
             skipped[0] = 20.0
             await asyncio.sleep(0.25)
@@ -768,12 +768,12 @@ def test_an_instance_that_stops_while_it_loads_is_started_again(
             while len(processes.started) < 2:
                 await asyncio.sleep(0.01)
             processes.gone = []
-            cluster.operations._handle("mixed-0.2", LoadingHeartbeat("mixed-0.2"))
+            cluster.supervisor._handle("mixed-0.2", LoadingHeartbeat("mixed-0.2"))
             while "mixed-0.2" not in processes.killed:
                 await asyncio.sleep(0.01)
         await cluster.close()
 
-    monkeypatch.setattr(supervisor, "LOADING_SECONDS", 0.5)
+    monkeypatch.setattr(liveness, "LOADING_SECONDS", 0.5)
     asyncio.run(scenario())
 
 
