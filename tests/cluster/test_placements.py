@@ -550,7 +550,7 @@ def test_a_cluster_takes_four_placements_while_it_serves(
                 await asyncio.sleep(0.1)
 
         assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-        assert operations.router.counts["failed"] == operations.router.counts["again"] == 0
+        assert running.cluster.router.counts["failed"] == running.cluster.router.counts["again"] == 0
         first, mixed, apart, one = seen
         assert mixed == ({"prefill-0": "mixed", "decode-0": "mixed"}, first[1]), "nobody was started"
         assert Counter(apart[0].values()) == {"prefill": 2, "decode": 1} and len(apart[1] & first[1]) == 1
@@ -623,7 +623,7 @@ def test_a_switch_ends_at_an_instance_that_does_not_start_and_the_cluster_serves
                 await operations.switch(placement(("prefill", 1, good), ("decode", 1, bad), name="bad"))
 
         assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-        assert operations.router.counts["failed"] == 0
+        assert running.cluster.router.counts["failed"] == 0
         state = operations.state()
         assert "ended after" in state["switch"]["error"] and state["switch"]["now"] == "" and not state["placement"]
         assert any(each["cache_bytes"] == 5 * MIB for each in state["instances"]), "what was done stays"
@@ -662,7 +662,7 @@ def test_after_a_pause_an_instance_that_does_not_start_gets_its_settings_back(
                 await operations.switch(bad, may_pause=True)
 
         assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-        assert operations.router.counts["failed"] == 0
+        assert running.cluster.router.counts["failed"] == 0
         (left,) = operations.state()["instances"]
         assert (left["place"], left["role"], left["cache_bytes"]) == ("decode-0", "mixed", 4 * MIB)
 
@@ -680,7 +680,7 @@ def test_requests_wait_through_a_pause_that_is_allowed(
         await operations.switch(big, may_pause=True)
 
     assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-    assert operations.router.counts["failed"] == 0
+    assert running.cluster.router.counts["failed"] == 0
     (only,) = operations.state()["instances"]
     assert (only["role"], only["cores"]) == ("mixed", [0, 1, 2, 3])
 
@@ -728,7 +728,7 @@ def test_a_switch_waits_for_a_drain(running: RunningCluster, right: list[list[in
 
     running.call(under_load(running, right, work))
     assert waited and not any(waited), "it begins when the drain has ended"
-    assert operations.router.counts["failed"] == 0 == operations.router.counts["again"]
+    assert running.cluster.router.counts["failed"] == 0 == running.cluster.router.counts["again"]
 
 
 def test_an_impossible_placement_changes_nothing(running: RunningCluster) -> None:
@@ -750,7 +750,7 @@ def test_a_switch_ends_with_the_cluster(running: RunningCluster) -> None:
 
     async def scenario() -> None:
         asked = asyncio.ensure_future(running._one(PROMPTS[0], long))
-        while not operations.router.num_running:
+        while not running.cluster.router.num_running:
             await asyncio.sleep(0.001)
         wanted = placement(("prefill", 1), ("decode", 1, {"scheduler.max_running": 3}))
         switch = asyncio.ensure_future(operations.switch(wanted))
