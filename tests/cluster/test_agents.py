@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster import liveness, supervisor
+from quire.cluster import supervisor
 from quire.cluster.agent import Agent
 from quire.cluster.attempt_states import Deadlines
 from quire.cluster.bodies import (
@@ -39,7 +39,6 @@ from quire.cluster.engine_attempts import (
     EngineAttemptPhase,
     EngineAttempts,
     ExportedCache,
-    FailureNotice,
 )
 from quire.cluster.instance import LaunchConfig
 from quire.cluster.members import Health, Member
@@ -208,7 +207,7 @@ def test_nothing_is_left_of_an_attempt_after_a_while() -> None:
         agent._exports,
     ):
         assert not each
-    assert len(agent._timers._calls) < 10
+    assert len(agent.timers._calls) < 10
 
 
 def test_damaged_extents_are_asked_for_again_at_once() -> None:
@@ -418,7 +417,7 @@ def test_an_attempt_that_cannot_be_adopted_leaves_nothing() -> None:
     wrong = CacheState(b"another", (0, 2), (0, 2), 3, 200, 3, 4, 256, 0, False, None, None)
     engine_attempts.run(replace(manifest(token(5)), cache=wrong))
     engine_attempts.has_stepped(engine_attempts.engine.step())
-    (failed,) = [each for each in notices if isinstance(each, FailureNotice)]
+    (failed,) = [each for each in notices if isinstance(each, Failed)]
     assert "pages of another model" in failed.reason
     assert not engine_attempts.attempts and not engine_attempts._by_id
     assert (
@@ -739,10 +738,10 @@ def test_a_router_that_was_stopped_does_not_end_its_instances(model: Path) -> No
         await started(cluster)
         alive(cluster, "mixed-0.1")
         loop = asyncio.get_running_loop()
-        clock = liveness.time.monotonic
+        clock = supervisor.time.monotonic
         skipped = [0.0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock() + skipped[0]))
+            patch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock() + skipped[0]))
             await asyncio.sleep(0.15)
             skipped[0] = 20.0
             await asyncio.sleep(0.25)
@@ -773,7 +772,7 @@ def test_an_instance_that_stops_while_it_loads_is_started_again(
                 await asyncio.sleep(0.01)
         await cluster.close()
 
-    monkeypatch.setattr(liveness, "LOADING_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "LOADING_SECONDS", 0.5)
     asyncio.run(scenario())
 
 

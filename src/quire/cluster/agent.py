@@ -9,11 +9,11 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from quire.cache.run import HeldPages
-from quire.cluster import engine_attempts as at_engine
 from quire.cluster import protocol
 from quire.cluster.attempt_states import REMEMBERED_SECONDS, AttemptStates, Deadlines, Timers
 from quire.cluster.bodies import (
@@ -31,8 +31,7 @@ from quire.cluster.bodies import (
     Shutdown,
 )
 from quire.cluster.connections import PeerConnections
-from quire.cluster.engine_attempts import Command, EngineAttempts, ExportedCache, Notice
-from quire.cluster.heartbeat import Heartbeat
+from quire.cluster.engine_attempts import AdmittedNotice, Command, EngineAttempts, ExportedCache, Notice
 from quire.cluster.messages import (
     ROUTER,
     Ack,
@@ -59,6 +58,12 @@ from quire.cluster.wire import WireError
 
 log = logging.getLogger("quire")
 
+LOAD_SECONDS = 0.2
+"""Interval at which an instance says that it is alive."""
+
+STATS_EVERY = 5
+"""Every so many times it also tells the engine's counters."""
+
 STEP_SECONDS = 60.0
 """Least time after which an engine that is in one step counts as failed. The first steps may compile kernels."""
 
@@ -68,6 +73,7 @@ class Agent:
 
     name    of the instance
     submit  runs a command on the engine's thread
+    timers  what is due later, on its clock
     """
 
     def __init__(
@@ -85,13 +91,13 @@ class Agent:
         self._submit = submit
         self._engine_attempts: EngineAttempts | None = None
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._timers = timers = Timers(clock)
+        self.timers = timers = Timers(clock)
         self._sources = AttemptStates[SourceState](
-            protocol.advance_source, deadlines, timers, self._on_source_expired, self._on_ended
+            protocol.advance_source, deadlines, timers, self._send, self._on_source_expired, self._on_ended
         )
         self._receivers = AttemptStates[ReceiverState](
             lambda state, _, event: protocol.advance_receiver(state, event), deadlines, timers,
-            self._on_receiver_expired, self._on_ended,
+            self._send, self._on_receiver_expired, self._on_ended,
         )  # fmt: skip
         self._pulls = PullsUnderWay(connections, peer_store, timers)
         self._heartbeat = Heartbeat(
@@ -137,7 +143,7 @@ class Agent:
     def run(self, engine_attempts: EngineAttempts) -> None:
         """Until `stop`, or until the router is gone."""
         self.begin(engine_attempts)
-        while self.turn(max(0.0, self._timers.next - self._timers.clock())):
+        while self.turn(max(0.0, self.timers.next - self.timers.clock())):
             pass
 
     def begin(self, engine_attempts: EngineAttempts) -> None:
@@ -154,27 +160,22 @@ class Agent:
             call()
         except queue.Empty:
             pass
-        self._timers.run()
+        self.timers.run()
         return True
-
-    @property
-    def next_timer(self) -> float:
-        """When the next thing is due, on its clock."""
-        return self._timers.next
 
     def _handle(self, sender: str, message: Any) -> None:
         match message:
             case ComputeJob(Compute(attempt) as begin):
                 self._begin(message, self._sources)
-                self._advance_source(attempt, begin, sender)
+                self._sources.advance(attempt, begin, sender)
                 if self._sources.by_attempt[attempt].is_asked:
                     self._command(ManifestRequest(attempt))
             case ReceiveJob(Receive(attempt) as begin):
                 self._begin(message, self._receivers)
-                self._advance_receiver(attempt, begin)
+                self._receivers.advance(attempt, begin)
             case ManifestMessage(Manifest(attempt) as manifest):
                 is_asked = self._receivers.is_in(attempt, ReceiverPhase.ASKED)
-                self._advance_receiver(attempt, manifest)
+                self._receivers.advance(attempt, manifest)
                 if is_asked:
                     self._command(message)
             case PrefillProgress(attempt):
@@ -189,7 +190,7 @@ class Agent:
                 if self._sources.is_in(attempt, SourcePhase.RUNNING):
                     self._submit(partial(self._pack, sender, message))
                     return
-                self._advance_source(attempt, wanted, sender)
+                self._sources.advance(attempt, wanted, sender)
                 export = self._exports.get(attempt)
                 self._send_pages(
                     sender, attempt, pull, None if export is None else export.outgoing_export.outgoing_pages(groups)
@@ -203,12 +204,16 @@ class Agent:
             case Shutdown():
                 self.stop()
             case Cancel(attempt):
-                self._advance_source(attempt, message, sender)
-                self._advance_receiver(attempt, message)
+                self._sources.advance(attempt, message, sender)
+                self._receivers.advance(attempt, message)
             case Lost(attempt):
-                self._advance_receiver(attempt, message)
-            case ManifestRequest(attempt) | Ack(attempt):
-                self._advance_source(attempt, message, sender)
+                self._receivers.advance(attempt, message)
+            case ManifestRequest(attempt):
+                self._sources.advance(attempt, message, sender)
+                if self._sources.is_in(attempt, SourcePhase.QUEUED, SourcePhase.RUNNING):
+                    self._command(message)
+            case Ack(attempt):
+                self._sources.advance(attempt, message, sender)
 
     def _begin(self, message: ComputeJob | ReceiveJob, states: AttemptStates[Any]) -> None:
         """Has the engine begin an attempt, unless it is known."""
@@ -223,7 +228,7 @@ class Agent:
         """The extents of a pull. Damaged ones are asked for again, where the protocol counts how often."""
         asks_again = self._pulls.note_extents(attempt, number, is_whole)
         if asks_again and self._receivers.is_in(attempt, ReceiverPhase.PULLING):
-            self._advance_receiver(attempt, Expired())
+            self._receivers.advance(attempt, Expired())
 
     def _on_notices(self, notices: list[Notice]) -> None:
         for each in notices:
@@ -235,65 +240,50 @@ class Agent:
                 self._advance(token.attempt, notice)
             case Pull():
                 self._pulls.begin_beside(notice)
-            case at_engine.AdmittedNotice(attempt, pull):
+            case AdmittedNotice(attempt, pull):
                 if (state := self._receivers.by_attempt.get(attempt)) is None or attempt in self._sources.by_attempt:
                     self._advance(attempt, Admitted())
                     return
                 if pull is not None and state.phase is ReceiverPhase.QUEUED:
                     self._pulls.begin(attempt, pull)
                 has = state.parts - (frozenset() if pull is None else pull.parts)
-                self._advance_receiver(attempt, Admitted(has))
-            case at_engine.CacheCompleteNotice(attempt):
+                self._receivers.advance(attempt, Admitted(has))
+            case Ack(attempt):
                 while self._receivers.is_in(attempt, ReceiverPhase.PULLING):
                     part = min(self._receivers.by_attempt[attempt].missing)
-                    self._advance_receiver(attempt, CachePart(attempt, part))
+                    self._receivers.advance(attempt, CachePart(attempt, part))
             case ExportedCache(TokenSampled(token) as sampled):
                 if self._sources.is_in(token.attempt, SourcePhase.RUNNING):
                     self._exports[token.attempt] = notice
                 self._advance(token.attempt, sampled)
-            case at_engine.ChunksNotice(attempt, num_chunks):
+            case PrefillProgress(attempt):
                 if self._sources.is_in(attempt, SourcePhase.RUNNING):
-                    receiver = self._sources.by_attempt[attempt].receiver
-                    self.connections.send(receiver, PrefillProgress(attempt, num_chunks))
-            case at_engine.FailureNotice(attempt, reason):
-                self._advance(attempt, Failed(attempt, reason))
+                    self.connections.send(self._sources.by_attempt[attempt].receiver, notice)
+            case Failed(attempt):
+                self._advance(attempt, notice)
 
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def _advance(self, attempt: Attempt, event: Any) -> None:
         """The engine has done something for an attempt, whatever the role."""
-        if attempt in self._sources.by_attempt:
-            self._advance_source(attempt, event)
-        else:
-            self._advance_receiver(attempt, event)
-
-    def _advance_source(self, attempt: Attempt, event: Any, sender: str = "") -> None:
-        before = self._sources.by_attempt.get(attempt)
-        sent = self._sources.advance(attempt, event, sender)
-        if before is not None and not before.is_asked and self._sources.by_attempt[attempt].is_asked:
-            self._command(ManifestRequest(attempt))
-        for each in sent:
-            self._send(each)
-
-    def _advance_receiver(self, attempt: Attempt, event: Any) -> None:
-        for each in self._receivers.advance(attempt, event):
-            self._send(each)
+        states: AttemptStates[Any] = self._sources if attempt in self._sources.by_attempt else self._receivers
+        states.advance(attempt, event)
 
     def _on_source_expired(self, attempt: Attempt) -> None:
         log.info("%s: the deadline of its source is over", self._named(attempt))
-        self._advance_source(attempt, Expired())
+        self._sources.advance(attempt, Expired())
 
     def _on_receiver_expired(self, attempt: Attempt) -> None:
         if self._receivers.is_in(attempt, ReceiverPhase.PULLING) and self._pulls.is_moving(attempt):
             self._receivers.wait(attempt)
             return
         log.info("%s: the deadline of its receiver is over", self._named(attempt))
-        self._advance_receiver(attempt, Expired())
+        self._receivers.advance(attempt, Expired())
 
     def _on_ended(self, attempt: Attempt) -> None:
         self._pulls.end(attempt)
         self._command(Cancel(attempt))
-        self._timers.after(REMEMBERED_SECONDS, partial(self._names.pop, attempt, None))
+        self.timers.after(REMEMBERED_SECONDS, partial(self._names.pop, attempt, None))
         self._exports.pop(attempt, None)
 
     def _named(self, attempt: Attempt) -> str:
@@ -315,7 +305,7 @@ class Agent:
                     self.connections.send(to, ManifestMessage(message, self._exports[attempt].state))
                 except WireError as error:
                     log.error("%s: its cache cannot be described: %s", self._named(attempt), error)
-                    self._advance_source(attempt, Failed(attempt, str(error)))
+                    self._sources.advance(attempt, Failed(attempt, str(error)))
             case PartsRequest():
                 if (pull := self._pulls.by_attempt.get(attempt)) is not None:
                     self._pulls.ask(pull)
@@ -364,3 +354,51 @@ class Agent:
                 by_peer.setdefault(receiver.source, []).append(attempt)
         for other, attempts in by_peer.items():
             self.connections.send(other, KeepAlive(tuple(attempts)))
+
+
+class Heartbeat:
+    """Asks the engine's attempts for their load, and sends it.
+
+    name      of the instance
+    submit    runs a command on the engine's thread
+    send      sends a load
+    patience  seconds in which the engine must end a step
+    stop      is called once it has not
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timers: Timers,
+        submit: Callable[[Callable[[], object]], None],
+        send: Callable[[InstanceLoad], None],
+        patience: float,
+        stop: Callable[[], None],
+    ) -> None:
+        self._name, self._timers, self._submit, self._send = name, timers, submit, send
+        self._patience, self._stop = patience, stop
+        self._num_loads = 0
+        self._load: InstanceLoad | None = None
+        self._asked_at: float | None = None  # when the engine was asked for it; None: it has answered
+
+    def beat(self, engine_attempts: EngineAttempts) -> None:
+        """Sends the last load, asks for the next one, and does so again in a while.
+
+        The engine's thread may be in a long step: then the load is that of before, and says nothing of what goes on. An
+        engine that stands still for longer than a request may wait ends its instance.
+        """
+        if self._load is not None:
+            self._send(self._load if self._asked_at is None else replace(self._load, at_work=()))
+        now = self._timers.clock()
+        if self._asked_at is None:
+            self._num_loads += 1
+            self._asked_at = now
+            self._submit(partial(self._read_load, engine_attempts, self._num_loads % STATS_EVERY == 1))
+        elif now - self._asked_at > self._patience:
+            log.error("the engine has not ended a step for %.0f s", self._patience)
+            self._stop()
+        self._timers.after(LOAD_SECONDS, partial(self.beat, engine_attempts))
+
+    def _read_load(self, engine_attempts: EngineAttempts, with_stats: bool) -> None:
+        """On the engine's thread."""
+        self._load, self._asked_at = engine_attempts.load(self._name, with_stats=with_stats), None

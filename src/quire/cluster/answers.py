@@ -52,9 +52,7 @@ class AnswerStream:
                 first = first or item.first
                 assert first is not None, f"{self._request_id} begins without what is known of its prompt"
                 left -= item.is_last
-                yield request_output(
-                    self._request_id, request.text, request.prompt_ids, index, item, first, finished=left == 0
-                )
+                yield request_output(self._request_id, request, index, item, first, finished=left == 0)
         finally:
             for each in routed:
                 if not each.is_over:
@@ -81,22 +79,15 @@ class AnswerStream:
 
 
 def request_output(
-    request_id: str,
-    text: str | None,
-    ids: list[int],
-    index: int,
-    token: Token,
-    first: FirstTokenInfo,
-    *,
-    finished: bool,
+    request_id: str, request: AdmittedRequest, index: int, token: Token, first: FirstTokenInfo, *, finished: bool
 ) -> RequestOutput:
     """A token of a sequence as a client gets it. first: what is known of the prompt."""
     own = token.first if token.first is first else None
     prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
     output = dataclasses.replace(token.delta, index=index)
     return RequestOutput(
-        request_id, text, ids, prompt_logprobs, [output], finished, first.num_cached_tokens, first.cached_by_tier,
-        first.num_pinned_tokens, first.kept_fraction, embedding,
+        request_id, request.text, request.prompt_ids, prompt_logprobs, [output], finished, first.num_cached_tokens,
+        first.cached_by_tier, first.num_pinned_tokens, first.kept_fraction, embedding,
     )  # fmt: skip
 
 

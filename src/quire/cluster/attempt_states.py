@@ -87,8 +87,9 @@ class AttemptStates(Generic[State]):
     """The states of attempts in one role.
 
     advance  the role's function of the protocol: of a state, the sender of a message, and an event
-    expired  is told of an attempt when the deadline of its state is over
-    ended    is told of an attempt when it has ended
+    send     sends a message
+    expired  is called with an attempt when the deadline of its state is over
+    ended    is called with an attempt when it has ended
 
     by_attempt  an ended one is forgotten after a while
     """
@@ -98,20 +99,25 @@ class AttemptStates(Generic[State]):
         advance: Callable[[State | None, str, Any], tuple[State | None, list[Envelope]]],
         deadlines: Deadlines,
         timers: Timers,
+        send: Callable[[Envelope], None],
         expired: Callable[[Attempt], None],
         ended: Callable[[Attempt], None],
     ) -> None:
         self.by_attempt: dict[Attempt, State] = {}
         self._advance, self._deadlines, self._timers = advance, deadlines, timers
-        self._expired, self._ended = expired, ended
+        self._send, self._expired, self._ended = send, expired, ended
         self._due: dict[Attempt, _Deadline] = {}
 
-    def advance(self, attempt: Attempt, event: Any, sender: str = "") -> list[Envelope]:
-        """Something happens to an attempt. Returns the messages that follow."""
+    def advance(self, attempt: Attempt, event: Any, sender: str = "") -> None:
+        """Something happens to an attempt."""
         before = self.by_attempt.get(attempt)
         after, sent = self._advance(before, sender, event)
-        if after is None:
-            return sent
+        if after is not None:
+            self._note(attempt, before, after)
+        for each in sent:
+            self._send(each)
+
+    def _note(self, attempt: Attempt, before: State | None, after: State) -> None:
         self.by_attempt[attempt] = after
         if after.phase in (SourcePhase.ENDED, ReceiverPhase.ENDED):
             if before is None or before.phase is not after.phase:
@@ -122,7 +128,6 @@ class AttemptStates(Generic[State]):
             self.wait(attempt)  # asking again renews a lease
         else:
             self._due.pop(attempt, None)
-        return sent
 
     def is_in(self, attempt: Attempt, *phases: SourcePhase | ReceiverPhase) -> bool:
         """Whether an attempt is known, and in one of these phases."""

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.cluster.answers import AnswerStream
+from quire.cluster.members import Member
 from quire.cluster.operations import ClusterOperations
 from quire.cluster.placements import ServedModel, check_instances, shared_options
+from quire.cluster.prefixes import group_by_machine, machine_total
 from quire.cluster.processes import Processes
 from quire.cluster.replanning import AnsweredRequest, Replanning, search_command
-from quire.cluster.statistics import sum_counters
+from quire.cluster.router import COUNTERS
 from quire.cluster.supervisor import Supervisor
 from quire.cluster.tracing import tracer
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.admission import AdmittedRequest, PinLimits, Prompt, RequestLimits, admit, tokenized
 from quire.engine.build import end_tokens, resolve
-from quire.engine.cached_prefixes import CachedPrefix, SaltFilter, parse_prefix_key, prompt_key
+from quire.engine.cached_prefixes import DISK, CachedPrefix, SaltFilter, parse_prefix_key, prompt_key
 from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
@@ -244,7 +246,7 @@ class Cluster:
         on one machine have one disk.
         """
         return {
-            **sum_counters(self.router.members.values(), self.router.past_counters),
+            **_sum_counters(self.router.members.values(), self.router.past_counters),
             "running": self.router.num_running,
             "waiting": self.router.num_waiting,
             "cluster": {**self.operations.state(), "histograms": self.router.times.histograms()},
@@ -280,6 +282,47 @@ class Cluster:
         """
         if self.config.cache.pin is not None and set(salts) - set(self._salts):
             raise ConfigError("cache.pin: the cluster was made for other salts")
+
+
+_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(COUNTERS, 0),
+    "cache": dict.fromkeys(
+        (f"bytes_{name}" for name in ("total", "used", "cached", "free", "peak", "pinned", "saved", "evicted")), 0
+    )
+    | {"bytes_retention_freed": 0},
+}
+"""The counters of no instance."""
+
+
+def _sum_counters(members: Iterable[Member], past: Mapping[str, int]) -> dict[str, Any]:
+    """The counters of all instances together. Instances on one machine have one disk.
+
+    past  counters of instances that are gone
+    """
+    found = [(each.machine, each.stats) for each in members if each.stats is not None]
+    total = _added([_NOTHING, dict(past), *(stats for _, stats in found)])
+    disks = [(machine, stats["tiers"][DISK]) for machine, stats in found if DISK in stats.get("tiers", {})]
+    for name in ("bytes", "cap_bytes", "chunks") if disks else ():
+        of_each = group_by_machine((machine, disk[name]) for machine, disk in disks)
+        total["tiers"][DISK][name] = sum(machine_total(DISK, sizes) for sizes in of_each)
+    costs = [stats["costs"] for _, stats in found if "costs" in stats]
+    if costs:  # sizes and speeds, which are not summed
+        total["costs"] = {key: max((each[key] for each in costs), key=lambda cost: cost or 0) for key in costs[0]}
+    return total
+
+
+def _added(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of counters, group by group."""
+    total: dict[str, Any] = {}
+    for each in found:
+        for key, value in each.items():
+            if isinstance(value, dict):
+                total[key] = _added([total.get(key, {}), value])
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                total[key] = (total.get(key) or 0) + value
+            else:
+                total[key] = value if total.get(key) is None else total[key]
+    return total
 
 
 def _read(file: Path) -> Placement:

@@ -34,9 +34,11 @@ from quire.cluster.bodies import (
     swapped_of,
 )
 from quire.cluster.messages import (
+    Ack,
     Attempt,
     Cancel,
     Compute,
+    Failed,
     FirstTokenInfo,
     Manifest,
     ManifestRequest,
@@ -114,22 +116,12 @@ class EngineAttempt:
         return self.job.described(self.attempt.number)
 
 
-# Notices: what the agent hears.
-
-
 @dataclass(frozen=True)
 class AdmittedNotice:
     """A sequence is admitted. pull: what a receiver asks its source for; None: nothing."""
 
     attempt: Attempt
     pull: Pull | None = None
-
-
-@dataclass(frozen=True)
-class CacheCompleteNotice:
-    """A receiver's engine has what it needs."""
-
-    attempt: Attempt
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,23 +133,14 @@ class ExportedCache:
     outgoing_export: OutgoingExport
 
 
-@dataclass(frozen=True)
-class ChunksNotice:
-    """The first chunks of a source's prompt are computed."""
+Notice = TokenSampled | Pull | AdmittedNotice | Ack | ExportedCache | PrefillProgress | Failed
+"""What the agent hears of the engine: events of the protocol, and messages.
 
-    attempt: Attempt
-    num_chunks: int
-
-
-@dataclass(frozen=True)
-class FailureNotice:
-    """The engine cannot go on with an attempt."""
-
-    attempt: Attempt
-    reason: str
-
-
-Notice = AdmittedNotice | CacheCompleteNotice | TokenSampled | ExportedCache | ChunksNotice | FailureNotice | Pull
+Pull             something is wanted from another instance, beside the protocol
+Ack              a receiver has all that it needs
+PrefillProgress  the first chunks of a source's prompt are computed
+Failed           the engine cannot go on with an attempt
+"""
 
 Command = ComputeJob | ReceiveJob | PrefillProgress | ManifestMessage | ManifestRequest | Cancel
 """Messages that have something to do for the engine: see `EngineAttempts.run`."""
@@ -389,7 +372,7 @@ class EngineAttempts:
         if work.phase is EngineAttemptPhase.SOURCE:
             if work.wants_progress and sequence.path.num_shared > work.num_reported:
                 work.num_reported = sequence.path.num_shared
-                self._notices.append(ChunksNotice(work.attempt, work.num_reported))
+                self._notices.append(PrefillProgress(work.attempt, work.num_reported))
         elif work.phase is EngineAttemptPhase.ADOPTED and sequence.state is not SequenceState.WAITING:
             work.phase = EngineAttemptPhase.PULLING
             transfer = sequence.path.transfer
@@ -403,7 +386,7 @@ class EngineAttempts:
         if work.phase is EngineAttemptPhase.PULLING and sequence.path.transfer is None:
             # They have arrived, or the engine computes them.
             work.phase = EngineAttemptPhase.DECODING
-            self._notices.append(CacheCompleteNotice(work.attempt))
+            self._notices.append(Ack(work.attempt))
         match work.phase:
             case EngineAttemptPhase.ALONE:
                 return work.admitted is None
@@ -424,7 +407,7 @@ class EngineAttempts:
         token = Token(work.attempt, 0, export is None and completion.finish_reason is not None, completion, first)
         if work.phase is EngineAttemptPhase.PULLING:
             work.phase = EngineAttemptPhase.DECODING
-            self._notices.append(CacheCompleteNotice(work.attempt))
+            self._notices.append(Ack(work.attempt))
         if export is None:
             self._notices.append(TokenSampled(token))
             if token.is_last:
@@ -456,4 +439,4 @@ class EngineAttempts:
     def _fail(self, work: EngineAttempt, reason: str) -> None:
         self.end(work.attempt)
         log.warning("%s: %s", work.described, reason)
-        self._notices.append(FailureNotice(work.attempt, reason))
+        self._notices.append(Failed(work.attempt, reason))

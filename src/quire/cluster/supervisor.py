@@ -9,22 +9,28 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from quire.cluster.bodies import AssignRole, InstanceLoad, InstanceReady, LoadingHeartbeat, PeerAddresses, Shutdown
 from quire.cluster.connections import PeerConnections
 from quire.cluster.instance import LaunchConfig, compatibility_tag
-from quire.cluster.liveness import Liveness
 from quire.cluster.members import ROLES, Health, Member
 from quire.cluster.messages import ROUTER
-from quire.cluster.placements import InstanceSpec, ServedModel
-from quire.cluster.places import InstancePlaces
+from quire.cluster.placements import (
+    Action,
+    InstanceSpec,
+    MachineCapacity,
+    ServedModel,
+    check_settings,
+    plan_switch,
+    specs_of,
+)
 from quire.cluster.prefixes import ClusterPrefixes, PrefixReply
 from quire.cluster.processes import Processes, places_of
 from quire.cluster.ray_processes import RayProcesses
-from quire.cluster.router import Router
+from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
 from quire.config import ClusterConfig
 from quire.engine.admission import RequestLimits, narrowest
@@ -41,8 +47,116 @@ START_SECONDS = 1800.0
 PROGRESS_SECONDS = 10.0
 """Interval of log lines while instances load."""
 
+LOADING_SECONDS = 60.0
+"""Seconds without a sign of life after which an instance that loads counts as failed. Loading may keep the interpreter
+busy for long.
+"""
+
 LEAST_PAUSE, MOST_PAUSE = 0.5, 30.0
 """Seconds before an instance that failed is started again; twice as many after each further failure."""
+
+
+class InstancePlaces:
+    """What the instance at each place is started with. One that is started again takes the place of the one before.
+
+    specs  by place
+    cores  of this machine that it has to itself, by place
+    """
+
+    def __init__(self, model: ServedModel, *, is_local: bool) -> None:
+        self.specs: dict[str, InstanceSpec] = {}
+        self.cores: dict[str, tuple[int, ...]] = {}
+        self._model, self._is_local = model, is_local
+        self._reserved: tuple[str, ...] | None = None
+
+    def __contains__(self, place: str) -> bool:
+        return place in self.specs
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """By place."""
+        return {place: spec.role for place, spec in self.specs.items()}
+
+    def specs_of(self, instances: Sequence[Instances]) -> list[InstanceSpec]:
+        """What is needed for the instances of a placement. Raises ConfigError: see `placements.specs_of`."""
+        return specs_of(instances, self._model, _num_cores(), is_local=self._is_local)
+
+    def open(self, specs: Iterable[tuple[str, InstanceSpec]]) -> None:
+        """The first instances, by place. On other machines there are no further places from now on."""
+        for place, spec in specs:
+            self.assign(place, spec)
+        self._reserved = None if self._is_local else tuple(self.specs)
+
+    def assign(self, place: str, spec: InstanceSpec) -> None:
+        """Gives a place what the next instance there is started with, and cores that no other one has."""
+        held = {core for each in self.specs if each != place for core in self.cores[each]}
+        free = [core for core in sorted(os.sched_getaffinity(0)) if core not in held]
+        assert spec.settings.cores <= len(free), f"{place} is to have {spec.settings.cores} cores, and {free} are free"
+        self.specs[place] = spec
+        self.cores[place] = tuple(free[: spec.settings.cores])
+
+    def plan(self, wanted: Sequence[InstanceSpec], down: Collection[str], *, may_pause: bool) -> list[Action]:
+        """The actions that lead from these instances to the wanted ones: see `plan_switch`."""
+        needed = [sum(spec.settings.memory for spec in specs) for specs in (self.specs.values(), wanted)]
+        # What both placements are is allowed: weights that instances map from one file are counted for each of them.
+        capacity = MachineCapacity(_num_cores(), max(self._model.available_bytes, *needed), self._reserved)
+        return plan_switch(self.specs, wanted, capacity, down=down, may_pause=may_pause)
+
+    def check(self, specs: Iterable[InstanceSpec]) -> None:
+        """Raises ConfigError if the model cannot be loaded with the settings of an instance. Reads the model."""
+        check_settings(specs, self._model)
+
+
+class Liveness:
+    """Watches instances.
+
+    heartbeat  most seconds between two signs of life
+    start      most seconds until the first one
+    failed     is called with an instance that has failed, and the reason
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        processes: Processes,
+        heartbeat: float,
+        start: float,
+        failed: Callable[[Member, str], None],
+    ) -> None:
+        self._members, self._processes = members, processes
+        self._heartbeat, self._start, self._failed = heartbeat, start, failed
+
+    async def watch(self, tick: Callable[[], None]) -> None:
+        """Looks at the instances until it is cancelled. tick: is called after each look."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            late, looked = now - looked - TICK_SECONDS, now
+            try:
+                self._look(now, late)
+                tick()
+            except Exception:  # nobody else would find what fails from now on
+                log.exception("watching the instances")
+
+    def _look(self, now: float, late: float) -> None:
+        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
+        yet.
+        """
+        ended = self._processes.ended()
+        for member in list(self._members.values()):
+            if late > TICK_SECONDS:
+                member.seen += late
+            if member.name in ended:
+                self._failed(member, "it ended")
+            elif now - member.seen > self._patience(member):
+                self._failed(member, "it gave no sign of life")
+
+    def _patience(self, member: Member) -> float:
+        """Most seconds between two signs of life."""
+        if member.health is not Health.STARTING:
+            return self._heartbeat
+        return max(LOADING_SECONDS, self._heartbeat) if member.is_loading else self._start
 
 
 class Supervisor:
@@ -290,3 +404,7 @@ def _plain(value: Any) -> Any:
 
 def _role_rank(spec: InstanceSpec) -> int:
     return ROLES.index(spec.role)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -195,7 +195,7 @@ class SimulatedInstance:
         self._plan()
 
     def _plan(self) -> None:
-        if (due := self._agent.next_timer) < self._timer:
+        if (due := self._agent.timers.next) < self._timer:
             self._timer = due
             self._events.at(due, partial(self._tick, due))
 
