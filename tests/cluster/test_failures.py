@@ -172,7 +172,7 @@ def test_an_instance_that_goes_costs_no_token(
         name = getattr(state, role)
         assert state.number == 1 and name
         if moment != "the receiver decodes":
-            assert not state.is_taken, "it has been handed over before"
+            assert not state.is_handed_over, "it has been handed over before"
         if how == "killed":
             signalled(cluster, name, signal.SIGKILL)
         else:

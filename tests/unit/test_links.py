@@ -906,7 +906,7 @@ def test_extents_of_a_ring_lie_in_it_and_never_over_each_other(lengths: list[int
     """Each place is taken together with whatever it passes over; at most a whole ring is taken at once."""
     position, live = 0, []
     for length in lengths:
-        offset, taken = shm._place(position, length, num_bytes)
+        offset, taken = shm._locate(position, length, num_bytes)
         assert offset + length <= num_bytes and length <= taken <= num_bytes and offset % 64 == 0
         while live and sum(each[2] for each in live) + taken > num_bytes:
             live.pop(0)

@@ -228,7 +228,7 @@ class Cluster:
     ) -> AsyncGenerator[RequestOutput, None]:
         request = prompt if isinstance(prompt, AdmittedRequest) else await self.admit(prompt, params)
         params = request.params
-        # The cluster may have been closed since the admission, and others may have taken the places in the queue.
+        # The cluster may have been closed since the admission, and others may have filled the queue.
         self._check_running()
         self._check_queue(params)
         self._note_arrivals(params)

@@ -86,10 +86,10 @@ def workload_of(requests: Sequence[AnsweredRequest]) -> Workload:
     ordered = sorted(requests, key=lambda each: each.at)
     numbers: dict[bytes, int] = {}
     arrivals = []
-    for place, each in enumerate(ordered):
+    for index, each in enumerate(ordered):
         spans = [Span(numbers.setdefault(key, len(numbers)), PAGE_TOKENS) for key in each.keys]
         if left := each.num_in - PAGE_TOKENS * len(each.keys):
-            spans.append(Span((1 << 32) + place, left))
+            spans.append(Span((1 << 32) + index, left))
         arrivals.append(Arrival(each.at - ordered[0].at, tuple(spans), each.num_out))
     return Workload("the last requests", arrivals)
 
