@@ -16,7 +16,7 @@ import pytest
 
 from quire.cluster import supervisor
 from quire.cluster.agent import Agent
-from quire.cluster.attempt_states import Deadlines
+from quire.cluster.attempt_states import deadlines_within
 from quire.cluster.bodies import (
     CacheState,
     ComputeJob,
@@ -28,7 +28,7 @@ from quire.cluster.bodies import (
     PeerAddresses,
     PrefillProgress,
     PullExtents,
-    PullParts,
+    PullRequest,
     ReceiveJob,
     SequenceJob,
 )
@@ -50,7 +50,6 @@ from quire.cluster.messages import (
     HandedOver,
     Manifest,
     ManifestRequest,
-    PartsRequest,
     Receive,
     Token,
     TokenSampled,
@@ -145,7 +144,7 @@ class Idle(SimpleNamespace):
 
 
 def agent_of(wire: Wire, pulls: Pulls, clock: Any = lambda: 0.0) -> Agent:
-    return Agent("me", wire, pulls, lambda command: command(), Deadlines(), clock)  # type: ignore[arg-type]
+    return Agent("me", wire, pulls, lambda command: command(), deadlines_within(60.0), clock)  # type: ignore[arg-type]
 
 
 def run(agent: Agent) -> Agent:
@@ -217,8 +216,8 @@ def test_damaged_extents_are_asked_for_again_at_once() -> None:
     pulls.is_whole = False
     agent.receive("source", PullExtents(ATTEMPT, 3), iter(()))
     run(agent)
-    want = ("source", PullParts(PartsRequest(ATTEMPT, frozenset({0})), 3, [[0]]))
-    assert [each for each in wire.sent if isinstance(each[1], PullParts)] == [want] * 2
+    want = ("source", PullRequest(ATTEMPT, 3, [[0]]))
+    assert [each for each in wire.sent if isinstance(each[1], PullRequest)] == [want] * 2
 
 
 def test_a_source_that_sends_nothing_but_damage_is_given_up() -> None:
@@ -238,7 +237,7 @@ def test_a_pull_whose_source_still_sends_is_not_asked_for_again() -> None:
     agent = agent_of(wire, pulls, lambda: now[0])
 
     def wants() -> int:
-        return sum(isinstance(message, PullParts) for _, message in wire.sent)
+        return sum(isinstance(message, PullRequest) for _, message in wire.sent)
 
     pulling(agent, pull_of(100))
     run(agent)
@@ -277,7 +276,7 @@ def test_a_pull_beside_the_protocol_ends(how: str) -> None:
 def test_what_is_waited_for_ends_with_its_attempt() -> None:
     """Also while the engine's thread stands still: its step may wait for a layer of the pull."""
     pulls, stuck = Pulls(), list[Any]()
-    agent = Agent("me", Wire(), pulls, stuck.append, Deadlines(), lambda: 0.0)  # type: ignore[arg-type]
+    agent = Agent("me", Wire(), pulls, stuck.append, deadlines_within(60.0), lambda: 0.0)  # type: ignore[arg-type]
     pulling(agent, pull_of(3))
     agent.notice([pull_of(4)])
     agent.receive("router", Cancel(ATTEMPT), iter(()))
@@ -388,7 +387,7 @@ def test_an_engine_that_stands_still_ends_its_instance() -> None:
     """Its agent would go on to say that it is alive, and its short queue would attract requests."""
     now, wire = [0.0], Wire()
     stuck: list[Any] = []
-    agent = Agent("me", wire, Pulls(), stuck.append, Deadlines.within(5.0), lambda: now[0])  # type: ignore[arg-type]
+    agent = Agent("me", wire, Pulls(), stuck.append, deadlines_within(5.0), lambda: now[0])  # type: ignore[arg-type]
     thread = threading.Thread(target=agent.run, args=(Idle(),), daemon=True)
     thread.start()
     for _ in range(80):

@@ -15,7 +15,7 @@ import pytest
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import wire
-from quire.cluster.bodies import CacheState, ManifestMessage, PullParts, cache_state_of, swapped_of
+from quire.cluster.bodies import CacheState, ManifestMessage, PullRequest, cache_state_of, swapped_of
 from quire.cluster.messages import Attempt, Manifest, Token
 from quire.cluster.transport import TRANSPORTS
 from quire.cluster.transport.local import LocalStream, LocalTransport
@@ -106,12 +106,12 @@ def test_bytes_on_the_wire_are_those_of_the_manifests(
             cluster.generate([prompt], replace(GREEDY, max_tokens=4))
         cluster.settle()
         manifests = {each.message.attempt: each for _, each in source.sent if isinstance(each, ManifestMessage)}
-        asked = [each for _, each in receiver.sent if isinstance(each, PullParts)]
+        asked = [each for _, each in receiver.sent if isinstance(each, PullRequest)]
         right = 0
         for want in asked:
-            cache = manifests[want.message.attempt].cache
-            right += expected_bytes(receiver.engine, cache, want.message.parts, cache.num_shared)
-        twice = Counter((want.message.attempt, part) for want in asked for part in want.message.parts)
+            cache = manifests[want.attempt].cache
+            right += expected_bytes(receiver.engine, cache, want.parts, cache.num_shared)
+        twice = Counter((want.attempt, part) for want in asked for part in want.parts)
         assert set(twice.values()) == {1}, "something is asked for twice"
         by_attempt: dict[Attempt, set[int]] = {}
         for attempt, part in twice:
@@ -144,7 +144,7 @@ def test_a_second_request_with_the_prefix_sends_only_its_suffix(model: Path, see
             before = len(sent)
             cluster.generate([[*shared, *prompt_of(rng, length)]], GREEDY)
             cluster.settle()
-            parts = [each.message.parts for _, each in sent[before:] if isinstance(each, PullParts)]
+            parts = [each.parts for _, each in sent[before:] if isinstance(each, PullRequest)]
             pulled.append({part for each in parts for part in each})
     assert pulled == [{0, 1, 2, 3, 4}, {5, 6}, {5}]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from quire.cache.run import HeldPages
 from quire.cluster import protocol
-from quire.cluster.attempt_states import REMEMBERED_SECONDS, AttemptStates, Deadlines, Timers
+from quire.cluster.attempt_states import REMEMBERED_SECONDS, AttemptStates, Phase, Timers
 from quire.cluster.bodies import (
     ComputeJob,
     InstanceLoad,
@@ -23,10 +23,9 @@ from quire.cluster.bodies import (
     ManifestMessage,
     PeerAddresses,
     PrefillProgress,
-    PullCached,
     PullExtents,
     PullNotFound,
-    PullParts,
+    PullRequest,
     ReceiveJob,
     Shutdown,
 )
@@ -71,9 +70,10 @@ STEP_SECONDS = 60.0
 class Agent:
     """The attempts of one instance.
 
-    name    of the instance
-    submit  runs a command on the engine's thread
-    timers  what is due later, on its clock
+    name       of the instance
+    submit     runs a command on the engine's thread
+    deadlines  see `deadlines_within`
+    timers     what is due later, on its clock
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Agent:
         connections: PeerConnections,
         peer_store: PeerStore,
         submit: Callable[[Callable[[], object]], None],
-        deadlines: Deadlines,
+        deadlines: Mapping[Phase, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class Agent:
         )  # fmt: skip
         self._pulls = PullsUnderWay(connections, peer_store, timers)
         self._heartbeat = Heartbeat(
-            name, timers, submit, self._send_load, max(STEP_SECONDS, deadlines.queued), self.stop
+            name, timers, submit, self._send_load, max(STEP_SECONDS, deadlines[SourcePhase.QUEUED]), self.stop
         )
         self._exports: dict[Attempt, ExportedCache] = {}
         self._names: dict[Attempt, str] = {}  # in logs
@@ -185,18 +185,15 @@ class Agent:
                 for attempt in attempts:
                     self._sources.renew(attempt, SourcePhase.HELD)
                     self._receivers.renew(attempt, ReceiverPhase.ASKED)
-            case PullParts(PartsRequest(attempt) as wanted, pull, groups):
+            case PullRequest(attempt, pull, groups, names):
                 # While the prompt is computed, what a receiver asks for is not a matter of the protocol.
-                if self._sources.is_in(attempt, SourcePhase.RUNNING):
+                if names or self._sources.is_in(attempt, SourcePhase.RUNNING):
                     self._submit(partial(self._pack, sender, message))
                     return
-                self._sources.advance(attempt, wanted, sender)
+                self._sources.advance(attempt, PartsRequest(attempt, message.parts), sender)
                 export = self._exports.get(attempt)
-                self._send_pages(
-                    sender, attempt, pull, None if export is None else export.outgoing_export.outgoing_pages(groups)
-                )
-            case PullCached():
-                self._submit(partial(self._pack, sender, message))
+                pages = None if export is None else export.outgoing_export.outgoing_pages(groups)
+                self._send_pages(sender, attempt, pull, pages)
             case PullNotFound(_, pull):
                 self._pulls.note_not_found(pull)
             case PeerAddresses(addresses):
@@ -310,15 +307,14 @@ class Agent:
                 if (pull := self._pulls.by_attempt.get(attempt)) is not None:
                     self._pulls.ask(pull)
             case CachePart():
-                pass  # they went as extents: see `PullParts`
+                pass  # they went as extents: see `PullRequest`
             case _:
                 self.connections.send(to, message)
 
-    def _pack(self, to: str, wanted: PullParts | PullCached) -> None:
+    def _pack(self, to: str, wanted: PullRequest) -> None:
         """Sends what the engine's attempts find. On the engine's thread."""
         assert self._engine_attempts is not None
-        attempt = wanted.message.attempt if isinstance(wanted, PullParts) else wanted.attempt
-        self._send_pages(to, attempt, wanted.pull, self._engine_attempts.find_pages(wanted, self._release))
+        self._send_pages(to, wanted.attempt, wanted.pull, self._engine_attempts.find_pages(wanted, self._release))
 
     def _send_pages(self, to: str, attempt: Attempt, pull: int, pages: OutgoingPages | None) -> None:
         if pages is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from quire.cluster import protocol
@@ -16,40 +16,20 @@ from quire.cluster.protocol import ReceiverPhase, ReceiverState, SourcePhase, So
 REMEMBERED_SECONDS = 120.0
 """Time for which an ended attempt is remembered, so that a late message begins nothing again."""
 
+Phase = SourcePhase | ReceiverPhase
+
 State = TypeVar("State", SourceState, ReceiverState)
 
 
-@dataclass(frozen=True)
-class Deadlines:
-    """Seconds after which a state ends by itself.
-
-    expected, queued, held  of a source
-    asked, waiting, pulling of a receiver, for each try
+def deadlines_within(seconds: float) -> dict[Phase, float]:
+    """Seconds after which a state ends by itself, at a receiver for each try, if a request is given up after so many
+    seconds without a token.
     """
-
-    expected: float = 20.0
-    queued: float = 60.0
-    held: float = 60.0
-    asked: float = 20.0
-    waiting: float = 20.0
-    pulling: float = 5.0
-
-    @classmethod
-    def within(cls, seconds: float) -> Deadlines:
-        """For requests that are given up after so many seconds without a token."""
-        third = seconds / protocol.PULL_TRIES
-        return cls(third, seconds, seconds, third, third, min(5.0, third))
-
-    def of(self, state: SourceState | ReceiverState) -> float:
-        """Seconds from now on."""
-        return self._of_phases[state.phase]
-
-    @cached_property
-    def _of_phases(self) -> dict[SourcePhase | ReceiverPhase, float]:
-        return {
-            SourcePhase.EXPECTED: self.expected, SourcePhase.QUEUED: self.queued, SourcePhase.HELD: self.held,
-            ReceiverPhase.ASKED: self.asked, ReceiverPhase.QUEUED: self.waiting, ReceiverPhase.PULLING: self.pulling,
-        }  # fmt: skip
+    third = seconds / protocol.PULL_TRIES
+    return {
+        SourcePhase.EXPECTED: third, SourcePhase.QUEUED: seconds, SourcePhase.HELD: seconds,
+        ReceiverPhase.ASKED: third, ReceiverPhase.QUEUED: third, ReceiverPhase.PULLING: min(5.0, third),
+    }  # fmt: skip
 
 
 class Timers:
@@ -86,32 +66,34 @@ class _Deadline:
 class AttemptStates(Generic[State]):
     """The states of attempts in one role.
 
-    advance  the role's function of the protocol: of a state, the sender of a message, and an event
-    send     sends a message
-    expired  is called with an attempt when the deadline of its state is over
-    ended    is called with an attempt when it has ended
+    step       the role's function of the protocol: of a state, the sender of a message, and an event
+    deadlines  see `deadlines_within`
+    send       sends a message
+    expired    is called with an attempt when the deadline of its state is over
+    ended      is called with an attempt when it has ended
 
     by_attempt  an ended one is forgotten after a while
     """
 
     def __init__(
         self,
-        advance: Callable[[State | None, str, Any], tuple[State | None, list[Envelope]]],
-        deadlines: Deadlines,
+        step: Callable[[State | None, str, Any], tuple[State | None, list[Envelope]]],
+        deadlines: Mapping[Phase, float],
         timers: Timers,
         send: Callable[[Envelope], None],
         expired: Callable[[Attempt], None],
         ended: Callable[[Attempt], None],
     ) -> None:
         self.by_attempt: dict[Attempt, State] = {}
-        self._advance, self._deadlines, self._timers = advance, deadlines, timers
+        self._step: Callable[[State | None, str, Any], tuple[State | None, list[Envelope]]] = step
+        self._deadlines, self._timers = deadlines, timers
         self._send, self._expired, self._ended = send, expired, ended
         self._due: dict[Attempt, _Deadline] = {}
 
     def advance(self, attempt: Attempt, event: Any, sender: str = "") -> None:
         """Something happens to an attempt."""
         before = self.by_attempt.get(attempt)
-        after, sent = self._advance(before, sender, event)
+        after, sent = self._step(before, sender, event)
         if after is not None:
             self._note(attempt, before, after)
         for each in sent:
@@ -129,21 +111,21 @@ class AttemptStates(Generic[State]):
         else:
             self._due.pop(attempt, None)
 
-    def is_in(self, attempt: Attempt, *phases: SourcePhase | ReceiverPhase) -> bool:
+    def is_in(self, attempt: Attempt, *phases: Phase) -> bool:
         """Whether an attempt is known, and in one of these phases."""
         state = self.by_attempt.get(attempt)
         return state is not None and state.phase in phases
 
     def wait(self, attempt: Attempt) -> None:
         """Sets the deadline of a state."""
-        seconds = self._deadlines.of(self.by_attempt[attempt])
+        seconds = self._deadlines[self.by_attempt[attempt].phase]
         due = self._due[attempt] = _Deadline(self._timers.clock() + seconds)
         self._timers.after(seconds, partial(self._expire, attempt, due))
 
-    def renew(self, attempt: Attempt, phase: SourcePhase | ReceiverPhase) -> None:
+    def renew(self, attempt: Attempt, phase: Phase) -> None:
         """Moves the deadline of a state on, if it is in a phase."""
         if self.is_in(attempt, phase):
-            self._due[attempt].moment = self._timers.clock() + self._deadlines.of(self.by_attempt[attempt])
+            self._due[attempt].moment = self._timers.clock() + self._deadlines[self.by_attempt[attempt].phase]
 
     def _expire(self, attempt: Attempt, due: _Deadline) -> None:
         if self._due.get(attempt) is not due:

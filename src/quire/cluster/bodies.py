@@ -6,6 +6,7 @@ the protocol with all that the client gets of it: see `messages.Token`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from quire.cache.retention.policies import PolicyChain
 from quire.cache.retention.retained import RetainedTokens
 from quire.cache.run import Run
 from quire.cluster import wire
-from quire.cluster.messages import Attempt, Compute, Manifest, PartsRequest, Receive
+from quire.cluster.messages import Attempt, Compute, Manifest, Receive
 from quire.engine.admission import RequestLimits
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ExtentError
@@ -168,31 +169,23 @@ class KeepAlive:
 
 
 @dataclass(frozen=True)
-class PullParts:
-    """Receiver to source.
+class PullRequest:
+    """To an instance that has computed a prompt, or may have the first chunks of one in its cache.
 
     pull    a number that the answer names
-    groups  the parts, in the groups that are packed together
-    """
-
-    message: PartsRequest
-    pull: int
-    groups: list[list[int]]
-
-
-@dataclass(frozen=True)
-class PullCached:
-    """To an instance that may have a prefix in its cache, from one that begins with its prompt.
-
-    pull    a number that the answer names
-    names   keys of the first chunks
-    groups  the chunks that are wanted, by index, in the groups that are packed together
+    groups  the wanted parts of the attempt, or chunks of `names` by index, in the groups that are packed together
+    names   keys of the first chunks, if they are to be found in the cache; otherwise empty
     """
 
     attempt: Attempt
     pull: int
-    names: list[bytes]
     groups: list[list[int]]
+    names: list[bytes] = field(default_factory=list)
+
+    @property
+    def parts(self) -> frozenset[int]:
+        """All that is wanted."""
+        return frozenset(itertools.chain(*self.groups))
 
 
 @dataclass(frozen=True)
@@ -364,6 +357,6 @@ class LoadingHeartbeat:
 
 
 wire.register(
-    ComputeJob, ReceiveJob, ManifestMessage, PrefillProgress, KeepAlive, PullParts, PullCached,
+    ComputeJob, ReceiveJob, ManifestMessage, PrefillProgress, KeepAlive, PullRequest,
     PullExtents, PullNotFound, InstanceReady, InstanceLoad, PeerAddresses, AssignRole, Shutdown, LoadingHeartbeat,
 )  # fmt: skip

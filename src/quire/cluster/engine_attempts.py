@@ -25,8 +25,7 @@ from quire.cluster.bodies import (
     InstanceLoad,
     ManifestMessage,
     PrefillProgress,
-    PullCached,
-    PullParts,
+    PullRequest,
     ReceiveJob,
     RemotePrefix,
     SequenceJob,
@@ -272,17 +271,15 @@ class EngineAttempts:
         else:
             self.engine.abort(work.request_id)
 
-    def find_pages(
-        self, wanted: PullParts | PullCached, release: Callable[[list[HeldPages]], None]
-    ) -> OutgoingPages | None:
+    def find_pages(self, wanted: PullRequest, release: Callable[[list[HeldPages]], None]) -> OutgoingPages | None:
         """The pages that another instance asks for; None if some are not here, not yet or not any more.
 
         release  see OutgoingPages
         """
-        if isinstance(wanted, PullCached):
+        if wanted.names:
             pages = self._cached_pages(wanted.names, wanted.groups)
         else:
-            work = self.attempts.get(wanted.message.attempt)
+            work = self.attempts.get(wanted.attempt)
             if work is not None and work.outgoing_export is not None:
                 return work.outgoing_export.outgoing_pages(wanted.groups)  # the prompt's last step has ended meanwhile
             pages = None if work is None or work.sequence is None else self._prompt_pages(work.sequence, wanted.groups)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from quire.cluster.attempt_states import Timers
-from quire.cluster.bodies import PullCached, PullParts
+from quire.cluster.bodies import PullRequest
 from quire.cluster.connections import PeerConnections
-from quire.cluster.messages import Attempt, PartsRequest
+from quire.cluster.messages import Attempt
 from quire.cluster.peer_store import PeerStore, Pull
 
 PULL_SECONDS = 10.0
@@ -39,11 +39,7 @@ class PullsUnderWay:
 
     def ask(self, pull: Pull) -> None:
         """Asks a source."""
-        if pull.names:
-            message: PullCached | PullParts = PullCached(pull.attempt, pull.number, pull.names, pull.groups)
-        else:
-            message = PullParts(PartsRequest(pull.attempt, pull.parts), pull.number, pull.groups)
-        self._connections.send(pull.source, message)
+        self._connections.send(pull.source, PullRequest(pull.attempt, pull.number, pull.groups, pull.names))
 
     def note_extents(self, attempt: Attempt, number: int, is_whole: bool) -> bool:
         """The extents of a pull have come. Returns whether an attempt must ask for them again."""

@@ -111,7 +111,6 @@ class Liveness:
     """Watches instances.
 
     heartbeat  most seconds between two signs of life
-    start      most seconds until the first one
     failed     is called with an instance that has failed, and the reason
     """
 
@@ -120,11 +119,10 @@ class Liveness:
         members: Mapping[str, Member],
         processes: Processes,
         heartbeat: float,
-        start: float,
         failed: Callable[[Member, str], None],
     ) -> None:
         self._members, self._processes = members, processes
-        self._heartbeat, self._start, self._failed = heartbeat, start, failed
+        self._heartbeat, self._failed = heartbeat, failed
 
     async def watch(self, tick: Callable[[], None]) -> None:
         """Looks at the instances until it is cancelled. tick: is called after each look."""
@@ -156,7 +154,7 @@ class Liveness:
         """Most seconds between two signs of life."""
         if member.health is not Health.STARTING:
             return self._heartbeat
-        return max(LOADING_SECONDS, self._heartbeat) if member.is_loading else self._start
+        return max(LOADING_SECONDS, self._heartbeat) if member.is_loading else START_SECONDS
 
 
 class Supervisor:
@@ -203,7 +201,7 @@ class Supervisor:
             tracer=tracer,
         )  # fmt: skip
         self.members = self.router.members
-        self._liveness = Liveness(self.members, self.processes, settings.heartbeat, START_SECONDS, self._fail)
+        self._liveness = Liveness(self.members, self.processes, settings.heartbeat, self._fail)
         self.cluster_prefixes = ClusterPrefixes(self.members, self.places.specs, self.send)
         self._connections = PeerConnections(
             ROUTER, self._secret, self, self._transport, compatibility_tag=compatibility_tag()
