@@ -156,7 +156,7 @@ class Chaos:
             await asyncio.sleep(0.01)
 
     def _signal(self, member: Member, number: signal.Signals) -> int | None:
-        pid = self.cluster.operations.processes.pid(member.name)
+        pid = self.cluster.supervisor.processes.pid(member.name)
         try:
             if pid is not None:
                 os.kill(pid, number)
@@ -166,7 +166,7 @@ class Chaos:
 
     async def _resume(self, member: Member, pid: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        if self.cluster.operations.processes.pid(member.name) == pid:
+        if self.cluster.supervisor.processes.pid(member.name) == pid:
             self._signal(member, signal.SIGCONT)
         else:
             self.tally.silent += 1

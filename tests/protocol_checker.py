@@ -273,7 +273,7 @@ class ModelChecker:
             if state.phase is SourcePhase.QUEUED and has_room:
                 yield Event("source", state.attempt, Admitted(), SOURCE_ROOM)
             elif state.phase is SourcePhase.RUNNING:
-                yield Event("source", state.attempt, TokenSampled(state.start + 1 == self.tokens, self.parts))
+                yield Event("source", state.attempt, _sampled(state, state.start + 1 == self.tokens, self.parts))
 
     def _at_receiver(self, states: list[Any], has: frozenset[int]) -> Iterator[Event]:
         has_room = _used(states) < self.room
@@ -281,7 +281,7 @@ class ModelChecker:
             if state.phase is ReceiverPhase.QUEUED and has_room:
                 yield Event("receiver", state.attempt, Admitted(has), RECEIVER_ROOM)
             elif state.phase is ReceiverPhase.RUNNING:
-                yield Event("receiver", state.attempt, TokenSampled(state.num_tokens + 1 == self.tokens))
+                yield Event("receiver", state.attempt, _sampled(state, state.num_tokens + 1 == self.tokens))
 
     # ---- what follows ----------------------------------------------------------------------------------------------
 
@@ -651,6 +651,11 @@ class _Step:
         """The world after the event is of a kind."""
         assert self.event is not None
         self.steps.add((self.event.label, kind))
+
+
+def _sampled(state: Any, is_last: bool, parts: frozenset[int] = frozenset()) -> TokenSampled:
+    """The next token of an engine, which does not count positions."""
+    return TokenSampled(Token(state.attempt, is_last=is_last), parts)
 
 
 def _used(states: list[Any]) -> int:

@@ -34,6 +34,7 @@ from quire.cluster.messages import (
 from quire.cluster.protocol import ReceiverPhase, ReceiverState, RequestPhase, RequestState, SourcePhase, SourceState
 
 AT, PARTS = Attempt(0, 1), frozenset({0, 1})
+TOKEN, LAST = Token(AT), Token(AT, is_last=True)
 UNKNOWN = "unknown"
 
 ROUTE_EVENTS = (
@@ -41,12 +42,12 @@ ROUTE_EVENTS = (
     InstanceDown("d"), Expired(), Abort(),
 )  # fmt: skip
 SOURCE_EVENTS = (
-    Compute(AT, 0, "d"), Admitted(), ManifestRequest(AT), PartsRequest(AT, PARTS), TokenSampled(False, PARTS),
-    TokenSampled(True), Ack(AT), Cancel(AT), Failed(AT, "reason"), Expired(),
+    Compute(AT, 0, "d"), Admitted(), ManifestRequest(AT), PartsRequest(AT, PARTS), TokenSampled(TOKEN, PARTS),
+    TokenSampled(LAST), Ack(AT), Cancel(AT), Failed(AT, "reason"), Expired(),
 )  # fmt: skip
 RECEIVER_EVENTS = (
-    Receive(AT, "p", 0), Receive(AT, "", 0), Manifest(AT, PARTS, 1), Admitted(frozenset({0})), Admitted(PARTS),
-    CachePart(AT, 1), Lost(AT), Lost(AT, is_over=True), TokenSampled(False), TokenSampled(True),
+    Receive(AT, "p", 0), Receive(AT, "", 0), Manifest(AT, PARTS, TOKEN), Admitted(frozenset({0})), Admitted(PARTS),
+    CachePart(AT, 1), Lost(AT), Lost(AT, is_over=True), TokenSampled(TOKEN), TokenSampled(LAST),
     Cancel(AT), Failed(AT, "reason"), Expired(),
 )  # fmt: skip
 
@@ -60,15 +61,15 @@ def source_states() -> dict[Any, Any]:
     """A source's states by phase. While it computes, the receiver has asked."""
     found: dict[Any, Any] = {UNKNOWN: None} | {phase: SourceState(AT, phase, "d") for phase in SourcePhase}
     found[SourcePhase.RUNNING] = SourceState(AT, SourcePhase.RUNNING, "d", is_asked=True)
-    found[SourcePhase.HELD] = SourceState(AT, SourcePhase.HELD, "d", parts=PARTS)
+    found[SourcePhase.HELD] = SourceState(AT, SourcePhase.HELD, "d", parts=PARTS, token=TOKEN)
     return found
 
 
 def receiver_states() -> dict[Any, Any]:
     """A receiver's states by phase. While it pulls, one part is missing."""
     found: dict[Any, Any] = {UNKNOWN: None} | {phase: ReceiverState(AT, phase, "p") for phase in ReceiverPhase}
-    found[ReceiverPhase.QUEUED] = ReceiverState(AT, ReceiverPhase.QUEUED, "p", parts=PARTS, num_tokens=1)
-    found[ReceiverPhase.PULLING] = ReceiverState(AT, ReceiverPhase.PULLING, "p", 2, PARTS, frozenset({1}), 1)
+    found[ReceiverPhase.QUEUED] = ReceiverState(AT, ReceiverPhase.QUEUED, "p", parts=PARTS, num_tokens=1, token=TOKEN)
+    found[ReceiverPhase.PULLING] = ReceiverState(AT, ReceiverPhase.PULLING, "p", 2, PARTS, frozenset({1}), 1, TOKEN)
     found[ReceiverPhase.RUNNING] = ReceiverState(AT, ReceiverPhase.RUNNING, "p", num_tokens=1)
     return found
 
@@ -118,7 +119,8 @@ def _who(to: str) -> str:
 
 def _event(event: Any) -> str:
     kind = type(event).__name__
-    flags = [name for name in ("is_last", "is_over") if getattr(event, name, False)]
+    what = event.token if isinstance(event, TokenSampled) else event
+    flags = [name for name in ("is_last", "is_over") if getattr(what, name, False)]
     if isinstance(event, Receive) and not event.source:
         flags.append("no source")
     if event == Admitted(PARTS):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from quire.cluster import supervisor
-from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.agent import Agent
+from quire.cluster.attempt_states import deadlines_within
 from quire.cluster.bodies import (
     CacheState,
     ComputeJob,
@@ -24,12 +26,11 @@ from quire.cluster.bodies import (
     LoadingHeartbeat,
     ManifestMessage,
     PeerAddresses,
+    PrefillProgress,
     PullExtents,
-    PullParts,
+    PullRequest,
     ReceiveJob,
     SequenceJob,
-    TokenMessage,
-    TokenUpdate,
 )
 from quire.cluster.cluster import Cluster
 from quire.cluster.engine_attempts import (
@@ -38,8 +39,6 @@ from quire.cluster.engine_attempts import (
     EngineAttemptPhase,
     EngineAttempts,
     ExportedCache,
-    FailureNotice,
-    TokenNotice,
 )
 from quire.cluster.instance import LaunchConfig
 from quire.cluster.members import Health, Member
@@ -51,9 +50,9 @@ from quire.cluster.messages import (
     HandedOver,
     Manifest,
     ManifestRequest,
-    PartsRequest,
     Receive,
     Token,
+    TokenSampled,
 )
 from quire.cluster.peer_store import Offer, PeerStore, Pull
 from quire.cluster.processes import Processes
@@ -75,12 +74,25 @@ from ..tiny_models import save_tiny, tiny_shape
 ATTEMPT = Attempt(1, 1)
 JOB = SequenceJob("r", list(range(3, 203)), {"max_tokens": 4, "ignore_eos": True}, {}, 7)
 STATE: Any = None
-CACHE = ExportedCache(STATE, frozenset({0}), STATE)
 SEAL = ExtentSigner(bytes(32))
 
 
-def told(*token_ids: int) -> TokenUpdate:
-    return TokenUpdate(CompletionOutput(0, "", list(token_ids), 0.0, None, None, None))
+def token(token_id: int, attempt: Attempt = ATTEMPT, position: int = 0, is_last: bool = False) -> Token:
+    return Token(attempt, position, is_last, CompletionOutput(0, "", [token_id], None, None, None, None))
+
+
+def exported(attempt: Attempt = ATTEMPT) -> ExportedCache:
+    return ExportedCache(TokenSampled(token(5, attempt), frozenset({0})), STATE, STATE)
+
+
+def manifest(source_token: Token) -> ManifestMessage:
+    return ManifestMessage(Manifest(source_token.attempt, frozenset({0}), source_token), STATE)
+
+
+COMPUTE = ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB)
+PLAN = ReceiveJob(Receive(ATTEMPT, "source", 0), JOB)
+ALONE = ReceiveJob(Receive(ATTEMPT, "", 0), JOB)
+OTHER_ALONE = ReceiveJob(Receive(Attempt(2, 1), "", 0), JOB)
 
 
 class Wire:
@@ -132,7 +144,7 @@ class Idle(SimpleNamespace):
 
 
 def agent_of(wire: Wire, pulls: Pulls, clock: Any = lambda: 0.0) -> Agent:
-    return Agent("me", wire, pulls, lambda command: command(), Deadlines(), clock)  # type: ignore[arg-type]
+    return Agent("me", wire, pulls, lambda command: command(), deadlines_within(60.0), clock)  # type: ignore[arg-type]
 
 
 def run(agent: Agent) -> Agent:
@@ -150,7 +162,7 @@ def pull_of(number: int, source: str = "source") -> Pull:
 def pulling(agent: Agent, pull: Pull) -> None:
     """Makes it a receiver that waits for a pull."""
     agent.receive("router", ReceiveJob(Receive(ATTEMPT, "source", 0), JOB), iter(()))
-    agent.receive("source", ManifestMessage(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
+    agent.receive("source", manifest(token(5)), iter(()))
     agent.notice([AdmittedNotice(ATTEMPT, pull)])
 
 
@@ -162,13 +174,14 @@ def test_what_arrives_after_the_end_is_not_kept() -> None:
     agent = agent_of(Wire(), Pulls())
     agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
     agent.receive("router", Cancel(ATTEMPT), iter(()))
-    agent.notice([AdmittedNotice(ATTEMPT), TokenNotice(ATTEMPT, told(5), False, CACHE)])
+    agent.notice([AdmittedNotice(ATTEMPT), exported()])
     other = Attempt(2, 1)
     agent.receive("router", ReceiveJob(Receive(other, "source", 0), JOB), iter(()))
     agent.receive("router", Cancel(other), iter(()))
     agent.notice([AdmittedNotice(other, pull_of(3))])
     run(agent)
-    assert not agent._bodies and not agent._pulls and not agent._due
+    assert not agent._exports and not agent._pulls.by_attempt
+    assert not agent._sources._due and not agent._receivers._due
 
 
 def test_nothing_is_left_of_an_attempt_after_a_while() -> None:
@@ -177,22 +190,23 @@ def test_nothing_is_left_of_an_attempt_after_a_while() -> None:
     for number in range(20):
         attempt = Attempt(number, 1)
         agent.receive("router", ComputeJob(Compute(attempt, 0, "receiver"), JOB), iter(()))
-        agent.notice([AdmittedNotice(attempt), TokenNotice(attempt, told(5), False, CACHE)])
+        agent.notice([AdmittedNotice(attempt), exported(attempt)])
         agent.receive("router", Cancel(attempt), iter(()))
     run(agent)
     now[0] = 1000.0
     run(agent)
     for each in (
-        agent._sources,
-        agent._receivers,
-        agent._bodies,
-        agent._pulls,
-        agent._due,
+        agent._sources.by_attempt,
+        agent._receivers.by_attempt,
+        agent._pulls.by_attempt,
+        agent._pulls._progress,
+        agent._sources._due,
+        agent._receivers._due,
         agent._names,
-        agent._outgoing_exports,
+        agent._exports,
     ):
         assert not each
-    assert len(agent._timers) < 10
+    assert len(agent.timers._calls) < 10
 
 
 def test_damaged_extents_are_asked_for_again_at_once() -> None:
@@ -202,8 +216,8 @@ def test_damaged_extents_are_asked_for_again_at_once() -> None:
     pulls.is_whole = False
     agent.receive("source", PullExtents(ATTEMPT, 3), iter(()))
     run(agent)
-    want = ("source", PullParts(PartsRequest(ATTEMPT, frozenset({0})), 3, [[0]]))
-    assert [each for each in wire.sent if isinstance(each[1], PullParts)] == [want] * 2
+    want = ("source", PullRequest(ATTEMPT, 3, [[0]]))
+    assert [each for each in wire.sent if isinstance(each[1], PullRequest)] == [want] * 2
 
 
 def test_a_source_that_sends_nothing_but_damage_is_given_up() -> None:
@@ -223,7 +237,7 @@ def test_a_pull_whose_source_still_sends_is_not_asked_for_again() -> None:
     agent = agent_of(wire, pulls, lambda: now[0])
 
     def wants() -> int:
-        return sum(isinstance(message, PullParts) for _, message in wire.sent)
+        return sum(isinstance(message, PullRequest) for _, message in wire.sent)
 
     pulling(agent, pull_of(100))
     run(agent)
@@ -262,7 +276,7 @@ def test_a_pull_beside_the_protocol_ends(how: str) -> None:
 def test_what_is_waited_for_ends_with_its_attempt() -> None:
     """Also while the engine's thread stands still: its step may wait for a layer of the pull."""
     pulls, stuck = Pulls(), list[Any]()
-    agent = Agent("me", Wire(), pulls, stuck.append, Deadlines(), lambda: 0.0)  # type: ignore[arg-type]
+    agent = Agent("me", Wire(), pulls, stuck.append, deadlines_within(60.0), lambda: 0.0)  # type: ignore[arg-type]
     pulling(agent, pull_of(3))
     agent.notice([pull_of(4)])
     agent.receive("router", Cancel(ATTEMPT), iter(()))
@@ -282,10 +296,10 @@ def test_a_cache_that_cannot_be_described_ends_its_attempt_alone(monkeypatch: py
     agent = agent_of(wire, Pulls())
     agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
     agent.receive("receiver", ManifestRequest(ATTEMPT), iter(()))
-    agent.notice([AdmittedNotice(ATTEMPT), TokenNotice(ATTEMPT, told(5), False, CACHE)])
+    agent.notice([AdmittedNotice(ATTEMPT), exported()])
     run(agent)
     failed = Failed(ATTEMPT, "a message of 99 bytes; 9 are possible")
-    assert ("router", failed) in wire.sent and not agent._bodies
+    assert ("router", failed) in wire.sent and not agent._exports
 
 
 class Reporting(Idle):
@@ -316,11 +330,11 @@ def test_waiting_for_a_turn_ends_only_if_nothing_goes_on(phase: str, goes_on: bo
     if phase in ("queued", "held"):
         agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "other"), JOB), iter(()))
         if phase == "held":
-            agent.notice([AdmittedNotice(ATTEMPT), TokenNotice(ATTEMPT, told(5), False, CACHE)])
+            agent.notice([AdmittedNotice(ATTEMPT), exported()])
     else:
         agent.receive("router", ReceiveJob(Receive(ATTEMPT, "other", 0), JOB), iter(()))
         if phase == "waiting":
-            agent.receive("other", ManifestMessage(Manifest(ATTEMPT, frozenset({0}), 1), STATE, told(5)), iter(()))
+            agent.receive("other", manifest(token(5)), iter(()))
     engine_attempts.at_work = (ATTEMPT,) if goes_on and phase in ("queued", "waiting") else ()
     for _ in range(40):
         if goes_on and phase in ("asked", "held"):
@@ -328,7 +342,7 @@ def test_waiting_for_a_turn_ends_only_if_nothing_goes_on(phase: str, goes_on: bo
         passes(agent, now, 5)
     agent.stop()
     agent.run(engine_attempts)  # type: ignore[arg-type]
-    state = agent._sources.get(ATTEMPT) or agent._receivers.get(ATTEMPT)
+    state = agent._sources.by_attempt.get(ATTEMPT) or agent._receivers.by_attempt.get(ATTEMPT)
     assert (state is not None and state.phase.value != "ended") is goes_on
     goes = [to for to, message in wire.sent if message == KeepAlive((ATTEMPT,))]
     assert bool(goes) is (goes_on and phase == "waiting"), "a receiver that waits for room holds its source's pages"
@@ -359,22 +373,21 @@ def test_who_is_gone_is_forgotten() -> None:
 
 
 def test_an_attempt_that_was_ended_before_it_came_does_not_begin() -> None:
-    begun: list[Any] = []
+    commands: list[Any] = []
     agent = agent_of(Wire(), Pulls())
     agent.receive("router", Cancel(ATTEMPT), iter(()))
     agent.receive("router", ComputeJob(Compute(ATTEMPT, 0, "receiver"), JOB), iter(()))
     agent.receive("router", ReceiveJob(Receive(ATTEMPT, "source", 0), JOB), iter(()))
     agent.stop()
-    engine_attempts = Idle(compute=lambda *given: begun.append(given), plan=lambda *given: begun.append(given))
-    agent.run(engine_attempts)  # type: ignore[arg-type]
-    assert not begun
+    agent.run(Idle(run=commands.append))  # type: ignore[arg-type]
+    assert {*map(type, commands)} == {Cancel}
 
 
 def test_an_engine_that_stands_still_ends_its_instance() -> None:
     """Its agent would go on to say that it is alive, and its short queue would attract requests."""
     now, wire = [0.0], Wire()
     stuck: list[Any] = []
-    agent = Agent("me", wire, Pulls(), stuck.append, Deadlines.within(5.0), lambda: now[0])  # type: ignore[arg-type]
+    agent = Agent("me", wire, Pulls(), stuck.append, deadlines_within(5.0), lambda: now[0])  # type: ignore[arg-type]
     thread = threading.Thread(target=agent.run, args=(Idle(),), daemon=True)
     thread.start()
     for _ in range(80):
@@ -397,13 +410,13 @@ def attempts_of() -> tuple[EngineAttempts, PeerStore, list[Any]]:
 def test_an_attempt_that_cannot_be_adopted_leaves_nothing() -> None:
     """What was fetched ahead for it goes, too."""
     engine_attempts, peer_store, notices = attempts_of()
-    engine_attempts.plan(ATTEMPT, JOB)
-    engine_attempts.prefetch(ATTEMPT, "source", 3)
+    engine_attempts.run(PLAN)
+    engine_attempts.run(PrefillProgress(ATTEMPT, 3))
     assert engine_attempts.engine.scheduler.manager.fetching.prefetches and peer_store._offers
     wrong = CacheState(b"another", (0, 2), (0, 2), 3, 200, 3, 4, 256, 0, False, None, None)
-    engine_attempts.adopt(ATTEMPT, "source", wrong, told(5))
+    engine_attempts.run(replace(manifest(token(5)), cache=wrong))
     engine_attempts.has_stepped(engine_attempts.engine.step())
-    (failed,) = [each for each in notices if isinstance(each, FailureNotice)]
+    (failed,) = [each for each in notices if isinstance(each, Failed)]
     assert "pages of another model" in failed.reason
     assert not engine_attempts.attempts and not engine_attempts._by_id
     assert (
@@ -415,35 +428,35 @@ def test_an_attempt_that_cannot_be_adopted_leaves_nothing() -> None:
     assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0
 
 
-def test_a_desk_tells_what_it_is_at() -> None:
+def test_an_engine_says_which_attempts_it_is_at() -> None:
     """Not what waits for the other instance, nor what lacks room while nothing runs that could free it."""
     engine_attempts, _, notices = attempts_of()
 
     def at_work() -> tuple[Attempt, ...]:
         return engine_attempts.load("me", with_stats=False).at_work
 
-    engine_attempts.compute(ATTEMPT, JOB)
-    while not any(isinstance(each, TokenNotice) for each in notices):
+    engine_attempts.run(COMPUTE)
+    while not any(isinstance(each, ExportedCache) for each in notices):
         assert at_work() == (ATTEMPT,)
         engine_attempts.has_stepped(engine_attempts.engine.step())
     assert ATTEMPT in engine_attempts.attempts and at_work() == (), "it is held for its receiver"
     engine_attempts.end(ATTEMPT)
-    engine_attempts.plan(ATTEMPT, JOB)
+    engine_attempts.run(PLAN)
     assert at_work() == (), "it waits for its source"
     waiting: Any = SimpleNamespace(state=SequenceState.WAITING)
     engine_attempts.attempts[ATTEMPT] = EngineAttempt(ATTEMPT, JOB, EngineAttemptPhase.ADOPTED, waiting)
     assert at_work() == ()
-    engine_attempts.run_alone(other := Attempt(2, 1), JOB)
+    engine_attempts.run(OTHER_ALONE)
     engine_attempts.has_stepped(engine_attempts.engine.step())
     assert {*at_work()} >= {ATTEMPT}, "its turn comes when the other one has ended"
     del engine_attempts.attempts[ATTEMPT]
-    engine_attempts.end(other)
+    engine_attempts.run(Cancel(Attempt(2, 1)))
 
 
 def test_chunks_that_are_fetched_ahead_are_no_leak() -> None:
     engine_attempts, _, _ = attempts_of()
-    engine_attempts.plan(ATTEMPT, JOB)
-    engine_attempts.prefetch(ATTEMPT, "source", 3)
+    engine_attempts.run(PLAN)
+    engine_attempts.run(PrefillProgress(ATTEMPT, 3))
     assert not engine_attempts.engine.has_work and engine_attempts.engine.holds_nothing
     engine_attempts.end(ATTEMPT)
     assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0
@@ -452,7 +465,7 @@ def test_chunks_that_are_fetched_ahead_are_no_leak() -> None:
 def test_chunks_that_are_sent_after_their_attempt_has_ended_are_no_leak() -> None:
     """A client may go while its cache is copied: an engine without requests then waits for the link."""
     engine_attempts, _, _ = attempts_of()
-    engine_attempts.compute(ATTEMPT, JOB)
+    engine_attempts.run(COMPUTE)
     while not engine_attempts.engine.exports:
         engine_attempts.has_stepped(engine_attempts.engine.step())
     outgoing_export = engine_attempts.attempts[ATTEMPT].outgoing_export
@@ -471,14 +484,21 @@ def test_chunks_that_are_sent_after_their_attempt_has_ended_are_no_leak() -> Non
     assert engine_attempts.engine.stats()["cache"]["bytes_used"] == 0
 
 
+def test_a_message_that_is_no_command_is_refused() -> None:
+    engine_attempts, _, _ = attempts_of()
+    no_command: Any = KeepAlive((ATTEMPT,))
+    with pytest.raises(TypeError, match="KeepAlive is no command of an engine"):
+        engine_attempts.run(no_command)
+
+
 def test_two_requests_may_have_one_name() -> None:
     engine_attempts, _, notices = attempts_of()
-    engine_attempts.run_alone(ATTEMPT, JOB)
-    engine_attempts.run_alone(Attempt(2, 1), JOB)
+    engine_attempts.run(ALONE)
+    engine_attempts.run(OTHER_ALONE)
     while engine_attempts.engine.has_work:
         engine_attempts.has_stepped(engine_attempts.engine.step())
-    tokens = [each for each in notices if isinstance(each, TokenNotice)]
-    assert len(tokens) == 8 and sum(each.is_last for each in tokens) == 2
+    tokens = [each for each in notices if isinstance(each, TokenSampled)]
+    assert len(tokens) == 8 and sum(each.token.is_last for each in tokens) == 2
 
 
 # ---- the router ------------------------------------------------------------------------------------------------------
@@ -502,14 +522,14 @@ def test_tokens_of_an_attempt_that_has_failed_are_not_those_of_the_next_one() ->
     async def scenario() -> None:
         router, _, _ = router_of()
         request, answers = begun(router)
-        router.handle(TokenMessage(Token(Attempt(1, 1), 0), told(5)))
+        router.handle(token(5))
         router.handle(Failed(Attempt(1, 1), "no room"))
-        router.handle(TokenMessage(Token(Attempt(1, 1), 1), told(66)))  # late, or of an instance that is mistaken
+        router.handle(token(66, position=1))  # late, or of an instance that is mistaken
         await asyncio.sleep(0)
         assert request.state.number == 2
-        router.handle(TokenMessage(Token(Attempt(1, 2), 1), told(6)))
-        assert [each.output.token_ids for each in answers] == [[5], [6]]
-        assert not request.told
+        router.handle(token(6, Attempt(1, 2), 1))
+        assert [each.delta.token_ids for each in answers] == [[5], [6]]
+        assert not request.state.early
 
     asyncio.run(scenario())
 
@@ -518,9 +538,9 @@ def test_a_token_that_came_already_is_not_kept() -> None:
     router, _, _ = router_of()
     request, answers = begun(router)
     for _ in range(2):
-        router.handle(TokenMessage(Token(ATTEMPT, 0), told(5)))
+        router.handle(token(5))
     router.handle(HandedOver(ATTEMPT))
-    assert len(answers) == 1 and not request.told
+    assert len(answers) == 1 and not request.state.early
 
 
 def test_an_instance_has_a_part_in_an_attempt_until_its_cache_is_taken() -> None:
@@ -528,7 +548,7 @@ def test_an_instance_has_a_part_in_an_attempt_until_its_cache_is_taken() -> None
     router, _, _ = router_of()
     begun(router)
     assert router.num_attempts("p.1") == router.num_attempts("d.2") == 1
-    router.handle(TokenMessage(Token(ATTEMPT, 0), told(5)))
+    router.handle(token(5))
     assert router.num_attempts("p.1") == 1
     router.handle(HandedOver(ATTEMPT))
     assert router.num_attempts("p.1") == 0 and router.num_attempts("d.2") == 1
@@ -550,7 +570,7 @@ def test_a_token_behind_one_that_is_lost_renews_nothing() -> None:
     request, answers = begun(router)
     for second in range(30):
         now[0] = float(second)
-        router.handle(TokenMessage(Token(ATTEMPT, second + 1), told(5)))
+        router.handle(token(5, position=second + 1))
         router.tick()
     assert request.state.phase is RequestPhase.FAILED and len(answers) == 1
 
@@ -583,7 +603,7 @@ def test_members_forget_attempts_that_have_ended() -> None:
         router, _, _ = router_of(tries=4)
         requests = [begun(router)[0] for _ in range(6)]
         router.handle(Failed(requests[0].state.attempt, "no room"))
-        router.handle(TokenMessage(Token(requests[1].state.attempt, 0, True), told(5)))
+        router.handle(token(5, requests[1].state.attempt, is_last=True))
         await asyncio.sleep(0)
         for request in requests:
             router.abort(request)
@@ -684,11 +704,11 @@ async def started(cluster: Cluster) -> asyncio.Task[None]:
 
 
 def ready(cluster: Cluster, name: str) -> None:
-    cluster.operations._handle(name, InstanceReady(name, "shm://nowhere", 64, 8, LIMITS, 1e-3, 1e-3))
+    cluster.supervisor._handle(name, InstanceReady(name, "shm://nowhere", 64, 8, LIMITS, 1e-3, 1e-3))
 
 
 def alive(cluster: Cluster, name: str) -> None:
-    cluster.operations._handle(name, InstanceLoad(name, 0, 0, 0, 0, 1, 1))
+    cluster.supervisor._handle(name, InstanceLoad(name, 0, 0, 0, 0, 1, 1))
 
 
 def test_an_instance_that_cannot_be_started_again_is_tried_again(model: Path, short: None) -> None:
@@ -746,7 +766,7 @@ def test_an_instance_that_stops_while_it_loads_is_started_again(
             while len(processes.started) < 2:
                 await asyncio.sleep(0.01)
             processes.gone = []
-            cluster.operations._handle("mixed-0.2", LoadingHeartbeat("mixed-0.2"))
+            cluster.supervisor._handle("mixed-0.2", LoadingHeartbeat("mixed-0.2"))
             while "mixed-0.2" not in processes.killed:
                 await asyncio.sleep(0.01)
         await cluster.close()

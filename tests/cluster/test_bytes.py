@@ -16,8 +16,8 @@ import pytest
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import wire
-from quire.cluster.bodies import CacheState, ManifestMessage, PullParts, TokenUpdate, cache_state_of, swapped_of
-from quire.cluster.messages import Attempt, Manifest
+from quire.cluster.bodies import CacheState, ManifestMessage, PullRequest, cache_state_of, swapped_of
+from quire.cluster.messages import Attempt, Manifest, Token
 from quire.cluster.transport import TRANSPORTS
 from quire.cluster.transport.local import LocalStream, LocalTransport
 from quire.engine.admission import AdmittedRequest
@@ -107,12 +107,12 @@ def test_bytes_on_the_wire_are_those_of_the_manifests(
             cluster.generate([prompt], replace(GREEDY, max_tokens=4))
         cluster.settle()
         manifests = {each.message.attempt: each for _, each in source.sent if isinstance(each, ManifestMessage)}
-        asked = [each for _, each in receiver.sent if isinstance(each, PullParts)]
+        asked = [each for _, each in receiver.sent if isinstance(each, PullRequest)]
         right = 0
         for want in asked:
-            cache = manifests[want.message.attempt].cache
-            right += expected_bytes(receiver.engine, cache, want.message.parts, cache.num_shared)
-        twice = Counter((want.message.attempt, part) for want in asked for part in want.message.parts)
+            cache = manifests[want.attempt].cache
+            right += expected_bytes(receiver.engine, cache, want.parts, cache.num_shared)
+        twice = Counter((want.attempt, part) for want in asked for part in want.parts)
         assert set(twice.values()) == {1}, "something is asked for twice"
         by_attempt: dict[Attempt, set[int]] = {}
         for attempt, part in twice:
@@ -145,7 +145,7 @@ def test_a_second_request_with_the_prefix_sends_only_its_suffix(model: Path, see
             before = len(sent)
             cluster.generate([[*shared, *prompt_of(rng, length)]], GREEDY)
             cluster.settle()
-            parts = [each.message.parts for _, each in sent[before:] if isinstance(each, PullParts)]
+            parts = [each.parts for _, each in sent[before:] if isinstance(each, PullRequest)]
             pulled.append({part for each in parts for part in each})
     assert pulled == [{0, 1, 2, 3, 4}, {5, 6}, {5}]
 
@@ -185,7 +185,11 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     for wrong in (
         {"layers": (0, 1)}, {"heads": (1, 2)}, {"num_tokens": 299}, {"num_shared": 5}, {"num_shared": -1},
         {"num_sealed": 6}, {"num_stored": -1}, {"num_dropped": 6}, {"free_until": -64}, {"free_until": 6 * 64 + 1},
-        {"own": replace(own, handle=b"short")}, {"own": replace(own, num_attached=len(own.kinds) + 1)},
+        {"own": replace(own, names=(b"short",))}, {"own": replace(own, names=())},
+        {"own": replace(own, names=own.names * 2)}, {"own": replace(own, is_shared=True)},
+        {"own": replace(own, tokens=np.zeros(64, np.int32))}, {"own": replace(own, start=1)},
+        {"own": replace(own, parent=own.names[0])}, {"own": replace(own, is_divisible=True)},
+        {"own": replace(own, num_attached=len(own.kinds) + 1)},
         {"own": replace(own, masks=own.masks[1:])}, {"own": replace(own, placed=own.placed[:, 1:])},
         {"own": replace(own, kinds=own.kinds + len(table.sizes))}, {"own": replace(own, bases=own.bases[1:])},
         {"own": replace(own, has_sidecar=own.has_sidecar[1:])}, {"own": replace(own, kinds=own.kinds[:0])},
@@ -196,10 +200,13 @@ def test_all_that_retention_knows_travels(retention: str, codec: str, seed: int)
     ):  # fmt: skip
         with pytest.raises(ExtentError):
             swapped_of(replace(state, **wrong), 300, table.shape, len(table.sizes), b"digest")
+    with pytest.raises(wire.WireError, match="namespace"):
+        wire.decode(wire.encode(_as_manifest(replace(state, own=replace(own, namespace=engine.namespace)))))
 
 
 def _as_manifest(cache: CacheState) -> ManifestMessage:
-    return ManifestMessage(Manifest(Attempt(1, 1), frozenset({0}), 1), cache, TokenUpdate(CompletionOutput(0, "", [1])))
+    token = Token(Attempt(1, 1), output=CompletionOutput(0, "", [1]))
+    return ManifestMessage(Manifest(token.attempt, frozenset({0}), token), cache)
 
 
 @pytest.mark.parametrize("prefix", ["half", "nothing"])

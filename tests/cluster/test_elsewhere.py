@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.cluster.bodies import PullCached, PullNotFound
+from quire.cluster.bodies import PullNotFound, PullRequest
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -52,8 +52,8 @@ def ids_of(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
 
-def asked_for(running: RunningCluster, role: str) -> list[PullCached]:
-    return [message for _, message in running.instance(role).sent if isinstance(message, PullCached)]
+def asked_for(running: RunningCluster, role: str) -> list[PullRequest]:
+    return [message for _, message in running.instance(role).sent if isinstance(message, PullRequest) and message.names]
 
 
 def test_the_next_turn_fetches_what_was_decoded(turns: RunningCluster, single_engine: LLM, seed: int) -> None:

@@ -142,7 +142,7 @@ async def whole(cluster: Cluster) -> None:
 
 
 def signalled(cluster: Cluster, name: str, number: signal.Signals) -> None:
-    pid = cluster.operations.processes.pid(name)
+    pid = cluster.supervisor.processes.pid(name)
     assert pid is not None
     os.kill(pid, number)
 
@@ -172,7 +172,7 @@ def test_an_instance_that_goes_costs_no_token(
         name = getattr(state, role)
         assert state.number == 1 and name
         if moment != "the receiver decodes":
-            assert not state.is_taken, "it has been handed over before"
+            assert not state.is_handed_over, "it has been handed over before"
         if how == "killed":
             signalled(cluster, name, signal.SIGKILL)
         else:
@@ -201,7 +201,7 @@ def test_an_instance_that_is_silent_for_too_long_is_ended_and_replaced(
         client = Client(cluster, prompts[0], params[0])
         await client.until(lambda client: len(client.token_ids) > 5)
         name = client.request.state.receiver
-        pid = cluster.operations.processes.pid(name)
+        pid = cluster.supervisor.processes.pid(name)
         signalled(cluster, name, signal.SIGSTOP)
         async with asyncio.timeout(SECONDS):
             await client.task

@@ -42,7 +42,7 @@ def test_a_start_says_what_is_still_loading(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", logger="quire")
-    monkeypatch.setattr(supervisor, "TELL_SECONDS", 0.02)
+    monkeypatch.setattr(supervisor, "PROGRESS_SECONDS", 0.02)
     started, threads = threading.Event(), ThreadedInstances()
     start = threads.start
 
@@ -138,7 +138,7 @@ def test_requests_wait_while_the_only_instance_is_restarted(model: Path, single_
 def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: RunningCluster) -> None:
     cluster = running.cluster
     names = [each["name"] for each in cluster.operations.state()["instances"]]
-    cluster.operations._model.options.update({"cache.share": False, "tiers.disk": "/nowhere:64MiB"})
+    cluster.supervisor._model.options.update({"cache.share": False, "tiers.disk": "/nowhere:64MiB"})
     with pytest.raises(ModelError, match="instance prefill-0.3 did not start"):
         running.call(cluster.operations.restart())
     prefill, decode = cluster.operations.state()["instances"]

@@ -491,8 +491,8 @@ def names(running: RunningCluster) -> set[str]:
     return {each["name"] for each in running.cluster.operations.state()["instances"]}
 
 
-def place(running: RunningCluster, found: Placement, **more: Any) -> None:
-    running.call(running.cluster.operations.place(found, **more))
+def switch_to(running: RunningCluster, found: Placement, **more: Any) -> None:
+    running.call(running.cluster.operations.switch(found, **more))
 
 
 def engine_of(running: RunningCluster, place: str) -> Any:
@@ -545,12 +545,12 @@ def test_a_cluster_takes_four_placements_while_it_serves(
                 placement(("prefill", 2, budget), ("decode", 1, ONE)),
                 placement(("mixed", 1, ONE), name="last"),
             ):
-                await operations.place(wanted)
+                await operations.switch(wanted)
                 seen.append((roles(running), names(running)))
                 await asyncio.sleep(0.1)
 
         assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-        assert operations.router.counts["failed"] == operations.router.counts["again"] == 0
+        assert running.cluster.router.counts["failed"] == running.cluster.router.counts["again"] == 0
         first, mixed, apart, one = seen
         assert mixed == ({"prefill-0": "mixed", "decode-0": "mixed"}, first[1]), "nobody was started"
         assert Counter(apart[0].values()) == {"prefill": 2, "decode": 1} and len(apart[1] & first[1]) == 1
@@ -573,7 +573,7 @@ def test_options_by_role_are_in_effect(model: Path, cores: int, tmp_path: Path, 
         assert engine_of(running, "decode-0").scheduler.policy.max_running == 5
         found = running.generate(PROMPTS, SEEDED)
         assert [each.outputs[0].token_ids for each in found] == right
-        place(running, placement(("prefill", 1, {"cache.memory": "3MiB", **ONE}), ("decode", 1, ONE)))
+        switch_to(running, placement(("prefill", 1, {"cache.memory": "3MiB", **ONE}), ("decode", 1, ONE)))
         states = {each["role"]: each for each in running.cluster.operations.state()["instances"]}
         assert states["prefill"]["cache_bytes"] == 3 * MIB and states["decode"]["cache_bytes"] == 4 * MIB
         taken = [core for each in states.values() for core in each["cores"]]
@@ -590,8 +590,8 @@ def test_shared_options_of_a_file_apply_to_the_server_too(model: Path, cores: in
         assert running.cluster.config.scheduler.max_queue == 7 and running.cluster.config.cache.codec == "g4"
         assert not running.instance("prefill").launch_config.options["cache.check"]
         with pytest.raises(ConfigError, match="'dense' for mixed, and the server was started with 'g4'"):
-            place(running, placement(("mixed", 1, {"cache.codec": "dense"})))
-        place(running, placement(("mixed", 1, {"cache.check": False, **ONE})))  # what it does not name stays
+            switch_to(running, placement(("mixed", 1, {"cache.codec": "dense"})))
+        switch_to(running, placement(("mixed", 1, {"cache.check": False, **ONE})))  # what it does not name stays
         assert running.cluster.operations.state()["switch"] is None
 
 
@@ -620,15 +620,15 @@ def test_a_switch_ends_at_an_instance_that_does_not_start_and_the_cluster_serves
 
         async def work() -> None:
             with pytest.raises(ModelError, match="to bad ended after .* did not start.*; the cluster goes on"):
-                await operations.place(placement(("prefill", 1, good), ("decode", 1, bad), name="bad"))
+                await operations.switch(placement(("prefill", 1, good), ("decode", 1, bad), name="bad"))
 
         assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-        assert operations.router.counts["failed"] == 0
+        assert running.cluster.router.counts["failed"] == 0
         state = operations.state()
         assert "ended after" in state["switch"]["error"] and state["switch"]["now"] == "" and not state["placement"]
         assert any(each["cache_bytes"] == 5 * MIB for each in state["instances"]), "what was done stays"
         # The one that did not start gets the settings of before, and the next switch finds it.
-        place(running, placement(("mixed", 2, threads), name="good"))
+        switch_to(running, placement(("mixed", 2, threads), name="good"))
         assert operations.state()["switch"] is None and [*roles(running).values()] == ["mixed", "mixed"]
         found = running.generate(PROMPTS, SEEDED)
         assert [each.outputs[0].token_ids for each in found] == right
@@ -644,7 +644,7 @@ def test_a_switch_whose_first_instance_does_not_start_leaves_the_placement(
     with RunningCluster(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
         operations = running.cluster.operations
         with pytest.raises(ModelError, match="after 0 of"):
-            running.call(operations.place(placement(("prefill", 1, bad), ("decode", 1, bad), name="bad")))
+            running.call(operations.switch(placement(("prefill", 1, bad), ("decode", 1, bad), name="bad")))
         state = operations.state()
         assert state["placement"]["name"] == "good" and "after 0 of" in state["switch"]["error"]
         assert operations.placement is not None and len(roles(running)) == 2
@@ -659,10 +659,10 @@ def test_after_a_pause_an_instance_that_does_not_start_gets_its_settings_back(
 
         async def work() -> None:
             with pytest.raises(ModelError, match=r"3 actions, at 'restart decode-0 as mixed': .* decode-0 \(mixed\)"):
-                await operations.place(bad, may_pause=True)
+                await operations.switch(bad, may_pause=True)
 
         assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-        assert operations.router.counts["failed"] == 0
+        assert running.cluster.router.counts["failed"] == 0
         (left,) = operations.state()["instances"]
         assert (left["place"], left["role"], left["cache_bytes"]) == ("decode-0", "mixed", 4 * MIB)
 
@@ -673,14 +673,14 @@ def test_requests_wait_through_a_pause_that_is_allowed(
     operations = running.cluster.operations
     big = placement(("mixed", 1, {"runtime.threads": 4}))
     with pytest.raises(ConfigError, match="needs a pause.*allow a pause"):
-        place(running, big)
+        switch_to(running, big)
     assert operations.state()["switch"] is None and len(roles(running)) == 2
 
     async def work() -> None:
-        await operations.place(big, may_pause=True)
+        await operations.switch(big, may_pause=True)
 
     assert running.call(under_load(running, right, work)) >= len(PROMPTS)
-    assert operations.router.counts["failed"] == 0
+    assert running.cluster.router.counts["failed"] == 0
     (only,) = operations.state()["instances"]
     assert (only["role"], only["cores"]) == ("mixed", [0, 1, 2, 3])
 
@@ -689,12 +689,12 @@ def test_while_a_switch_is_under_way_another_one_is_refused_and_drains_wait(runn
     operations, wanted = running.cluster.operations, placement(("mixed", 2), name="second")
 
     async def scenario() -> None:
-        first = asyncio.ensure_future(operations.place(placement(("mixed", 3, ONE), name="first")))
+        first = asyncio.ensure_future(operations.switch(placement(("mixed", 3, ONE), name="first")))
         while (switch := operations.state()["switch"]) is None or not switch["now"]:
             await asyncio.sleep(0.001)
         assert (switch["to"], switch["error"]) == ("first", "") and switch["num_done"] < switch["num_all"] > 2
         with pytest.raises(RequestError, match="a switch to first is under way"):
-            await operations.place(wanted)
+            await operations.switch(wanted)
         restart = asyncio.ensure_future(operations.restart())
         with pytest.raises(RequestError, match="a switch to first is under way"):
             operations.set_role("decode-0", "mixed")
@@ -704,7 +704,7 @@ def test_while_a_switch_is_under_way_another_one_is_refused_and_drains_wait(runn
 
     running.call(scenario())
     assert [*roles(running).values()] == ["mixed"] * 3
-    place(running, wanted)
+    switch_to(running, wanted)
     operations.set_role(next(iter(roles(running))), "prefill")
     assert operations.state()["placement"] is None, "it is not what was planned any more"
 
@@ -718,7 +718,7 @@ def test_a_switch_waits_for_a_drain(running: RunningCluster, right: list[list[in
             (place, *_) = roles(running)
             drain = asyncio.ensure_future(operations.drain(place))
             await asyncio.sleep(0)
-            switch = asyncio.ensure_future(operations.place(placement(("mixed", 2 + number % 2, ONE), name="first")))
+            switch = asyncio.ensure_future(operations.switch(placement(("mixed", 2 + number % 2, ONE), name="first")))
             await asyncio.sleep(0)
             while not drain.done():
                 waited.append(operations.state()["switch"]["num_all"])
@@ -728,7 +728,7 @@ def test_a_switch_waits_for_a_drain(running: RunningCluster, right: list[list[in
 
     running.call(under_load(running, right, work))
     assert waited and not any(waited), "it begins when the drain has ended"
-    assert operations.router.counts["failed"] == 0 == operations.router.counts["again"]
+    assert running.cluster.router.counts["failed"] == 0 == running.cluster.router.counts["again"]
 
 
 def test_an_impossible_placement_changes_nothing(running: RunningCluster) -> None:
@@ -740,7 +740,7 @@ def test_an_impossible_placement_changes_nothing(running: RunningCluster) -> Non
         (Placement((Instances("mixed", 1, tp=2),), PREDICTED), "the nearest placement that works"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            place(running, wanted)
+            switch_to(running, wanted)
     assert names(running) == before and running.cluster.operations.state()["switch"] is None
 
 
@@ -750,10 +750,10 @@ def test_a_switch_ends_with_the_cluster(running: RunningCluster) -> None:
 
     async def scenario() -> None:
         asked = asyncio.ensure_future(running._one(PROMPTS[0], long))
-        while not operations.router.num_running:
+        while not running.cluster.router.num_running:
             await asyncio.sleep(0.001)
         wanted = placement(("prefill", 1), ("decode", 1, {"scheduler.max_running": 3}))
-        switch = asyncio.ensure_future(operations.place(wanted))
+        switch = asyncio.ensure_future(operations.switch(wanted))
         while "draining" not in [each["health"] for each in operations.state()["instances"]]:
             await asyncio.sleep(0.001)
         await running.cluster.close()
@@ -778,16 +778,16 @@ def test_elsewhere_roles_and_options_change_at_the_places_that_are_reserved(
     with RunningCluster(model, SMALL, Elsewhere(), "local", mixed=0, placement=str(file)) as running:
         assert engine_of(running, "prefill-0").scheduler.policy.max_running == 6
         assert all(not each["cores"] for each in running.cluster.operations.state()["instances"])
-        place(running, placement(("mixed", 1)))
-        place(running, placement(("mixed", 3, {"scheduler.max_running": 5})))
+        switch_to(running, placement(("mixed", 1)))
+        switch_to(running, placement(("mixed", 3, {"scheduler.max_running": 5})))
         assert roles(running).keys() == {"prefill-0", "decode-0", "decode-1"}
         found = running.generate(PROMPTS, SEEDED)
         assert [each.outputs[0].token_ids for each in found] == right
         with pytest.raises(ConfigError, match="and there are 3 places"):
-            place(running, placement(("mixed", 4)))
+            switch_to(running, placement(("mixed", 4)))
         for key, value in (("cache.memory", "8MiB"), ("runtime.threads", 2)):
             with pytest.raises(ConfigError, match=f"has {key} .*; Ray reserves the same for every instance"):
-                place(running, placement(("mixed", 1, {key: value})))
+                switch_to(running, placement(("mixed", 1, {key: value})))
 
 
 def test_a_file_that_is_written_is_a_file_that_is_started(model: Path, cores: int, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_prefix_is_listed_once_with_the_bytes_of_all_instances(running: Runnin
     cluster, visible = running.cluster, SaltFilter("listed/")
     key = cluster.prefix_key(prompt)
     (known,) = running.call(cluster.known_prefixes(visible))
-    alone = running.call(cluster.operations.cluster_prefixes.prefixes(visible))
+    alone = running.call(cluster.supervisor.cluster_prefixes.prefixes(visible))
     assert {each.instance.split("-")[0] for each in alone} == {"prefill", "decode"}
     assert all(each.id == key for each in alone)
     assert known.key == key and known.num_tokens == 3 * PAGE_TOKENS
@@ -94,7 +94,7 @@ def test_what_is_no_key_or_too_short_is_refused(running: RunningCluster) -> None
 
 
 def test_an_instance_that_goes_meanwhile_is_not_waited_for(running: RunningCluster, seed: int) -> None:
-    cluster_prefixes = running.cluster.operations.cluster_prefixes
+    cluster_prefixes = running.cluster.supervisor.cluster_prefixes
     members = cluster_prefixes._members
 
     async def scenario() -> list[CachedPrefix]:
@@ -134,7 +134,7 @@ def test_whoever_asks_a_closed_cluster_gets_an_error(model: Path) -> None:
 
 
 def test_an_instance_that_takes_no_message_is_named(running: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.cluster.operations.cluster_prefixes, "_send", lambda name, message: False)
+    monkeypatch.setattr(running.cluster.supervisor.cluster_prefixes, "_send", lambda name, message: False)
     with pytest.raises(QuireError, match=r"instance \S+: it takes no messages now"):
         running.call(running.cluster.prefixes())
 

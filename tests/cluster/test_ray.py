@@ -228,7 +228,7 @@ def test_caches_travel_over_tcp_from_node_to_node(running: RunningCluster) -> No
 
 @whole
 def test_the_secret_is_in_no_command_line_and_no_log(running: RunningCluster, head: Head) -> None:
-    secret = running.cluster.operations._secret.hex()
+    secret = running.cluster.supervisor._secret.hex()
     assert not any(secret in command_of(pid) for pid in marked(head.mark))
     for file in head.folder.rglob("*"):
         if file.is_file() and not file.is_symlink():

@@ -328,7 +328,7 @@ def test_a_cluster_whose_prompts_grow_tenfold_switches_while_it_answers(
         assert roles == ["decode", "prefill"], "the plan did not change"
         answers += [found.outputs[0].token_ids for found in running.generate(given[-1], params)]
         state = operations.state()
-        assert operations.router.counts["failed"] == 0 and state["placement"]["rate"] == 13.0
+        assert running.cluster.router.counts["failed"] == 0 and state["placement"]["rate"] == 13.0
         assert {name: state["replanning"][name] for name in ("searches", "switches")} == {"searches": 1, "switches": 1}
     assert len(asked) == 1 and asked[0].mean_in > 100
     with LLM(str(model), SMALL) as alone:

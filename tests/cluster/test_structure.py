@@ -88,7 +88,7 @@ def test_only_the_router_checks_a_request(model: Path, monkeypatch: pytest.Monke
 
 def test_a_pin_that_no_instance_takes_is_refused_by_the_router(model: Path) -> None:
     with RunningCluster(model, SMALL, ThreadedInstances(), "local") as cluster:
-        limits = cluster.cluster.operations.limits
+        limits = cluster.cluster.supervisor.limits
         assert limits.pins.most_chunks and not limits.pins.has_disk
         for length, pin, words in ((5, True, "whole chunks"), (70, {"tier": "disk"}, "there is none")):
             with pytest.raises(RequestError, match=words):

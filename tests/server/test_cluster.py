@@ -75,7 +75,7 @@ class FakeOperations:
             raise self.error
         self.done.append(what)
 
-    async def place(self, placement, *, may_pause=False):
+    async def switch(self, placement, *, may_pause=False):
         await self._do("place", *((each.role, each.count, each.options) for each in placement.instances), may_pause)
 
     def set_role(self, place, role):

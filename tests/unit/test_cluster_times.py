@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.cluster import tracing
-from quire.cluster.bodies import FirstTokenInfo, InstanceReady, SequenceJob, TokenMessage, TokenUpdate
+from quire.cluster.bodies import InstanceReady, SequenceJob
 from quire.cluster.members import Health, Member
-from quire.cluster.messages import Attempt, Cancel, Failed, HandedOver, Token
+from quire.cluster.messages import Attempt, Cancel, Failed, FirstTokenInfo, HandedOver, Token
 from quire.cluster.router import Router
 from quire.cluster.stages import BOUNDS, STAGES, Stages, StageTimes
 from quire.cluster.tracing import TraceContext, Tracer, TraceSpan, read_traceparent, trace_of
@@ -65,10 +65,9 @@ class World:
     def attempt(self) -> Attempt:
         return self.request.state.attempt
 
-    def token(self, position: int, is_last: bool = False, seconds: float | None = None) -> TokenMessage:
+    def token(self, position: int, is_last: bool = False, seconds: float | None = None) -> Token:
         first = None if seconds is None else FirstTokenInfo(None, 0, {}, None, None, seconds)
-        output = CompletionOutput(0, "x", [7], None)
-        return TokenMessage(Token(self.attempt, position, is_last), TokenUpdate(output, first))
+        return Token(self.attempt, position, is_last, CompletionOutput(0, "x", [7], None), first)
 
 
 @pytest.fixture(autouse=True)

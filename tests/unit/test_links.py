@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from quire.cluster import messages, wire
 from quire.cluster.connections import MOST_STRANGERS, PeerConnections
-from quire.cluster.messages import Ack, Attempt, Failed, Manifest, ManifestRequest
+from quire.cluster.messages import Ack, Attempt, Failed, Manifest, ManifestRequest, Token
 from quire.cluster.transport import channel as channels
 from quire.cluster.transport import connection as link_module
 from quire.cluster.transport import shm, transport_of
@@ -212,10 +212,10 @@ def test_messages_arrive_in_order_in_both_directions_of_one_connection(cluster: 
     for number in range(200):
         assert a.send("b", ask(number))
     from_a.wait(200)
-    assert b.send("a", Manifest(Attempt(7, 1), frozenset((1, 2)), 3))
+    assert b.send("a", Manifest(Attempt(7, 1), frozenset((1, 2)), Token(Attempt(7, 1), 2)))
     from_b.wait(1)
     assert from_a.messages == [("a", ask(number)) for number in range(200)]
-    assert from_b.messages == [("b", Manifest(Attempt(7, 1), frozenset((1, 2)), 3))]
+    assert from_b.messages == [("b", Manifest(Attempt(7, 1), frozenset((1, 2)), Token(Attempt(7, 1), 2)))]
     assert from_a.extents == [[]] * 200
 
 
@@ -632,8 +632,8 @@ def test_strangers_reach_nobody_and_cost_nothing(cluster: Cluster) -> None:
         b"Q",
         hello()[:20],
         hello(magic=b"\0\0\0\0"),
-        hello(version=1),
-        hello(version=3),
+        hello(version=2),
+        hello(version=4),
         hello(name=b"", length=0),
         hello(name=b"\xff\xfe"),
         hello(length=255),
@@ -906,7 +906,7 @@ def test_extents_of_a_ring_lie_in_it_and_never_over_each_other(lengths: list[int
     """Each place is taken together with whatever it passes over; at most a whole ring is taken at once."""
     position, live = 0, []
     for length in lengths:
-        offset, taken = shm._place(position, length, num_bytes)
+        offset, taken = shm._locate(position, length, num_bytes)
         assert offset + length <= num_bytes and length <= taken <= num_bytes and offset % 64 == 0
         while live and sum(each[2] for each in live) + taken > num_bytes:
             live.pop(0)

@@ -136,7 +136,7 @@ def source_sends_what_is_not_computed(state: Any, sender: str, event: Any) -> An
     """And says before that it is."""
     after, sent = protocol.advance_source(state, sender, event)
     if isinstance(event, ManifestRequest) and after is not None and after.phase is SourcePhase.RUNNING:
-        return after, [Envelope(sender, Manifest(event.attempt, frozenset({0, 1}), 1))]
+        return after, [Envelope(sender, Manifest(event.attempt, frozenset({0, 1}), Token(event.attempt)))]
     if isinstance(event, PartsRequest) and after is not None and after.phase is SourcePhase.RUNNING:
         return after, [Envelope(sender, CachePart(event.attempt, part)) for part in sorted(event.parts)]
     return after, sent
@@ -171,7 +171,8 @@ def receiver_takes_room_before_the_source_has_begun(state: Any, event: Any) -> A
         asked = replace(state, phase=ReceiverPhase.PULLING, missing=frozenset({-1}))
         return asked, [Envelope(state.source, ManifestRequest(state.attempt))]
     if isinstance(event, Manifest) and state is not None and state.missing == frozenset({-1}):
-        pulling = replace(state, parts=event.parts, missing=event.parts, num_tokens=event.num_tokens)
+        num_tokens = event.token.position + 1
+        pulling = replace(state, parts=event.parts, missing=event.parts, num_tokens=num_tokens, token=event.token)
         return pulling, [Envelope(state.source, PartsRequest(state.attempt, event.parts))]
     return protocol.advance_receiver(state, event)
 
@@ -308,7 +309,7 @@ def test_a_loss_alone_costs_no_attempt_while_the_cache_is_pulled() -> None:
 
 
 def test_a_part_that_has_not_come_is_asked_for_again() -> None:
-    state = ReceiverState(FIRST, ReceiverPhase.PULLING, "p", 2, frozenset({0, 1}), frozenset({0, 1}), 1)
+    state = ReceiverState(FIRST, ReceiverPhase.PULLING, "p", 2, frozenset({0, 1}), frozenset({0, 1}), 1, Token(FIRST))
     after, _ = protocol.advance_receiver(state, CachePart(FIRST, 1))
     assert after is not None and after.missing == {0}
     again, sent = protocol.advance_receiver(after, Expired())
@@ -327,8 +328,8 @@ def test_nothing_is_promised_before_retention_has_decided() -> None:
     for event in (Compute(FIRST, 0, "d"), Admitted(), ManifestRequest(FIRST)):
         state, sent = protocol.advance_source(state, "d", event)
         assert not sent
-    state, sent = protocol.advance_source(state, "", TokenSampled(False, frozenset({0, 1})))
-    assert sent == [Envelope(ROUTER, Token(FIRST, 0)), Envelope("d", Manifest(FIRST, frozenset({0, 1}), 1))]
+    state, sent = protocol.advance_source(state, "", TokenSampled(Token(FIRST), frozenset({0, 1})))
+    assert sent == [Envelope(ROUTER, Token(FIRST, 0)), Envelope("d", Manifest(FIRST, frozenset({0, 1}), Token(FIRST)))]
     assert found((state, sent)).phase is SourcePhase.HELD
 
 
@@ -338,7 +339,7 @@ def found(answer: tuple[Any, list[Envelope]]) -> Any:
 
 
 def test_a_receiver_that_has_everything_asks_for_nothing() -> None:
-    state = ReceiverState(FIRST, ReceiverPhase.QUEUED, "p", parts=frozenset({0}), num_tokens=1)
+    state = ReceiverState(FIRST, ReceiverPhase.QUEUED, "p", parts=frozenset({0}), num_tokens=1, token=Token(FIRST))
     after, sent = protocol.advance_receiver(state, Admitted(frozenset({0})))
     assert found((after, sent)).phase is ReceiverPhase.RUNNING
     assert [type(each.message) for each in sent] == [Ack, HandedOver, Token]
@@ -346,15 +347,24 @@ def test_a_receiver_that_has_everything_asks_for_nothing() -> None:
 
 def test_an_attempt_without_a_source_is_computed_by_its_receiver() -> None:
     state, sent = protocol.advance_request(RequestState(0, 1, delivered=3), Begin("", "d"))
-    assert sent == [Envelope("d", Receive(state.attempt, "", 3))] and state.is_taken
+    assert sent == [Envelope("d", Receive(state.attempt, "", 3))] and state.is_handed_over
     receiver = found(protocol.advance_receiver(None, sent[0].message))
     assert receiver.phase is ReceiverPhase.RUNNING
-    assert protocol.advance_receiver(receiver, TokenSampled(False))[1] == [Envelope(ROUTER, Token(state.attempt, 3))]
+    assert protocol.advance_receiver(receiver, TokenSampled(Token(state.attempt)))[1] == [
+        Envelope(ROUTER, Token(state.attempt, 3))
+    ]
     assert [each.to for each in protocol.advance_request(state, Expired())[1]][:1] == ["d"]
 
 
 def test_what_has_ended_holds_nothing_and_begins_nothing() -> None:
-    for event in (Cancel(FIRST), Ack(FIRST), Expired(), TokenSampled(True), Admitted(), Failed(FIRST, "")):
+    for event in (
+        Cancel(FIRST),
+        Ack(FIRST),
+        Expired(),
+        TokenSampled(Token(FIRST, is_last=True)),
+        Admitted(),
+        Failed(FIRST, ""),
+    ):
         source, receiver = SourceState(FIRST, SourcePhase.ENDED), ReceiverState(FIRST, ReceiverPhase.ENDED)
         assert protocol.advance_source(source, "d", event) == (source, [])
         if not isinstance(event, Ack):

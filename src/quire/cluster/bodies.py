@@ -1,16 +1,19 @@
 """What travels beside the protocol's messages: requests, caches' descriptions, outputs, and the state of instances.
 
-The protocol decides by the messages alone. Each class here that has a `message` carries one.
+The protocol decides by the messages alone. Each class here that has a `message` carries one. A token is a message of
+the protocol with all that the client gets of it: see `messages.Token`.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.keys import KEY_BYTES
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
 from quire.cache.path import Path, PathReservation, PathRetention, SwappedPath
@@ -18,9 +21,8 @@ from quire.cache.retention.policies import PolicyChain
 from quire.cache.retention.retained import RetainedTokens
 from quire.cache.run import Run
 from quire.cluster import wire
-from quire.cluster.messages import Attempt, Compute, Manifest, PartsRequest, Receive, Token
+from quire.cluster.messages import Attempt, Compute, Manifest, Receive
 from quire.engine.admission import RequestLimits
-from quire.engine.outputs import CompletionOutput, Logprob
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ExtentError
 
@@ -64,27 +66,6 @@ class SequenceJob:
 
 
 @dataclass(frozen=True)
-class FirstTokenInfo:
-    """What is told of a request with its first token alone. seconds: from its admission to that token."""
-
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    num_cached_tokens: int
-    cached_by_tier: dict[str, int]
-    num_pinned_tokens: int | None
-    kept_fraction: float | None
-    seconds: float = 0.0
-    embedding: list[float] | None = None
-
-
-@dataclass(frozen=True)
-class TokenUpdate:
-    """A token as the client sees it."""
-
-    output: CompletionOutput
-    first: FirstTokenInfo | None = None
-
-
-@dataclass(frozen=True)
 class RemotePrefix:
     """A prefix of a prompt that another instance may have in its cache.
 
@@ -113,28 +94,7 @@ class ReceiveJob:
     remote_prefix: RemotePrefix | None = None
 
 
-@dataclass(frozen=True)
-class TokenMessage:
-    """Instance to router."""
-
-    message: Token
-    told: TokenUpdate
-
-
 # ---- caches ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RunState:
-    """A private run, without its bytes. Fields are those of `Run`."""
-
-    handle: bytes
-    num_attached: int
-    kinds: NDArray[np.uint8]
-    masks: NDArray[np.uint64]
-    placed: NDArray[np.bool_]
-    bases: NDArray[np.int32]
-    has_sidecar: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -160,6 +120,7 @@ class CacheState:
 
     namespace      digest of model, codec, calibration and all else that pages depend on besides tokens
     layers, heads  the slice that is described: (first, end) each. All of them, as long as instances have one rank
+    own            a private run
     """
 
     namespace: bytes
@@ -172,7 +133,7 @@ class CacheState:
     free_until: int
     num_dropped: int
     is_decided: bool
-    own: RunState | None
+    own: Run | None
     retained: RetainedState | None
 
     @property
@@ -184,11 +145,10 @@ class CacheState:
 
 @dataclass(frozen=True)
 class ManifestMessage:
-    """Source to receiver. told: the token that the source has sampled."""
+    """Source to receiver."""
 
     message: Manifest
     cache: CacheState
-    told: TokenUpdate
 
 
 @dataclass(frozen=True)
@@ -209,31 +169,23 @@ class KeepAlive:
 
 
 @dataclass(frozen=True)
-class PullParts:
-    """Receiver to source.
+class PullRequest:
+    """To an instance that has computed a prompt, or may have the first chunks of one in its cache.
 
     pull    a number that the answer names
-    groups  the parts, in the groups that are packed together
-    """
-
-    message: PartsRequest
-    pull: int
-    groups: list[list[int]]
-
-
-@dataclass(frozen=True)
-class PullCached:
-    """To an instance that may have a prefix in its cache, from one that begins with its prompt.
-
-    pull    a number that the answer names
-    names   keys of the first chunks
-    groups  the chunks that are wanted, by index, in the groups that are packed together
+    groups  the wanted parts of the attempt, or chunks of `names` by index, in the groups that are packed together
+    names   keys of the first chunks, if they are to be found in the cache; otherwise empty
     """
 
     attempt: Attempt
     pull: int
-    names: list[bytes]
     groups: list[list[int]]
+    names: list[bytes] = field(default_factory=list)
+
+    @property
+    def parts(self) -> frozenset[int]:
+        """All that is wanted."""
+        return frozenset(itertools.chain(*self.groups))
 
 
 @dataclass(frozen=True)
@@ -254,10 +206,7 @@ class PullNotFound:
 
 def cache_state_of(swapped: SwappedPath, shape: tuple[int, int], namespace: bytes) -> CacheState:
     """shape: layers and kv heads of the model. namespace: see CacheState."""
-    path, run, retained = swapped.path, swapped.run, swapped.path.retention.retained
-    own = kept = None
-    if run is not None:
-        own = RunState(run.names[0], run.num_attached, run.kinds, run.masks, run.placed, run.bases, run.has_sidecar)
+    path, retained, kept = swapped.path, swapped.path.retention.retained, None
     if retained is not None:
         chain = retained.chain
         kept = RetainedState(
@@ -266,7 +215,7 @@ def cache_state_of(swapped: SwappedPath, shape: tuple[int, int], namespace: byte
         )  # fmt: skip
     return CacheState(
         namespace, (0, shape[0]), (0, shape[1]), swapped.num_shared, path.num_tokens, path.num_sealed, path.num_stored,
-        path.reservation.free_until, path.retention.num_dropped, path.retention.is_decided, own, kept,
+        path.reservation.free_until, path.retention.num_dropped, path.retention.is_decided, swapped.run, kept,
     )  # fmt: skip
 
 
@@ -291,22 +240,22 @@ def swapped_of(
         reservation=PathReservation(free_until=state.free_until),
         retention=PathRetention(state.is_decided, num_dropped=state.num_dropped),
     )  # fmt: skip
-    run = None if state.own is None else _run_of(state.own, shape, num_kinds)
+    if state.own is not None:
+        _check_private(state.own, shape, num_kinds)
     if state.retained is not None:
         path.retention.retained = _retained_of(state.retained, shape)
-    return SwappedPath(path, state.num_shared, run)
+    return SwappedPath(path, state.num_shared, state.own)
 
 
-def _run_of(state: RunState, shape: tuple[int, int], num_kinds: int) -> Run:
-    n, attached = len(state.kinds), state.num_attached
-    _check(len(state.handle) == 16 and 0 <= attached <= n and n > 0, f"{n} rows, {attached} attached")
-    _check(state.masks.shape == state.placed.shape == (n, *shape), "masks of another shape")
-    _check(state.kinds.ndim == 1 and bool((state.kinds < num_kinds).all()), "a page format that is not known")
-    _check(state.bases.shape == state.has_sidecar.shape == (n,), "rows that are described in part")
-    return Run(
-        (state.handle,), False, np.empty(0, np.int32), attached, state.kinds, state.masks, state.placed, state.bases,
-        state.has_sidecar,
-    )  # fmt: skip
+def _check_private(run: Run, shape: tuple[int, int], num_kinds: int) -> None:
+    n, attached = len(run.kinds), run.num_attached
+    is_private = not run.is_shared and not len(run.tokens) and run.namespace is None and not run.is_divisible
+    _check(is_private and not run.start and not run.parent, "a run that others may share")
+    _check([len(name) for name in run.names] == [KEY_BYTES], f"a private run of {len(run.names)} names")
+    _check(0 <= attached <= n and n > 0, f"{n} rows, {attached} attached")
+    _check(run.masks.shape == run.placed.shape == (n, *shape), "masks of another shape")
+    _check(run.kinds.ndim == 1 and bool((run.kinds < num_kinds).all()), "a page format that is not known")
+    _check(run.bases.shape == run.has_sidecar.shape == (n,), "rows that are described in part")
 
 
 def _retained_of(state: RetainedState, shape: tuple[int, int]) -> RetainedTokens:
@@ -409,6 +358,6 @@ class LoadingHeartbeat:
 
 
 wire.register(
-    ComputeJob, ReceiveJob, TokenMessage, ManifestMessage, PrefillProgress, KeepAlive, PullParts, PullCached,
+    ComputeJob, ReceiveJob, ManifestMessage, PrefillProgress, KeepAlive, PullRequest,
     PullExtents, PullNotFound, InstanceReady, InstanceLoad, PeerAddresses, AssignRole, Shutdown, LoadingHeartbeat,
 )  # fmt: skip

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from quire.cache.ledger import PAGE_TOKENS
-from quire.cluster.bodies import SequenceJob, TokenUpdate
+from quire.cluster.answers import AnswerStream
+from quire.cluster.members import Member
+from quire.cluster.operations import ClusterOperations
 from quire.cluster.placements import ServedModel, check_instances, shared_options
 from quire.cluster.prefixes import group_by_machine, machine_total
 from quire.cluster.processes import Processes
-from quire.cluster.replanning import AnsweredRequest, Replanning, SearchCommand
-from quire.cluster.router import COUNTERS, RoutedRequest
+from quire.cluster.replanning import AnsweredRequest, Replanning, search_command
+from quire.cluster.router import COUNTERS
 from quire.cluster.supervisor import Supervisor
-from quire.cluster.tracing import trace_of, tracer
+from quire.cluster.tracing import tracer
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.admission import AdmittedRequest, PinLimits, Prompt, RequestLimits, admit, tokenized
 from quire.engine.build import end_tokens, resolve
@@ -30,10 +29,9 @@ from quire.engine.cached_prefixes import DISK, CachedPrefix, SaltFilter, parse_p
 from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
-from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.params import SamplingParams
 from quire.engine.pins import read_pins
 from quire.engine.prefixes import Prefix
-from quire.engine.sampler import sequence_seed
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.engine.sizes import EngineSizes
 from quire.engine.structured import StructuredOutputsParams
@@ -43,7 +41,6 @@ from quire.models.resolve import resolve_model, short_name
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
-from quire.planning.cluster_file import read_cluster
 from quire.planning.placement_file import Placement, read_placement
 
 ALL = SaltFilter()
@@ -99,15 +96,19 @@ class Cluster:
         limits = RequestLimits(
             self.shape.vocab_size, sizes.max_context, "model.max_context", self.config.scheduler.max_queue, PinLimits(0)
         )
-        self.operations = Supervisor(started_with, settings, limits, processes, transport, self._tracer, placement)
-        self.router = self.operations.router
+        supervisor = Supervisor(started_with, settings, limits, processes, transport, self._tracer, placement)
+        self.supervisor, self.router = supervisor, supervisor.router
+        self.operations = ClusterOperations(supervisor, placement)
         self._closing = False
-        self._replanning = None
+        self._replanning: Replanning | None = None
         self._watching: asyncio.Task[None] | None = None
         if settings.replan is not None:
-            self._replanning = self._replanner(Path(settings.replan), options, file, slo or SloConfig())
-            self.router.ended = self._note
-            self.operations.replanning = self._replanning.state
+            search = search_command(model, options, file, Path(settings.replan), slo or SloConfig(), placement)
+            operations = self.operations
+            replanning = Replanning(lambda: operations.placement, search.search, operations.switch, time.monotonic)
+            self.router.ended = lambda request: replanning.note(AnsweredRequest.of(request))
+            operations.replanning = replanning.state
+            self._replanning = replanning
 
     def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, EngineSizes]:
         """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
@@ -121,34 +122,13 @@ class Cluster:
             )
         return resolved, checkpoint.shape, sizes
 
-    def _replanner(self, machines: Path, options: dict[str, Any], file: Path | None, slo: SloConfig) -> Replanning:
-        if self.operations.placement is None:
-            raise ConfigError("cluster.replan needs a placement to begin with: set cluster.placement to its file")
-        if slo.ttft is None or slo.tpot is None:
-            raise ConfigError("cluster.replan needs latency targets: set slo.ttft and slo.tpot")
-        read_cluster(machines)
-        command = SearchCommand(self._model, options, file, machines, slo.to_options())
-        return Replanning(lambda: self.operations.placement, command.search, self.operations.place, time.monotonic)
-
-    def _note_arrivals(self, params: SamplingParams) -> None:
-        """Notes the sequences of a request: each is answered by itself."""
-        if (replanning := self._replanning) is not None:
-            for _ in range(params.n):
-                replanning.note_arrival()
-
-    def _note(self, request: RoutedRequest) -> None:
-        assert self._replanning is not None
-        num_in = len(request.job.prompt_ids)
-        keys = tuple(request.keys.first(num_in // PAGE_TOKENS))
-        self._replanning.note(AnsweredRequest(request.begun, keys, num_in, len(request.token_ids), request.num_cached))
-
     # ---- start and end ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         try:
             self._grammars.warm(tries=True)
-            await self.operations.start()
+            await self.supervisor.start()
             if self._replanning is not None:
                 self._watching = asyncio.create_task(self._replanning.watch())
         except BaseException:
@@ -173,24 +153,24 @@ class Cluster:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await self.operations.close()
+        await self.supervisor.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
     @property
     def is_ready(self) -> bool:
         """See Supervisor."""
-        return self.operations.is_ready
+        return self.supervisor.is_ready
 
     @property
     def max_context(self) -> int:
         """Most tokens of a request that every instance has room for."""
-        return self.operations.limits.max_context
+        return self.supervisor.limits.max_context
 
     @property
     def context_limit(self) -> str:
         """The setting that limits them."""
-        return self.operations.limits.context_limit
+        return self.supervisor.limits.context_limit
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -211,7 +191,7 @@ class Cluster:
     async def admit(self, prompt: Prompt, params: SamplingParams) -> AdmittedRequest:
         """See AsyncLLM.admit. The limits are those that every instance keeps; instances check nothing again."""
         self._check_running()
-        request = admit(prompt, params, self.operations.limits, self.tokenizer.encode)
+        request = admit(prompt, params, self.supervisor.limits, self.tokenizer.encode)
         self._check_queue(params)
         if params.structured_outputs is not None:
             request.grammar = await self.compile_grammar(params.structured_outputs, request.hints.cache_salt)
@@ -223,10 +203,16 @@ class Cluster:
 
     def _check_queue(self, params: SamplingParams) -> None:
         try:
-            self.operations.limits.check_queue(self.router.num_waiting, params.n)
+            self.supervisor.limits.check_queue(self.router.num_waiting, params.n)
         except QueueFullError:
             self._note_arrivals(params)
             raise
+
+    def _note_arrivals(self, params: SamplingParams) -> None:
+        """Notes the sequences of a request: each is answered by itself."""
+        if (replanning := self._replanning) is not None:
+            for _ in range(params.n):
+                replanning.note_arrival()
 
     def generate(
         self,
@@ -241,46 +227,17 @@ class Cluster:
         self, prompt: Prompt | AdmittedRequest, params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         request = prompt if isinstance(prompt, AdmittedRequest) else await self.admit(prompt, params)
-        ids, params, hints = request.prompt_ids, request.params, _hints(request.hints)
-        # The cluster may have been closed since the admission, and others may have taken the places in the queue.
+        params = request.params
+        # The cluster may have been closed since the admission, and others may have filled the queue.
         self._check_running()
         self._check_queue(params)
         self._note_arrivals(params)
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
         seed = self._seed if params.seed is None else params.seed
-        items: asyncio.Queue[tuple[int, TokenUpdate | Exception | None]] = asyncio.Queue()
-        requests: list[RoutedRequest] = []
-        trace = trace_of(request_id)
-        for index in range(params.n):
-            name = request_id if params.n == 1 else f"{request_id}/{index}"
-            own = dataclasses.replace(
-                params, n=1, seed=None, prompt_logprobs=params.prompt_logprobs if index == 0 else None
-            )
-            job = SequenceJob(
-                name, ids, asdict(own), hints, sequence_seed(seed, index) % (1 << 64), trace=trace.trace_id
-            )
-            requests.append(self.router.begin(job, partial(_put, items, index), trace))
-        first, left = None, params.n
-        held: list[tuple[int, TokenUpdate]] = []  # until the answer that has the prompt's log-probabilities begins
-        try:
-            while left:
-                index, item = held.pop(0) if held and first is not None else await items.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    continue
-                if first is None and index and params.prompt_logprobs is not None:
-                    held.append((index, item))
-                    continue
-                first = first or item.first
-                output = dataclasses.replace(item.output, index=index)
-                left -= output.finish_reason is not None
-                yield _output(request_id, request.text, ids, output, item, first, finished=left == 0)
-        finally:
-            for each in requests:
-                if not each.is_over:
-                    self.router.abort(each)
+        async with contextlib.aclosing(AnswerStream(self.router, request_id, request, seed).outputs()) as outputs:
+            async for output in outputs:
+                yield output
 
     # ---- operations ------------------------------------------------------------------------------------------------
 
@@ -288,17 +245,8 @@ class Cluster:
         """Counters of all instances together, and under `cluster` those of the router and the state of each. Instances
         on one machine have one disk.
         """
-        found = [(each.machine, each.stats) for each in self.router.members.values() if each.stats is not None]
-        total = _added([_NOTHING, dict(self.router.past_counters), *(stats for _, stats in found)])
-        disks = [(machine, stats["tiers"][DISK]) for machine, stats in found if DISK in stats.get("tiers", {})]
-        for name in ("bytes", "cap_bytes", "chunks") if disks else ():
-            of_each = group_by_machine((machine, disk[name]) for machine, disk in disks)
-            total["tiers"][DISK][name] = sum(machine_total(DISK, sizes) for sizes in of_each)
-        costs = [stats["costs"] for _, stats in found if "costs" in stats]
-        if costs:  # sizes and speeds, which are not summed
-            total["costs"] = {key: max((each[key] for each in costs), key=lambda cost: cost or 0) for key in costs[0]}
         return {
-            **total,
+            **_sum_counters(self.router.members.values(), self.router.past_counters),
             "running": self.router.num_running,
             "waiting": self.router.num_waiting,
             "cluster": {**self.operations.state(), "histograms": self.router.times.histograms()},
@@ -306,19 +254,19 @@ class Cluster:
 
     async def prefixes(self, visible: SaltFilter = ALL) -> list[Prefix]:
         """Of each instance, with its name."""
-        return await self.operations.cluster_prefixes.prefixes(visible)
+        return await self.supervisor.cluster_prefixes.prefixes(visible)
 
     async def known_prefixes(self, visible: SaltFilter = ALL) -> list[CachedPrefix]:
         """Of all instances together."""
-        return await self.operations.cluster_prefixes.known_prefixes(visible)
+        return await self.supervisor.cluster_prefixes.known_prefixes(visible)
 
     async def find_prefix(self, key: str, visible: SaltFilter = ALL) -> CachedPrefix | None:
         """On any instance. Raises RequestError for what is no key."""
-        return await self.operations.cluster_prefixes.find_prefix(parse_prefix_key(key).hex(), visible)
+        return await self.supervisor.cluster_prefixes.find_prefix(parse_prefix_key(key), visible)
 
     async def drop_prefix(self, key: str, visible: SaltFilter = ALL) -> dict[str, int] | None:
         """From all instances. Raises RequestError for what is no key."""
-        return await self.operations.cluster_prefixes.drop_prefix(parse_prefix_key(key).hex(), visible)
+        return await self.supervisor.cluster_prefixes.drop_prefix(parse_prefix_key(key), visible)
 
     def prefix_key(self, prompt: Prompt) -> str:
         """See `BaseLLM`. Raises EngineStoppedError if no instance serves."""
@@ -346,16 +294,21 @@ _NOTHING: dict[str, Any] = {
 """The counters of no instance."""
 
 
-def _read(file: Path) -> Placement:
-    """The placement of a file, with the file's name if it has none. Raises ConfigError."""
-    if not file.exists():
-        raise ConfigError(
-            f"cluster.placement is {str(file)!r}; it must be pack, spread, pairs, or a file made by `quire plan"
-            " placement`, and there is no such file"
-        )
-    found = read_placement(file)
-    check_instances(found)
-    return dataclasses.replace(found, made={"name": file.name, **found.made})
+def _sum_counters(members: Iterable[Member], past: Mapping[str, int]) -> dict[str, Any]:
+    """The counters of all instances together. Instances on one machine have one disk.
+
+    past  counters of instances that are gone
+    """
+    found = [(each.machine, each.stats) for each in members if each.stats is not None]
+    total = _added([_NOTHING, dict(past), *(stats for _, stats in found)])
+    disks = [(machine, stats["tiers"][DISK]) for machine, stats in found if DISK in stats.get("tiers", {})]
+    for name in ("bytes", "cap_bytes", "chunks") if disks else ():
+        of_each = group_by_machine((machine, disk[name]) for machine, disk in disks)
+        total["tiers"][DISK][name] = sum(machine_total(DISK, sizes) for sizes in of_each)
+    costs = [stats["costs"] for _, stats in found if "costs" in stats]
+    if costs:  # sizes and speeds, which are not summed
+        total["costs"] = {key: max((each[key] for each in costs), key=lambda cost: cost or 0) for key in costs[0]}
+    return total
 
 
 def _added(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -372,31 +325,13 @@ def _added(found: list[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def _hints(hints: CacheHints) -> dict[str, Any]:
-    """The fields of hints that make equal ones."""
-    pin: Any = hints.cache_pin
-    if pin is not None and math.isinf(pin):
-        pin = True
-    if pin is not None and hints.pin_tier != "arena":
-        pin = {"tier": hints.pin_tier} if pin is True else {"tier": hints.pin_tier, "seconds": pin}
-    return {
-        "cache_salt": hints.cache_salt, "cache_pin": pin, "cache_priority": hints.cache_priority,
-        "cache_lifetime": hints.cache_lifetime,
-    }  # fmt: skip
-
-
-def _output(
-    request_id: str, text: str | None, ids: list[int], output: Any, item: TokenUpdate, first: Any, *, finished: bool
-) -> RequestOutput:
-    own = item.first if item.first is first else None
-    prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
-    return RequestOutput(
-        request_id, text, ids, prompt_logprobs, [output], finished, first.num_cached_tokens, first.cached_by_tier,
-        first.num_pinned_tokens, first.kept_fraction, embedding,
-    )  # fmt: skip
-
-
-def _put(
-    items: asyncio.Queue[tuple[int, TokenUpdate | Exception | None]], index: int, item: TokenUpdate | Exception | None
-) -> None:
-    items.put_nowait((index, item))
+def _read(file: Path) -> Placement:
+    """The placement of a file, with the file's name if it has none. Raises ConfigError."""
+    if not file.exists():
+        raise ConfigError(
+            f"cluster.placement is {str(file)!r}; it must be pack, spread, pairs, or a file made by `quire plan"
+            " placement`, and there is no such file"
+        )
+    found = read_placement(file)
+    check_instances(found)
+    return dataclasses.replace(found, made={"name": file.name, **found.made})

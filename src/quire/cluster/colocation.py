@@ -11,7 +11,7 @@ STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "pairs": "STRICT_PACK"}
 
 @dataclass(frozen=True)
 class InstanceResources:
-    """What each instance takes of a node.
+    """What each instance needs of a node.
 
     memory  bytes of a cache of a given size and of the weights; 0 if the cache takes a share of the node's memory
     labels  that a node must have, by role
@@ -40,7 +40,7 @@ class InstanceResources:
 
 
 def colocated_groups(roles: Mapping[str, str], placement: str) -> list[list[str]]:
-    """The places that are placed together: all of them, or with `pairs` those that must share a node.
+    """The places that share a machine: all of them, or with `pairs` those that must share a node.
 
     Pairs have one instance that computes prompts and one that decodes. If there are more of one role than of the other,
     they are dealt out to the pairs. A mixed instance needs nobody, and is alone.

@@ -35,7 +35,7 @@ HANDSHAKE_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
 """How long `close` waits for threads. Only a bulk that packs or a handler that works for longer is left behind."""
 MOST_STRANGERS = 64
-"""Connections whose peers have not yet proved who they are. A further one takes the place of the oldest of them."""
+"""Connections whose peers have not yet proved who they are. A further one ends the oldest of them."""
 MOST_STRANGER_THREADS = 2 * MOST_STRANGERS
 """Threads for such connections, those that end included. Without a free one a connection is refused."""
 
@@ -201,8 +201,8 @@ class PeerConnections:
         """A connection that will dial. None if the peer's address is not known."""
         if self._registry.is_closed or (address := self._addresses.get(name)) is None:
             return None
-        transport, place = transport_of(address)
-        dial = functools.partial(transport.dial, place, self._stall_seconds, self._registry.handshake_seconds)
+        transport, endpoint = transport_of(address)
+        dial = functools.partial(transport.dial, endpoint, self._stall_seconds, self._registry.handshake_seconds)
         return Connection(self._registry, name, dial)
 
     def _accept(self, listener: StreamListener) -> None:

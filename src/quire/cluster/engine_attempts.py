@@ -20,15 +20,30 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.run import HeldPages, RunIdentity
 from quire.cluster.bodies import (
     CacheState,
-    FirstTokenInfo,
+    ComputeJob,
     InstanceLoad,
+    ManifestMessage,
+    PrefillProgress,
+    PullRequest,
+    ReceiveJob,
     RemotePrefix,
     SequenceJob,
-    TokenUpdate,
     cache_state_of,
     swapped_of,
 )
-from quire.cluster.messages import Attempt
+from quire.cluster.messages import (
+    Ack,
+    Attempt,
+    Cancel,
+    Compute,
+    Failed,
+    FirstTokenInfo,
+    Manifest,
+    ManifestRequest,
+    Receive,
+    Token,
+    TokenSampled,
+)
 from quire.cluster.outgoing_pages import OutgoingExport, OutgoingPages
 from quire.cluster.peer_store import PeerStore, Pull
 from quire.engine.admission import AdmittedRequest
@@ -66,13 +81,14 @@ class EngineAttemptPhase(Enum):
 class EngineAttempt:
     """An attempt at the engine.
 
-    sequence      None while it is planned
-    ahead         stands in for it while chunks are fetched ahead
-    admitted      when its sequence was admitted, on the engine's clock; None before, and at a receiver
-    num_told      shared chunks that the receiver was told of
-    wants_progress         whether the receiver wants to know of chunks
-    has_begun     whether a token was told
-    outgoing_export      of a source, what its sequence has left; None before
+    sequence         None while it is planned
+    ahead            stands in for it while chunks are fetched ahead
+    outgoing_export  of a source, what its sequence has left; None before
+    admitted         when its sequence was admitted, on the engine's clock; None before, and at a receiver
+    num_reported     shared chunks that the receiver knows of
+    wants_progress   whether the receiver wants to know of chunks
+    has_begun        whether a token was sampled
+    source           of a receiver, who has the cache
     """
 
     attempt: Attempt
@@ -82,9 +98,10 @@ class EngineAttempt:
     ahead: Sequence | None = None
     outgoing_export: OutgoingExport | None = None
     admitted: float | None = None
-    num_told: int = 0
+    num_reported: int = 0
     wants_progress: bool = False
     has_begun: bool = False
+    source: str = ""
 
     @property
     def request_id(self) -> str:
@@ -97,9 +114,6 @@ class EngineAttempt:
         return self.job.described(self.attempt.number)
 
 
-# Notices: what the agent hears.
-
-
 @dataclass(frozen=True)
 class AdmittedNotice:
     """A sequence is admitted. pull: what a receiver asks its source for; None: nothing."""
@@ -108,55 +122,32 @@ class AdmittedNotice:
     pull: Pull | None = None
 
 
-@dataclass(frozen=True)
-class CacheCompleteNotice:
-    """A receiver's engine has what it needs."""
-
-    attempt: Attempt
-
-
 @dataclass(frozen=True, eq=False)
 class ExportedCache:
-    """What an exported sequence leaves: how it is described, its parts, and their bytes."""
+    """What an exported sequence leaves with its token: how it is described, and the bytes of its parts."""
 
+    sampled: TokenSampled
     state: CacheState
-    parts: frozenset[int]
     outgoing_export: OutgoingExport
 
 
-@dataclass(frozen=True)
-class TokenNotice:
-    """cache: what an exported sequence leaves."""
+Notice = TokenSampled | Pull | AdmittedNotice | Ack | ExportedCache | PrefillProgress | Failed
+"""What the agent hears of the engine: events of the protocol, and messages.
 
-    attempt: Attempt
-    told: TokenUpdate
-    is_last: bool
-    cache: ExportedCache | None = None
+Pull             something is wanted from another instance, beside the protocol
+Ack              a receiver has all that it needs
+PrefillProgress  the first chunks of a source's prompt are computed
+Failed           the engine cannot go on with an attempt
+"""
 
-
-@dataclass(frozen=True)
-class ChunksNotice:
-    """The first chunks of a source's prompt are computed."""
-
-    attempt: Attempt
-    num_chunks: int
-
-
-@dataclass(frozen=True)
-class FailureNotice:
-    """The engine cannot go on with an attempt."""
-
-    attempt: Attempt
-    reason: str
-
-
-Notice = AdmittedNotice | CacheCompleteNotice | TokenNotice | ChunksNotice | FailureNotice | Pull
+Command = ComputeJob | ReceiveJob | PrefillProgress | ManifestMessage | ManifestRequest | Cancel
+"""Messages that have something to do for the engine: see `EngineAttempts.run`."""
 
 
 class EngineAttempts:
     """An engine's attempts.
 
-    tell    is called after a step with what happened in it
+    notify  is called after a step with what happened in it
     submit  runs a command on the engine's thread
     """
 
@@ -165,12 +156,12 @@ class EngineAttempts:
         engine: Engine,
         peer_store: PeerStore,
         signer: ExtentSigner,
-        tell: Callable[[list[Notice]], None],
+        notify: Callable[[list[Notice]], None],
         submit: Callable[[Callable[[], object]], None],
     ) -> None:
         self.engine = engine
         self.attempts: dict[Attempt, EngineAttempt] = {}
-        self._tell, self._submit = tell, submit
+        self._notify, self._submit = notify, submit
         self._signer = signer
         self._peer_store = peer_store
         self._by_id: dict[str, EngineAttempt] = {}
@@ -198,51 +189,58 @@ class EngineAttempts:
         self.engine.compile_grammar(request)
         return request
 
-    def compute(self, attempt: Attempt, job: SequenceJob, remote_prefix: RemotePrefix | None = None) -> None:
-        """The source's part."""
-        continued = Handover(job.seed, tuple(job.token_ids), job.cumulative, True)
-        self._may_fetch(
-            attempt, self._begin(EngineAttempt(attempt, job, EngineAttemptPhase.SOURCE), continued), remote_prefix
-        )
+    def run(self, command: Command) -> None:
+        """Does the engine's part of a message. Raises TypeError for one that is no command."""
+        match command:
+            case ComputeJob(Compute(attempt), job, remote_prefix):
+                self._compute(EngineAttempt(attempt, job, EngineAttemptPhase.SOURCE), remote_prefix)
+            case ReceiveJob(Receive(attempt, ""), job, remote_prefix):
+                self._compute(EngineAttempt(attempt, job, EngineAttemptPhase.ALONE), remote_prefix)
+            case ReceiveJob(Receive(attempt, source), job):  # until there is a manifest, it is planned
+                self.attempts[attempt] = EngineAttempt(attempt, job, EngineAttemptPhase.PLANNED, source=source)
+            case PrefillProgress(attempt, num_chunks):
+                if (work := self._planned(attempt)) is not None:
+                    self._prefetch(work, num_chunks)
+            case ManifestMessage(Manifest(attempt, _, token), state):
+                if (work := self._planned(attempt)) is not None:
+                    self._adopt(work, state, token)
+            case ManifestRequest(attempt):  # the receiver is there, and may fetch chunks before the prompt is computed
+                if (work := self.attempts.get(attempt)) is not None:
+                    work.wants_progress = self.engine.scheduler.manager.tree.shares and not self._retains
+            case Cancel(attempt):
+                self.end(attempt)
+            case _:
+                raise TypeError(f"{type(command).__name__} is no command of an engine")
 
-    def run_alone(self, attempt: Attempt, job: SequenceJob, remote_prefix: RemotePrefix | None = None) -> None:
-        """An attempt without a source."""
-        continued = Handover(job.seed, tuple(job.token_ids), job.cumulative)
-        self._may_fetch(
-            attempt, self._begin(EngineAttempt(attempt, job, EngineAttemptPhase.ALONE), continued), remote_prefix
-        )
+    def _planned(self, attempt: Attempt) -> EngineAttempt | None:
+        work = self.attempts.get(attempt)
+        return work if work is not None and work.phase is EngineAttemptPhase.PLANNED else None
 
-    def _may_fetch(self, attempt: Attempt, sequence: Sequence | None, remote_prefix: RemotePrefix | None) -> None:
-        """What is cached elsewhere is found like what is on a disk, and fetched if that pays."""
+    def _compute(self, work: EngineAttempt, remote_prefix: RemotePrefix | None) -> None:
+        """Queues a sequence whose prompt is computed here. What is cached elsewhere is found like what is on a disk,
+        and fetched if that pays.
+        """
+        job, will_hand_over = work.job, work.phase is EngineAttemptPhase.SOURCE
+        sequence = self._begin(work, Handover(job.seed, tuple(job.token_ids), job.cumulative, will_hand_over))
         if sequence is not None and remote_prefix is not None and not self._retains:
             num_chunks = min(remote_prefix.num_chunks, len(sequence.token_ids) // PAGE_TOKENS)
-            self._peer_store.offer(attempt, remote_prefix.instance, sequence.keys, num_chunks, is_cached=True)
+            self._peer_store.offer(work.attempt, remote_prefix.instance, sequence.keys, num_chunks, is_cached=True)
 
-    def plan(self, attempt: Attempt, job: SequenceJob) -> None:
-        """A receiver's part, before there is a manifest."""
-        self.attempts[attempt] = EngineAttempt(attempt, job, EngineAttemptPhase.PLANNED)
-
-    def prefetch(self, attempt: Attempt, source: str, num_chunks: int) -> None:
+    def _prefetch(self, work: EngineAttempt, num_chunks: int) -> None:
         """Fetches chunks that a source has computed, into room that nobody has reserved."""
-        work = self.attempts.get(attempt)
-        if work is None or work.phase is not EngineAttemptPhase.PLANNED:
-            return
         if work.ahead is None:
             params, hints = work.job.sampling(), work.job.cache_hints()
             request = Request(work.request_id, None, work.job.prompt_ids, params, self.engine.clock(), hints)
             namespace = self.engine.namespace_of(hints)
             work.ahead = Sequence(request, 0, [*work.job.prompt_ids, *work.job.token_ids], 1, namespace)
-        self._peer_store.offer(attempt, source, work.ahead.keys, num_chunks)
+        self._peer_store.offer(work.attempt, work.source, work.ahead.keys, num_chunks)
         self.engine.scheduler.manager.prefetch(work.ahead)
 
-    def adopt(self, attempt: Attempt, source: str, state: CacheState, told: TokenUpdate) -> None:
-        """Queues the sequence that a manifest describes."""
-        work = self.attempts.get(attempt)
-        if work is None or work.phase is not EngineAttemptPhase.PLANNED:
-            return
-        tokens = (*work.job.token_ids, *told.output.token_ids)
+    def _adopt(self, work: EngineAttempt, state: CacheState, token: Token) -> None:
+        """Queues the sequence that a manifest describes. token: that the source has sampled."""
+        tokens = (*work.job.token_ids, *token.delta.token_ids)
         num_tokens = len(work.job.prompt_ids) + len(tokens) - 1
-        cumulative = told.output.cumulative_logprob or 0.0
+        cumulative = token.delta.cumulative_logprob or 0.0
         work.phase = EngineAttemptPhase.ADOPTED
         try:
             swapped = swapped_of(state, num_tokens, self._shape, self._num_kinds, self._digest)
@@ -251,7 +249,7 @@ class EngineAttempts:
             return
         sequence = self._begin(work, Handover(work.job.seed, tokens, cumulative, swapped=swapped))
         if sequence is not None:
-            self._peer_store.offer(attempt, source, sequence.keys, state.num_shared, swapped.run)
+            self._peer_store.offer(work.attempt, work.source, sequence.keys, state.num_shared, swapped.run)
             self._peer_store.note_state(state.num_bytes)
 
     def end(self, attempt: Attempt) -> None:
@@ -272,44 +270,44 @@ class EngineAttempts:
         else:
             self.engine.abort(work.request_id)
 
-    def report_progress(self, attempt: Attempt) -> None:
-        """The receiver is there, and may fetch chunks before the prompt is computed."""
-        work = self.attempts.get(attempt)
-        if work is not None:
-            work.wants_progress = self.engine.scheduler.manager.tree.shares and not self._retains
+    def find_pages(self, wanted: PullRequest, release: Callable[[list[HeldPages]], None]) -> OutgoingPages | None:
+        """The pages that another instance asks for; None if some are not here, not yet or not any more.
 
-    def outgoing_pages(
-        self, attempt: Attempt, groups: list[list[int]], release: Callable[[list[HeldPages]], None]
-    ) -> OutgoingPages | None:
-        """Chunks of a prompt that is still computed; None if they are not here, or not yet."""
-        work = self.attempts.get(attempt)
-        manager = self.engine.scheduler.manager
-        if work is not None and work.outgoing_export is not None:
-            return work.outgoing_export.outgoing_pages(groups)  # the prompt's last step has ended meanwhile
-        if work is None or work.sequence is None:
-            return None
-        path = work.sequence.path
-        table, chunks = cast(Any, manager.table), range(path.num_shared)
-        if not groups or self._retains or not all(group and set(group) <= set(chunks) for group in groups):
-            return None
-        pages = [shared_pages(table, work.sequence.keys, path, sorted(group)) for group in groups]
-        return OutgoingPages(pages, self._shape[0], self._signer, release)
+        release  see OutgoingPages
+        """
+        if wanted.names:
+            pages = self._cached_pages(wanted.names, wanted.groups)
+        else:
+            work = self.attempts.get(wanted.attempt)
+            if work is not None and work.outgoing_export is not None:
+                return work.outgoing_export.outgoing_pages(wanted.groups)  # the prompt's last step has ended meanwhile
+            pages = None if work is None or work.sequence is None else self._prompt_pages(work.sequence, wanted.groups)
+        return None if pages is None else OutgoingPages(pages, self._shape[0], self._signer, release)
 
-    def cached(
-        self, names: list[bytes], groups: list[list[int]], release: Callable[[list[HeldPages]], None]
-    ) -> OutgoingPages | None:
-        """Chunks of the prefix tree, by index in a prefix; None if some are not here any more."""
+    def _prompt_pages(self, sequence: Sequence, groups: list[list[int]]) -> list[HeldPages] | None:
+        """Chunks of a prompt that is still computed."""
+        path, table = sequence.path, cast(Any, self.engine.scheduler.manager.table)
+        if not self._has_all(groups, path.num_shared):
+            return None
+        return [shared_pages(table, sequence.keys, path, sorted(group)) for group in groups]
+
+    def _cached_pages(self, names: list[bytes], groups: list[list[int]]) -> list[HeldPages] | None:
+        """Chunks of the prefix tree, by index in a prefix."""
         manager = self.engine.scheduler.manager
         found = list(manager.tree.match(names))
         num_found = sum(count for _, count in found)
-        if not groups or self._retains or not all(group and set(group) <= set(range(num_found)) for group in groups):
+        if not self._has_all(groups, num_found):
             return None
         rows = np.concatenate([segment.chunks[:count] for segment, count in found])
         tokens = np.concatenate([segment.tokens[: count * PAGE_TOKENS] for segment, count in found])
         whole = RunIdentity(tuple(names[:num_found]), tokens, found[0][0].namespace)
         table = cast(Any, manager.table)
-        pages = [HeldPages.of(table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
-        return OutgoingPages(pages, self._shape[0], self._signer, release)
+        return [HeldPages.of(table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
+
+    def _has_all(self, groups: list[list[int]], num_chunks: int) -> bool:
+        """Whether groups of chunks are among the first ones, and these are complete."""
+        chunks = set(range(num_chunks))
+        return bool(groups) and not self._retains and all(group and set(group) <= chunks for group in groups)
 
     def load(self, instance: str, *, with_stats: bool) -> InstanceLoad:
         """What there is to do."""
@@ -345,7 +343,7 @@ class EngineAttempts:
     # ---- after a step ----------------------------------------------------------------------------------------------
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
-        """Notes what a step has changed, and tells it."""
+        """Notes what a step has changed, and notifies the agent."""
         for work in list(self._changing.values()):
             assert work.sequence is not None
             if not self._look_at(work, work.sequence):
@@ -358,7 +356,7 @@ class EngineAttempts:
                 self._note(found, output)
         if self._notices:
             notices, self._notices = self._notices, []
-            self._tell(notices)
+            self._notify(notices)
 
     def _look_at(self, work: EngineAttempt, sequence: Sequence) -> bool:
         """Whether later steps may change something, too."""
@@ -368,9 +366,9 @@ class EngineAttempts:
             if work.phase is EngineAttemptPhase.SOURCE:
                 self._notices.append(AdmittedNotice(work.attempt))
         if work.phase is EngineAttemptPhase.SOURCE:
-            if work.wants_progress and sequence.path.num_shared > work.num_told:
-                work.num_told = sequence.path.num_shared
-                self._notices.append(ChunksNotice(work.attempt, work.num_told))
+            if work.wants_progress and sequence.path.num_shared > work.num_reported:
+                work.num_reported = sequence.path.num_shared
+                self._notices.append(PrefillProgress(work.attempt, work.num_reported))
         elif work.phase is EngineAttemptPhase.ADOPTED and sequence.state is not SequenceState.WAITING:
             work.phase = EngineAttemptPhase.PULLING
             transfer = sequence.path.transfer
@@ -384,7 +382,7 @@ class EngineAttempts:
         if work.phase is EngineAttemptPhase.PULLING and sequence.path.transfer is None:
             # They have arrived, or the engine computes them.
             work.phase = EngineAttemptPhase.DECODING
-            self._notices.append(CacheCompleteNotice(work.attempt))
+            self._notices.append(Ack(work.attempt))
         match work.phase:
             case EngineAttemptPhase.ALONE:
                 return work.admitted is None
@@ -394,8 +392,7 @@ class EngineAttempts:
 
     def _note(self, work: EngineAttempt, output: RequestOutput) -> None:
         (completion,) = output.outputs
-        export = self.engine.exports.get(work.request_id)
-        first = None
+        export, first = self.engine.exports.get(output.request_id), None
         if not work.has_begun and work.phase in (EngineAttemptPhase.SOURCE, EngineAttemptPhase.ALONE):
             first = FirstTokenInfo(
                 output.prompt_logprobs, output.num_cached_tokens, output.cached_by_tier, output.num_pinned_tokens,
@@ -403,22 +400,19 @@ class EngineAttempts:
                 output.embedding,
             )  # fmt: skip
         work.has_begun = True
-        told = TokenUpdate(completion, first)
+        token = Token(work.attempt, 0, export is None and completion.finish_reason is not None, completion, first)
         if work.phase is EngineAttemptPhase.PULLING:
             work.phase = EngineAttemptPhase.DECODING
-            self._notices.append(CacheCompleteNotice(work.attempt))
+            self._notices.append(Ack(work.attempt))
         if export is None:
-            is_last = completion.finish_reason is not None
-            self._notices.append(TokenNotice(work.attempt, told, is_last))
-            if is_last:
+            self._notices.append(TokenSampled(token))
+            if token.is_last:
                 self.end(work.attempt)
             return
         release = partial(self._submit, partial(self.engine.end_export, work.request_id))
         work.outgoing_export = OutgoingExport(export, self._shape[0], self._signer, release)
         state = cache_state_of(export.swapped, self._shape, self._digest)
-        self._notices.append(
-            TokenNotice(work.attempt, told, False, ExportedCache(state, export.parts, work.outgoing_export))
-        )
+        self._notices.append(ExportedCache(TokenSampled(token, export.parts), state, work.outgoing_export))
 
     # ---- sequences -------------------------------------------------------------------------------------------------
 
@@ -441,4 +435,4 @@ class EngineAttempts:
     def _fail(self, work: EngineAttempt, reason: str) -> None:
         self.end(work.attempt)
         log.warning("%s: %s", work.described, reason)
-        self._notices.append(FailureNotice(work.attempt, reason))
+        self._notices.append(Failed(work.attempt, reason))

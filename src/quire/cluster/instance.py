@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.agent import Agent
+from quire.cluster.attempt_states import deadlines_within
 from quire.cluster.bodies import AssignRole, InstanceReady, LoadingHeartbeat
 from quire.cluster.connections import TransportError
 from quire.cluster.engine_attempts import EngineAttempts
@@ -137,7 +138,7 @@ class Instance:
             self._connections,
             self._peer_store,
             self.thread.submit,
-            Deadlines.within(launch_config.timeout),
+            deadlines_within(launch_config.timeout),
         )
 
     def run(self) -> int:

@@ -83,7 +83,7 @@ class Member:
         self.ready, self.seconds_per_row, self.batch = ready, ready.seconds_per_row, ready.batch or 1
 
     def set_load(self, load: InstanceLoad, now: float) -> None:
-        """It has told how full it is."""
+        """It has said how full it is."""
         self.load, self.seen = load, now
         self.used_memory = 1 - load.free_bytes / load.total_bytes if load.total_bytes else 0.0
 
@@ -300,10 +300,10 @@ def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) 
     """
     seconds = [(each.num_rows + num_tokens) * each.seconds_per_row for each in members]
     if cached:
-        for place, each in enumerate(members):
+        for index, each in enumerate(members):
             if (count := cached.get(each.name)) is not None:
                 rows = max(1, num_tokens - PAGE_TOKENS * count)
-                seconds[place] = (each.num_rows + rows) * each.seconds_per_row
+                seconds[index] = (each.num_rows + rows) * each.seconds_per_row
     most = min(seconds) * (1 + 1e-9)
     return [each for each, time in zip(members, seconds, strict=True) if time <= most]
 

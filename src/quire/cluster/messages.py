@@ -8,12 +8,54 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.engine.outputs import CompletionOutput, Logprob
+
 
 class Attempt(NamedTuple):
     """A try of a request. Numbers of one request increase."""
 
     request: int
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenInfo:
+    """What is known of a prompt once its first token is sampled. seconds: from the admission to that token."""
+
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    num_cached_tokens: int
+    cached_by_tier: dict[str, int]
+    num_pinned_tokens: int | None
+    kept_fraction: float | None
+    seconds: float = 0.0
+    embedding: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token, from the engine that samples it to the client's stream. To the router, a message.
+
+    position  in the answer. The protocol counts it; an engine leaves it at 0
+    is_last   the answer ends with it: one message says both, so that none is left if the other one is lost
+    output    what the client gets: text, log-probabilities, why the answer ends
+    first     what is known of the prompt; only with the first token of the instance that computed it
+    """
+
+    attempt: Attempt
+    position: int = 0
+    is_last: bool = False
+    output: CompletionOutput | None = None
+    first: FirstTokenInfo | None = None
+
+    @property
+    def delta(self) -> CompletionOutput:
+        """Its output, which an engine sets."""
+        assert self.output is not None, f"{self.attempt} has a token without an output"
+        return self.output
+
+    def at(self, position: int) -> Token:
+        """The same token at a position."""
+        return Token(self.attempt, position, self.is_last, self.output, self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +90,13 @@ class ManifestRequest:
 class Manifest:
     """Source to receiver: the prompt is computed, and retention has decided.
 
-    parts       of the cache
-    num_tokens  of the answer so far
+    parts  of the cache
+    token  that the source has sampled
     """
 
     attempt: Attempt
     parts: frozenset[int]
-    num_tokens: int
+    token: Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +137,6 @@ class HandedOver:
     """Receiver to router: the source is not needed any more."""
 
     attempt: Attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """To the router, and from there to the client: the token at a position of the answer.
-
-    is_last  the answer ends with it: one message tells both, so that none is left if the other one is lost
-    """
-
-    attempt: Attempt
-    position: int
-    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +212,9 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class TokenSampled:
-    """At a source or receiver: the next token.
+    """At a source or receiver: the next token. parts: of the cache, at a source that keeps it for its receiver."""
 
-    is_last  the answer ends with it
-    parts    at a source that keeps the cache for its receiver: the parts of it
-    """
-
-    is_last: bool
+    token: Token
     parts: frozenset[int] = frozenset()
 
 

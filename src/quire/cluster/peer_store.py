@@ -88,7 +88,7 @@ class Pull:
 class PeerStore(VolatileTier):
     """Finds what sources offer, by the keys of chunks and by handles.
 
-    ask  is told of each pull, on the engine's thread
+    ask  is called with each pull, on the engine's thread
     """
 
     name = "neighbour"
@@ -290,9 +290,9 @@ def _parts(offer: Offer, run: Run) -> Iterator[int]:
     if not run.is_shared:
         yield num_shared
         return
-    places = {name: index for index, name in enumerate(offer.keys.first(num_shared))}
+    indices = {name: index for index, name in enumerate(offer.keys.first(num_shared))}
     for name in run.names:
-        yield places[name]
+        yield indices[name]
 
 
 def _nobody(pull: Pull) -> None:

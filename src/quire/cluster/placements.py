@@ -114,9 +114,9 @@ def shared_options(
     for key, reason in _shared(is_local).items():
         values = {each.role: config[key] for each, config in zip(instances, configs, strict=True)}
         if any(config[key] != configs[0][key] for config in configs):
-            told = " and ".join(f"{value!r} for {role}" for role, value in values.items())
+            listed = " and ".join(f"{value!r} for {role}" for role, value in values.items())
             raise ConfigError(
-                f"the placement has {key} {told}; {reason}, so all must have the same: give it once for all, as"
+                f"the placement has {key} {listed}; {reason}, so all must have the same: give it once for all, as"
                 f" --{key}, or alike for each role"
             )
         if any(key in each.options for each in instances):

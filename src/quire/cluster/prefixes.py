@@ -55,12 +55,13 @@ class PrefixQuery:
     """Router to instance.
 
     salts  visible salts begin with this text
+    key    of the last chunk of the prefix that the question is about
     """
 
     number: int
     kind: PrefixQueryKind
     salts: str
-    key: str = ""
+    key: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,10 @@ class PrefixService(AsyncPrefixes):
             case PrefixQueryKind.KNOWN:
                 return PrefixReply(number, known=await self.known_prefixes(visible))
             case PrefixQueryKind.FIND:
-                found = await self.find_prefix(question.key, visible)
+                found = await self._find(question.key, visible)
                 return PrefixReply(number, known=[] if found is None else [found])
             case PrefixQueryKind.DROP:
-                dropped = await self.drop_prefix(question.key, visible)
+                dropped = await self._drop(question.key, visible)
                 if dropped is not None:
                     dropped.pop(PeerStore.name, None)  # each instance drops its own
                 return PrefixReply(number, dropped=dropped)
@@ -182,13 +183,13 @@ class ClusterPrefixes:
         answers = await self._ask_all(PrefixQueryKind.KNOWN, visible)
         return merge_prefixes([(self._machine(name), answer.known) for name, answer in answers.items()])
 
-    async def find_prefix(self, key: str, visible: SaltFilter) -> CachedPrefix | None:
+    async def find_prefix(self, key: bytes, visible: SaltFilter) -> CachedPrefix | None:
         """The prefix with this key, wherever it is."""
         answers = await self._ask_all(PrefixQueryKind.FIND, visible, key)
         found = merge_prefixes([(self._machine(name), answer.known) for name, answer in answers.items()])
         return found[0] if found else None
 
-    async def drop_prefix(self, key: str, visible: SaltFilter) -> dict[str, int] | None:
+    async def drop_prefix(self, key: bytes, visible: SaltFilter) -> dict[str, int] | None:
         """Drops it everywhere. Returns the number of dropped chunks of all instances by tier; None if none had it.
 
         Raises InstancesFailedError while an instance is started again: it would find the prefix on its disk.
@@ -212,7 +213,7 @@ class ClusterPrefixes:
         member = self._members.get(name)
         return "" if member is None else member.machine
 
-    async def _ask_all(self, kind: PrefixQueryKind, visible: SaltFilter, key: str = "") -> dict[str, PrefixReply]:
+    async def _ask_all(self, kind: PrefixQueryKind, visible: SaltFilter, key: bytes = b"") -> dict[str, PrefixReply]:
         """The answers of all instances that have loaded, by name. One that goes meanwhile has no prefixes any more.
 
         Raises InstancesFailedError if an instance cannot answer, and EngineStoppedError if the cluster is closed.

@@ -83,9 +83,9 @@ class RequestState:
     number     of the last attempt
     source     of that attempt; none if the receiver computes the prompt
     receiver   of that attempt
-    is_taken   whether the receiver needs the source no more
+    is_handed_over  whether the receiver needs the source no more
     delivered  tokens that the client has
-    early      later tokens that arrived first: position and whether the answer ends there
+    early      later tokens that arrived first, by rising position
     """
 
     request: int
@@ -94,9 +94,9 @@ class RequestState:
     number: int = 0
     source: str = ""
     receiver: str = ""
-    is_taken: bool = False
+    is_handed_over: bool = False
     delivered: int = 0
-    early: frozenset[tuple[int, bool]] = frozenset()
+    early: tuple[Token, ...] = ()
 
     @property
     def attempt(self) -> Attempt:
@@ -113,7 +113,7 @@ def advance_request(
             return state, []
         begun = replace(
             state, phase=RequestPhase.RUNNING, tries=state.tries - 1, number=state.number + 1, source=event.source,
-            receiver=event.receiver, is_taken=not event.source, early=frozenset(),
+            receiver=event.receiver, is_handed_over=not event.source,
         )  # fmt: skip
         receive = Envelope(event.receiver, Receive(begun.attempt, event.source, begun.delivered))
         if not event.source:
@@ -129,7 +129,7 @@ def advance_request(
     if state.phase is not RequestPhase.RUNNING:
         return state, []
     if isinstance(event, InstanceDown):
-        needs = {state.receiver} if state.is_taken else {state.receiver, state.source}
+        needs = {state.receiver} if state.is_handed_over else {state.receiver, state.source}
         return _retried(state, f"{event.instance} is down") if event.instance in needs else (state, [])
     if isinstance(event, Expired):
         return _retried(state, "no answer in time")
@@ -139,29 +139,30 @@ def advance_request(
         case Failed(_, reason):
             return _retried(state, reason)
         case HandedOver():
-            return replace(state, is_taken=True), []
-        case Token(_, position, is_last) if position >= state.delivered:
-            return _passed_on(replace(state, early=state.early | {(position, is_last)}))
+            return replace(state, is_handed_over=True), []
+        case Token() if event.position >= state.delivered:
+            return _passed_on(state, event)
     return state, []
 
 
-def _passed_on(state: RequestState) -> tuple[RequestState, list[Envelope]]:
-    sent, delivered, early = [], state.delivered, dict(state.early)
-    while delivered in early:
-        is_last = early.pop(delivered)
-        sent.append(Envelope(CLIENT, Token(state.attempt, delivered, is_last)))
+def _passed_on(state: RequestState, token: Token) -> tuple[RequestState, list[Envelope]]:
+    """Passes a token on, and those after it that arrived first; or keeps it until those before it have arrived."""
+    sent, delivered = [], state.delivered
+    early = {token.position: token} | {each.position: each for each in state.early}
+    while (following := early.pop(delivered, None)) is not None:
+        sent.append(Envelope(CLIENT, following))
         delivered += 1
-        if is_last:
+        if following.is_last:
             # If the source has ended the answer, the receiver still waits.
-            ended = replace(state, phase=RequestPhase.ENDED, delivered=delivered, early=frozenset())
+            ended = replace(state, phase=RequestPhase.ENDED, delivered=delivered, early=())
             return ended, [*sent, *_cancels(state)]
-    return replace(state, delivered=delivered, early=frozenset(early.items())), sent
+    return replace(state, delivered=delivered, early=tuple(early[position] for position in sorted(early))), sent
 
 
 def _retried(state: RequestState, reason: str) -> tuple[RequestState, list[Envelope]]:
     sent = _cancels(state)
     if state.tries:
-        return replace(state, phase=RequestPhase.QUEUED, early=frozenset()), sent
+        return replace(state, phase=RequestPhase.QUEUED, early=()), sent
     return replace(state, phase=RequestPhase.FAILED), [*sent, Envelope(CLIENT, Failed(state.attempt, reason))]
 
 
@@ -198,6 +199,7 @@ class SourceState:
     receiver  who may pull
     start     tokens that the client had when the attempt began
     parts     of the cache, once it is computed
+    token     that it has sampled, while it holds the cache
     is_asked  whether the receiver waits for the manifest
     is_over   whether the answer has ended here
     """
@@ -209,6 +211,7 @@ class SourceState:
     parts: frozenset[int] = frozenset()
     is_asked: bool = False
     is_over: bool = False
+    token: Token | None = None
 
 
 def advance_source(
@@ -233,26 +236,29 @@ def advance_source(
         ) else []
     match event:
         case Cancel() | Ack() | Failed():
-            told = [Envelope(ROUTER, event)] if isinstance(event, Failed) else []
-            return _ended_source(state), told
+            return _ended_source(state), [Envelope(ROUTER, event)] if isinstance(event, Failed) else []
         case Compute(_, start, receiver) if phase is SourcePhase.EXPECTED:
             return replace(state, phase=SourcePhase.QUEUED, receiver=receiver, start=start), []
         case Admitted() if phase is SourcePhase.QUEUED:
             return replace(state, phase=SourcePhase.RUNNING), []
         case ManifestRequest() if phase is SourcePhase.HELD:
-            return state, [Envelope(sender, Manifest(attempt, state.parts, state.start + 1))]
+            assert state.token is not None, f"{attempt} is held without a token"
+            return state, [Envelope(sender, Manifest(attempt, state.parts, state.token))]
         case ManifestRequest():
             return replace(state, is_asked=True), []
         case PartsRequest(_, parts) if phase is SourcePhase.HELD:
             return state, [Envelope(sender, CachePart(attempt, part)) for part in sorted(parts & state.parts)]
-        case TokenSampled(is_last, parts) if phase is SourcePhase.RUNNING:
-            token = Envelope(ROUTER, Token(attempt, state.start, is_last))
-            if is_last:
+        case TokenSampled(sampled, parts) if phase is SourcePhase.RUNNING:
+            token = sampled.at(state.start)
+            sent = [Envelope(ROUTER, token)]
+            if token.is_last:
                 # A receiver that asks must not report a failure: it may be heard before the token.
-                told = [Envelope(state.receiver, Lost(attempt, is_over=True))] if state.is_asked else []
-                return replace(_ended_source(state), is_over=True), [token, *told]
-            told = [Envelope(state.receiver, Manifest(attempt, parts, state.start + 1))] if state.is_asked else []
-            return replace(state, phase=SourcePhase.HELD, parts=parts), [token, *told]
+                answer: Message = Lost(attempt, is_over=True)
+                after = replace(_ended_source(state), is_over=True)
+            else:
+                answer = Manifest(attempt, parts, token)
+                after = replace(state, phase=SourcePhase.HELD, parts=parts, token=token)
+            return after, [*sent, Envelope(state.receiver, answer)] if state.is_asked else sent
         case Expired() if phase is SourcePhase.EXPECTED:
             return _ended_source(state), [Envelope(state.receiver, Lost(attempt))]
         case Expired() if phase is SourcePhase.QUEUED:
@@ -297,6 +303,7 @@ class ReceiverState:
     parts       parts of the cache
     missing     parts that have not arrived
     num_tokens  of the answer so far
+    token       that the source has sampled, until the router has it from here, too
     """
 
     attempt: Attempt
@@ -306,6 +313,7 @@ class ReceiverState:
     parts: frozenset[int] = frozenset()
     missing: frozenset[int] = frozenset()
     num_tokens: int = 0
+    token: Token | None = None
 
 
 def advance_receiver(
@@ -331,8 +339,9 @@ def advance_receiver(
             return _ended_receiver(state), []
         case Failed():
             return _ended_receiver(state), [Envelope(ROUTER, event), *_released(state)]
-        case Manifest(_, parts, num_tokens) if phase is ReceiverPhase.ASKED:
-            return replace(state, phase=ReceiverPhase.QUEUED, parts=parts, tries=PULL_TRIES, num_tokens=num_tokens), []
+        case Manifest(_, parts, token) if phase is ReceiverPhase.ASKED:
+            queued = replace(state, phase=ReceiverPhase.QUEUED, parts=parts, tries=PULL_TRIES)
+            return replace(queued, num_tokens=token.position + 1, token=token), []
         case Admitted(has) if phase is ReceiverPhase.QUEUED:
             missing = state.parts - has
             pulling = replace(state, phase=ReceiverPhase.PULLING, missing=missing, tries=PULL_TRIES - 1)
@@ -346,9 +355,9 @@ def advance_receiver(
             return _ended_receiver(state), []
         case Lost() if phase is not ReceiverPhase.RUNNING:
             return _ended_receiver(state), [Envelope(ROUTER, Failed(attempt, "the source has lost the cache"))]
-        case TokenSampled(is_last) if phase is ReceiverPhase.RUNNING:
-            token = Envelope(ROUTER, Token(attempt, state.num_tokens, is_last))
-            return _ended_receiver(state) if is_last else replace(state, num_tokens=state.num_tokens + 1), [token]
+        case TokenSampled(token) if phase is ReceiverPhase.RUNNING:
+            after = _ended_receiver(state) if token.is_last else replace(state, num_tokens=state.num_tokens + 1)
+            return after, [Envelope(ROUTER, token.at(state.num_tokens))]
         case Expired() if phase is not ReceiverPhase.RUNNING:
             if not state.tries:
                 reason = "no room" if phase is ReceiverPhase.QUEUED else "the source does not answer"
@@ -360,10 +369,11 @@ def advance_receiver(
 
 
 def _complete(state: ReceiverState) -> tuple[ReceiverState, list[Envelope]]:
-    attempt = state.attempt
+    attempt, token = state.attempt, state.token
+    assert token is not None, f"{attempt} has a cache without a token"
     # The source's own message with this token may be lost.
-    told = [Envelope(ROUTER, HandedOver(attempt)), Envelope(ROUTER, Token(attempt, state.num_tokens - 1))]
-    return replace(state, phase=ReceiverPhase.RUNNING), [Envelope(state.source, Ack(attempt)), *told]
+    sent = [Envelope(state.source, Ack(attempt)), Envelope(ROUTER, HandedOver(attempt)), Envelope(ROUTER, token)]
+    return replace(state, phase=ReceiverPhase.RUNNING, token=None), sent
 
 
 def _released(state: ReceiverState) -> list[Envelope]:
@@ -378,10 +388,14 @@ def _ended_receiver(state: ReceiverState) -> ReceiverState:
     return ReceiverState(state.attempt, ReceiverPhase.ENDED)
 
 
-def has_deadline(state: RequestState | SourceState | ReceiverState) -> bool:
-    """Whether a state ends by itself after a time. The others hold nothing, or compute."""
-    waiting = {
+_WAITING = frozenset(
+    (
         RequestPhase.RUNNING, SourcePhase.EXPECTED, SourcePhase.QUEUED, SourcePhase.HELD, ReceiverPhase.QUEUED,
         ReceiverPhase.ASKED, ReceiverPhase.PULLING,
-    }  # fmt: skip
-    return state.phase in waiting
+    )
+)  # fmt: skip
+
+
+def has_deadline(state: RequestState | SourceState | ReceiverState) -> bool:
+    """Whether a state ends by itself after a time. The others hold nothing, or compute."""
+    return state.phase in _WAITING

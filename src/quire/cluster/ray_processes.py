@@ -170,7 +170,7 @@ class RayProcesses(Processes):
             [len(group) for group in colocated_groups(roles, "pairs")] if self._settings.placement == "pairs" else None
         )
         needs = self._needs(nodes, sizes or [1] * len(roles), weight_bytes)
-        self._place(roles, needs, nodes)
+        self._reserve(roles, needs, nodes)
         self._share = self._cache_share(nodes)
         self._cores = needs.cores
         self._actor = ray.remote(
@@ -228,7 +228,7 @@ class RayProcesses(Processes):
         labels = {role: self._settings.labels(role) for role in ("prefill", "decode", "mixed")}
         return InstanceResources(cores, int(on_gpu), memory, labels)
 
-    def _place(self, roles: Mapping[str, str], needs: InstanceResources, nodes: Sequence[Mapping[str, Any]]) -> None:
+    def _reserve(self, roles: Mapping[str, str], needs: InstanceResources, nodes: Sequence[Mapping[str, Any]]) -> None:
         """Reserves a bundle for each place. Raises ConfigError if there is no room."""
         from ray.util.placement_group import placement_group
 

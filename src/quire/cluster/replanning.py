@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.config import flags_of
+from quire.cluster.router import RoutedRequest
+from quire.config import SloConfig, flags_of
 from quire.errors import ConfigError, QuireError
+from quire.planning.cluster_file import read_cluster
 from quire.planning.drift import Load, Patience, Replanner, Seen
 from quire.planning.placement_file import Placement, read_placement
 from quire.planning.workload import Arrival, Span, Workload
@@ -54,6 +56,13 @@ class AnsweredRequest:
     num_out: int
     num_cached: int
 
+    @classmethod
+    def of(cls, request: RoutedRequest) -> AnsweredRequest:
+        """What a router knows of a request."""
+        num_in = len(request.job.prompt_ids)
+        keys = tuple(request.keys.first(num_in // PAGE_TOKENS))
+        return cls(request.begun, keys, num_in, len(request.token_ids), request.num_cached)
+
 
 @dataclass(frozen=True)
 class PlacementProposal:
@@ -77,10 +86,10 @@ def workload_of(requests: Sequence[AnsweredRequest]) -> Workload:
     ordered = sorted(requests, key=lambda each: each.at)
     numbers: dict[bytes, int] = {}
     arrivals = []
-    for place, each in enumerate(ordered):
+    for index, each in enumerate(ordered):
         spans = [Span(numbers.setdefault(key, len(numbers)), PAGE_TOKENS) for key in each.keys]
         if left := each.num_in - PAGE_TOKENS * len(each.keys):
-            spans.append(Span((1 << 32) + place, left))
+            spans.append(Span((1 << 32) + index, left))
         arrivals.append(Arrival(each.at - ordered[0].at, tuple(spans), each.num_out))
     return Workload("the last requests", arrivals)
 
@@ -135,11 +144,11 @@ class Replanning:
                 self._replanner.pause(self._clock())
                 continue
             if present is not self._placement:
-                self._take(present)
+                self._adopt(present)
             elif self._replanner.tick(self._clock()):
                 await self._replan()
 
-    def _take(self, placement: Placement) -> None:
+    def _adopt(self, placement: Placement) -> None:
         """Somebody has switched the cluster to another placement."""
         self._placement = placement
         try:
@@ -236,6 +245,23 @@ class SearchCommand:
     def _settings(self) -> list[str]:
         file = [] if self.config_file is None else ["--config", str(self.config_file)]
         return file + flags_of({**self.options, **self.slo})
+
+
+def search_command(
+    model: str,
+    options: Mapping[str, Any],
+    config_file: Path | None,
+    machines: Path,
+    slo: SloConfig,
+    placement: Placement | None,
+) -> SearchCommand:
+    """The search of a cluster that begins with a placement. Raises ConfigError if cluster.replan lacks a setting."""
+    if placement is None:
+        raise ConfigError("cluster.replan needs a placement to begin with: set cluster.placement to its file")
+    if slo.ttft is None or slo.tpot is None:
+        raise ConfigError("cluster.replan needs latency targets: set slo.ttft and slo.tpot")
+    read_cluster(machines)
+    return SearchCommand(model, options, config_file, machines, slo.to_options())
 
 
 async def _run(*words: str) -> str:

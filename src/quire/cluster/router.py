@@ -18,7 +18,7 @@ from typing import Any
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import protocol
-from quire.cluster.bodies import ComputeJob, InstanceLoad, ReceiveJob, SequenceJob, TokenMessage, TokenUpdate
+from quire.cluster.bodies import ComputeJob, InstanceLoad, ReceiveJob, SequenceJob
 from quire.cluster.members import (
     Health,
     Member,
@@ -62,22 +62,20 @@ class RoutedRequest:
     """A request of one sequence at the router.
 
     known      tokens of the prompt and of the answer so far; `keys` are those of their chunks for the index
-    told       tokens by position, until the client gets them
     avoided    instances of the last attempt, if it failed
     num_cached  prompt tokens that whoever computed it had cached
     token_ids  that the client has; `cumulative` is the sum of their log-probabilities
-    answer     is told what the client gets: tokens, then None after the last one, or an error
+    answer     is called with what the client gets: tokens, then None after the last one, or an error
     deadline   when the attempt is given up
     begun      when it arrived; `admitted` is when an instance, `computed_by`, began with its prompt; `first` when its
-               first token came; `taken` when the receiver had its cache. On the router's clock
+               first token came; `handed_over` when the receiver had its cache. On the router's clock
     """
 
     state: RequestState
     job: SequenceJob
     known: list[int]
     keys: ChunkKeys
-    answer: Callable[[TokenUpdate | Exception | None], None]
-    told: dict[int, TokenUpdate] = field(default_factory=dict)
+    answer: Callable[[Token | Exception | None], None]
     choice: RoutingDecision | None = None
     avoided: tuple[str, ...] = ()
     deadline: float = 0.0
@@ -89,7 +87,7 @@ class RoutedRequest:
     cumulative: float = 0.0
     first: float | None = None
     num_cached: int = 0
-    taken: float | None = None
+    handed_over: float | None = None
     reason: str = ""
 
     @property
@@ -107,7 +105,7 @@ class Router:
     members  by name
     past_counters     counters of the engines of instances that are gone
     soon     calls something after what happens now; None: the event loop does
-    ended    is told each request that was answered
+    ended    is called with each request that was answered
     tracer   exports the spans of requests; None: they are not exported
     """
 
@@ -154,7 +152,7 @@ class Router:
     def begin(
         self,
         job: SequenceJob,
-        answer: Callable[[TokenUpdate | Exception | None], None],
+        answer: Callable[[Token | Exception | None], None],
         trace: TraceContext | None = None,
     ) -> RoutedRequest:
         """Takes a request. answer: gets each token, then None, or an error. trace: to export its spans with."""
@@ -177,19 +175,17 @@ class Router:
         """The client is gone."""
         self._route(request, Abort())
 
-    def handle(self, message: Message | TokenMessage) -> None:
+    def handle(self, message: Message) -> None:
         """A message of an instance about an attempt."""
-        event: Any = message.message if isinstance(message, TokenMessage) else message
-        request = self._requests.get(event.attempt.request)
+        request = self._requests.get(message.attempt.request)
         if request is None:
             return
-        is_current = event.attempt == request.state.attempt and request.state.phase is RequestPhase.RUNNING
-        if isinstance(message, TokenMessage) and is_current and event.position >= request.state.delivered:
-            request.told.setdefault(event.position, message.told)
-        if isinstance(event, HandedOver) and is_current and request.taken is None:
-            request.taken = self._clock()
-            log.info("%s: %s has the cache of %s", _described(request), request.state.receiver, request.state.source)
-        self._route(request, event)
+        if isinstance(message, HandedOver) and request.handed_over is None:
+            state = request.state
+            if message.attempt == state.attempt and state.phase is RequestPhase.RUNNING:
+                request.handed_over = self._clock()
+                log.info("%s: %s has the cache of %s", _described(request), state.receiver, state.source)
+        self._route(request, message)
 
     def tick(self) -> None:
         """Ends attempts whose time is over, and begins those that waited for an instance."""
@@ -241,7 +237,7 @@ class Router:
     def num_attempts(self, name: str) -> int:
         """Attempts that an instance has a part in. A source has one until its receiver has the cache."""
         running = (each.state for each in self._requests.values() if each.state.phase is RequestPhase.RUNNING)
-        return sum(name == each.receiver or (name == each.source and not each.is_taken) for each in running)
+        return sum(name == each.receiver or (name == each.source and not each.is_handed_over) for each in running)
 
     def close(self, error: Exception) -> None:
         """Ends all requests with an error."""
@@ -259,7 +255,7 @@ class Router:
         )  # fmt: skip
         if choice is None:
             return
-        request.choice, request.taken = choice, None
+        request.choice, request.handed_over = choice, None
         source = "" if choice.source is None else choice.source.name
         self.counts["attempts"] += 1
         self._route(request, Begin(source, choice.receiver.name))
@@ -314,21 +310,21 @@ class Router:
             self._send(to, message)
 
     def _deliver(self, request: RoutedRequest, token: Token) -> None:
-        told = request.told.pop(token.position)
+        output = token.delta
         request.deadline = self._clock() + self._timeout  # not with tokens behind one that is lost
-        request.token_ids += told.output.token_ids
-        request.known += told.output.token_ids
-        request.cumulative = told.output.cumulative_logprob or 0.0
+        request.token_ids += output.token_ids
+        request.known += output.token_ids
+        request.cumulative = output.cumulative_logprob or 0.0
         if request.first is None:
             request.first = self._clock()
-            request.num_cached = 0 if told.first is None else told.first.num_cached_tokens
-            seconds = 0.0 if told.first is None else told.first.seconds
+            request.num_cached = 0 if token.first is None else token.first.num_cached_tokens
+            seconds = 0.0 if token.first is None else token.first.seconds
             request.admitted = max(request.begun, request.first - seconds)
             request.computed_by = request.state.source or request.state.receiver
         if request.choice is not None:
             computing = request.choice.source or request.choice.receiver
             computing.end_prefill(request.state.attempt)
-        request.answer(told)
+        request.answer(token)
 
     def _again(self, request: RoutedRequest, before: RequestState) -> None:
         """An attempt has failed, and another one may begin."""
@@ -340,7 +336,6 @@ class Router:
         self.counts["again"] += 1
         self.counts["again_streamed"] += before.delivered > 0
         self._release(request, before)
-        request.told.clear()
         request.deadline = self._clock() + self._timeout
         # Not at once: more instances may be down, and their news are on the way.
         self._soon(partial(self._try_again, request))
@@ -372,21 +367,21 @@ class Router:
             self.index.add(request.state.receiver, self._keys(request))
         if request.first is not None:
             first, receiver = request.first, request.state.receiver
-            taken = max(first, request.taken or first)
+            handed_over = max(first, request.handed_over or first)
             spans = [
                 TraceSpan("queue", request.begun, request.admitted, request.computed_by),
                 TraceSpan("prefill", request.admitted, first, request.computed_by),
-                TraceSpan("transfer", first, taken, receiver),
-                TraceSpan("decode", taken, now, receiver),
+                TraceSpan("transfer", first, handed_over, receiver),
+                TraceSpan("decode", handed_over, now, receiver),
             ]
         if is_answered:
             self.ended(request)
             self.times.add(Stages(*(each.ended - each.begun for each in spans)))
-        told = ", ".join(f"{each.name} {each.ended - each.begun:.3f} s" for each in spans) or "no token"
+        seconds = ", ".join(f"{each.name} {each.ended - each.begun:.3f} s" for each in spans) or "no token"
         how = str(error) if error else "ended" if is_answered else "aborted"
         log.log(
             logging.WARNING if error else logging.INFO, "%s on %s: %s after %d tokens (%s)",
-            _described(request), _instances(request.state), how, len(request.token_ids), told,
+            _described(request), _instances(request.state), how, len(request.token_ids), seconds,
         )  # fmt: skip
         if self._tracer is not None and request.trace is not None:
             facts: dict[str, str | int] = {

@@ -10,6 +10,7 @@ Arrays that arrive are read-only.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, get_args
 
 import msgspec
@@ -75,7 +76,12 @@ def _plain(value: Any) -> Any:
 
 
 def _array_of(wanted: Any, value: Any) -> Any:
-    """The array of [dtype, shape, bytes]. wanted: the annotation, such as NDArray[np.int32] or np.ndarray."""
+    """The array of [dtype, shape, bytes]. wanted: the annotation, such as NDArray[np.int32] or np.ndarray.
+
+    A private run has no namespace, and no other one travels.
+    """
+    if wanted is Hashable and value is None:
+        return None
     arguments = get_args(wanted)
     if (wanted if not arguments else wanted.__origin__) is not np.ndarray:
         raise TypeError(f"nothing here builds {wanted}")

@@ -73,7 +73,7 @@ class ClusterEndpoints:
 
         async def switch() -> None:
             try:
-                await operations.place(placement, may_pause=may_pause)
+                await operations.switch(placement, may_pause=may_pause)
             except ConfigError as error:
                 raise bad_request(str(error)) from error
             finally:

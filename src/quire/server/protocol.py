@@ -89,7 +89,7 @@ class Operations(Protocol):
     def set_role(self, place: str, role: str) -> None:
         """Changes what an instance does. Requests that it has go on."""
 
-    async def place(self, placement: Placement, *, may_pause: bool = False) -> None:
+    async def switch(self, placement: Placement, *, may_pause: bool = False) -> None:
         """Switches to the instances of a placement. may_pause: requests may wait while no instance serves."""
 
 

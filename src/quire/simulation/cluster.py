@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from quire.cluster.bodies import InstanceLoad, SequenceJob, TokenUpdate
+from quire.cluster.bodies import InstanceLoad, SequenceJob
 from quire.cluster.members import Health, Member
-from quire.cluster.messages import ROUTER
+from quire.cluster.messages import ROUTER, Token
 from quire.cluster.router import TICK_SECONDS, RoutedRequest, Router
 from quire.engine.capacity import MeasuredCapacity
 from quire.engine.outputs import RequestOutput
@@ -211,13 +211,13 @@ class SimulatedCluster:
             return
         requests: list[RoutedRequest] = []
 
-        def tell(item: TokenUpdate | Exception | None) -> None:
+        def tell(item: Token | Exception | None) -> None:
             self._events.after(self._overhead, partial(self._tell, requests, answered, ended, item))
 
         requests.append(self.router.begin(job, tell))
 
     def _tell(
-        self, requests: list[RoutedRequest], answered: Answered, ended: Ended, item: TokenUpdate | Exception | None
+        self, requests: list[RoutedRequest], answered: Answered, ended: Ended, item: Token | Exception | None
     ) -> None:
         (request,) = requests
         if isinstance(item, Exception):
@@ -226,10 +226,10 @@ class SimulatedCluster:
         elif item is None:
             answered.last = self._events.now
             answered.admitted, first = request.admitted, request.first
-            answered.taken = max(answered.first, request.taken or first or answered.first)
+            answered.taken = max(answered.first, request.handed_over or first or answered.first)
             ended(answered)
         else:
-            answered.token_ids += item.output.token_ids
+            answered.token_ids += item.delta.token_ids
             if answered.first == math.inf:
                 answered.first = self._events.now
                 answered.cached = {} if item.first is None else item.first.cached_by_tier

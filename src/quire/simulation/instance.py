@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from quire.cluster.agent import Agent, Deadlines
+from quire.cluster.agent import Agent
+from quire.cluster.attempt_states import deadlines_within
 from quire.cluster.bodies import InstanceReady, PullExtents
 from quire.cluster.engine_attempts import EngineAttempts, Notice
 from quire.cluster.outgoing_pages import OutgoingPages
@@ -146,7 +147,7 @@ class SimulatedInstance:
         self.loop = EngineLoop(events, engine, clock, self._has_stepped)
         self._agent = Agent(
             name, _Links(network, name), self.peer_store, self.loop.submit,  # type: ignore[arg-type]
-            Deadlines.within(timeout), clock=lambda: events.now,
+            deadlines_within(timeout), clock=lambda: events.now,
         )  # fmt: skip
         self._engine_attempts = EngineAttempts(engine, self.peer_store, SEAL, self._notice, self.loop.submit)
         self.ready = InstanceReady(
@@ -194,7 +195,7 @@ class SimulatedInstance:
         self._plan()
 
     def _plan(self) -> None:
-        if (due := self._agent.next_timer) < self._timer:
+        if (due := self._agent.timers.next) < self._timer:
             self._timer = due
             self._events.at(due, partial(self._tick, due))
 

@@ -17,9 +17,9 @@ TRANSPORTS: dict[str, Transport] = {"tcp": TcpTransport(), "shm": ShmTransport()
 
 def transport_of(address: str) -> tuple[Transport, str]:
     """The transport of an address, and the address without scheme. Raises TransportError."""
-    scheme, separator, place = address.partition("://")
-    if scheme not in TRANSPORTS or not separator or not place:
+    scheme, separator, endpoint = address.partition("://")
+    if scheme not in TRANSPORTS or not separator or not endpoint:
         raise TransportError(
             f"{address!r} is no address; they begin with {', '.join(f'{name}://' for name in TRANSPORTS)}"
         )
-    return TRANSPORTS[scheme], place
+    return TRANSPORTS[scheme], endpoint

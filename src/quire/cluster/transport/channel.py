@@ -39,7 +39,7 @@ MOST_EXTENTS = 65536
 MESSAGE, EXTENT = 1, 2
 """Kinds of frames. A transport may have more. number: the extents that follow the message; the bytes of the extent."""
 
-_MAGIC, _VERSION = b"QLNK", 2
+_MAGIC, _VERSION = b"QLNK", 3
 _HELLO = struct.Struct("<4sBB32s")
 _HEADER = struct.Struct("<QB3xIQ")
 _MAC_BYTES, _PROOF_BYTES = 16, 32

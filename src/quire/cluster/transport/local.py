@@ -163,10 +163,10 @@ class LocalTransport:
         """See Transport. There is only this process: `host` does not matter."""
         return LocalListener(name, stall_seconds)
 
-    def dial(self, place: str, stall_seconds: float, seconds: float) -> LocalStream:
+    def dial(self, endpoint: str, stall_seconds: float, seconds: float) -> LocalStream:
         """See Transport."""
         with _listening_lock:
-            listener = _listening.get(place)
+            listener = _listening.get(endpoint)
         if listener is None:
-            raise TransportError(f"nothing listens at local://{place}")
+            raise TransportError(f"nothing listens at local://{endpoint}")
         return listener.join(stall_seconds)

@@ -2,7 +2,7 @@
 
 Each direction has a segment of anonymous memory from its first extent on. The sender copies extents into it, one after
 the other and around again, and the receiver reads them where they lie. An extent that does not fit before the end of
-the segment begins at its start. So both sides know the place of each extent from the lengths alone.
+the segment begins at its start. So both sides know where each extent lies from the lengths alone.
 
     SEGMENT  frame; number: bytes of the segment; then one byte with two descriptors: the segment, and its eventfd
     RING     frame; number: bytes of an extent that lies in the segment
@@ -96,7 +96,7 @@ class _Outgoing:
         self.num_bytes = num_bytes
         self.credit = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stream = stream
-        self._position = self._taken = 0
+        self._position = self._occupied = 0
         number = os.memfd_create("quire-extents", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(number, num_bytes)
@@ -112,19 +112,19 @@ class _Outgoing:
 
     def put(self, extent: memoryview) -> None:
         """Copies an extent into the segment once there is room."""
-        offset, taken = _place(self._position, len(extent), self.num_bytes)
-        while self._taken + taken > self.num_bytes:
+        offset, size = _locate(self._position, len(extent), self.num_bytes)
+        while self._occupied + size > self.num_bytes:
             self._stream.wait_for(self.credit)
             freed = os.eventfd_read(self.credit)
-            if freed > self._taken:
-                raise TransportError(f"the peer has freed {freed} bytes of extents, and had {self._taken}")
-            self._taken -= freed
+            if freed > self._occupied:
+                raise TransportError(f"the peer has freed {freed} bytes of extents, and had {self._occupied}")
+            self._occupied -= freed
         if len(extent):
             # Not an assignment to the map, which would keep the interpreter's lock.
             room = np.frombuffer(self._map, np.uint8, len(extent), offset)
             np.copyto(room, np.frombuffer(extent, np.uint8))
-        self._position += taken
-        self._taken += taken
+        self._position += size
+        self._occupied += size
 
     def close(self) -> None:
         """Frees the segment."""
@@ -143,9 +143,9 @@ class _Incoming:
             raise TransportError("the peer's segment has another size than it says, or could shrink")
         self._map = mmap.mmap(number, num_bytes, prot=mmap.PROT_READ)
 
-    def take(self, length: int) -> memoryview:
+    def receive(self, length: int) -> memoryview:
         """The next extent."""
-        offset, self._owed = _place(self._position, length, self.num_bytes)
+        offset, self._owed = _locate(self._position, length, self.num_bytes)
         self._position += self._owed
         with memoryview(self._map) as whole:
             return whole[offset : offset + length]
@@ -193,7 +193,7 @@ class RingExtentChannel:
             return self._inline.receive(frame)
         if self._incoming is None or frame.number > self._incoming.num_bytes // 2:
             raise TransportError(f"an extent of {frame.number} bytes cannot lie in the peer's segment")
-        return self._incoming.take(frame.number)
+        return self._incoming.receive(frame.number)
 
     def skip(self, frame: Frame) -> int:
         """See ExtentChannel."""
@@ -240,23 +240,23 @@ class ShmTransport:
         """See Transport. Processes that are not in the same network namespace do not see the address; `host` does not
         matter. Only processes of this process' user may connect, and the secret decides which of them.
         """
-        place = f"quire-{os.getpid()}-{secrets.token_hex(8)}"
+        endpoint = f"quire-{os.getpid()}-{secrets.token_hex(8)}"
         bound = socket.socket(socket.AF_UNIX)
-        bound.bind(f"\0{place}")
-        return SocketListener(bound, f"shm://{place}", lambda accepted: _accepted(accepted, stall_seconds))
+        bound.bind(f"\0{endpoint}")
+        return SocketListener(bound, f"shm://{endpoint}", lambda accepted: _accepted(accepted, stall_seconds))
 
-    def dial(self, place: str, stall_seconds: float, seconds: float) -> ShmStream:
+    def dial(self, endpoint: str, stall_seconds: float, seconds: float) -> ShmStream:
         """See Transport."""
         made = socket.socket(socket.AF_UNIX)
         try:
             # Not `settimeout`: a socket that does not block is refused as soon as the listener's queue is full, while
             # one that blocks gets the next place in it.
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*_seconds_and_micros(seconds)))
-            made.connect(f"\0{place}")
+            made.connect(f"\0{endpoint}")
             return _stream(made, stall_seconds)
         except OSError as error:
             made.close()
-            raise TransportError(f"nothing answers at shm://{place}: {error}") from None
+            raise TransportError(f"nothing answers at shm://{endpoint}: {error}") from None
 
 
 def peer_user(connected: socket.socket) -> int:
@@ -291,7 +291,7 @@ def _unmap(mapped: mmap.mmap) -> None:
         mapped.close()
 
 
-def _place(position: int, length: int, num_bytes: int) -> tuple[int, int]:
+def _locate(position: int, length: int, num_bytes: int) -> tuple[int, int]:
     """Where the next extent lies in a segment, and how many bytes it takes, those that are left at the end included.
 
     position  bytes that all extents before have taken

@@ -109,5 +109,5 @@ class Transport(Protocol):
     def listen(self, name: str, host: str, stall_seconds: float) -> StreamListener:
         """Starts to listen for a process of some name. Raises TransportError."""
 
-    def dial(self, place: str, stall_seconds: float, seconds: float) -> ByteStream:
-        """A stream to a listener. place: its address without scheme. Raises TransportError."""
+    def dial(self, endpoint: str, stall_seconds: float, seconds: float) -> ByteStream:
+        """A stream to a listener. endpoint: its address without scheme. Raises TransportError."""

@@ -15,7 +15,7 @@ from quire.cluster.transport.stream import TransportError
 
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 3
 """A peer whose machine is gone sends nothing, not even an end: the kernel asks after it."""
-_PLACE = re.compile(r"(\[(?P<inner>[^]]+)\]|(?P<host>[^]:[]+|[0-9a-f:]+?:[0-9a-f:]*))(:(?P<port>[0-9]{1,5}))?")
+_ENDPOINT = re.compile(r"(\[(?P<inner>[^]]+)\]|(?P<host>[^]:[]+|[0-9a-f:]+?:[0-9a-f:]*))(:(?P<port>[0-9]{1,5}))?")
 
 
 class TcpTransport:
@@ -23,30 +23,30 @@ class TcpTransport:
 
     def listen(self, name: str, host: str, stall_seconds: float) -> SocketListener:
         """See Transport. host: may have a port, as in 10.0.0.1:4711 or [::1]:4711; otherwise any free one is taken."""
-        place, port = _split(host)
-        family = socket.AF_INET6 if ":" in place else socket.AF_INET
+        inner, port = _split(host)
+        family = socket.AF_INET6 if ":" in inner else socket.AF_INET
         bound = socket.socket(family)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((place, port))
+            bound.bind((inner, port))
         except (OSError, UnicodeError) as error:
             bound.close()
             raise TransportError(f"cannot listen at {host}: {error}") from None
-        taken = bound.getsockname()[1]
-        address = f"tcp://[{place}]:{taken}" if family == socket.AF_INET6 else f"tcp://{place}:{taken}"
+        port = bound.getsockname()[1]
+        address = f"tcp://[{inner}]:{port}" if family == socket.AF_INET6 else f"tcp://{inner}:{port}"
         return SocketListener(bound, address, functools.partial(_stream, stall_seconds=stall_seconds))
 
-    def dial(self, place: str, stall_seconds: float, seconds: float) -> SocketStream:
+    def dial(self, endpoint: str, stall_seconds: float, seconds: float) -> SocketStream:
         """See Transport."""
         try:
-            connected = socket.create_connection(_split(place), seconds)
+            connected = socket.create_connection(_split(endpoint), seconds)
         except (OSError, UnicodeError) as error:
-            raise TransportError(f"nothing answers at tcp://{place}: {error}") from None
+            raise TransportError(f"nothing answers at tcp://{endpoint}: {error}") from None
         try:
             return _stream(connected, stall_seconds)
         except OSError as error:
             connected.close()
-            raise TransportError(f"the connection to tcp://{place} has ended: {error}") from None
+            raise TransportError(f"the connection to tcp://{endpoint} has ended: {error}") from None
 
 
 def _stream(connected: socket.socket, stall_seconds: float) -> SocketStream:
@@ -63,9 +63,9 @@ def _stream(connected: socket.socket, stall_seconds: float) -> SocketStream:
     return SocketStream(connected, stall_seconds)
 
 
-def _split(place: str) -> tuple[str, int]:
+def _split(endpoint: str) -> tuple[str, int]:
     """Host and port; 0 if there is none. An IPv6 host with a port has brackets."""
-    found = _PLACE.fullmatch(place)
+    found = _ENDPOINT.fullmatch(endpoint)
     if found is None or int(found["port"] or 0) > 65535:
-        raise TransportError(f"{place!r} is no host with a port; it is written 10.0.0.1:4711 or [::1]:4711")
+        raise TransportError(f"{endpoint!r} is no host with a port; it is written 10.0.0.1:4711 or [::1]:4711")
     return found["inner"] or found["host"], int(found["port"] or 0)

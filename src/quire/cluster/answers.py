@@ -1,0 +1,104 @@
+"""The answer to a request of a cluster: each of its sequences is routed by itself, and their tokens are one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from quire.cluster.bodies import SequenceJob
+from quire.cluster.messages import FirstTokenInfo, Token
+from quire.cluster.router import RoutedRequest, Router
+from quire.cluster.tracing import trace_of
+from quire.engine.admission import AdmittedRequest
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import CacheHints
+from quire.engine.sampler import sequence_seed
+
+Item = Token | Exception | None
+"""What a router answers with: see `RoutedRequest.answer`."""
+
+
+class AnswerStream:
+    """A request that was admitted, and its tokens.
+
+    seed  of all its sequences together
+    """
+
+    def __init__(self, router: Router, request_id: str, request: AdmittedRequest, seed: int) -> None:
+        self._router, self._request_id, self._request, self._seed = router, request_id, request, seed
+        self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """Begins the request, and yields its deltas. Closing the generator aborts the request."""
+        request, params = self._request, self._request.params
+        routed = self._begin()
+        first, left = None, params.n
+        held: list[tuple[int, Token]] = []  # until the answer that has the prompt's log-probabilities begins
+        try:
+            while left:
+                index, item = held.pop(0) if held and first is not None else await self._items.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    continue
+                if first is None and index and params.prompt_logprobs is not None:
+                    held.append((index, item))
+                    continue
+                first = first or item.first
+                assert first is not None, f"{self._request_id} begins without what is known of its prompt"
+                left -= item.is_last
+                yield request_output(self._request_id, request, index, item, first, finished=left == 0)
+        finally:
+            for each in routed:
+                if not each.is_over:
+                    self._router.abort(each)
+
+    def _begin(self) -> list[RoutedRequest]:
+        request, params = self._request, self._request.params
+        hints, trace = _hints(request.hints), trace_of(self._request_id)
+        found: list[RoutedRequest] = []
+        for index in range(params.n):
+            name = self._request_id if params.n == 1 else f"{self._request_id}/{index}"
+            own = dataclasses.replace(
+                params, n=1, seed=None, prompt_logprobs=params.prompt_logprobs if index == 0 else None
+            )
+            job = SequenceJob(
+                name, request.prompt_ids, asdict(own), hints, sequence_seed(self._seed, index) % (1 << 64),
+                trace=trace.trace_id,
+            )  # fmt: skip
+            found.append(self._router.begin(job, partial(self._put, index), trace))
+        return found
+
+    def _put(self, index: int, item: Item) -> None:
+        self._items.put_nowait((index, item))
+
+
+def request_output(
+    request_id: str, request: AdmittedRequest, index: int, token: Token, first: FirstTokenInfo, *, finished: bool
+) -> RequestOutput:
+    """A token of a sequence as a client gets it. first: what is known of the prompt."""
+    own = token.first if token.first is first else None
+    prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
+    output = dataclasses.replace(token.delta, index=index)
+    return RequestOutput(
+        request_id, request.text, request.prompt_ids, prompt_logprobs, [output], finished, first.num_cached_tokens,
+        first.cached_by_tier, first.num_pinned_tokens, first.kept_fraction, embedding,
+    )  # fmt: skip
+
+
+def _hints(hints: CacheHints) -> dict[str, Any]:
+    """The fields of hints that make equal ones."""
+    pin: Any = hints.cache_pin
+    if pin is not None and math.isinf(pin):
+        pin = True
+    if pin is not None and hints.pin_tier != "arena":
+        pin = {"tier": hints.pin_tier} if pin is True else {"tier": hints.pin_tier, "seconds": pin}
+    return {
+        "cache_salt": hints.cache_salt, "cache_pin": pin, "cache_priority": hints.cache_priority,
+        "cache_lifetime": hints.cache_lifetime,
+    }  # fmt: skip
