@@ -53,6 +53,12 @@ class StrictModel(BaseModel):
             self.__dict__[name] = None
 
 
+class ModelRequest(StrictModel):
+    """A request of a model, which need not be named."""
+
+    model: str | None = None
+
+
 class JsonSchemaFormat(StrictModel):
     """A named schema."""
 
@@ -226,9 +232,8 @@ class CompletionRequest(BaseCompletionRequest):
         return self
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(ModelRequest):
     """The body of POST /detokenize."""
 
-    model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_VALUES)]
     skip_special_tokens: bool | None = Field(None, description="Omit special tokens from the text; false by default.")
