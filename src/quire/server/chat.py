@@ -137,15 +137,14 @@ class ChatRenderer(Renderer):
             return []
         return chat_logprobs(delta.token_ids, delta.logprobs, self.body.top_logprobs or 0, self.token_texts)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, event: ChoiceDelta) -> None:
         """See Renderer."""
-        for event in events:
-            if isinstance(event, ChoiceDelta):
-                choice = self.choices[event.choice]
-                choice.add(event)
-                if self.body.return_token_ids:
-                    choice.token_ids += event.token_ids
-                self.grow(extend(choice.logprobs, self._logprobs(event)))
+        choice = self.choices[event.choice]
+        choice.add(event)
+        if self.body.return_token_ids:
+            choice.token_ids += event.token_ids
+        if self.body.logprobs:
+            self.grow(extend(choice.logprobs, self._logprobs(event)))
 
     async def whole(self, held: ExitStack) -> Response:
         """See Renderer."""

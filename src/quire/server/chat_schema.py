@@ -10,7 +10,16 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
-from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.fields import (
+    TEXT_OR_PARTS,
+    UNUSED,
+    Ignored,
+    Metadata,
+    OnlyFalse,
+    TemplateVariables,
+    Unsupported,
+    extension,
+)
 from quire.server.ignored_fields import ConversationMessage, ConversationObject, ConversationPart
 from quire.server.json_complexity import JsonText
 from quire.server.schema import BaseCompletionRequest, ModelRequest, StrictModel
@@ -258,8 +267,8 @@ class ConversationFields(StrictModel):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: TemplateVariables = None
     service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
-    safety_identifier: str | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: str | None = UNUSED
+    safety_identifier: str | None = UNUSED
 
     @property
     def _named_tool(self) -> str | None:
@@ -301,18 +310,18 @@ class ChatRequest(ConversationFields, BaseCompletionRequest):
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=MAX_MODALITIES)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Extension.")
-    echo: bool | None = Field(None, description="Extension: begin the answer with the last message, an assistant's.")
-    add_generation_prompt: bool | None = Field(None, description="Extension: begin an answer (default).")
-    continue_final_message: bool | None = Field(
-        None, description="Extension: go on with the last message, an assistant's, in place of beginning an answer."
+    echo: bool | None = extension("begin the answer with the last message, an assistant's.")
+    add_generation_prompt: bool | None = extension("begin an answer (default).")
+    continue_final_message: bool | None = extension(
+        "go on with the last message, an assistant's, in place of beginning an answer."
     )
-    include_reasoning: bool | None = Field(None, description="Extension: split reasoning off the answer (default).")
+    include_reasoning: bool | None = extension("split reasoning off the answer (default).")
 
     tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam = None
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls (default).")
     store: OnlyFalse = None
-    metadata: Metadata | None = Field(None, description="Accepted and not used.")
+    metadata: Metadata | None = UNUSED
 
     audio: Unsupported = None
     function_call: Unsupported = None

@@ -88,8 +88,8 @@ class Renderer(ABC):
         """
 
     @abstractmethod
-    def add(self, events: Iterable[Event]) -> None:
-        """Adds the events of an output to the whole answer."""
+    def add(self, event: ChoiceDelta) -> None:
+        """Adds an event to the whole answer."""
 
     @abstractmethod
     async def whole(self, held: ExitStack) -> Response:
@@ -139,7 +139,7 @@ class AnswerCollector:
             self._renderer.grow = held.enter_context(self._service.answer_limiter.hold(*self._renderer.large))
             async with aclosing(self._outputs()) as outputs:
                 async for prompt, output in outputs:
-                    self._renderer.add(self._events(prompt, output))
+                    self._add(prompt, output)
             return await self._renderer.whole(held)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -161,23 +161,28 @@ class AnswerCollector:
         await self._renderer.prepare(prompt, output.prompt_logprobs or [])
         self._starts[prompt] = PromptStart(prompt)
 
+    def _add(self, prompt: int, output: RequestOutput) -> None:
+        for each in output.outputs:
+            if (delta := self._delta(prompt, each)) is not None:
+                self._renderer.add(delta)
+
     def _events(self, prompt: int, output: RequestOutput) -> Iterator[Event]:
         """Yields what an output adds. Tokens are counted when their event is taken."""
-        if (start := self._starts.pop(prompt, None)) is not None:
+        if self._starts and (start := self._starts.pop(prompt, None)) is not None:
             yield start
         for each in output.outputs:
-            choice = prompt * self._num_choices + each.index
-            if self._is_prompt_only:
-                if each.finish_reason is not None:
-                    yield ChoiceDelta(choice, "", (), [], None, "length", None)
-                continue
-            self._usage.completion_tokens += len(each.token_ids)
-            if self._readers:
-                yield self._readers[choice].read(each)
-            else:
-                yield ChoiceDelta(
-                    choice, each.text, (), each.token_ids, each.logprobs, each.finish_reason, each.stop_reason
-                )
+            if (delta := self._delta(prompt, each)) is not None:
+                yield delta
+
+    def _delta(self, prompt: int, output: CompletionOutput) -> ChoiceDelta | None:
+        """What an output adds to its choice; None if that is dropped."""
+        choice, reason = prompt * self._num_choices + output.index, output.finish_reason
+        if self._is_prompt_only:
+            return None if reason is None else ChoiceDelta(choice, "", (), [], None, "length", None)
+        self._usage.completion_tokens += len(output.token_ids)
+        if self._readers:
+            return self._readers[choice].read(output)
+        return ChoiceDelta(choice, output.text, (), output.token_ids, output.logprobs, reason, output.stop_reason)
 
 
 class _ChoiceReader:

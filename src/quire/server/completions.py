@@ -200,17 +200,15 @@ class CompletionRenderer(Renderer):
             return None
         return self.choices[delta.choice].legacy(delta.token_ids, delta.logprobs)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, event: ChoiceDelta) -> None:
         """See Renderer."""
-        for event in events:
-            if isinstance(event, ChoiceDelta):
-                choice = self.choices[event.choice]
-                choice.text += event.text
-                if self.body.return_token_ids:
-                    choice.token_ids += event.token_ids
-                if (lists := self._logprobs(event)) is not None:
-                    self.grow(choice.extend(lists))
-                choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
+        choice = self.choices[event.choice]
+        choice.text += event.text
+        if self.body.return_token_ids:
+            choice.token_ids += event.token_ids
+        if (lists := self._logprobs(event)) is not None:
+            self.grow(choice.extend(lists))
+        choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
 
     async def whole(self, held: ExitStack) -> Response:
         """See Renderer."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quire.server.fields import Prompts, User
+from quire.server.fields import UNUSED, Prompts, User, extension
 from quire.server.schema import ModelRequest
 
 MAX_TEXTS = 2048
@@ -30,12 +30,12 @@ class EmbeddingsRequest(ModelRequest):
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="The first ones only, with length 1 again."
     )
-    user: User | None = Field(None, description="Accepted and not used.")
+    user: User | None = UNUSED
 
-    pooling: Literal["mean", "last"] | None = Field(
-        None, description="Extension: of a text's hidden states. Default: as the model was made, else mean."
+    pooling: Literal["mean", "last"] | None = extension(
+        "of a text's hidden states. Default: as the model was made, else mean."
     )
-    add_special_tokens: bool | None = Field(None, description="Extension: with the model's begin tokens (default).")
+    add_special_tokens: bool | None = extension("with the model's begin tokens (default).")
 
 
 class ScoreRequest(ModelRequest):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import functools
 import itertools
 import time
@@ -122,12 +121,11 @@ class ResponseRenderer(Renderer):
         """See Renderer. Many events have the tools."""
         self.grow(sum(map(len, self.tools.parts)))
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, event: ChoiceDelta) -> None:
         """See Renderer."""
-        for event in events:
-            if isinstance(event, ChoiceDelta):
-                self.grow(LOGPROB_BYTES * sum(map(len, event.logprobs or ())))
-                collections.deque(self._events(event), maxlen=0)
+        self.grow(LOGPROB_BYTES * sum(map(len, event.logprobs or ())))
+        for _ in self._events(event):
+            pass
 
     async def whole(self, held: ExitStack) -> Response:
         """See Renderer."""
