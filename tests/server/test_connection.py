@@ -178,7 +178,7 @@ async def test_bodies_sent_ahead_are_read_no_further_than_one_body_is(edges):
             while not held.flow.read_paused:
                 await asyncio.sleep(0.005)
         assert 64 * KIB < sum(len(cycle.body) for cycle, _ in held.pipeline) <= 8 * size
-        assert edges[0].bytes_ahead == held.bytes_ahead
+        assert edges[0].bytes_ahead == held.ahead.num_bytes
         client.close()
         await asyncio.gather(sending, return_exceptions=True)
         async with asyncio.timeout(3):
@@ -384,17 +384,17 @@ async def test_an_answer_after_the_body_keeps_the_connection():
 
 
 async def test_a_connection_that_cannot_be_checked_is_closed_and_the_others_are_watched_on(monkeypatch, caplog):
-    check = connection.HttpConnection.check
+    check = ConnectionManager.check
     broken = []
 
-    def checked(self, now):
-        broken[:] = broken or [self]
-        if self is broken[0]:
+    def checked(self, each, now):
+        broken[:] = broken or [each]
+        if each is broken[0]:
             raise ValueError("of the test")
-        check(self, now)
+        check(self, each, now)
 
     async with socket_server(limits=QUICK) as server:
-        monkeypatch.setattr(connection.HttpConnection, "check", checked)
+        monkeypatch.setattr(ConnectionManager, "check", checked)
         first = await server.connect(CHUNKED)
         assert await first.ended(1)
         assert (await (await server.connect(CHUNKED)).answer(2)).status == 408
@@ -612,7 +612,7 @@ async def test_health_passes_requests_that_have_not_begun_and_their_bodies_are_c
             while edges[0].bytes_ahead < 20_000:
                 await asyncio.sleep(0)
             assert (await server.ask(GET)).status == 200
-            assert sum(each.waits for each in edges[0].open) > 20
+            assert sum(each.ahead.waits for each in edges[0].open) > 20
             assert {(await each.answer()).status for each in clients} == {200}
         assert edges[0].bytes_ahead == 0
 
@@ -653,7 +653,7 @@ async def test_the_body_of_a_request_without_its_key_is_not_kept(edges):
         client = await server.connect(request(b"a" * 20_000))
         assert (await client.answer()).status == 401
         (connection,) = edges[0].open
-        assert not connection.cycle.body and not connection.bytes_ahead
+        assert not connection.cycle.body and not connection.ahead.num_bytes
         client.close()
 
 

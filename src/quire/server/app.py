@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -35,7 +35,7 @@ from quire.server.embeddings import create_embeddings, create_ranking, create_sc
 from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
 from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
 from quire.server.metrics import CONTENT_TYPE
-from quire.server.openapi import components, operation
+from quire.server.openapi import ApiDocument, Endpoint
 from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.prefixes import drop_prefix, list_prefixes, show_prefix, warm_prefix
 from quire.server.responses import create_response
@@ -145,11 +145,12 @@ def create_app(
         )
     # Only unknown URLs and methods; the middleware answers all other errors.
     app.add_exception_handler(HTTPException, _answer_http_error)
-    _add_api(app, service)
-    _add_prefixes(app, service)
-    _add_operations(app, service)
-    _add_cluster(app, ClusterEndpoints(service))
-    _document(app, service)
+    document = ApiDocument(app)
+    _add_api(app, service, document)
+    _add_prefixes(app, service, document)
+    _add_operations(app, service, document)
+    _add_cluster(ClusterEndpoints(service), document)
+    _add_document(app, service, document)
     return app
 
 
@@ -169,71 +170,46 @@ def _methods(request: Request) -> str:
     return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
+def _add_api(app: FastAPI, service: Service, document: ApiDocument) -> None:
     """The routes of OpenAI's API and the tokenizer's."""
-    working = (400, 401, 403, 404, 413, 429, 500, 503)
+    operation, plain = document.operation, (400, 401, 403, 404, 413, 500, 503)
+    post, working = functools.partial(document.add, "POST"), (*plain, 429)
 
-    @app.post(
-        "/v1/completions",
-        **operation(shapes.Completion, *working, body=CompletionRequest, chunk=shapes.CompletionChunk),
-    )
-    async def completions(request: Request) -> Response:
-        """Continue prompts."""
-        return await create_completion(service, request)
+    def of(answer: Callable[[Service, Request], Awaitable[Response]]) -> Endpoint:
+        return functools.partial(answer, service)
 
-    @app.post(
-        "/v1/chat/completions",
-        **operation(shapes.ChatCompletion, *working, body=ChatRequest, chunk=shapes.ChatCompletionChunk),
-    )
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        return await create_chat(service, request)
-
-    @app.post(
-        "/v1/responses",
-        **operation(
-            response_shapes.Response,
-            *working,
-            body=ResponsesRequest,
-            chunk=response_shapes.ResponseEvent,
-            has_done=False,
-        ),
-    )
-    async def responses(request: Request) -> Response:
-        """Answer a conversation, in the newer form."""
-        return await create_response(service, request)
-
-    @app.post("/v1/embeddings", **operation(shapes.Embeddings, *working, body=EmbeddingsRequest))
-    async def embeddings(request: Request) -> Response:
-        """Turn texts into vectors."""
-        return await create_embeddings(service, request)
-
-    @app.post("/score", **operation(shapes.ScoreResponse, *working, body=ScoreRequest))
-    @app.post("/v1/score", include_in_schema=False)
-    async def score(request: Request) -> Response:
-        """Tell how near texts are to each other."""
-        return await create_scores(service, request)
-
-    @app.post("/rerank", **operation(shapes.RerankResponse, *working, body=RerankRequest))
-    @app.post("/v1/rerank", include_in_schema=False)
-    @app.post("/v2/rerank", include_in_schema=False)
-    async def rerank(request: Request) -> Response:
-        """Order documents by their nearness to a query."""
-        return await create_ranking(service, request)
-
-    @app.post(
-        "/tokenize", **operation(shapes.TokenizeResponse, 400, 401, 403, 404, 413, 500, 503, body=TokenizeRequest)
-    )
-    async def tokenize_text(request: Request) -> Response:
-        """Turn text or a conversation into token ids."""
-        return await tokenize(service, request)
-
-    @app.post(
-        "/detokenize", **operation(shapes.DetokenizeResponse, 400, 401, 403, 404, 413, 500, 503, body=DetokenizeRequest)
-    )
-    async def detokenize_ids(request: Request) -> Response:
-        """Turn token ids into text."""
-        return await detokenize(service, request)
+    post(
+        "/v1/completions", "completions", "Continue prompts.", of(create_completion),
+        shapes.Completion, *working, body=CompletionRequest, chunk=shapes.CompletionChunk,
+    )  # fmt: skip
+    post(
+        "/v1/chat/completions", "chat_completions", "Answer a conversation.", of(create_chat),
+        shapes.ChatCompletion, *working, body=ChatRequest, chunk=shapes.ChatCompletionChunk,
+    )  # fmt: skip
+    post(
+        "/v1/responses", "responses", "Answer a conversation, in the newer form.", of(create_response),
+        response_shapes.Response, *working, body=ResponsesRequest, chunk=response_shapes.ResponseEvent, has_done=False,
+    )  # fmt: skip
+    post(
+        "/v1/embeddings", "embeddings", "Turn texts into vectors.", of(create_embeddings),
+        shapes.Embeddings, *working, body=EmbeddingsRequest,
+    )  # fmt: skip
+    post(
+        "/score /v1/score", "score", "Tell how near texts are to each other.", of(create_scores),
+        shapes.ScoreResponse, *working, body=ScoreRequest,
+    )  # fmt: skip
+    post(
+        "/rerank /v1/rerank /v2/rerank", "rerank", "Order documents by their nearness to a query.", of(create_ranking),
+        shapes.RerankResponse, *working, body=RerankRequest,
+    )  # fmt: skip
+    post(
+        "/tokenize", "tokenize_text", "Turn text or a conversation into token ids.", of(tokenize),
+        shapes.TokenizeResponse, *plain, body=TokenizeRequest,
+    )  # fmt: skip
+    post(
+        "/detokenize", "detokenize_ids", "Turn token ids into text.", of(detokenize),
+        shapes.DetokenizeResponse, *plain, body=DetokenizeRequest,
+    )  # fmt: skip
 
     def model_card() -> shapes.ModelInfo:
         return {
@@ -258,36 +234,31 @@ def _add_api(app: FastAPI, service: Service) -> None:
         return json_response(model_card())
 
 
-def _add_prefixes(app: FastAPI, service: Service) -> None:
+def _add_prefixes(app: FastAPI, service: Service, document: ApiDocument) -> None:
     """The routes of cached prefixes."""
-    asked = (400, 401, 403, 404, 500, 503)
+    add, path, asked = document.add, "/v1/cache/prefixes", (400, 401, 403, 404, 500, 503)
+    add(
+        "POST", path, "warm", "Compute or fetch a prefix ahead of the requests that begin with it.",
+        functools.partial(warm_prefix, service), shapes.WarmPrefix, *asked, 413, 429, body=PrefixRequest,
+    )  # fmt: skip
+    add(
+        "GET", path, "listing", "List the caller's prefixes in the arena and on the disk.",
+        functools.partial(list_prefixes, service), shapes.ListedPrefixes, *asked, query={"limit": LIMIT},
+    )  # fmt: skip
+    add(
+        "DELETE", path, "drop", "Drop a prefix and all that goes on from it.",
+        functools.partial(drop_prefix, service), shapes.DroppedPrefix, *asked, 413, body=DropRequest,
+    )  # fmt: skip
 
-    @app.post(
-        "/v1/cache/prefixes",
-        **operation(shapes.WarmPrefix, 400, 401, 403, 404, 413, 429, 500, 503, body=PrefixRequest),
-    )
-    async def warm(request: Request) -> Response:
-        """Compute or fetch a prefix ahead of the requests that begin with it."""
-        return await warm_prefix(service, request)
-
-    @app.get("/v1/cache/prefixes", **operation(shapes.ListedPrefixes, *asked, query={"limit": LIMIT}))
-    async def listing(request: Request) -> Response:
-        """List the caller's prefixes in the arena and on the disk."""
-        return await list_prefixes(service, request)
-
-    @app.delete("/v1/cache/prefixes", **operation(shapes.DroppedPrefix, *asked, 413, body=DropRequest))
-    async def drop(request: Request) -> Response:
-        """Drop a prefix and all that goes on from it."""
-        return await drop_prefix(service, request)
-
-    @app.get("/v1/cache/prefixes/{key}", **operation(shapes.ListedPrefix, *asked))
+    @app.get("/v1/cache/prefixes/{key}", **document.operation(shapes.ListedPrefix, *asked))
     async def show(request: Request, key: str) -> Response:
         """Describe one of the caller's prefixes."""
         return await show_prefix(service, request, key)
 
 
-def _add_operations(app: FastAPI, service: Service) -> None:
+def _add_operations(app: FastAPI, service: Service, document: ApiDocument) -> None:
     """The routes for operators."""
+    operation = document.operation
 
     @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", **operation(shapes.Status, 403))
@@ -319,67 +290,47 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """The metrics, in Prometheus's text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/debug/cache", **operation(shapes.CacheInfo, 400, 401, 403, 500, 503, query={"limit": LIMIT}))
-    async def debug_cache(request: Request) -> Response:
-        """The caller's prefixes in the cache, and their use."""
-        return await show_cache(service, request)
+    document.add(
+        "GET", "/debug/cache", "debug_cache", "The caller's prefixes in the cache, and their use.",
+        functools.partial(show_cache, service), shapes.CacheInfo, 400, 401, 403, 500, 503, query={"limit": LIMIT},
+    )  # fmt: skip
 
 
-def _add_cluster(app: FastAPI, endpoints: ClusterEndpoints) -> None:
+def _add_cluster(endpoints: ClusterEndpoints, document: ApiDocument) -> None:
     """The routes of a cluster's operators."""
-    changes = (400, 401, 403, 404, 413, 500, 503)
-
-    @app.get("/v1/cluster", **operation(shapes.ClusterInfo, 401, 403, 404, 503))
-    async def show_cluster() -> Response:
-        """The instances behind the server, and how long requests are in each stage."""
-        return await endpoints.show()
-
-    @app.post("/v1/cluster/drain", **operation(shapes.ClusterInfo, *changes, body=DrainRequest))
-    async def drain_instance(request: Request) -> Response:
-        """Let an instance finish what it has and end, and start another one in its place."""
-        return await endpoints.drain(request)
-
-    @app.post("/v1/cluster/restart", **operation(shapes.ClusterInfo, *changes, body=RestartRequest))
-    async def restart_cluster(request: Request) -> Response:
-        """Drain and restart one instance after the other."""
-        return await endpoints.restart(request)
-
-    @app.post("/v1/cluster/role", **operation(shapes.ClusterInfo, *changes, 409, body=RoleRequest))
-    async def change_role(request: Request) -> Response:
-        """Change what an instance does. Requests that it has go on."""
-        return await endpoints.role(request)
-
-    @app.post(
-        "/v1/cluster/placement",
-        **operation(shapes.ClusterInfo, *changes, 409, body=PlaceRequest, query={"pause": PAUSE}),
-    )
-    async def place_instances(request: Request) -> Response:
-        """Switch to the instances of a placement, without a failed request."""
-        return await endpoints.place(request)
+    info, changes = shapes.ClusterInfo, (400, 401, 403, 404, 413, 500, 503)
+    post = functools.partial(document.add, "POST")
+    document.add(
+        "GET", "/v1/cluster", "show_cluster",
+        "The instances behind the server, and how long requests are in each stage.", endpoints.show, info,
+        401, 403, 404, 503,
+    )  # fmt: skip
+    post(
+        "/v1/cluster/drain", "drain_instance",
+        "Let an instance finish what it has and end, and start another one in its place.",
+        endpoints.drain, info, *changes, body=DrainRequest,
+    )  # fmt: skip
+    post(
+        "/v1/cluster/restart", "restart_cluster", "Drain and restart one instance after the other.",
+        endpoints.restart, info, *changes, body=RestartRequest,
+    )  # fmt: skip
+    post(
+        "/v1/cluster/role", "change_role", "Change what an instance does. Requests that it has go on.",
+        endpoints.role, info, *changes, 409, body=RoleRequest,
+    )  # fmt: skip
+    post(
+        "/v1/cluster/placement", "place_instances",
+        "Switch to the instances of a placement, without a failed request.",
+        endpoints.place, info, *changes, 409, body=PlaceRequest, query={"pause": PAUSE},
+    )  # fmt: skip
 
 
-def _document(app: FastAPI, service: Service) -> None:
+def _add_document(app: FastAPI, service: Service, document: ApiDocument) -> None:
     """Makes /openapi.json describe the real requests and answers of the routes."""
-
-    def document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            found["components"] = {"schemas": components()}
-            if service.keys.keys:
-                found["components"]["securitySchemes"] = {
-                    "key": {"type": "http", "scheme": "bearer"},
-                    "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
-                }
-                found["security"] = [{"key": []}, {"header": []}]
-            for methods in found["paths"].values():
-                for described in methods.values():
-                    described["responses"].pop("422", None)  # FastAPI's own; ours are 400
-            app.openapi_schema = found
-        return app.openapi_schema
-
-    app.openapi = document  # type: ignore[method-assign]
+    make = functools.cache(functools.partial(document.make, has_keys=bool(service.keys.keys)))
+    app.openapi = make  # type: ignore[method-assign]
     # Encoded once: that takes 3 ms, and FastAPI's own route does it for each request.
-    made = functools.cache(lambda: bytes(json_response(document()).body))
+    made = functools.cache(lambda: bytes(json_response(make()).body))
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
 from quire.server.chat_schema import ChatRequest, content_text
+from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
 from quire.server.errors import json_response
-from quire.server.event_stream import EventStream, event, unless_disconnected
+from quire.server.event_stream import sse_event
 from quire.server.json_encoding import LargeJsonResponse, encoded, extend
-from quire.server.logprobs import TokenTextCache, chat_logprobs, check_prompt_logprobs, prompt_logprobs
+from quire.server.logprobs import chat_logprobs, check_prompt_logprobs, prompt_logprobs
 from quire.server.service import PromptJob, Service
 from quire.server.shapes import EncodedList
 from quire.server.tooling import Tooling
-from quire.server.usage import StreamChunks, Usage
-from quire.tools.answer_parser import AnswerParser
+from quire.server.usage import StreamChunks
 from quire.tools.calls import AnswerDelta, ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
-
-if TYPE_CHECKING:
-    from quire.engine.outputs import CompletionOutput, RequestOutput
 
 
 async def create_chat(service: Service, request: Request) -> Response:
@@ -55,20 +52,18 @@ async def create_chat(service: Service, request: Request) -> Response:
         tenant = request.state.tenant
         job = PromptJob(ids, params, service.hints(body, tenant), tenant)
         check_prompt_logprobs({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
-        chat = ChatGeneration(service, body, job, [tooling.answer_parser(ids) for _ in range(params.n)])
+        parsers = [tooling.answer_parser(ids) for _ in range(params.n)]
+        collector = AnswerCollector(ChatRenderer(service, body, job), parsers)
         body.forget("messages", "chat_template_kwargs", "tools", "metadata", "prompt_cache_key", "safety_identifier")
         body.forget("user")
     await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
-    if body.stream:
-        return EventStream(chat.events(), service.config.ping_seconds)
-    return await unless_disconnected(request.receive, chat.full_response())
+    return await collector.answer(request, stream=body.stream)
 
 
 @dataclass
 class ChatChoiceBuilder:
     """One answer so far."""
 
-    answer_parser: AnswerParser
     text: str = ""
     reasoning: str = ""
     calls: list[shapes.ToolCall] = field(default_factory=list)
@@ -77,18 +72,13 @@ class ChatChoiceBuilder:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def parts(self, output: CompletionOutput) -> list[AnswerDelta]:
-        """What is new in the answer. Notes why it has ended, if it has."""
-        reason = output.finish_reason
-        found = self.answer_parser.read(output.text, is_last=reason is not None)
-        if reason is not None:
-            calls = self.answer_parser.num_calls and not self.answer_parser.is_cut
-            self.finish_reason = "tool_calls" if reason == "stop" and calls else reason
-            self.stop_reason = output.stop_reason
-        return found
+    def add(self, event: ChoiceDelta) -> None:
+        """Adds what is new, apart from what is told of tokens."""
+        for part in event.parts:
+            self._add_part(part)
+        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
-    def add(self, part: AnswerDelta) -> None:
-        """Adds it to the whole answer."""
+    def _add_part(self, part: AnswerDelta) -> None:
         match part:
             case TextDelta(text):
                 self.text += text
@@ -124,46 +114,48 @@ def _delta(part: AnswerDelta) -> shapes.MessageDelta:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _chunk(chunks: StreamChunks, choice: shapes.ChatDelta) -> shapes.ChatCompletionChunk:
-    return cast(shapes.ChatCompletionChunk, {**chunks.head(), "choices": [choice]})
+class ChatRenderer(Renderer):
+    """Writes the answer to a conversation."""
 
-
-class ChatGeneration:
-    """A running request."""
-
-    def __init__(self, service: Service, body: ChatRequest, job: PromptJob, readers: list[AnswerParser]) -> None:
-        self.service = service
+    def __init__(self, service: Service, body: ChatRequest, job: PromptJob) -> None:
+        super().__init__(service, [job], "chatcmpl-", "chat.completion.chunk" if body.stream else "chat.completion")
         self.body = body
-        self.job = job
-        self.choices = [ChatChoiceBuilder(answer_parser) for answer_parser in readers]
+        self.choices = [ChatChoiceBuilder() for _ in range(job.params.n)]
         self.before = content_text(body.messages[-1].content) if body.echo else ""
         self.scores: bytes | None = None
-        self.token_texts = TokenTextCache(service.engine.tokenizer)
-        self.usage = Usage(prompt_tokens=len(job.prompt_ids))
-        self.head = service.head("chatcmpl-", "chat.completion.chunk" if body.stream else "chat.completion")
+        self.chunks = StreamChunks(self.head, self.usage, body.stream_options)
 
-    async def full_response(self) -> Response:
-        """The answer in one piece."""
-        with ExitStack() as held:
-            grow = held.enter_context(self.service.answer_limiter.hold())
-            async with aclosing(self._items()) as items:
-                async for _, item in items:
-                    for output in item.outputs:
-                        choice = self.choices[output.index]
-                        for part in choice.parts(output):
-                            choice.add(part)
-                        if self.body.return_token_ids:
-                            choice.token_ids += output.token_ids
-                        grow(extend(choice.logprobs, self._logprobs(output)))
-                        self.usage.completion_tokens += len(output.token_ids)
-            choices = [self._answer(index, choice) for index, choice in enumerate(self.choices)]
-            content = cast(shapes.ChatCompletion, {**self.head, "choices": choices, "usage": self.usage.as_dict()})
-            if self.scores is not None:
-                content["prompt_logprobs"] = EncodedList(self.scores)
-            if self.body.return_token_ids:
-                content["prompt_token_ids"] = self.job.prompt_ids
-            is_scored = self.body.logprobs or self.scores is not None
-            return LargeJsonResponse(content, held.pop_all()) if is_scored else json_response(content)
+    async def prepare(self, prompt: int, logprobs: list[Any]) -> None:
+        """See Renderer."""
+        if self.body.prompt_logprobs is not None:
+            self.scores = await self.service.make_answer(
+                self.jobs[prompt].num_prompt_logprobs, lambda: encoded(prompt_logprobs(logprobs, self.token_texts))
+            )
+
+    def _logprobs(self, delta: ChoiceDelta) -> list[shapes.TokenLogprob]:
+        if not self.body.logprobs or not delta.logprobs:
+            return []
+        return chat_logprobs(delta.token_ids, delta.logprobs, self.body.top_logprobs or 0, self.token_texts)
+
+    def add(self, event: ChoiceDelta) -> None:
+        """See Renderer."""
+        choice = self.choices[event.choice]
+        choice.add(event)
+        if self.body.return_token_ids:
+            choice.token_ids += event.token_ids
+        if self.body.logprobs:
+            self.grow(extend(choice.logprobs, self._logprobs(event)))
+
+    async def whole(self, held: ExitStack) -> Response:
+        """See Renderer."""
+        choices = [self._answer(index, choice) for index, choice in enumerate(self.choices)]
+        content = cast(shapes.ChatCompletion, {**self.head, "choices": choices, "usage": self.usage.as_dict()})
+        if self.scores is not None:
+            content["prompt_logprobs"] = EncodedList(self.scores)
+        if self.body.return_token_ids:
+            content["prompt_token_ids"] = self.jobs[0].prompt_ids
+        is_scored = self.body.logprobs or self.scores is not None
+        return LargeJsonResponse(content, held.pop_all()) if is_scored else json_response(content)
 
     def _answer(self, index: int, choice: ChatChoiceBuilder) -> shapes.ChatChoice:
         """A whole choice."""
@@ -178,66 +170,45 @@ class ChatGeneration:
             found["token_ids"] = choice.token_ids
         return found
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events: a chunk with the role of every choice, then the text."""
-        chunks = StreamChunks(self.head, self.usage, self.body.stream_options)
-        opened = False
-        async with aclosing(self._items()) as items:
-            async for _, item in items:
-                news = b""
-                if not opened:
-                    opened = True
-                    news = b"".join(event(chunk) for chunk in self._first_chunks(chunks))
-                for output in item.outputs:
-                    self.usage.completion_tokens += len(output.token_ids)
-                    news += b"".join(event(_chunk(chunks, delta)) for delta in self._deltas(output))
-                if news:
-                    yield news
-        yield chunks.end()
+    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+        """See Renderer."""
+        news = b"".join(map(self._chunks, events))
+        return (news,) if news else ()
 
-    def _first_chunks(self, chunks: StreamChunks) -> Iterator[shapes.ChatCompletionChunk]:
-        """The first chunk of every choice."""
-        for index in range(self.job.params.n):
-            delta: shapes.MessageDelta = {"role": "assistant", "content": self.before}
-            chunk = _chunk(chunks, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-            if self.body.return_token_ids and not index:
-                chunk["prompt_token_ids"] = self.job.prompt_ids
-            yield chunk
+    def _chunks(self, event: Event) -> bytes:
+        """The chunks of an event."""
+        if isinstance(event, PromptStart):
+            return b"".join(self._first_chunk(index) for index in range(len(self.choices)))
+        return b"".join(map(self.chunks.event, self._deltas(event)))
 
-    def _deltas(self, output: CompletionOutput) -> list[shapes.ChatDelta]:
-        """The chunks of an output: one for each part, the first with what is told of its tokens, the last with the
-        end.
+    def _first_chunk(self, index: int) -> bytes:
+        """The first chunk of a choice has its role."""
+        delta: shapes.MessageDelta = {"role": "assistant", "content": self.before}
+        choice: shapes.ChatDelta = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if index or not self.body.return_token_ids:
+            return self.chunks.event(choice)
+        return sse_event({**self.chunks.head(), "choices": [choice], "prompt_token_ids": self.jobs[0].prompt_ids})
+
+    def _deltas(self, event: ChoiceDelta) -> list[shapes.ChatDelta]:
+        """What the chunks of an event have: one for each part. The first has what is told of the tokens, the last has
+        the end.
         """
-        choice, scored = self.choices[output.index], self._logprobs(output)
-        parts = [_delta(part) for part in choice.parts(output)]
-        has_ended, has_ids = choice.finish_reason is not None, bool(self.body.return_token_ids and output.token_ids)
+        scored, has_ended = self._logprobs(event), event.finish_reason is not None
+        parts = [_delta(part) for part in event.parts]
+        has_ids = bool(self.body.return_token_ids and event.token_ids)
         if not parts and (scored or has_ended or has_ids):
             parts = [{} if has_ended and not scored else {"content": ""}]
         deltas: list[shapes.ChatDelta] = [
-            {"index": output.index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
+            {"index": event.choice, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
         ]
         if scored:
             deltas[0]["logprobs"] = {"content": scored, "refusal": None}
         if has_ids:
-            deltas[0]["token_ids"] = output.token_ids
+            deltas[0]["token_ids"] = event.token_ids
         if has_ended:
-            deltas[-1]["finish_reason"], deltas[-1]["stop_reason"] = choice.finish_reason, choice.stop_reason
+            deltas[-1]["finish_reason"], deltas[-1]["stop_reason"] = event.finish_reason, event.stop_reason
         return deltas
 
-    def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yields the engine's output."""
-
-        async def on_first_output(_: int, item: RequestOutput) -> None:
-            self.usage.record(item)
-            if self.body.prompt_logprobs is not None:
-                found = item.prompt_logprobs or []
-                self.scores = await self.service.make_answer(
-                    self.job.num_prompt_logprobs, lambda: encoded(prompt_logprobs(found, self.token_texts))
-                )
-
-        return self.service.run([self.job], self.head["id"], on_first_output)
-
-    def _logprobs(self, output: CompletionOutput) -> list[shapes.TokenLogprob]:
-        if not self.body.logprobs or not output.logprobs:
-            return []
-        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.token_texts)
+    async def end(self) -> bytes:
+        """See Renderer."""
+        return self.chunks.end()

@@ -10,10 +10,19 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
-from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.fields import (
+    TEXT_OR_PARTS,
+    UNUSED,
+    Ignored,
+    Metadata,
+    OnlyFalse,
+    TemplateVariables,
+    Unsupported,
+    extension,
+)
 from quire.server.ignored_fields import ConversationMessage, ConversationObject, ConversationPart
 from quire.server.json_complexity import JsonText
-from quire.server.schema import BaseCompletionRequest, StrictModel
+from quire.server.schema import BaseCompletionRequest, ModelRequest, StrictModel
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 MAX_MESSAGES = 16384
@@ -102,7 +111,7 @@ class BaseMessage(ConversationMessage):
         return {} if self.name is None else {"name": self.name}
 
 
-def content_text(content: str | list[TextPart] | None) -> str:
+def content_text(content: str | list[Any] | None) -> str:
     """Content as one text, with parts joined by newlines."""
     return content or "" if not isinstance(content, list) else "\n".join(part.text for part in content)
 
@@ -206,25 +215,16 @@ class ToolParam(StrictModel):
     type: Literal["function"]
     function: Function
 
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return self.function.name
+
     def tool(self) -> Tool:
         """Without what JSON needs."""
         given = self.function
         parameters = EMPTY if given.parameters is None else given.parameters
         return Tool(given.name, given.description or "", parameters, bool(given.strict))
-
-
-def check_tools(names: list[str], named: str | None, choice: Any) -> None:
-    """Raises ApiError 400 for tools that contradict each other, or their choice.
-
-    named   the tool that must be called; None: none is named
-    choice  as it was given
-    """
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise bad_request(f"'tools' has {twice!r} twice", "tools")
-    if choice not in (None, "none", "auto") and not names:
-        raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
-    if named is not None and named not in names:
-        raise bad_request(f"'tool_choice' names {named!r}, which is not in 'tools'", "tool_choice")
 
 
 class NamedFunction(StrictModel):
@@ -238,6 +238,11 @@ class NamedTool(StrictModel):
 
     type: Literal["function"]
     function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.function.name
 
 
 def _kind_of_choice(value: Any) -> str:
@@ -253,7 +258,47 @@ ToolChoiceParam = (
 )
 
 
-class ChatRequest(BaseCompletionRequest):
+class ConversationFields(StrictModel):
+    """What all endpoints for conversations take. What a tool and a choice look like is their own."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: TemplateVariables = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = UNUSED
+    safety_identifier: str | None = UNUSED
+
+    @property
+    def _named_tool(self) -> str | None:
+        """The name of the tool that must be called, if one is named."""
+        name: str | None = getattr(self.tool_choice, "name", None)
+        return name
+
+    def _check_tools(self) -> None:
+        """Raises ApiError 400 for tools that contradict each other, or their choice."""
+        names, named = [tool.name for tool in self.tools or ()], self._named_tool
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise bad_request(f"'tools' has {twice!r} twice", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise bad_request("'tool_choice' asks for a call, and there are no 'tools'", "tool_choice")
+        if named is not None and named not in names:
+            raise bad_request(f"'tool_choice' names {named!r}, which is not in 'tools'", "tool_choice")
+
+    @property
+    def chosen(self) -> ToolChoice:
+        """Whether the answer may or must call, and what."""
+        if self._named_tool is not None:
+            return ToolChoice("required", self._named_tool, parallel=False)
+        if self.tool_choice == "none":
+            return ToolChoice("none")
+        mode: Literal["auto", "none"] = "auto" if self.tools else "none"
+        parallel = self.parallel_tool_calls is not False
+        return ToolChoice("required" if self.tool_choice == "required" else mode, parallel=parallel)
+
+
+class ChatRequest(ConversationFields, BaseCompletionRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -262,26 +307,21 @@ class ChatRequest(BaseCompletionRequest):
         None, description="The older name of max_completion_tokens."
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=MAX_MODALITIES)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Extension.")
-    echo: bool | None = Field(None, description="Extension: begin the answer with the last message, an assistant's.")
-    add_generation_prompt: bool | None = Field(None, description="Extension: begin an answer (default).")
-    continue_final_message: bool | None = Field(
-        None, description="Extension: go on with the last message, an assistant's, in place of beginning an answer."
+    echo: bool | None = extension("begin the answer with the last message, an assistant's.")
+    add_generation_prompt: bool | None = extension("begin an answer (default).")
+    continue_final_message: bool | None = extension(
+        "go on with the last message, an assistant's, in place of beginning an answer."
     )
-    include_reasoning: bool | None = Field(None, description="Extension: split reasoning off the answer (default).")
+    include_reasoning: bool | None = extension("split reasoning off the answer (default).")
 
     tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam = None
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls (default).")
-    chat_template_kwargs: TemplateVariables = None
-    service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse = None
-    metadata: Metadata | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
-    safety_identifier: str | None = Field(None, description="Accepted and not used.")
+    metadata: Metadata | None = UNUSED
 
     audio: Unsupported = None
     function_call: Unsupported = None
@@ -307,9 +347,7 @@ class ChatRequest(BaseCompletionRequest):
         if self.stream and self.prompt_logprobs is not None:
             message = "'prompt_logprobs' is not supported when 'stream' is true"
             raise bad_request(message, "prompt_logprobs", "unsupported_value")
-        names = [tool.function.name for tool in self.tools or ()]
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        check_tools(names, named, self.tool_choice)
+        self._check_tools()
         return self
 
     @property
@@ -317,24 +355,10 @@ class ChatRequest(BaseCompletionRequest):
         """Whether the prompt ends with the beginning of an answer."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
-    @property
-    def chosen(self) -> ToolChoice:
-        """Whether the answer may or must call, and what."""
-        parallel = self.parallel_tool_calls is not False
-        match self.tool_choice:
-            case NamedTool(function=NamedFunction(name=name)):
-                return ToolChoice("required", name, parallel=False)
-            case "required":
-                return ToolChoice("required", parallel=parallel)
-            case "none":
-                return ToolChoice("none")
-        return ToolChoice("auto" if self.tools else "none", parallel=parallel)
 
-
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(ModelRequest):
     """The body of POST /tokenize: a text or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None

@@ -36,7 +36,7 @@ class ClusterEndpoints:
         self._running: set[asyncio.Future[None]] = set()
         self._switches = False
 
-    async def show(self) -> Response:
+    async def show(self, _: Request) -> Response:
         """The instances and the stages."""
         return self._answer(self._operations())
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import ExitStack, aclosing
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.params import SamplingParams
 from quire.server import shapes
+from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
 from quire.server.errors import bad_request, json_response
-from quire.server.event_stream import EventStream, event, unless_disconnected
 from quire.server.json_encoding import Bytes, LargeJsonResponse, encoded, extend, pieces
-from quire.server.logprobs import LegacyLogprobs, TokenTextCache, check_prompt_logprobs, prompt_logprobs
+from quire.server.logprobs import LegacyLogprobs, check_prompt_logprobs, prompt_logprobs
 from quire.server.schema import CompletionRequest
 from quire.server.service import PromptJob, Service
 from quire.server.shapes import EncodedList
-from quire.server.usage import StreamChunks, Usage
-
-if TYPE_CHECKING:
-    from quire.engine.outputs import RequestOutput
+from quire.server.usage import StreamChunks
 
 MAX_TOKENS: int = CompletionRequest.model_fields["max_tokens"].default
 """A completion's default `max_tokens`, if it is null or not given, as in OpenAI's API."""
@@ -32,12 +30,11 @@ async def create_completion(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
     async with service.body_reader.read(request, CompletionRequest) as body:
         service.check_model(body.model)
-        completion = CompletionGeneration(service, body, await _jobs(service, body, request.state.tenant))
+        jobs = await _jobs(service, body, request.state.tenant)
+        collector = AnswerCollector(CompletionRenderer(service, body, jobs), is_prompt_only=body.max_tokens == 0)
         body.forget("prompt", "user")
-    await service.admit(completion.jobs, request.receive, body.structure_param)
-    if body.stream:
-        return EventStream(completion.events(), service.config.ping_seconds)
-    return await unless_disconnected(request.receive, completion.full_response())
+    await service.admit(jobs, request.receive, body.structure_param)
+    return await collector.answer(request, stream=body.stream)
 
 
 async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[PromptJob]:
@@ -151,145 +148,118 @@ def joined_logprobs(*given: Mapping[str, Bytes | None] | None) -> shapes.TextLog
     return cast(shapes.TextLogprobs, lists)
 
 
-def _chunk(chunks: StreamChunks, delta: shapes.CompletionDelta) -> shapes.CompletionChunk:
-    return {**chunks.head(), "choices": [delta]}
-
-
-class CompletionGeneration:
-    """A running request. Choice `job * n + index` is the index-th answer to the job-th prompt."""
+class CompletionRenderer(Renderer):
+    """Writes a completion. Choice `prompt * n + index` is the index-th answer to a prompt."""
 
     def __init__(self, service: Service, body: CompletionRequest, jobs: list[PromptJob]) -> None:
-        self.service = service
+        super().__init__(service, jobs, "cmpl-", "text_completion")
         self.body = body
-        self.jobs = jobs
         self.num_choices = body.n or 1
-        self.token_texts = TokenTextCache(service.engine.tokenizer)
+        self.is_unscored = body.logprobs is None and body.prompt_logprobs is None
+        if self.is_unscored and not body.stream:
+            self.large = ("echoed texts", "echo")
         skip_special = body.skip_special_tokens is not False
         self.choices = [
             CompletionChoiceBuilder(LegacyLogprobs(body.logprobs or 0, self.token_texts, skip_special))
             for _ in range(len(jobs) * self.num_choices)
         ]
-        self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
         self.prompt_outputs: dict[int, PromptOutput] = {}
-        self.head = service.head("cmpl-", "text_completion")
+        self.chunks = StreamChunks(self.head, self.usage, body.stream_options)
 
-    async def full_response(self) -> Response:
-        """The answer in one piece."""
-        with ExitStack() as held:
-            named = ("echoed texts", "echo") if self._is_unscored else ("log-probabilities", "logprobs")
-            grow = held.enter_context(self.service.answer_limiter.hold(*named))
-            async with aclosing(self._items(grow)) as items:
-                async for job, item in items:
-                    for delta in self._deltas(job, item):
-                        choice = self.choices[delta["index"]]
-                        choice.text += delta["text"]
-                        choice.token_ids += delta.get("token_ids", [])
-                        if delta["logprobs"] is not None:
-                            grow(choice.extend(delta["logprobs"]))
-                        if delta["finish_reason"] is not None:
-                            choice.finish_reason, choice.stop_reason = delta["finish_reason"], delta["stop_reason"]
-            for prompt_output in self.prompt_outputs.values():
-                grow((self.num_choices - 1) * len(prompt_output.text))  # every choice has it
-            choices = [
-                choice.as_dict(index, self.prompt_outputs[index // self.num_choices])
-                for index, choice in enumerate(self.choices)
-            ]
-            content: shapes.Completion = {**self.head, "choices": choices, "usage": self.usage.as_dict()}
-            if not (self.body.return_token_ids or self.body.echo) and self._is_unscored:
-                return json_response(content)  # 4 us for one choice, where pieces take 22
-            return LargeJsonResponse(content, held.pop_all())
+    async def prepare(self, prompt: int, logprobs: list[Any]) -> None:
+        """See Renderer. All choices of a prompt begin with the same."""
+        job = self.jobs[prompt]
+        choices = self.choices[prompt * self.num_choices : (prompt + 1) * self.num_choices]
+        make = functools.partial(self._prompt_output, job, logprobs, choices[0].legacy)
+        self.prompt_outputs[prompt] = prompt_output = await self.service.make_answer(job.num_prompt_logprobs, make)
+        self.grow(prompt_output.num_bytes)
+        for choice in choices[1:]:
+            choice.legacy = choices[0].legacy.copy()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
-        chunks = StreamChunks(self.head, self.usage, self.body.stream_options)
-        with self.service.answer_limiter.hold() as grow:
-            async with aclosing(self._items(grow)) as items:
-                async for job, item in items:
-                    prompt_output = self.prompt_outputs.pop(job, None)
-                    if prompt_output is not None and (
-                        prompt_output.text or prompt_output.lists or prompt_output.prompt_ids is not None
-                    ):
-                        for index in range(job * self.num_choices, (job + 1) * self.num_choices):
-                            yield b"data: "
-                            for part in pieces(_chunk(chunks, prompt_output.as_delta(index))):
-                                yield part
-                            yield b"\n\n"
-                    if prompt_output is not None:
-                        grow(-prompt_output.num_bytes)
-                        del prompt_output
-                    news = b"".join(
-                        event(_chunk(chunks, delta))
-                        for delta in self._deltas(job, item)
-                        if delta["text"] or delta["logprobs"] or delta["finish_reason"] or delta.get("token_ids")
-                    )
-                    if news:
-                        yield news
-        yield chunks.end()
-
-    @property
-    def _is_unscored(self) -> bool:
-        return self.body.logprobs is None and self.body.prompt_logprobs is None
-
-    def _items(self, grow: Callable[[int], None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yields the engine's output; calls `grow` with the bytes of prompt outputs."""
-
-        async def on_first_output(job: int, item: RequestOutput) -> None:
-            prompt_output = await self._prompt_output(job, item)
-            grow(prompt_output.num_bytes)
-            self.prompt_outputs[job] = prompt_output
-
-        return self.service.run(self.jobs, self.head["id"], on_first_output)
-
-    async def _prompt_output(self, job: int, item: RequestOutput) -> PromptOutput:
-        """Makes the prompt output of all choices from a prompt's first item, and counts its usage."""
-        self.usage.record(item)
-        prompt = self.jobs[job]
-        choices = self.choices[job * self.num_choices : (job + 1) * self.num_choices]
-
-        def make() -> tuple[PromptOutput, LegacyLogprobs]:
-            prompt_output, legacy, scores = PromptOutput(), choices[0].legacy, item.prompt_logprobs or []
-            if self.body.return_token_ids:
-                prompt_output.prompt_ids = encoded(prompt.prompt_ids)
-            if self.body.prompt_logprobs is not None:
-                prompt_output.scores = encoded(prompt_logprobs(scores, self.token_texts))
-            if self.body.echo:
-                prompt_output.text = prompt.text if prompt.text is not None else self._text(prompt.prompt_ids)
-                if self.body.logprobs is not None:
-                    lists: Mapping[str, Any] = legacy(prompt.prompt_ids, scores, prompt.text)
-                    prompt_output.lists = {
-                        name: None if each is None else encoded(each) for name, each in lists.items()
-                    }
-            return prompt_output, legacy
-
-        prompt_output, legacy = await self.service.make_answer(prompt.num_prompt_logprobs, make)
-        for choice in choices:
-            choice.legacy = legacy.copy()
-        return prompt_output
+    def _prompt_output(self, job: PromptJob, logprobs: list[Any], legacy: LegacyLogprobs) -> PromptOutput:
+        """What all choices of a prompt begin with. legacy: has its tokens afterwards."""
+        found, body = PromptOutput(), self.body
+        if body.return_token_ids:
+            found.prompt_ids = encoded(job.prompt_ids)
+        if body.prompt_logprobs is not None:
+            found.scores = encoded(prompt_logprobs(logprobs, self.token_texts))
+        if body.echo:
+            found.text = job.text if job.text is not None else self._text(job.prompt_ids)
+        if body.echo and body.logprobs is not None:
+            lists: Mapping[str, Any] = legacy(job.prompt_ids, logprobs, job.text)
+            found.lists = {name: None if each is None else encoded(each) for name, each in lists.items()}
+        return found
 
     def _text(self, prompt_ids: list[int]) -> str:
         skip_special = self.body.skip_special_tokens is not False
         text: str = self.service.engine.tokenizer.decode(prompt_ids, skip_special=skip_special)
         return text
 
-    def _deltas(self, job: int, item: RequestOutput) -> list[shapes.CompletionDelta]:
-        """What an item of the engine adds to the choices of its prompt."""
-        deltas: list[shapes.CompletionDelta] = []
-        for output in item.outputs:
-            index, ended = job * self.num_choices + output.index, output.finish_reason
-            delta: shapes.CompletionDelta = {"index": index, "text": "", "logprobs": None, "finish_reason": ended}
-            if ended is not None:
-                delta["stop_reason"] = output.stop_reason
-            if self.body.max_tokens == 0:
-                # The engine's least is one token; it is dropped here.
-                if ended is None:
-                    continue
-                delta["finish_reason"], delta["stop_reason"] = "length", None
+    def _logprobs(self, delta: ChoiceDelta) -> shapes.TextLogprobs | None:
+        if self.body.logprobs is None or not delta.logprobs:
+            return None
+        return self.choices[delta.choice].legacy(delta.token_ids, delta.logprobs)
+
+    def add(self, event: ChoiceDelta) -> None:
+        """See Renderer."""
+        choice = self.choices[event.choice]
+        choice.text += event.text
+        if self.body.return_token_ids:
+            choice.token_ids += event.token_ids
+        if (lists := self._logprobs(event)) is not None:
+            self.grow(choice.extend(lists))
+        choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
+
+    async def whole(self, held: ExitStack) -> Response:
+        """See Renderer."""
+        for prompt_output in self.prompt_outputs.values():
+            self.grow((self.num_choices - 1) * len(prompt_output.text))  # every choice has it
+        choices = [
+            choice.as_dict(index, self.prompt_outputs[index // self.num_choices])
+            for index, choice in enumerate(self.choices)
+        ]
+        content: shapes.Completion = {**self.head, "choices": choices, "usage": self.usage.as_dict()}
+        if not (self.body.return_token_ids or self.body.echo) and self.is_unscored:
+            return json_response(content)  # 4 us for one choice, where pieces take 22
+        return LargeJsonResponse(content, held.pop_all())
+
+    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+        """See Renderer. The choices of an output are written at once."""
+        return self._chunks(events)
+
+    def _chunks(self, events: Iterable[Event]) -> Iterator[bytes]:
+        deltas: list[ChoiceDelta] = []
+        for event in events:
+            if isinstance(event, PromptStart):
+                yield from self._first_chunks(event.prompt)
             else:
-                self.usage.completion_tokens += len(output.token_ids)
-                delta["text"] = output.text
-                if self.body.return_token_ids:
-                    delta["token_ids"] = output.token_ids
-                if self.body.logprobs is not None and output.logprobs:
-                    delta["logprobs"] = self.choices[index].legacy(output.token_ids, output.logprobs)
-            deltas.append(delta)
-        return deltas
+                deltas.append(event)
+        if news := b"".join(map(self._chunk, deltas)):
+            yield news
+
+    def _first_chunks(self, prompt: int) -> Iterator[bytes]:
+        """The first chunk of each choice of a prompt, if it has something to say."""
+        prompt_output = self.prompt_outputs.pop(prompt)
+        has_news = prompt_output.text or prompt_output.lists or prompt_output.prompt_ids is not None
+        for index in range(prompt * self.num_choices, (prompt + 1) * self.num_choices) if has_news else ():
+            yield b"data: "
+            yield from pieces({**self.chunks.head(), "choices": [prompt_output.as_delta(index)]})
+            yield b"\n\n"
+        self.grow(-prompt_output.num_bytes)
+
+    def _chunk(self, event: ChoiceDelta) -> bytes:
+        """A chunk; none without news."""
+        ended, logprobs = event.finish_reason, self._logprobs(event)
+        delta: shapes.CompletionDelta = {
+            "index": event.choice, "text": event.text, "logprobs": logprobs, "finish_reason": ended,
+        }  # fmt: skip
+        if ended is not None:
+            delta["stop_reason"] = event.stop_reason
+        if self.body.return_token_ids and self.body.max_tokens != 0:
+            delta["token_ids"] = event.token_ids
+        has_news = event.text or logprobs or ended or delta.get("token_ids")
+        return self.chunks.event(delta) if has_news else b""
+
+    async def end(self) -> bytes:
+        """See Renderer."""
+        return self.chunks.end()

@@ -18,9 +18,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.server.disconnect_probe import DisconnectProbe, has_ended
+from quire.server.disconnect_probe import DisconnectProbe
 from quire.server.errors import ApiError, bad_request
 from quire.server.framing import check_codings, is_old, unchunked
+from quire.server.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from quire.server.connection_manager import ConnectionManager
@@ -52,9 +53,10 @@ class HttpConnection(HttpToolsProtocol):
     since           start of the wait, by the loop's clock; in a body, the time of its last byte
     non_body_bytes  bytes of the current request outside the body
     keeps_body      whether the current request has the key that it needs; otherwise its body is discarded
-    waits           whether its request waits for a turn
-    bytes_ahead     bytes of bodies that were read while earlier requests are answered, or before the request's turn
+    ahead           bodies that it reads before their requests begin
     received        bytes since the last answer
+    unsent          bytes that the client had not read when its reading was last checked
+    unsent_since    when it last read something, or all was read
     """
 
     # uvicorn declares this field as optional.
@@ -77,12 +79,11 @@ class HttpConnection(HttpToolsProtocol):
         self.keeps_alive = True
         self.keeps_body = True
         self.answering: RequestResponseCycle | None = None
-        self.waits = False
-        self.bytes_ahead = 0
+        self.ahead = ReadAhead(self)
         self.received = 0
         self.unsent = 0
         self.unsent_since = 0.0
-        self.disconnect_probe: DisconnectProbe | None = None
+        self.disconnect_probe = DisconnectProbe(self, self.loop)
 
     @property
     def is_closed(self) -> bool:
@@ -93,18 +94,6 @@ class HttpConnection(HttpToolsProtocol):
     def waits_for_body(self) -> bool:
         """Whether it waits for the rest of a body, and no earlier request is being answered."""
         return self.state is ConnectionState.BODY and self.answering is self.cycle
-
-    @property
-    def is_replaceable(self) -> bool:
-        """Whether its client has read all that was sent, or has stopped reading."""
-        stalled = self.loop.time() - self.unsent_since >= self.manager.limits.stalled_seconds
-        return stalled or not self.transport.get_write_buffer_size()
-
-    @property
-    def takes_interim_responses(self) -> bool:
-        """Whether a response of the class 1xx may be sent now: before an answer, and not to a client of HTTP/1.0."""
-        cycle = self.answering
-        return cycle is not None and not cycle.response_started and not is_old(cycle)
 
     # Called by asyncio.
 
@@ -122,7 +111,7 @@ class HttpConnection(HttpToolsProtocol):
         """The client sends no more. It gets its answers if all its requests are complete; otherwise it has left."""
         if self.state is not ConnectionState.ANSWER:
             return False
-        self._look_for_reset()
+        self.disconnect_probe.start()
         self.cycle.keep_alive = False
         return True
 
@@ -211,9 +200,9 @@ class HttpConnection(HttpToolsProtocol):
         if self.state is ConnectionState.BODY:
             if self.keeps_body:
                 super().on_body(body)
-            if self.pipeline or self.waits:
-                self._count_ahead()
-                if self.bytes_ahead > HIGH_WATER_LIMIT:
+            if self.pipeline or self.ahead.waits:
+                self.ahead.count()
+                if self.ahead.num_bytes > HIGH_WATER_LIMIT:
                     self.flow.pause_reading()
             self.non_body_bytes = max(0, self.non_body_bytes - (1 + self.manager.limits.framing) * len(body))
 
@@ -233,36 +222,14 @@ class HttpConnection(HttpToolsProtocol):
         self.answering = cycle
         app = unchunked(app, cycle) if is_old(cycle) else app
         scope: Any = cycle.scope
-        super()._start_asgi_task(cycle, app if scope["path"] in HEALTH else self._in_turn(cycle, app))
-
-    def _in_turn(self, cycle: RequestResponseCycle, app: Any) -> Any:
-        """The application, once the request has its turn: hundreds may arrive at once, each of which takes 0.3 ms to
-        begin. Until then little of its body is read.
-        """
-
-        async def begin(scope: Any, receive: Any, send: Any) -> None:
-            if self.manager.start_throttle.waits and not self.is_closed:
-                self.waits = True
-                self.flow.pause_reading()
-                self._count_ahead()
-            await self.manager.start_throttle.acquire()
-            if self.waits:
-                self.waits = False
-                self._count_ahead()
-                if not self.is_closed:
-                    self.since = self.loop.time()
-                    self.flow.resume_reading()
-            if not cycle.disconnected:
-                await app(scope, receive, send)
-
-        return begin
+        super()._start_asgi_task(cycle, app if scope["path"] in HEALTH else self.ahead.in_turn(cycle, app))
 
     def on_response_complete(self) -> None:
         """An answer has been sent."""
         if self.is_closed:
             return
         super().on_response_complete()
-        self._count_ahead()
+        self.ahead.count()
         self._count_freed()
         if self.state is ConnectionState.HEAD or (
             self.state is ConnectionState.BODY and not self.cycle.response_complete
@@ -289,37 +256,12 @@ class HttpConnection(HttpToolsProtocol):
 
     # Ends.
 
-    def check(self, now: float) -> None:
-        """Ends the connection if it has waited too long."""
-        limits = self.manager.limits
-        unsent = self.transport.get_write_buffer_size()
-        if unsent != self.unsent or not unsent:
-            self.unsent, self.unsent_since = unsent, now
-        elif now - self.unsent_since >= limits.write_seconds:
-            self.abort()
-            return
-        # Where nothing is read, nobody sees the end of the client's stream.
-        if self.flow.read_paused and not self._is_silent() and has_ended(self._descriptor):
-            self._look_for_reset()
-        waited = now - self.since
-        if self.is_closed and not unsent and waited >= limits.linger_seconds:
-            self.abort()
-        elif self.state is ConnectionState.HEAD and self._is_silent() and waited >= limits.head_seconds:
-            if self.non_body_bytes:
-                message = f"the request's head did not arrive within {limits.head_seconds:g} s"
-                self.refuse(ApiError(408, message, code="head_timeout"))
-            else:
-                self.abort()  # it never sent a byte
-        elif self.waits_for_body and waited >= limits.body_seconds and not self.flow.read_paused:
-            message = f"no byte of the request's body arrived for {limits.body_seconds:g} s"
-            self.refuse(ApiError(408, message, code="body_timeout"))
-
     def refuse(self, error: ApiError) -> None:
         """Answers `error`, unless another answer has begun, and closes."""
         if self.is_closed:
             return
         self.manager.refused(error.status)
-        if self._is_silent() or self._may_answer() or self.waits:
+        if self.is_silent() or self._may_answer() or self.ahead.waits:
             body = json.dumps(error.body()).encode()
             headers = {
                 **error.headers,
@@ -332,16 +274,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
         self.close()
 
-    @property
-    def _descriptor(self) -> int:
-        number: int = self.transport.get_extra_info("socket").fileno()
-        return number
-
-    def _look_for_reset(self) -> None:
-        if self.disconnect_probe is None:
-            self.disconnect_probe = DisconnectProbe(self, self.loop)
-
-    def _is_silent(self) -> bool:
+    def is_silent(self) -> bool:
         """Whether no request is being answered."""
         return self.answering is None or self.answering.response_complete
 
@@ -377,8 +310,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _cancel_requests(self) -> None:
         """Tells the current requests that their client has gone."""
-        if self.disconnect_probe is not None:
-            self.disconnect_probe.end()
+        self.disconnect_probe.end()
         for cycle in (self.answering, self.cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -387,18 +319,8 @@ class HttpConnection(HttpToolsProtocol):
                 cycle.message_event.set()
         self.flow.resume_writing()
         self.pipeline.clear()
-        self.waits = False
-        self._count_ahead()
-
-    def _count_ahead(self) -> None:
-        now = sum(len(cycle.body) for cycle, _ in self.pipeline)
-        if self.waits and self.answering is not None:
-            now += len(self.answering.body)
-        grows = now > self.bytes_ahead
-        self.manager.bytes_ahead += now - self.bytes_ahead
-        self.bytes_ahead = now
-        if grows and self.manager.bytes_ahead > self.manager.limits.ahead_bytes:
-            self.manager.refuse_ahead(self)
+        self.ahead.waits = False
+        self.ahead.count()
 
     def _count_freed(self) -> None:
         self.manager.freed(self.received)
@@ -408,7 +330,7 @@ class HttpConnection(HttpToolsProtocol):
         self.state = state
         self.since = self.loop.time()
         self.manager.awaiting_request.pop(self, None)
-        if (state in (ConnectionState.IDLE, ConnectionState.HEAD) and self._is_silent()) or self._may_answer():
+        if (state in (ConnectionState.IDLE, ConnectionState.HEAD) and self.is_silent()) or self._may_answer():
             self.manager.awaiting_request[self] = None
 
 

@@ -13,7 +13,8 @@ from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from quire.server.connection import HttpConnection
+from quire.server.connection import ConnectionState, HttpConnection
+from quire.server.disconnect_probe import has_ended
 from quire.server.errors import ApiError
 from quire.server.start_throttle import StartThrottle
 
@@ -106,10 +107,41 @@ class ConnectionManager:
             now = asyncio.get_running_loop().time()
             for connection in list(self.open):
                 try:
-                    connection.check(now)
+                    self.check(connection, now)
                 except Exception:  # keeps watching the others
                     log.exception("closing a connection, because checking it failed")
                     connection.abort()
+
+    def check(self, connection: HttpConnection, now: float) -> None:
+        """Ends a connection if it has waited too long."""
+        limits = self.limits
+        unsent = connection.transport.get_write_buffer_size()
+        if unsent != connection.unsent or not unsent:
+            connection.unsent, connection.unsent_since = unsent, now
+        elif now - connection.unsent_since >= limits.write_seconds:
+            connection.abort()
+            return
+        is_silent, is_paused = connection.is_silent(), connection.flow.read_paused
+        # Where nothing is read, nobody sees the end of the client's stream.
+        if is_paused and not is_silent and has_ended(connection.transport.get_extra_info("socket").fileno()):
+            connection.disconnect_probe.start()
+        waited = now - connection.since
+        if connection.is_closed and not unsent and waited >= limits.linger_seconds:
+            connection.abort()
+        elif connection.state is ConnectionState.HEAD and is_silent and waited >= limits.head_seconds:
+            if connection.non_body_bytes:
+                message = f"the request's head did not arrive within {limits.head_seconds:g} s"
+                connection.refuse(ApiError(408, message, code="head_timeout"))
+            else:
+                connection.abort()  # it never sent a byte
+        elif connection.waits_for_body and waited >= limits.body_seconds and not is_paused:
+            message = f"no byte of the request's body arrived for {limits.body_seconds:g} s"
+            connection.refuse(ApiError(408, message, code="body_timeout"))
+
+    def _is_replaceable(self, connection: HttpConnection) -> bool:
+        """Whether its client has read all that was sent, or has stopped reading."""
+        stalled = connection.loop.time() - connection.unsent_since >= self.limits.stalled_seconds
+        return stalled or not connection.transport.get_write_buffer_size()
 
     @property
     def is_full(self) -> bool:
@@ -120,7 +152,7 @@ class ConnectionManager:
         """Too many bytes are ahead of turns and of answers. Refuses the last connection that got some if they are ahead
         of its own answers, which no usual client does, and otherwise the connection with the most.
         """
-        largest = last if last.pipeline else max(last, *self.open, key=lambda each: each.bytes_ahead)
+        largest = last if last.pipeline else max(last, *self.open, key=lambda each: each.ahead.num_bytes)
         message = (
             f"bodies of {self.bytes_ahead} bytes wait for their turn or for the answers to earlier requests; try again"
         )
@@ -148,7 +180,7 @@ class ConnectionManager:
             message = f"this address has {most} connections, its maximum (serve.max_connections_per_address)"
             raise ApiError(429, message, code="too_many_connections", headers={"Retry-After": "1"})
         if len(self.open) - len(self.lingering) > self.limits.connections:
-            oldest = next((each for each in self.awaiting_request if each.is_replaceable), None)
+            oldest = next(filter(self._is_replaceable, self.awaiting_request), None)
             if oldest is None:
                 message = f"all {self.limits.connections} connections are in use"
                 message += " (serve.max_connections)"

@@ -13,6 +13,8 @@ import asyncio
 import select
 from typing import TYPE_CHECKING
 
+from quire.server.framing import is_old
+
 if TYPE_CHECKING:
     from quire.server.connection import HttpConnection
 
@@ -27,26 +29,39 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class DisconnectProbe:
-    """Aborts a connection whose client has closed its socket, until `end`."""
+    """Aborts a connection whose client has closed its socket, from `start` to `end`."""
 
     def __init__(self, connection: HttpConnection, loop: asyncio.AbstractEventLoop) -> None:
         self._connection, self._loop = connection, loop
-        self._probe_at = loop.time() + FIRST_PROBE_SECONDS
-        self._timer = loop.call_later(CHECK_SECONDS, self._check)
+        self._probe_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Looks for a reset from now on, if it does not yet."""
+        if self._timer is None:
+            self._probe_at = self._loop.time() + FIRST_PROBE_SECONDS
+            self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
 
     def end(self) -> None:
         """Looks no more."""
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _check(self) -> None:
         connection = self._connection
         if is_reset(connection.transport.get_extra_info("socket").fileno()):
             connection.abort()
             return
-        if self._loop.time() >= self._probe_at and connection.takes_interim_responses:
+        if self._loop.time() >= self._probe_at and self._may_be_sent:
             connection.transport.write(CONTINUE)
             self._probe_at = self._loop.time() + PROBE_SECONDS
         self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+
+    @property
+    def _may_be_sent(self) -> bool:
+        """Whether an interim response may be sent now: before an answer, and not to a client of HTTP/1.0."""
+        cycle = self._connection.answering
+        return cycle is not None and not cycle.response_started and not is_old(cycle)
 
 
 def is_reset(number: int) -> bool:

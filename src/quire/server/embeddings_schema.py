@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from quire.server.fields import Prompts, User
-from quire.server.schema import StrictModel
+from quire.server.fields import UNUSED, Prompts, User, extension
+from quire.server.schema import ModelRequest
 
 MAX_TEXTS = 2048
 """Texts of a request, as in OpenAI's API."""
@@ -22,36 +22,33 @@ def _several(value: Any) -> Any:
 OneOrMore = Annotated[Texts, BeforeValidator(_several, json_schema_input_type=str | Texts)]
 
 
-class EmbeddingsRequest(StrictModel):
+class EmbeddingsRequest(ModelRequest):
     """The body of POST /v1/embeddings."""
 
     input: Annotated[Prompts, Field(max_length=MAX_TEXTS)]
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="The first ones only, with length 1 again."
     )
-    user: User | None = Field(None, description="Accepted and not used.")
+    user: User | None = UNUSED
 
-    pooling: Literal["mean", "last"] | None = Field(
-        None, description="Extension: of a text's hidden states. Default: as the model was made, else mean."
+    pooling: Literal["mean", "last"] | None = extension(
+        "of a text's hidden states. Default: as the model was made, else mean."
     )
-    add_special_tokens: bool | None = Field(None, description="Extension: with the model's begin tokens (default).")
+    add_special_tokens: bool | None = extension("with the model's begin tokens (default).")
 
 
-class ScoreRequest(StrictModel):
+class ScoreRequest(ModelRequest):
     """The body of POST /score: one text and several, or as many of both."""
 
     text_1: OneOrMore
     text_2: OneOrMore
-    model: str | None = None
 
 
-class RerankRequest(StrictModel):
+class RerankRequest(ModelRequest):
     """The body of POST /rerank."""
 
     query: str
     documents: Texts
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
-    model: str | None = None

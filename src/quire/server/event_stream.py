@@ -23,7 +23,7 @@ PING = b": ping\n\n"
 """A comment: clients of server-sent events ignore it."""
 
 
-def event(data: Mapping[str, Any]) -> bytes:
+def sse_event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
     return f"data: {encode(data)}\n\n".encode(errors="backslashreplace")
 
@@ -64,20 +64,17 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        ping_seconds: float = 0.0,
-        failed: Callable[[ApiError], bytes] | None = None,
+        self, events: AsyncGenerator[bytes, None], ping_seconds: float, failed: Callable[[ApiError], bytes]
     ) -> None:
         """
         ping_seconds  time without an event after which a comment is sent; 0: no comments
-        failed        makes an error event; None: one whose data is the body of an error
+        failed        makes an error event
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.events = events
         self.ping_seconds = ping_seconds
-        self.failed = failed or (lambda error: event(error.body()))
+        self.failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream (ASGI)."""

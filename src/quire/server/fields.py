@@ -22,9 +22,16 @@ MAX_USER = 1024
 TEXT_OR_PARTS = Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string")
 """Of a content: a text, or a list of pieces."""
 Ignored = Annotated[Any, Field(description="Accepted and not used.")]
+UNUSED: Any = Field(None, description="Accepted and not used.")
+"""Of a field that changes nothing here."""
 Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def extension(about: str) -> Any:
+    """A field that OpenAI's API does not have; null is not given."""
+    return Field(None, description=f"Extension: {about}")
 
 
 def _only_false(value: Any) -> bool | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, aclosing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +15,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
+from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
 from quire.server.errors import ApiError
-from quire.server.event_stream import EventStream, unless_disconnected
+from quire.server.event_stream import unless_disconnected
 from quire.server.json_encoding import encoded, pieces
-from quire.server.logprobs import TokenTextCache, chat_logprobs
-from quire.server.responses_output import Event, ResponseOutputBuilder
+from quire.server.logprobs import chat_logprobs
+from quire.server.responses_output import NamedEvent, ResponseOutputBuilder
 from quire.server.responses_schema import FunctionTool, ResponsesRequest
 from quire.server.service import PromptJob, Service
 from quire.server.shapes import EncodedList, TokenLogprob
 from quire.server.tooling import Tooling, refusals
-from quire.server.usage import Usage
-from quire.tools.answer_parser import AnswerParser
-from quire.tools.calls import AnswerDelta, ReasoningDelta, TextDelta
+from quire.tools.calls import TextDelta
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import CompletionOutput, RequestOutput
     from quire.server.protocol import EngineProtocol
 
 LOGPROB_BYTES = 90
@@ -61,12 +60,10 @@ async def create_response(service: Service, request: Request) -> Response:
         job = PromptJob(ids, params, service.hints(body, tenant), tenant)
         # Written once, off the event loop: every event about the whole response has them.
         tools = await asyncio.to_thread(_written_tools, body.tools) if body.tools else EncodedList[Any]()
-        answer = ResponseGeneration(service, body, job, tooling.answer_parser(ids), tools)
+        collector = AnswerCollector(ResponseRenderer(service, body, job, tools), [tooling.answer_parser(ids)])
         body.forget("tools", "input", "chat_template_kwargs", "prompt_cache_key", "safety_identifier")
     await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
-    if body.stream:
-        return EventStream(answer.events(), service.config.ping_seconds, answer.failed)
-    return await unless_disconnected(request.receive, answer.full_response())
+    return await collector.answer(request, stream=body.stream)
 
 
 async def _tooling(engine: EngineProtocol, body: ResponsesRequest, salt: str) -> Tooling:
@@ -104,52 +101,57 @@ class _PlainMessage:
         return dict(self.message)
 
 
-class ResponseGeneration:
-    """A running request."""
+class ResponseRenderer(Renderer):
+    """Writes a response. Every event of its stream has a number."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: ResponsesRequest,
-        job: PromptJob,
-        answer_parser: AnswerParser,
-        tools: EncodedList[Any],
-    ) -> None:
-        self.service = service
+    def __init__(self, service: Service, body: ResponsesRequest, job: PromptJob, tools: EncodedList[Any]) -> None:
+        super().__init__(service, [job], "resp_", "response")
         self.body = body
         self.job = job
-        self.answer_parser = answer_parser
         self.tools = tools
-        self.token_texts = TokenTextCache(service.engine.tokenizer)
-        self.usage = Usage(prompt_tokens=len(job.prompt_ids))
+        if body.stream:
+            self.large = ("tools", "tools")
         self.output = ResponseOutputBuilder()
-        self.head = service.head("resp_", "response")
-        self.status, self.num_reasoning, self.num_undecided = "in_progress", 0, 0
+        self.status = "in_progress"
         self.is_too_long = False
         self.scores: list[TokenLogprob] = []
         self.num_sent = self.num_scores = 0
 
-    async def full_response(self) -> Response:
-        """The answer in one piece."""
-        with ExitStack() as held:
-            grow = held.enter_context(self.service.answer_limiter.hold())
-            grow(sum(map(len, self.tools.parts)))
-            async with aclosing(self._items()) as items:
-                async for _, item in items:
-                    for output in item.outputs:
-                        grow(LOGPROB_BYTES * sum(map(len, output.logprobs or ())))
-                        for _ in self._events(output):
-                            pass
-            content = await self.service.make_answer(self.num_scores, lambda: b"".join(pieces(self._response())))
-            return Response(content, media_type="application/json")
+    async def prepare(self, prompt: int, logprobs: list[Any]) -> None:
+        """See Renderer. Many events have the tools."""
+        self.grow(sum(map(len, self.tools.parts)))
+
+    def add(self, event: ChoiceDelta) -> None:
+        """See Renderer."""
+        self.grow(LOGPROB_BYTES * sum(map(len, event.logprobs or ())))
+        for _ in self._events(event):
+            pass
+
+    async def whole(self, held: ExitStack) -> Response:
+        """See Renderer."""
+        content = await self.service.make_answer(self.num_scores, lambda: b"".join(pieces(self._response())))
+        return Response(content, media_type="application/json")
+
+    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+        """See Renderer."""
+        taken = list(events)
+        # The last ones have all log-probabilities, several times.
+        num_scores = self.num_scores if any(map(_is_last, taken)) else 0
+        named = itertools.chain.from_iterable(map(self._events, taken))
+        news = await self.service.make_answer(num_scores, functools.partial(self._sent, named))
+        return (news,) if news else ()
+
+    async def end(self) -> bytes:
+        """See Renderer. It is about the whole response."""
+        return await self.service.make_answer(self.num_scores, lambda: self._sent([self._about(self.status)]))
 
     def failed(self, error: ApiError) -> bytes:
-        """The event of an error within a stream."""
+        """See Renderer."""
         said = error.body()["error"]
         told = {name: said[name] for name in ("code", "message", "param")}
         return self._sent([{"type": "error", **told}])
 
-    def _sent(self, events: Iterable[Event]) -> bytes:
+    def _sent(self, events: Iterable[NamedEvent]) -> bytes:
         """Events as they are sent."""
         found = bytearray()
         for event in events:
@@ -161,71 +163,34 @@ class ResponseGeneration:
             self.num_sent += 1
         return bytes(found)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
-        opened = False
-        with self.service.answer_limiter.hold("tools", "tools") as grow:
-            grow(sum(map(len, self.tools.parts)))
-            async with aclosing(self._items()) as items:
-                async for _, item in items:
-                    news = b""
-                    if not opened:
-                        opened = True
-                        news = self._sent(self._about(kind) for kind in ("created", "in_progress"))
-                    for output in item.outputs:
-                        events = self._events(output)
-                        # The last ones have all log-probabilities, several times.
-                        num_scores = self.num_scores if output.finish_reason is not None else 0
-                        news += await self.service.make_answer(num_scores, functools.partial(self._sent, events))
-                    if news:
-                        yield news
-        yield await self.service.make_answer(self.num_scores, lambda: self._sent([self._about(self.status)]))
-
-    def _about(self, kind: str) -> Event:
+    def _about(self, kind: str) -> NamedEvent:
         """An event about the whole response."""
         return {"type": f"response.{kind}", "response": self._response()}
 
-    def _events(self, output: CompletionOutput) -> Iterator[Event]:
-        """What an output of the engine adds."""
-        self.usage.completion_tokens += len(output.token_ids)
-        scores, was_beside, was_reasoning = (
-            self._scores(output),
-            self.answer_parser.is_outside_text,
-            self.answer_parser.is_reasoning,
-        )
-        parts = self.answer_parser.read(output.text, is_last=output.finish_reason is not None)
-        self._count_reasoning(len(output.token_ids), was_reasoning, parts)
+    def _events(self, event: Event) -> Iterator[NamedEvent]:
+        """What an event of the engine adds."""
+        if isinstance(event, PromptStart):
+            yield from map(self._about, ("created", "in_progress"))
+            return
         # Of tokens whose text is held back; those of reasoning, calls and marks have no place.
-        self.scores += scores
-        for part in parts:
+        self.scores += self._logprobs(event)
+        for part in event.parts:
             own = self.scores if isinstance(part, TextDelta) else []
             yield from self.output.add(part, own)
             if own or not isinstance(part, TextDelta):
                 self.scores = []
-        if was_beside or self.answer_parser.is_outside_text:
+        if not event.is_all_text:
             self.scores = []
-        if output.finish_reason is not None:
-            self.is_too_long = output.finish_reason == "length"
-            self.status = "incomplete" if self.is_too_long or self.answer_parser.is_cut else "completed"
+        if event.finish_reason is not None:
+            self.is_too_long = event.finish_reason == "length"
+            self.status = "incomplete" if self.is_too_long or event.is_cut else "completed"
             yield from self.output.finish(self.status)
 
-    def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: list[AnswerDelta]) -> None:
-        """Counts tokens of reasoning, its marks included: they may be several tokens that are held back."""
-        if was_reasoning or self.answer_parser.is_reasoning or any(isinstance(part, ReasoningDelta) for part in parts):
-            self.num_reasoning += self.num_undecided + num_tokens
-        self.num_undecided = 0 if parts or self.answer_parser.is_reasoning else self.num_undecided + num_tokens
-
-    def _scores(self, output: CompletionOutput) -> list[TokenLogprob]:
-        if not self.body.wants_logprobs or not output.logprobs:
+    def _logprobs(self, event: ChoiceDelta) -> list[TokenLogprob]:
+        if not self.body.wants_logprobs or not event.logprobs:
             return []
-        self.num_scores += sum(map(len, output.logprobs))
-        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.token_texts)
-
-    def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        async def on_first_output(_: int, item: RequestOutput) -> None:
-            self.usage.record(item)
-
-        return self.service.run([self.job], self.head["id"], on_first_output)
+        self.num_scores += sum(map(len, event.logprobs))
+        return chat_logprobs(event.token_ids, event.logprobs, self.body.top_logprobs or 0, self.token_texts)
 
     def _response(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -271,6 +236,10 @@ class ResponseGeneration:
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cache_write_tokens": 0, **counts["prompt_tokens_details"]},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": self.usage.reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
+
+
+def _is_last(event: Event) -> bool:
+    return isinstance(event, ChoiceDelta) and event.finish_reason is not None

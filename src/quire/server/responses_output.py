@@ -9,7 +9,7 @@ from typing import Any
 from quire.server.shapes import TokenLogprob
 from quire.tools.calls import AnswerDelta, ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
 
-Event = dict[str, Any]
+NamedEvent = dict[str, Any]
 """Of one type; its number in the stream is added when it is sent."""
 
 
@@ -23,7 +23,7 @@ class ResponseOutputBuilder:
         self.items: list[dict[str, Any]] = []
         self._is_open = False
 
-    def add(self, part: AnswerDelta, scores: list[TokenLogprob]) -> Iterator[Event]:
+    def add(self, part: AnswerDelta, scores: list[TokenLogprob]) -> Iterator[NamedEvent]:
         """A part of the answer. scores: of its tokens, if they are text."""
         match part:
             case TextDelta(text):
@@ -38,7 +38,7 @@ class ResponseOutputBuilder:
                 self.items[-1]["arguments"] += text
                 yield self._about("response.function_call_arguments.delta", delta=text)
 
-    def close(self, status: str) -> Iterator[Event]:
+    def close(self, status: str) -> Iterator[NamedEvent]:
         """The item that grows has ended. status: completed or incomplete."""
         if not self._is_open:
             return
@@ -53,13 +53,13 @@ class ResponseOutputBuilder:
             yield self._about("response.content_part.done", content_index=0, part=part)
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def finish(self, status: str) -> Iterator[Event]:
+    def finish(self, status: str) -> Iterator[NamedEvent]:
         """The answer has ended. One without anything has a message without text."""
         if not self.items:
             yield from self._written("message", "output_text", "", [])
         yield from self.close(status)
 
-    def _written(self, kind: str, part_kind: str, text: str, scores: list[TokenLogprob]) -> Iterator[Event]:
+    def _written(self, kind: str, part_kind: str, text: str, scores: list[TokenLogprob]) -> Iterator[NamedEvent]:
         if not (self._is_open and self.items[-1]["type"] == kind):
             yield from self.close("completed")
             if kind == "message" and self.items and self.items[-1]["type"] == "function_call":
@@ -84,14 +84,14 @@ class ResponseOutputBuilder:
         if text or scores:
             yield self._about(f"response.{part_kind}.delta", content_index=0, delta=text, **more)
 
-    def _opened(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _opened(self, item: dict[str, Any]) -> Iterator[NamedEvent]:
         self._is_open = True
         item["status"] = "in_progress"
         self.items.append(item)
         shown = item | ({"content": []} if "content" in item else {})
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
 
-    def _about(self, kind: str, **more: Any) -> Event:
+    def _about(self, kind: str, **more: Any) -> NamedEvent:
         """An event about the item that grows."""
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **more}
 

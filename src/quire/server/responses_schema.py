@@ -7,15 +7,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from quire.engine.params import MAX_LOGPROBS
 from quire.engine.structured import StructuredOutputsParams
-from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, check_tools, read_arguments
+from quire.server.chat_schema import (
+    FUNCTION_NAME,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ConversationFields,
+    content_text,
+    read_arguments,
+)
 from quire.server.errors import bad_request
-from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
+from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, Unsupported
 from quire.server.ignored_fields import ConversationObject
 from quire.server.json_complexity import JsonText
 from quire.server.schema import GenerationRequest, StrictModel, json_structure
-from quire.tools.calls import EMPTY, Tool, ToolChoice
+from quire.tools.calls import EMPTY, Tool
 
 
 class InputText(ConversationObject):
@@ -35,11 +42,6 @@ ToolOutput = Annotated[Annotated[str, Tag("=string")] | Annotated[ToolOutputPart
 """What a tool returned, which may be nothing."""
 
 
-def content_text(content: str | list[InputText]) -> str:
-    """Content as one text, with parts joined by newlines."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -53,18 +55,23 @@ def _is_message(value: Any) -> Any:
     return value
 
 
-class InputMessage(ConversationObject):
+class InputObject(ConversationObject):
+    """An item, as a response has it."""
+
+    id: Ignored = None
+    status: Ignored = None
+
+
+class InputMessage(InputObject):
     """What somebody has said, an earlier answer included."""
 
     type: Annotated[Literal["message"], BeforeValidator(_is_message)] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: InputContent
-    id: Ignored = None
-    status: Ignored = None
     phase: Ignored = None
 
 
-class InputCall(ConversationObject):
+class InputCall(InputObject):
     """A call that an earlier answer made."""
 
     type: Literal["function_call"]
@@ -72,21 +79,17 @@ class InputCall(ConversationObject):
     name: str
     arguments: JsonText
     parsed_arguments: Ignored = None
-    id: Ignored = None
-    status: Ignored = None
     caller: Ignored = None
     namespace: Ignored = None
     async_: Ignored = None
 
 
-class InputResult(ConversationObject):
+class InputResult(InputObject):
     """What the tool has said."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: ToolOutput
-    id: Ignored = None
-    status: Ignored = None
     name: Ignored = None
     caller: Ignored = None
     namespace: Ignored = None
@@ -99,15 +102,13 @@ class InputReasoningText(ConversationObject):
     text: str
 
 
-class InputReasoning(ConversationObject):
+class InputReasoning(InputObject):
     """Reasoning of an earlier answer. Chat templates know what to do with it."""
 
     type: Literal["reasoning"]
     content: Annotated[list[InputReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
-    id: Ignored = None
     summary: Ignored = None
     encrypted_content: Ignored = None
-    status: Ignored = None
 
 
 def _kind(value: Any) -> str:
@@ -209,7 +210,7 @@ class ResponsesStreamOptions(StrictModel):
     include_obfuscation: OnlyFalse = None
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(ConversationFields, GenerationRequest):
     """The body of POST /v1/responses."""
 
     input: Input
@@ -217,11 +218,9 @@ class ResponsesRequest(GenerationRequest):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponsesToolChoice = None
-    parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: (
         Annotated[
             list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
@@ -233,10 +232,6 @@ class ResponsesRequest(GenerationRequest):
     truncation: Literal["disabled"] | None = None
     background: OnlyFalse = None
     metadata: Metadata | None = Field(None, description="Given back.")
-    service_tier: Literal["auto", "default"] | None = None
-    chat_template_kwargs: TemplateVariables = None
-    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
-    safety_identifier: str | None = Field(None, description="Accepted and not used.")
 
     previous_response_id: Unsupported = None
     conversation: Unsupported = None
@@ -248,26 +243,11 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _options_agree(self) -> ResponsesRequest:
-        names = [tool.name for tool in self.tools or ()]
-        named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunctionTool) else None
-        check_tools(names, named, self.tool_choice)
+        self._check_tools()
         has_format = self.text is not None and self.text.format is not None and self.text.format.type != "text"
         if self.structured_outputs is not None and has_format:
             raise bad_request("'structured_outputs' and 'text.format' exclude each other", "structured_outputs")
         return self
-
-    @property
-    def chosen(self) -> ToolChoice:
-        """Whether the answer may or must call, and what."""
-        parallel = self.parallel_tool_calls is not False
-        match self.tool_choice:
-            case NamedFunctionTool(name=name):
-                return ToolChoice("required", name, parallel=False)
-            case "required":
-                return ToolChoice("required", parallel=parallel)
-            case "none":
-                return ToolChoice("none")
-        return ToolChoice("auto" if self.tools else "none", parallel=parallel)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -16,7 +16,19 @@ from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request
-from quire.server.fields import Biases, OnlyFalse, Prompts, Stops, Structured, TokenId, Tokens, Unsupported, User
+from quire.server.fields import (
+    UNUSED,
+    Biases,
+    OnlyFalse,
+    Prompts,
+    Stops,
+    Structured,
+    TokenId,
+    Tokens,
+    Unsupported,
+    User,
+    extension,
+)
 from quire.server.json_complexity import MAX_VALUES
 
 _ADVISED = "Default: the model's value in `sampling_defaults` (GET /v1/models), else the API's default."
@@ -51,6 +63,12 @@ class StrictModel(BaseModel):
         """Drops the values of fields that nothing reads any more: requests live as long as their answers."""
         for name in names:
             self.__dict__[name] = None
+
+
+class ModelRequest(StrictModel):
+    """A request of a model, which need not be named."""
+
+    model: str | None = None
 
 
 class JsonSchemaFormat(StrictModel):
@@ -127,26 +145,20 @@ class GenerationRequest(StrictModel):
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Stops = None
     logit_bias: Biases = None
-    user: User | None = Field(None, description="Accepted and not used.")
+    user: User | None = UNUSED
 
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        None, description=f"Extension: 0 or -1 is off. {_ADVISED}"
-    )
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = extension(f"0 or -1 is off. {_ADVISED}")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description=f"Extension. {_ADVISED}")
-    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = Field(
-        None, description=f"Extension: 1 is off. {_ADVISED}"
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = extension(
+        f"1 is off. {_ADVISED}"
     )
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
         None, description="Extension."
     )
-    ignore_eos: bool | None = Field(None, description="Extension: generate past the model's end token.")
-    min_tokens: Tokens | None = Field(None, description="Extension: minimum number of generated tokens.")
-    skip_special_tokens: bool | None = Field(
-        None, description="Extension: omit special tokens from the text (default)."
-    )
-    include_stop_str_in_output: bool | None = Field(
-        None, description="Extension: include the stop string that ended the text."
-    )
+    ignore_eos: bool | None = extension("generate past the model's end token.")
+    min_tokens: Tokens | None = extension("minimum number of generated tokens.")
+    skip_special_tokens: bool | None = extension("omit special tokens from the text (default).")
+    include_stop_str_in_output: bool | None = extension("include the stop string that ended the text.")
 
     structured_outputs: Structured = None
 
@@ -175,7 +187,7 @@ class BaseCompletionRequest(GenerationRequest):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
-    return_token_ids: bool | None = Field(None, description="Extension: with the token ids of prompts and answers.")
+    return_token_ids: bool | None = extension("with the token ids of prompts and answers.")
     response_format: ResponseFormat | None = None
 
     @property
@@ -208,9 +220,7 @@ class CompletionRequest(BaseCompletionRequest):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = Field(None, description="Must equal n.")
-    add_special_tokens: bool | None = Field(
-        None, description="Extension: add the model's begin tokens to text prompts (default)."
-    )
+    add_special_tokens: bool | None = extension("add the model's begin tokens to text prompts (default).")
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Extension.")
 
     suffix: Unsupported = None
@@ -226,9 +236,8 @@ class CompletionRequest(BaseCompletionRequest):
         return self
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(ModelRequest):
     """The body of POST /detokenize."""
 
-    model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_VALUES)]
     skip_special_tokens: bool | None = Field(None, description="Omit special tokens from the text; false by default.")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from quire.engine.outputs import RequestOutput
 from quire.server import shapes
-from quire.server.event_stream import DONE, event
+from quire.server.errors import encode
+from quire.server.event_stream import DONE, sse_event
 from quire.server.schema import StreamOptions
 
 
@@ -29,6 +30,7 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     cached_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     pinned_tokens: int | None = None
@@ -63,24 +65,30 @@ class Usage:
 
 
 class StreamChunks:
-    """What all chunks of one streamed answer have, and the last one."""
+    """The chunks of one streamed answer: what they have besides a choice is encoded once."""
 
     def __init__(self, head: shapes.AnswerBase, usage: Usage, options: StreamOptions | None) -> None:
         self._usage = usage
-        self._continuous = options is not None and bool(options.continuous_usage_stats)
-        self._include = options is not None and bool(options.include_usage)
-        self._last_head = head
-        self._head: shapes.ChunkBase = {**head, "usage": None}
-        if not self._include:
-            del self._head["usage"]
+        self._is_continuous = options is not None and bool(options.continuous_usage_stats)
+        self._includes_usage = options is not None and bool(options.include_usage)
+        self._head = head
+        self._begin = encode(self.head())[:-1]
 
     def head(self) -> shapes.ChunkBase:
         """What the next chunk has besides its choices."""
-        return {**self._head, "usage": self._usage.as_dict()} if self._continuous else self._head
+        if self._is_continuous:
+            return {**self._head, "usage": self._usage.as_dict()}
+        return {**self._head, "usage": None} if self._includes_usage else {**self._head}
+
+    def event(self, choice: shapes.CompletionDelta | shapes.ChatDelta) -> bytes:
+        """The server-sent event of a choice's news."""
+        begin = encode(self.head())[:-1] if self._is_continuous else self._begin
+        text = f'data: {begin},"choices":[{encode(choice)}]}}\n\n'
+        return text.encode(errors="backslashreplace")
 
     def end(self) -> bytes:
         """Usage, if it was asked for, and the end of the stream."""
-        if not self._include:
+        if not self._includes_usage:
             return DONE
-        last: shapes.UsageChunk = {**self._last_head, "choices": [], "usage": self._usage.as_dict()}
-        return event(last) + DONE
+        last: shapes.UsageChunk = {**self._head, "choices": [], "usage": self._usage.as_dict()}
+        return sse_event(last) + DONE

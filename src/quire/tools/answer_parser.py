@@ -19,6 +19,11 @@ class AnswerParser:
         self._calls = calls
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every answer is text alone."""
+        return self._reasoning is None and self._calls is None
+
+    @property
     def num_calls(self) -> int:
         """Calls so far."""
         return 0 if self._calls is None else self._calls.num_calls

@@ -1,0 +1,227 @@
+"""Collects what an engine says of a request: a flat sequence of events, which a renderer turns into an answer.
+
+Knows the engine's outputs, token counts and the parts of an answer; knows neither JSON nor the endpoints.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import ApiError
+from quire.server.event_stream import EventStream, sse_event, unless_disconnected
+from quire.server.logprobs import TokenTextCache
+from quire.server.service import PromptJob, Service
+from quire.server.usage import Usage
+from quire.tools.answer_parser import AnswerParser
+from quire.tools.calls import AnswerDelta, ReasoningDelta, TextDelta
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+@dataclass(slots=True)
+class PromptStart:
+    """The first output of a prompt has come. prompt: its index in the request."""
+
+    prompt: int
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What is new in one choice.
+
+    choice         `prompt * n + index`: the index-th answer to a prompt
+    text           as the engine has it
+    parts          the text as parts of an answer, if it is parsed; what may be the beginning of a mark is held back
+    token_ids      of all new tokens
+    logprobs       one dict per new token; None unless they were asked for
+    finish_reason  None while the choice goes on; tool_calls if it ends with whole calls
+    stop_reason    see `CompletionOutput`
+    is_all_text    whether no new token belongs to reasoning, a call or their marks
+    is_cut         whether the last call is not whole
+    """
+
+    choice: int
+    text: str
+    parts: Sequence[AnswerDelta]
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    is_all_text: bool = True
+    is_cut: bool = False
+
+
+Event = PromptStart | ChoiceDelta
+
+
+class Renderer(ABC):
+    """Writes the answer to a request from its events, whole or as server-sent events.
+
+    kind, what  see `Service.head`
+    large       names in errors what makes the answer large, and the parameter that asks for it
+    grow        adds bytes to the size of the answer; see `AnswerByteLimiter`
+    """
+
+    large = ("log-probabilities", "logprobs")
+
+    def __init__(self, service: Service, jobs: Sequence[PromptJob], kind: str, what: str) -> None:
+        self.service = service
+        self.jobs = jobs
+        self.head = service.head(kind, what)
+        self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
+        self.token_texts = TokenTextCache(service.engine.tokenizer)
+        self.grow: Callable[[int], None] = lambda num_bytes: None
+
+    @abstractmethod
+    async def prepare(self, prompt: int, logprobs: list[dict[int, Logprob] | None]) -> None:
+        """Encodes what the answer has of a prompt. Called before its PromptStart.
+
+        logprobs  one dict per position, if they were asked for; there is room for them only during this call
+        """
+
+    @abstractmethod
+    def add(self, event: ChoiceDelta) -> None:
+        """Adds an event to the whole answer."""
+
+    @abstractmethod
+    async def whole(self, held: ExitStack) -> Response:
+        """The answer in one piece. held: has the count of its bytes, which a large answer takes over."""
+
+    @abstractmethod
+    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+        """The events of an output as server-sent events, a large one in parts."""
+
+    @abstractmethod
+    async def end(self) -> bytes:
+        """The last server-sent events of an answer."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The server-sent event of an error after the first output."""
+        return sse_event(error.body())
+
+
+class AnswerCollector:
+    """One request while the engine answers it.
+
+    renderer        writes the answer
+    parsers         one for each choice; without them texts are not parsed
+    is_prompt_only  whether nothing is generated: the engine's least is one token, which is dropped here
+    """
+
+    def __init__(
+        self, renderer: Renderer, parsers: Sequence[AnswerParser] = (), *, is_prompt_only: bool = False
+    ) -> None:
+        self._renderer = renderer
+        self._service = renderer.service
+        self._usage = renderer.usage
+        self._num_choices = renderer.jobs[0].params.n
+        self._is_prompt_only = is_prompt_only
+        self._readers = [_ChoiceReader(index, parser, self._usage) for index, parser in enumerate(parsers)]
+        self._starts: dict[int, PromptStart] = {}
+
+    async def answer(self, request: Request, *, stream: bool | None) -> Response:
+        """The answer to an admitted request, as a whole or as a stream. Raises ClientDisconnected."""
+        if stream:
+            return EventStream(self.events(), self._service.config.ping_seconds, self._renderer.failed)
+        return await unless_disconnected(request.receive, self.whole())
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        with ExitStack() as held:
+            self._renderer.grow = held.enter_context(self._service.answer_limiter.hold(*self._renderer.large))
+            async with aclosing(self._outputs()) as outputs:
+                async for prompt, output in outputs:
+                    self._add(prompt, output)
+            return await self._renderer.whole(held)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        async with AsyncExitStack() as held:
+            self._renderer.grow = held.enter_context(self._service.answer_limiter.hold(*self._renderer.large))
+            outputs = await held.enter_async_context(aclosing(self._outputs()))
+            async for prompt, output in outputs:
+                for data in await self._renderer.render(self._events(prompt, output)):
+                    yield data
+        yield await self._renderer.end()
+
+    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yields the engine's outputs with the indexes of their prompts."""
+        return self._service.run(self._renderer.jobs, self._renderer.head["id"], self._on_first_output)
+
+    async def _on_first_output(self, prompt: int, output: RequestOutput) -> None:
+        self._usage.record(output)
+        await self._renderer.prepare(prompt, output.prompt_logprobs or [])
+        self._starts[prompt] = PromptStart(prompt)
+
+    def _add(self, prompt: int, output: RequestOutput) -> None:
+        for each in output.outputs:
+            if (delta := self._delta(prompt, each)) is not None:
+                self._renderer.add(delta)
+
+    def _events(self, prompt: int, output: RequestOutput) -> Iterator[Event]:
+        """Yields what an output adds. Tokens are counted when their event is taken."""
+        if self._starts and (start := self._starts.pop(prompt, None)) is not None:
+            yield start
+        for each in output.outputs:
+            if (delta := self._delta(prompt, each)) is not None:
+                yield delta
+
+    def _delta(self, prompt: int, output: CompletionOutput) -> ChoiceDelta | None:
+        """What an output adds to its choice; None if that is dropped."""
+        choice, reason = prompt * self._num_choices + output.index, output.finish_reason
+        if self._is_prompt_only:
+            return None if reason is None else ChoiceDelta(choice, "", (), [], None, "length", None)
+        self._usage.completion_tokens += len(output.token_ids)
+        if self._readers:
+            return self._readers[choice].read(output)
+        return ChoiceDelta(choice, output.text, (), output.token_ids, output.logprobs, reason, output.stop_reason)
+
+
+class _ChoiceReader:
+    """Parses the text of one choice, and counts its tokens of reasoning."""
+
+    def __init__(self, choice: int, parser: AnswerParser, usage: Usage) -> None:
+        self._choice = choice
+        self._parser = parser
+        self._usage = usage
+        self._num_undecided = 0
+
+    def read(self, output: CompletionOutput) -> ChoiceDelta:
+        """What an output adds to the choice."""
+        parser, text, reason = self._parser, output.text, output.finish_reason
+        if parser.is_plain:
+            parts: Sequence[AnswerDelta] = (TextDelta(text),) if text else ()
+            return ChoiceDelta(self._choice, text, parts, output.token_ids, output.logprobs, reason, output.stop_reason)
+        was_outside_text, was_reasoning = parser.is_outside_text, parser.is_reasoning
+        parts = parser.read(text, is_last=reason is not None)
+        self._count_reasoning(len(output.token_ids), was_reasoning, parts)
+        is_all_text = not (was_outside_text or parser.is_outside_text)
+        is_cut = parser.is_cut
+        if reason == "stop" and parser.num_calls and not is_cut:
+            reason = "tool_calls"
+        return ChoiceDelta(
+            self._choice,
+            text,
+            parts,
+            output.token_ids,
+            output.logprobs,
+            reason,
+            output.stop_reason,
+            is_all_text,
+            is_cut,
+        )
+
+    def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: Sequence[AnswerDelta]) -> None:
+        """Counts tokens of reasoning, its marks included: they may be several tokens that are held back."""
+        is_reasoning = self._parser.is_reasoning
+        if was_reasoning or is_reasoning or any(isinstance(part, ReasoningDelta) for part in parts):
+            self._usage.reasoning_tokens += self._num_undecided + num_tokens
+        self._num_undecided = 0 if parts or is_reasoning else self._num_undecided + num_tokens
