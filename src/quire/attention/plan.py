@@ -30,7 +30,7 @@ from quire.models.plan import StepPlan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.cache.table import ChunkTable
+    from quire.attention.pages import PageTable
 
 MIN_SHARED_CHUNKS = 2
 """Chunk reads that a shared run must save. If it saves fewer, merging costs more than reading."""
@@ -52,7 +52,7 @@ class AttentionSpec:
               of int(S * (n - 1)) of the n - 1 other slots that it sees, and its own. 1: all values
     """
 
-    table: ChunkTable
+    table: PageTable
     num_layers: int
     num_kv_heads: int
     group_size: int

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from quire.models.cpu_ops import CpuOps
     from quire.models.layers import Ops
     from quire.models.triton_ops import TritonOps
+    from quire.offload.table import OffloadedTable
 
 log = logging.getLogger("quire")
 
@@ -282,6 +283,7 @@ def assemble(
     device = torch.device(config.runtime.device)
     dtype, far = torch_dtype(config.model.dtype), None
     codecs, sinks, sums = formats_of(config, shape, calibration, model.key_bias)
+    table: ChunkTable | OffloadedTable
     if fits.disk_bytes:
         table, far = build_offloaded_cache(model, config, fits, codecs, sinks, sums)
     else:
