@@ -16,6 +16,7 @@ from quire.codec_check import check_codec
 from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, ops_type, resolve
 from quire.engine.calibration import Calibration
+from quire.engine.capacity import measure_prefill
 from quire.engine.control_plane import namespace_of
 from quire.engine.engine import Engine
 from quire.engine.footprint import footprint
@@ -134,7 +135,7 @@ def load_engine(
             if resolved.tiers.disk is not None:
                 log.info("measuring the disk of tiers.disk, and how fast prompts are computed")
             engine.scheduler.manager.fetching.costs.speed = tiers.measure()
-            engine.measure()
+            measure_prefill(engine)
     return LoadedEngine(engine, tokenizer, shape, fits, resolved, name, path, model, pending_config)
 
 
