@@ -13,19 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from quire.async_prefixes import AsyncPrefixes
 from quire.background_calibration import BackgroundCalibration
 from quire.engine.admission import AdmittedRequest, Prompt, admit
 from quire.engine.engine import Engine
-from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_pin_room, log_pins, may_pin, pin_errors, protect, read_pins
-from quire.engine.structured import StructuredOutputsParams
 from quire.engine_thread import EngineThread
 from quire.errors import EngineStoppedError, QuireError, RequestError
 from quire.llm import config_of
 from quire.load import LoadedEngine, load_engine
+from quire.prefixes.async_prefixes import AsyncPrefixes
+from quire.structured.grammar_guide import CompiledGrammar
+from quire.structured.params import StructuredOutputsParams
 
 log = logging.getLogger("quire")
 

@@ -19,11 +19,10 @@ from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, PageLedger
 from quire.cache.retention.retainer import SUMS_ROWS, Retainer
 from quire.cache.table import ChunkTable
-from quire.config import EngineConfig, format_bytes
+from quire.config import Backend, EngineConfig, format_bytes
 from quire.engine.calibration import Calibration
 from quire.engine.control_plane import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
 from quire.engine.engine import Engine
-from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloaded_cache import build_offloaded_cache, in_micro_batches, offload_counters
 from quire.engine.offloading import (
@@ -51,6 +50,7 @@ from quire.models.structural_tokens import find_structural_tokens
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
 from quire.stores.tiers import Tiers
+from quire.structured.grammar_compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     from quire.models.cpu_ops import CpuOps
@@ -152,7 +152,7 @@ def resolve(
     return resolved, fits
 
 
-def _backend_of(config: EngineConfig, device_type: str) -> str:
+def _backend_of(config: EngineConfig, device_type: str) -> Backend:
     """The attention backend. Raises ConfigError for one that does not run on the device."""
     backend = config.attention.backend
     if backend == "auto":

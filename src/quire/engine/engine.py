@@ -16,21 +16,21 @@ from quire.cache.exports import ExportedSequence
 from quire.cache.namespace import Namespace
 from quire.engine.admission import AdmittedRequest, PinLimits, RequestLimits
 from quire.engine.batch import SchedulerCounters
-from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.handover import Handover
 from quire.engine.output_processor import OutputProcessor, TokenDecoder, TokenTexts
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.prefixes import Prefix, prefixes
 from quire.engine.request import DEFAULT_NAMESPACE, NO_HINTS, Request, Sequence, SequenceState
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import SampledToken, Scheduler
-from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
+from quire.engine.step import NO_TOKEN, Result, Runner, Step, Wait
 from quire.engine.stops import StopStrings
 from quire.engine.tiering import Tiering
 from quire.errors import RequestError
 from quire.stores.tiers import Tiers
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.guide import Guide
 
 log = logging.getLogger("quire")
 
@@ -291,12 +291,6 @@ class Engine:
         manager.statistics.restart()
         manager.retention.bytes_freed = 0
         self.scheduler.batch.counters = SchedulerCounters()
-
-    def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
-        """The prefix tree's contents under visible salts, parents first."""
-        manager = self.scheduler.manager
-        manager.tick(self.clock())
-        return prefixes(manager.tree, manager.statistics.chunk_bytes, lambda namespace: visible(namespace.salt))
 
     @property
     def forgets(self) -> bool:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from quire.engine.step import Guide, Slice
+    from quire.engine.step import Slice
+    from quire.structured.guide import Guide
 
 DEFAULT_NAMESPACE = Namespace()
 NO_HINTS = CacheHints()
@@ -190,7 +191,7 @@ class Request:
     first_token_at: float | None = None
     num_pinned_tokens: int | None = None
 
-    def add_prompt_logprobs(self, start: int, entries: list[dict[int, Logprob] | None]) -> list[dict[int, Logprob]]:
+    def add_prompt_logprobs(self, start: int, entries: list[dict[int, Logprob]]) -> list[dict[int, Logprob]]:
         """Adds the log-probabilities of rows of its prompt from position `start` on. Returns those of all rows that
         have any, once the prompt is complete.
         """

@@ -8,13 +8,13 @@ from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, mo
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGPROBS
-from quire.engine.structured import StructuredOutputsParams
 from quire.server.chat_schema import FUNCTION_NAME, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, check_tools, read_arguments
 from quire.server.errors import bad_request
 from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, TemplateVariables, Unsupported
 from quire.server.ignored_fields import ConversationObject
 from quire.server.json_complexity import JsonText
 from quire.server.schema import GenerationRequest, StrictModel, json_structure
+from quire.structured.params import StructuredOutputsParams
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 
