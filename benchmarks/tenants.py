@@ -28,10 +28,10 @@ from common import hardware, hardware_line
 
 from quire import SamplingParams, StructuredOutputsParams
 from quire.async_llm import AsyncLLM
-from quire.engine.grammar_compiler import GrammarCompiler
 from quire.errors import QuireError
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
+from quire.structured.grammar_compiler import GrammarCompiler
 
 TENANTS = ("one/", "two/")
 

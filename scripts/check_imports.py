@@ -20,8 +20,8 @@ from pathlib import Path
 LAYERS = (
     "version", "errors", "safe_io", "extras", "interrupt", "rate_limited_warning", "parent_watch", "gc_pause",
     "folders", "cache.codecs", "foreign_flags", "arguments", "options", "config", "kernels", "models", "cache",
-    "stores", "attention", "offload", "engine", "tools", "planning", "calibrate", "codec_check", "load",
-    "background_calibration", "prefix_import", "engine_thread", "llm", "async_prefixes", "async_llm", "cluster",
+    "stores", "attention", "offload", "structured", "engine", "tools", "planning", "calibrate", "codec_check", "load",
+    "background_calibration", "prefixes", "engine_thread", "llm", "prefixes.async_prefixes", "async_llm", "cluster",
     "simulation", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 

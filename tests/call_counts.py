@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine import admission
 from quire.engine.admission import RequestLimits
-from quire.engine.grammar_compiler import GrammarCompiler
+from quire.structured.grammar_compiler import GrammarCompiler
 
 
 def count_admission(monkeypatch: pytest.MonkeyPatch, *, compiles: bool = False) -> Counter[str]:

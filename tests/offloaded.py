@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from quire.attention.rows import RowSlice
+from quire.cache.arrays import Int32s
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageCounts
@@ -24,7 +25,8 @@ from quire.offload.blocks import BlockAttention, run
 from quire.offload.hidden import HiddenStates
 from quire.offload.memory_plan import FrameLayout, MemoryPlan, MemoryRequirements
 from quire.offload.mover import IoTicket, Mover
-from quire.offload.table import FarChunks, OffloadedTable
+from quire.offload.step_chunks import FarChunks
+from quire.offload.table import OffloadedTable
 from quire.offload.units import ALL, Share
 from quire.stores.direct import DirectFile
 from quire.stores.throttle import Throttle
@@ -35,29 +37,42 @@ POISON = 0xFF
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Overwrites a buffer as soon as it may be filled, and a frame when it is given back."""
-    load, load_shared, give_frame = OffloadedTable.load, OffloadedTable.load_shared, OffloadedTable._give_frame
+    load, load_shared, spill, free = (
+        OffloadedTable.load, OffloadedTable.load_shared, OffloadedTable._spill, OffloadedTable.free
+    )  # fmt: skip
 
     def spoiling(
         self: OffloadedTable, layer: int, batch: int, count: int, placed: FarChunks, *after: IoTicket
     ) -> IoTicket:
         for ticket in after:
             ticket.wait()
-        start = self._own[(layer * count + batch) % 2]
+        start = self.buffers.own(batch, count)[layer]
         self.arena.data[start : start + self.memory_plan.own_bytes] = POISON
         return load(self, layer, batch, count, placed, *after)
 
     def spoiling_shared(self: OffloadedTable, layer: int, placed: FarChunks, *after: IoTicket) -> IoTicket:
-        start = self._shared[layer % 2]
+        start = self.buffers.shared[layer]
         self.arena.data[start : start + self.memory_plan.shared_bytes] = POISON
         return load_shared(self, layer, placed, *after)
 
-    def spoiling_frame(self: OffloadedTable, row: int) -> None:
-        start = int(self._frames[row])
-        self.arena.data[start : start + self._pool(row).num_bytes] = POISON
-        give_frame(self, row)
+    def spoil(table: OffloadedTable, frames: list[tuple[int, int]]) -> None:
+        for start, num_bytes in frames:
+            table.arena.data[start : start + num_bytes] = POISON
 
-    names = ("load", "load_shared", "_give_frame")
-    with patched(OffloadedTable, **dict(zip(names, (spoiling, spoiling_shared, spoiling_frame), strict=True))):
+    def frames_of(table: OffloadedTable, rows: Sequence[int]) -> list[tuple[int, int]]:
+        frames = table.frames
+        return [(int(frames.starts[row]), frames.pool(row).num_bytes) for row in rows if frames.starts[row] >= 0]
+
+    def spoiling_spill(self: OffloadedTable, rows: list[int]) -> None:
+        frames = frames_of(self, rows)
+        spill(self, rows)
+        spoil(self, frames)
+
+    def spoiling_free(self: OffloadedTable, chunks: Int32s) -> None:
+        spoil(self, frames_of(self, chunks.tolist()))
+        free(self, chunks)
+
+    with patched(OffloadedTable, load=spoiling, load_shared=spoiling_shared, _spill=spoiling_spill, free=spoiling_free):
         yield
 
 
@@ -274,7 +289,7 @@ class Machine:
         """Compares what is in frames and in the file with the dictionary."""
         self.table.check()
         for row in self.bytes:
-            assert self.table._frames[row] >= 0 or self.table._is_stored[row], f"row {row} is nowhere"
+            assert self.table.frames.starts[row] >= 0 or self.table.slots.is_stored[row], f"row {row} is nowhere"
 
     def parts(self, row: int, layer: int) -> Iterator[np.ndarray]:
         """The bytes of a row in a layer, as kernels find them: its pages, and the layer's part of its sidecar."""

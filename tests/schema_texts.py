@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from quire.engine import schemas
+from quire.structured import schemas
 
 from .tiny_models import byte_tokenizer
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.step import GuideProposal
+from quire.structured.guide import GuideProposal
 
 if TYPE_CHECKING:
-    from quire.engine.step import Allowed
+    from quire.structured.guide import Allowed
 
 
 @dataclass

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
-    from quire.engine.structured import StructuredOutputsParams
     from quire.llm import LLM
+    from quire.structured.params import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -34,7 +34,7 @@ _MODULES = {
     "EngineConfig": "quire.config",
     "RequestOutput": "quire.engine.outputs",
     "SamplingParams": "quire.engine.params",
-    "StructuredOutputsParams": "quire.engine.structured",
+    "StructuredOutputsParams": "quire.structured.params",
 }
 
 

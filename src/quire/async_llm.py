@@ -7,25 +7,25 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from quire.async_prefixes import AsyncPrefixes
 from quire.background_calibration import BackgroundCalibration
 from quire.engine.admission import AdmittedRequest, Prompt, admit
 from quire.engine.engine import Engine
-from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.engine.pins import PIN_PARAMS, check_pin_room, log_pins, pin_errors, read_pins
-from quire.engine.structured import StructuredOutputsParams
+from quire.engine.pins import PIN_PARAMS, check_pin_room, log_pins, may_pin, pin_errors, protect, read_pins
 from quire.engine_thread import EngineThread
 from quire.errors import EngineStoppedError, QuireError, RequestError
 from quire.llm import config_of
 from quire.load import LoadedEngine, load_engine
+from quire.prefixes.async_prefixes import AsyncPrefixes
+from quire.structured.grammar_guide import CompiledGrammar
+from quire.structured.params import StructuredOutputsParams
 
 log = logging.getLogger("quire")
 
@@ -33,6 +33,70 @@ Answer = TypeVar("Answer")
 
 GIVE_UP_SECONDS = 5.0
 """Time for which a cancelled start waits for its thread."""
+
+
+class RequestStreams:
+    """The streams of requests by id, which are read on an event loop. Any thread may post to them.
+
+    loop  of the readers; None before there is one
+    """
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[str, asyncio.Queue[RequestOutput | BaseException] | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._queues)
+
+    def open(self, request_id: str) -> asyncio.Queue[RequestOutput | BaseException]:
+        """Begins a stream. Raises RequestError if its id is in use."""
+        if request_id in self._queues:
+            raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
+        queue = self._queues[request_id] = asyncio.Queue[RequestOutput | BaseException]()
+        return queue
+
+    def end(self, request_id: str) -> None:
+        """Frees the id of a stream that was read to its end."""
+        del self._queues[request_id]
+
+    def abandon(self, request_id: str) -> None:
+        """Nobody reads the stream any more. Its id stays taken until `free`."""
+        self._queues[request_id] = None
+
+    def free(self, request_id: str) -> None:
+        """On any thread: frees the id of an abandoned stream, after what was posted to it so far."""
+        self.on_loop(lambda: self._queues.pop(request_id, None))
+
+    def post(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
+        """On any thread: puts items into streams that are read."""
+        news = list(items)
+
+        def hand_out() -> None:
+            for request_id, item in news:
+                queue = self._queues.get(request_id)
+                if queue is not None:
+                    queue.put_nowait(item)
+
+        self.on_loop(hand_out)
+
+    def fail_all(self, reason: str) -> None:
+        """On any thread: puts an error into every stream that is read then."""
+
+        def fail() -> None:
+            for queue in self._queues.values():
+                if queue is not None:
+                    queue.put_nowait(EngineStoppedError(f"the engine stopped: {reason}"))
+
+        self.on_loop(fail)
+
+    def on_loop(self, call: Callable[[], object]) -> None:
+        """On any thread: calls a function on the loop, unless that is closed."""
+        assert self.loop is not None
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(call)
 
 
 class AsyncLLM(AsyncPrefixes):
@@ -67,8 +131,7 @@ class AsyncLLM(AsyncPrefixes):
         self._calibrating: BackgroundCalibration | None = None
         self._engine_thread: EngineThread | None = None
         self._started: asyncio.Future[None] | None = None
-        self._streams: dict[str, asyncio.Queue[RequestOutput | BaseException] | None] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams = RequestStreams()
         self._closing = False
         self._accepts = False  # from the end of `start` on, except while `pin` runs
         self._ids = itertools.count()
@@ -112,8 +175,8 @@ class AsyncLLM(AsyncPrefixes):
         """
         if self._engine_thread is not None or self._closing:
             raise QuireError("this AsyncLLM was started or closed before; make a new one")
-        self._loop = asyncio.get_running_loop()
-        self._started = self._loop.create_future()
+        self._streams.loop = asyncio.get_running_loop()
+        self._started = self._streams.loop.create_future()
         load = partial(
             load_engine,
             self._model,
@@ -142,13 +205,8 @@ class AsyncLLM(AsyncPrefixes):
                 raise
         self._accepts = True
         if self._parts.pending_config is not None:
-            self._calibrating = BackgroundCalibration(lambda: self._parts, self._submit, self._replace)
+            self._calibrating = BackgroundCalibration(lambda: self._parts, self._submit, thread.replace)
             self._calibrating.start()
-
-    def _replace(self, loaded: LoadedEngine) -> None:
-        """On the engine's thread: goes on with another engine."""
-        assert self._engine_thread is not None
-        self._engine_thread.loaded = loaded
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -222,10 +280,7 @@ class AsyncLLM(AsyncPrefixes):
         # The engine may have stopped since the admission. Then nobody would answer.
         self._check_running(is_pin=is_pin)
         request_id = request_id or f"request-{next(self._ids)}"
-        if request_id in self._streams:
-            raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
-        stream: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-        self._streams[request_id] = stream
+        stream = self._streams.open(request_id)
         self._unqueued[request_id] = request.params.n
 
         def queue() -> None:
@@ -233,7 +288,11 @@ class AsyncLLM(AsyncPrefixes):
             try:
                 self._parts.engine.queue(request_id, request)
             except QuireError as error:
-                self._post([(request_id, error)])
+                self._streams.post([(request_id, error)])
+
+        def retire() -> None:
+            self._parts.engine.abort(request_id)
+            self._streams.free(request_id)
 
         self._submit(queue)
         finished = False
@@ -250,12 +309,12 @@ class AsyncLLM(AsyncPrefixes):
                 yield item
         finally:
             if finished:
-                del self._streams[request_id]
+                self._streams.end(request_id)
             else:
                 # The id stays taken until no delta can arrive for it. Otherwise a late delta would reach the next
                 # request with the same id.
-                self._streams[request_id] = None
-                self._submit(lambda: self._retire(request_id))
+                self._streams.abandon(request_id)
+                self._submit(retire)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request. Its stream gets a last item with finish reason `abort`. Unknown ids are ignored."""
@@ -263,14 +322,9 @@ class AsyncLLM(AsyncPrefixes):
         def end() -> None:
             output = self._parts.engine.abort(request_id)
             if output is not None:
-                self._post([(request_id, output)])
+                self._streams.post([(request_id, output)])
 
         self._submit(end)
-
-    def _retire(self, request_id: str) -> None:
-        """On the engine's thread: ends a request without listeners, then frees its id on the loop."""
-        self._parts.engine.abort(request_id)
-        self._on_loop(lambda: self._streams.pop(request_id, None))
 
     def stats(self) -> dict[str, Any]:
         """See `LLM.stats`, and `calibration` as long as the codec was not there from the start. Raises QuireError
@@ -289,7 +343,7 @@ class AsyncLLM(AsyncPrefixes):
                 settle = partial(_settle, found, question(engine))
             except QuireError as error:
                 settle = partial(_fail, found, error)
-            self._on_loop(settle)
+            self._streams.on_loop(settle)
 
         self._submit(ask)
         while not (await asyncio.wait({found}, timeout=0.1))[0]:
@@ -318,11 +372,11 @@ class AsyncLLM(AsyncPrefixes):
         each = list(itertools.product(await asyncio.to_thread(read_pins, file, self.tokenizer), salts))
         for pin, salt in each:
             with pin_errors(file, pin.line, len(salts)):
-                check_pin_room(await self._ask(partial(Engine.may_pin, prompt_ids=pin.ids, salt=salt)))
+                check_pin_room(await self._ask(partial(may_pin, prompt_ids=pin.ids, salt=salt)))
                 async for _ in self._generate(pin.prompt(salt), PIN_PARAMS, is_pin=True):
                     pass
         for pin, salt in each:
-            await self._ask(partial(Engine.protect, prompt_ids=pin.ids, salt=salt))
+            await self._ask(partial(protect, prompt_ids=pin.ids, salt=salt))
         log_pins(self._parts.engine, file, len(salts))
 
     async def close(self, drain_seconds: float = 0.0) -> None:
@@ -353,39 +407,16 @@ class AsyncLLM(AsyncPrefixes):
     def has_started(self, error: BaseException | None) -> None:
         """See EngineListener."""
         assert self._started is not None
-        self._on_loop(partial(_fail, self._started, error) if error else partial(_settle, self._started, None))
+        self._streams.on_loop(partial(_fail, self._started, error) if error else partial(_settle, self._started, None))
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
         """See EngineListener."""
         if outputs:
-            self._post([(output.request_id, output) for output in outputs])
+            self._streams.post([(output.request_id, output) for output in outputs])
 
     def has_failed(self, reason: str) -> None:
         """See EngineListener."""
-        self._on_loop(self._fail_all)
-
-    # ---- on the loop -------------------------------------------------------------------------------------------------
-
-    def _fail_all(self) -> None:
-        """On the loop: sends the failure to every stream. `_check_running` refuses later requests."""
-        for stream in self._streams.values():
-            if stream is not None:
-                stream.put_nowait(EngineStoppedError(f"the engine stopped: {self._failure}"))
-
-    def _post(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
-        news = list(items)
-        self._on_loop(lambda: self._hand_out(news))
-
-    def _on_loop(self, call: Callable[[], object]) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call)
-
-    def _hand_out(self, items: list[tuple[str, RequestOutput | BaseException]]) -> None:
-        for request_id, item in items:
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put_nowait(item)
+        self._streams.fail_all(reason)  # `_check_running` refuses later requests
 
 
 def _settle(future: asyncio.Future[Answer], answer: Answer) -> None:

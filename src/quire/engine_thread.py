@@ -76,6 +76,10 @@ class EngineThread:
         self._commands.append(command)
         self._wake.set()
 
+    def replace(self, loaded: LoadedEngine) -> None:
+        """In a command: goes on with another engine."""
+        self.loaded = loaded
+
     def stop(self) -> None:
         """Ends the thread, before the next step."""
         self.submit(_stop)

@@ -20,7 +20,16 @@ from typing import Any, Literal, Self
 
 from quire.config import ENGINE_GROUPS, EngineConfig, nearest
 from quire.engine.admission import Prompt, admit, as_list, tokenized
-from quire.engine.cached_prefixes import (
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.params import SamplingParams
+from quire.engine.pins import pin_prefixes, read_pins
+from quire.engine.retention_report import RetentionReport, report_of
+from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from quire.errors import ConfigError, QuireError, RequestError
+from quire.foreign_flags import setting_hint
+from quire.load import LoadedEngine, load_engine
+from quire.options import LISTED, settings_of
+from quire.prefixes.cached import (
     CachedPrefix,
     drop_prefix,
     find_prefix,
@@ -28,19 +37,10 @@ from quire.engine.cached_prefixes import (
     parse_prefix_key,
     prompt_key,
 )
-from quire.engine.disk_prefix_index import DiskPrefixIndex
-from quire.engine.grammar_source import term_of
-from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.engine.params import SamplingParams
-from quire.engine.pins import pin_prefixes, read_pins
-from quire.engine.prefixes import Prefix
-from quire.engine.retention_report import RetentionReport, report_of
-from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from quire.engine.schemas import UnsupportedSchemaError
-from quire.errors import ConfigError, QuireError, RequestError
-from quire.foreign_flags import setting_hint
-from quire.load import LoadedEngine, load_engine
-from quire.options import LISTED, settings_of
+from quire.prefixes.disk_index import DiskPrefixIndex
+from quire.prefixes.listing import Prefix, engine_prefixes
+from quire.structured.grammar_source import term_of
+from quire.structured.schemas import UnsupportedSchemaError
 from quire.tools.calls import Tool, ToolChoice, parse_tool
 from quire.tools.conversation import render_chat
 from quire.tools.format import ToolFormat
@@ -342,7 +342,7 @@ class LLM(BaseLLM):
     def prefixes(self) -> list[Prefix]:
         """The cached prefixes in the arena, parents first: tokens, sharers, hits, bytes, last use."""
         with self._call_lock:
-            found: list[Prefix] = self._parts.engine.prefixes()
+            found: list[Prefix] = engine_prefixes(self._parts.engine)
         return found
 
     def known_prefixes(self) -> list[CachedPrefix]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from quire.codec_check import check_codec
 from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, ops_type, resolve
 from quire.engine.calibration import Calibration
+from quire.engine.capacity import measure_prefill
 from quire.engine.control_plane import namespace_of
 from quire.engine.engine import Engine
 from quire.engine.footprint import footprint
@@ -94,15 +95,9 @@ def load_engine(
         pending_config = None
         if calibration is None and config.cache.is_calibrated:
             _check_cancelled(is_cancelled)
-            reason = "" if not may_calibrate_later else _must_wait(config, resolved)
-            if may_calibrate_later and not reason:
-                # What an automatic cache gets is decided once: later the weights and this cache are in memory.
-                pending_config = replace(config, cache=replace(config.cache, memory=resolved.cache.memory))
-                config = replace(config, cache=_dense(config.cache))
-            elif reason:
-                log.warning("cache.codec %s is calibrated before serving begins: %s", config.cache.codec, reason)
-        if calibration is None and config.cache.is_calibrated:
-            calibration = _calibrated(path, config, show_progress, is_cancelled)
+            config, pending_config, calibration = _without_calibration(
+                path, config, resolved, show_progress, is_cancelled, may_calibrate_later
+            )
         if calibration is not None or pending_config is not None:
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         _check_cancelled(is_cancelled)
@@ -124,6 +119,58 @@ def load_engine(
     if resolved.cache.check and resolved.cache.codec != DENSE:
         _check_cancelled(is_cancelled)
         check_codec(engine_model, tokenizer, resolved, model_id, calibration)
+    _log_loaded(name, shape, resolved, fits, weights)
+    is_given = tiers is not None
+    if is_given or resolved.tiers.is_on or neighbours:
+        # Cheap names are not enough for what outlives the process.
+        model_id = digest_of(checkpoint, _told_hashing()).digest
+    if not is_given and resolved.tiers.is_on:
+        namespace = namespace_of(resolved, shape, model_id, calibration)
+        tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
+    if neighbours:
+        tiers = Tiers([*([] if tiers is None else tiers.tiers), *neighbours])
+    with contextlib.nullcontext() if is_given or tiers is None else _closed_on_error(tiers):
+        engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
+        if tiers is not None and not is_given:
+            if resolved.tiers.disk is not None:
+                log.info("measuring the disk of tiers.disk, and how fast prompts are computed")
+            engine.scheduler.manager.fetching.costs.speed = tiers.measure()
+            measure_prefill(engine)
+    return LoadedEngine(engine, tokenizer, shape, fits, resolved, name, path, model, pending_config)
+
+
+@contextlib.contextmanager
+def _closed_on_error(tiers: Tiers) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        tiers.close()
+        raise
+
+
+def _without_calibration(
+    path: Path,
+    config: EngineConfig,
+    resolved: EngineConfig,
+    show_progress: bool | None,
+    is_cancelled: Callable[[], bool],
+    may_calibrate_later: bool,
+) -> tuple[EngineConfig, EngineConfig | None, Calibration | None]:
+    """For a codec that has no calibration yet: makes it, or has the engine begin with dense pages. Returns the
+    configuration to begin with, `LoadedEngine.pending_config`, and the calibration.
+    """
+    reason = "" if not may_calibrate_later else _must_wait(config, resolved)
+    if may_calibrate_later and not reason:
+        # What an automatic cache gets is decided once: later the weights and this cache are in memory.
+        pending_config = replace(config, cache=replace(config.cache, memory=resolved.cache.memory))
+        return replace(config, cache=_dense(config.cache)), pending_config, None
+    if reason:
+        log.warning("cache.codec %s is calibrated before serving begins: %s", config.cache.codec, reason)
+    return config, None, _calibrated(path, config, show_progress, is_cancelled)
+
+
+def _log_loaded(name: str, shape: ModelShape, resolved: EngineConfig, fits: EngineSizes, weights: str) -> None:
+    """Says what is served with which settings. weights: see `_weights_text`."""
     retain = resolved.retain
     how = "threshold" if retain.threshold != "off" else "budget"
     retained = f", retention by a {how} of {getattr(retain, how)}" if retain.is_on else ""
@@ -147,27 +194,6 @@ def load_engine(
     )
     if resolved.runtime.device == "cpu":
         log.info("memory: %s; cache.memory sets the cache", footprint(shape, resolved, fits))
-    is_given = tiers is not None
-    if is_given or resolved.tiers.is_on or neighbours:
-        # Cheap names are not enough for what outlives the process.
-        model_id = digest_of(checkpoint, _told_hashing()).digest
-    if not is_given and resolved.tiers.is_on:
-        namespace = namespace_of(resolved, shape, model_id, calibration)
-        tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
-    if neighbours:
-        tiers = Tiers([*([] if tiers is None else tiers.tiers), *neighbours])
-    try:
-        engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
-        if tiers is not None and not is_given:
-            if resolved.tiers.disk is not None:
-                log.info("measuring the disk of tiers.disk, and how fast prompts are computed")
-            engine.scheduler.manager.fetching.costs.speed = tiers.measure()
-            engine.measure()
-    except BaseException:
-        if tiers is not None and not is_given:
-            tiers.close()
-        raise
-    return LoadedEngine(engine, tokenizer, shape, fits, resolved, name, path, model, pending_config)
 
 
 def _must_wait(config: EngineConfig, resolved: EngineConfig) -> str:

@@ -19,12 +19,12 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster.instance import LaunchConfig
 from quire.cluster.prefixes import PrefixReply, merge_prefixes
 from quire.cluster.processes import Processes
-from quire.engine.cached_prefixes import CachedPrefix, SaltFilter
-from quire.engine.disk_prefix_index import TierCopy
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.pins import Pin
 from quire.errors import ConfigError, EngineStoppedError, QuireError, RequestError
+from quire.prefixes.cached import CachedPrefix, SaltFilter
+from quire.prefixes.disk_index import TierCopy
 
 from ..clusters import SECONDS, SMALL, RunningCluster, ThreadedInstances
 

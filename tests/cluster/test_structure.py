@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.engine.masks import NO_TEXT
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import QueueFullError, RequestError
+from quire.structured.masks import NO_TEXT
 
 from ..call_counts import count_admission
 from ..clusters import SMALL, RunningCluster, ThreadedInstances

@@ -17,17 +17,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.cached_prefixes import CachedPrefix
-from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
-from quire.engine.prefixes import Prefix
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.engine.stops import StopChecker
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, RequestError
 from quire.models.control_tokens import ControlTokens, EscapedConversation
 from quire.models.tokenizer import Tokenizer
+from quire.prefixes.cached import CachedPrefix
+from quire.prefixes.listing import Prefix
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.params import StructuredOutputsParams
 from tests import tiny_models
 
 BOS, EOS = 256, 257

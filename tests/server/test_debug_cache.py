@@ -7,7 +7,7 @@ import math
 import pytest
 
 from quire.cache.fetching import Fetching
-from quire.engine.prefixes import Prefix
+from quire.prefixes.listing import Prefix
 from quire.server import debug
 from quire.server.tenants import Tenants, tenant_of
 from tests.server.fake_engine import FakeEngine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from quire.engine.cached_prefixes import CachedPrefix
-from quire.engine.disk_prefix_index import TierCopy
+from quire.prefixes.cached import CachedPrefix
+from quire.prefixes.disk_index import TierCopy
 from quire.server import response_shapes, shapes
 from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import CHAT, TEXT, application, client, events

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server import tooling
+from quire.structured.params import StructuredOutputsParams
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import RawCall, application, asgi_client, error_of
 

@@ -360,9 +360,9 @@ class RealServer:
                     pass
                 engine.check()
             except AssertionError as error:
-                self.llm._on_loop(lambda error=error: checked.set_exception(error))
+                self.llm._streams.on_loop(lambda error=error: checked.set_exception(error))
             else:
-                self.llm._on_loop(lambda: checked.set_result(None))
+                self.llm._streams.on_loop(lambda: checked.set_result(None))
 
         self.llm._submit(check)
         async with asyncio.timeout(10):

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from quire.cache.fetching import Fetching
-from quire.engine.cached_prefixes import CachedPrefix
-from quire.engine.disk_prefix_index import TierCopy
+from quire.prefixes.cached import CachedPrefix
+from quire.prefixes.disk_index import TierCopy
 from quire.server import debug
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application, asgi_client, client, error_of, real_server, socket_server

@@ -203,7 +203,7 @@ async def test_a_schema_is_written_once_where_its_body_is_checked(monkeypatch):
     ):
         content = original(body).encode()
         with monkeypatch.context() as patch:
-            patch.setattr("quire.engine.structured.json.dumps", dumps)
+            patch.setattr("quire.structured.params.json.dumps", dumps)
             parsed = body_reader._parse(bytearray(content), model)
             assert parsed.structure() is parsed.structure() and len(written) == 1
             written.clear()

@@ -16,6 +16,7 @@ import pytest
 
 from quire.async_llm import AsyncLLM
 from quire.engine.params import SamplingParams
+from quire.engine.pins import protect
 from quire.errors import ConfigError, QueueFullError, QuireError, RequestError
 from quire.llm import LLM, Prompt
 
@@ -410,7 +411,7 @@ def test_pins_are_refused_while_there_are_requests(folder: Path, tmp_path: Path)
                 await llm.pin()
             assert llm.is_ready and await anext(running)
             with pytest.raises(QuireError, match="before there are requests"):
-                await llm._ask(lambda engine: engine.protect([1] * 64))
+                await llm._ask(lambda engine: protect(engine, [1] * 64))
             assert llm.is_ready and await anext(running)
             await running.aclose()
             await idle(llm)

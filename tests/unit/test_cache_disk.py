@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from quire import prefix_import
 from quire.cli import main
 from quire.cli.cache_disk import _folder, _names
 from quire.engine.params import SamplingParams
@@ -22,6 +21,7 @@ from quire.errors import ConfigError, ExtentError
 from quire.llm import LLM
 from quire.models.digest import combined
 from quire.models.embedded import EMBEDDED, SMOLLM2
+from quire.prefixes import importing as prefix_import
 from quire.stores.archive import RunArchive, RunArchiveWriter
 from quire.stores.disk import DiskStore
 from quire.stores.folder_reader import FolderReader

@@ -17,7 +17,7 @@ from quire.engine.engine import Engine
 from quire.engine.handover import Handover
 from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
-from quire.engine.step import GuideProposal
+from quire.structured.guide import GuideProposal
 
 from ..effort import EFFORT, tries
 from ..engines import GREEDY, drain, generate, make_engine

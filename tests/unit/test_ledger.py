@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from quire.cache.arena import Arena
 from quire.cache.ledger import UNIT, PageCounts, PageLedger, PageMove
-from quire.engine.build import slab_bytes
+from quire.engine.sizes import slab_bytes
 from quire.errors import CacheFullError, ConfigError
 from tests.effort import tries
 

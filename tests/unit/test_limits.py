@@ -13,6 +13,7 @@ from quire.calibrate.settings import CalibrationSettings
 from quire.config import CacheConfig, EngineConfig, ServeConfig
 from quire.engine.build import resolve
 from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.pins import protect
 from quire.engine.policy import check_budget
 from quire.engine.sizes import ArenaCapacity, sizes
 from quire.errors import QuireError
@@ -35,7 +36,7 @@ def ask_beside_pins() -> None:
     engine.add("pinned", [1] * 193, SamplingParams(max_tokens=1), CacheHints(cache_pin=True))
     while engine.has_work:
         engine.step()
-    engine.protect([1] * 193)
+    protect(engine, [1] * 193)
     engine.limits.check([1] * 500, SamplingParams())
 
 

@@ -20,7 +20,8 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.sinks import Sinks
 from quire.offload.blocks import BlockAttention
 from quire.offload.mover import NOTHING, IoTicket, Mover
-from quire.offload.table import FarChunks, OffloadedTable
+from quire.offload.step_chunks import FarChunks
+from quire.offload.table import OffloadedTable
 from quire.offload.units import Share
 from quire.stores.direct import DirectFile
 
@@ -241,7 +242,7 @@ def test_chunks_next_to_each_other_are_read_with_one_request(machine: Callable[.
 def test_a_chunk_is_copied_from_memory_and_from_the_disk(machine: Callable[..., Machine]) -> None:
     made = machine(memory=3.0, near=Share(0.5))
     chain = cached(made, 2)
-    assert sorted(made.table._frames[chain] >= 0) == [False, True]
+    assert sorted(made.table.frames.starts[chain] >= 0) == [False, True]
     for count in (1, 2):
         copy = made.copy(chain, count)
         decode(made, copy)
@@ -270,7 +271,7 @@ def test_a_row_that_is_taken_again_is_a_new_chunk(machine: Callable[..., Machine
     again = made.copy(chain, 1)
     assert again.chunks == [row], "another row was taken"
     other = computed(made, 3)
-    assert not made.table._is_sealed[row], "a chunk of 63 tokens counts as full"
+    assert not made.table.frames.is_sealed[row], "a chunk of 63 tokens counts as full"
     decode(made, again, other)
 
 
@@ -282,7 +283,7 @@ def test_a_full_chunk_counts_as_full_in_the_next_step(machine: Callable[..., Mac
     made.commit(one, PAGE_TOKENS)
     made.commit(other, 80)
     decode(made, computed(made, 1))
-    assert made.table._is_sealed[[one.chunks[0], *other.chunks]].tolist() == [True, True, False]
+    assert made.table.frames.is_sealed[[one.chunks[0], *other.chunks]].tolist() == [True, True, False]
 
 
 def test_a_step_that_is_repeated_finds_what_it_filled(machine: Callable[..., Machine]) -> None:
@@ -333,8 +334,8 @@ def test_the_share_of_near_chunks_is_kept(machine: Callable[..., Machine], codec
     assert made.table.memory_plan.num_near >= 16
     for number in range(1, 5):
         computed(made, 4 * PAGE_TOKENS)
-        assert made.table._num_sealed == 4 * number
-        assert abs(made.table._num_near - share * 4 * number) <= 1
+        assert made.table.frames.num_sealed == 4 * number
+        assert abs(made.table.frames.num_near - share * 4 * number) <= 1
 
 
 def test_the_share_that_is_told_is_that_of_all_steps(machine: Callable[..., Machine]) -> None:
@@ -366,9 +367,9 @@ def test_slots_and_frames_come_back(machine: Callable[..., Machine]) -> None:
         decode(made, *sequences)
         for sequence in sequences:
             made.end(sequence, is_cached=False)
-        assert table._is_slot_free.all() and not table.num_taken
-        assert table._open_frames.num_free == table._open_frames.count
-        assert table._near_frames.num_free == table._near_frames.count
+        assert not table.slots.num_taken and not table.num_taken
+        assert table.frames.open.num_free == table.frames.open.count
+        assert table.frames.near.num_free == table.frames.near.count
 
 
 # ---- the order of loads, computing and stores ------------------------------------------------------------------------

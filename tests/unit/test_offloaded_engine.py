@@ -351,13 +351,13 @@ def test_the_share_of_the_cache_in_memory_is_what_the_policy_says(model: Path, t
 
         def checked(batches: Any) -> Any:
             result = placed(batches)
-            count, near = table._num_sealed, table._num_near
+            count, near = table.frames.num_sealed, table.frames.num_near
             assert near <= percent / 100 * count + 1, f"{near} of {count} chunks"
             return result
 
         with patched(table, place=checked):
             run.ask(prompts, [greedy(50)] * 4)
-        assert abs(table.near_share - percent / 100) * table._num_sealed <= 3
+        assert abs(table.frames.near_share - percent / 100) * table.frames.num_sealed <= 3
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

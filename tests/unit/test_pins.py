@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM
 from quire.engine.params import SamplingParams
-from quire.engine.pins import read_pins
+from quire.engine.pins import protect, read_pins
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.models.chat import ChatTemplate
 from quire.models.fingerprint import HEAD_BYTES, fingerprint
@@ -117,9 +117,9 @@ def test_a_prefix_is_protected_before_there_are_requests(tmp_path: Path) -> None
         ids = llm.tokenizer.encode(LONG)[:128]
         llm.engine.add("running", [1, 2, 3], SamplingParams(max_tokens=2))
         with pytest.raises(QuireError, match="before there are requests"):
-            llm.engine.protect(ids)
+            protect(llm.engine, ids)
         llm.engine.abort("running")
-        llm.engine.protect(ids)
+        protect(llm.engine, ids)
 
 
 def test_a_prompt_in_a_dict_may_have_hints(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.engine.explain import explain
-from quire.engine.prefixes import prefixes
+from quire.prefixes.listing import prefixes
 from tests.effort import EFFORT, examples
 
 from ..nuq_tables import random_tables

@@ -31,7 +31,7 @@ from quire.planning.latency import LatencyModel
 from quire.planning.placement_file import read_placement
 from quire.planning.step_log import read_steps
 from quire.planning.traces import read_trace, read_workload
-from quire.prefix_import import open_archive
+from quire.prefixes.importing import open_archive
 from quire.safe_io import open_file, parse_json
 from quire.server.auth import ApiKeys
 from tests.tiny_models import save_tokenizer

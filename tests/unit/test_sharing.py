@@ -17,6 +17,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS
 from quire.errors import QueueFullError, RequestError
 from quire.llm import merge_delta
+from quire.prefixes.listing import engine_prefixes
 from tests import engines
 from tests.effort import examples
 from tests.engines import GREEDY, drain, generate
@@ -289,10 +290,10 @@ def test_who_waits_for_room_is_no_sharer_and_has_no_hits() -> None:
     for _ in range(40):
         engine.step()
     assert len(engine.scheduler.waiting) == 1
-    assert [prefix.hits for prefix in engine.prefixes()] == [0]
+    assert [prefix.hits for prefix in engine_prefixes(engine)] == [0]
     assert (tree.num_uses, tree.num_divided) == (uses, 0), "who waits takes and divides nothing"
     drain(engine)
-    assert [prefix.hits for prefix in engine.prefixes() if prefix.start == 0] == [1]
+    assert [prefix.hits for prefix in engine_prefixes(engine) if prefix.start == 0] == [1]
 
 
 def test_every_engine_has_a_namespace_of_its_own() -> None:
@@ -345,8 +346,8 @@ def test_a_salt_keeps_requests_apart() -> None:
     one, other = CacheHints(cache_salt="one"), CacheHints(cache_salt="other")
     assert [cached_tokens(engine, prompt, hints) for hints in (one, other, NO_HINTS)] == [0, 0, 0]
     assert [cached_tokens(engine, prompt, hints) for hints in (one, other, NO_HINTS)] == [128, 128, 128]
-    assert {each.token_ids[0] for each in engine.prefixes(lambda salt: salt == "one")} == {prompt[0]}
-    assert len(engine.prefixes()) == 3
+    assert {each.token_ids[0] for each in engine_prefixes(engine, lambda salt: salt == "one")} == {prompt[0]}
+    assert len(engine_prefixes(engine)) == 3
 
 
 def test_a_pinned_prompt_outlives_everything_else_and_a_pin_can_be_ended() -> None:
@@ -373,7 +374,7 @@ def test_pins_end_and_prefixes_expire_by_the_engine_s_clock() -> None:
     for passed, left in ((59.0, 2), (60.0, 1), (99.0, 1), (100.0, 0)):
         now[0] = 1000.0 + passed
         engine.step()
-        assert len(engine.prefixes()) == left, f"after {passed} s"
+        assert len(engine_prefixes(engine)) == left, f"after {passed} s"
     assert not engine.forgets
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.engine.grammar_compiler import GrammarCompiler
-from quire.engine.grammar_tokens import _TextCutter, make_vocabulary, token_table
-from quire.engine.structured import StructuredOutputsParams
 from quire.models.tokenizer import Tokenizer
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.grammar_tokens import _TextCutter, make_vocabulary, token_table
+from quire.structured.params import StructuredOutputsParams
 from quire.tools.answer_parser import AnswerParser
 from quire.tools.calls import ArgumentsDelta, CallStart, ReasoningDelta, TextDelta, Tool, ToolChoice
 from quire.tools.format import ToolFormat

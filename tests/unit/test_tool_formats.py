@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.engine.grammar_compiler import GrammarCompiler
-from quire.engine.structured import StructuredOutputsParams
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.params import StructuredOutputsParams
 from quire.tools.calls import AnswerDelta, ArgumentsDelta, Call, CallStart, TextDelta, Tool, ToolChoice
 from quire.tools.format import ToolFormat
 from quire.tools.formats import FORMATS, format_of

@@ -30,7 +30,7 @@ from quire.models.plan import StepPlan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.cache.table import ChunkTable
+    from quire.attention.pages import PageTable
 
 MIN_SHARED_CHUNKS = 2
 """Chunk reads that a shared run must save. If it saves fewer, merging costs more than reading."""
@@ -52,7 +52,7 @@ class AttentionSpec:
               of int(S * (n - 1)) of the n - 1 other slots that it sees, and its own. 1: all values
     """
 
-    table: ChunkTable
+    table: PageTable
     num_layers: int
     num_kv_heads: int
     group_size: int
@@ -309,8 +309,70 @@ def lay_out(
     """
     sources = StagedWrites(encodes)
     singles = leading_singles(slices)
-    positions = np.array([piece.start for piece in singles], np.int32)
     num_dropped = np.array([piece.num_dropped for piece in singles], np.int32)
+    found = _blocks_of_singles(singles, num_dropped, block_rows, window, sources)
+    if len(singles) < len(slices):
+        found = found.joined(
+            _blocks_of_several(slices[len(singles) :], len(singles), block_rows, window, strict, sources)
+        )
+    blocks, runs, cost = _largest_first(found.blocks, found.runs)
+    indices = _place_runs(blocks, runs, len(singles))
+    limit = max(1, int(cost.sum()) * num_heads // (2 * workers))
+    pieces = blocks
+    if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
+        pieces = _split(blocks, limit)
+    if num_dropped.any():
+        single = pieces[:, 0] < len(singles)
+        pieces[single, 4] += num_dropped[pieces[single, 0]]
+    pieces[:, 4] *= PAGE_TOKENS
+    merges, parts, num_partials = _merges(pieces)
+    return StepLayout(
+        found.positions,
+        found.write_chunk,
+        np.ascontiguousarray(indices, np.int32),
+        np.ascontiguousarray(pieces),
+        merges,
+        parts,
+        num_partials,
+        sources.seals,
+        sources.num_staged,
+        len(singles),
+    )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Rows of a step cut into blocks, which are pieces before they are split.
+
+    positions, write_chunk  see StepLayout
+    blocks  [n, 6]: as `StepLayout.pieces`, with positions in chunks, and without first indices
+    runs    the chunks of each block
+    """
+
+    positions: NDArray[np.int32]
+    write_chunk: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+    runs: list[NDArray[np.int32]]
+
+    def joined(self, other: _Blocks) -> _Blocks:
+        """With further rows."""
+        return _Blocks(
+            np.concatenate((self.positions, other.positions)),
+            np.concatenate((self.write_chunk, other.write_chunk)),
+            np.concatenate((self.blocks, other.blocks)),
+            self.runs + other.runs,
+        )
+
+
+def _blocks_of_singles(
+    singles: Sequence[RowSlice],
+    num_dropped: NDArray[np.int32],
+    block_rows: int,
+    window: int | None,
+    sources: StagedWrites,
+) -> _Blocks:
+    """Slices of one row, and the runs that they share."""
+    positions = np.array([piece.start for piece in singles], np.int32)
     blocks = _single_blocks(positions, num_dropped, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
@@ -322,7 +384,7 @@ def lay_out(
         for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
     ]
     # A row that fills a chunk to be encoded writes and reads the chunk's dense source.
-    for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else ():
+    for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if sources.encodes else ():
         runs[row] = np.append(runs[row][:-1], sources.of(singles[row]))
     # A row's own chunk is the last of its run. Only rows that write nothing may have an empty one.
     write_chunk = np.concatenate((np.zeros(1, np.int32), *runs))[np.cumsum(blocks[:, 3])]
@@ -331,64 +393,62 @@ def lay_out(
         blocks = blocks[blocks[:, 3] > 0]
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
         blocks = np.concatenate((blocks, np.array(shared, np.int32)))
-        runs += [slices[first].chunks[low:high] for first, _, low, high in common]
-    if len(singles) < len(slices):
-        rows = []
-        written = [write_chunk]
-        ranges = [positions]
-        first_row = len(singles)
-        for piece in slices[len(singles) :]:
-            own = sources.of(piece)
-            at = piece.start
-            end = piece.start + piece.num_rows
-            range_ = np.arange(at, end, dtype=np.int32)
-            ranges.append(range_)
-            written.append(own[range_ // PAGE_TOKENS - at // PAGE_TOKENS])
-            while at < end:
-                stop = min(end, (at // block_rows + 1) * block_rows)
-                low = 0 if window is None else max(0, at + 1 - window) // PAGE_TOKENS
-                high = -(-stop // PAGE_TOKENS)
-                rows.append((first_row + at - piece.start, stop - at, 0, high - low, low, -1))
-                end_of_own = high - piece.start // PAGE_TOKENS
-                runs.append(_run(piece.chunks, low, high, own[end_of_own - 1 if strict else 0 : end_of_own]))
-                at = stop
-            first_row += piece.num_rows
-        positions, write_chunk = np.concatenate(ranges), np.concatenate(written)
-        blocks = np.concatenate((blocks, np.array(rows, np.int32).reshape(-1, 6)))
-    # Largest first: work items are handed out in order, and a large one that starts last would delay the step's end.
+        runs += [singles[first].chunks[low:high] for first, _, low, high in common]
+    return _Blocks(positions, write_chunk, blocks, runs)
+
+
+def _blocks_of_several(
+    slices: Sequence[RowSlice], first_row: int, block_rows: int, window: int | None, strict: bool, sources: StagedWrites
+) -> _Blocks:
+    """Slices of any number of rows, each cut where chunks end. first_row: the first row of the first slice."""
+    rows: list[tuple[int, ...]] = []
+    runs: list[NDArray[np.int32]] = []
+    written, ranges = [], []
+    for piece in slices:
+        own = sources.of(piece)
+        at = piece.start
+        end = piece.start + piece.num_rows
+        range_ = np.arange(at, end, dtype=np.int32)
+        ranges.append(range_)
+        written.append(own[range_ // PAGE_TOKENS - at // PAGE_TOKENS])
+        while at < end:
+            stop = min(end, (at // block_rows + 1) * block_rows)
+            low = 0 if window is None else max(0, at + 1 - window) // PAGE_TOKENS
+            high = -(-stop // PAGE_TOKENS)
+            rows.append((first_row + at - piece.start, stop - at, 0, high - low, low, -1))
+            end_of_own = high - piece.start // PAGE_TOKENS
+            runs.append(_run(piece.chunks, low, high, own[end_of_own - 1 if strict else 0 : end_of_own]))
+            at = stop
+        first_row += piece.num_rows
+    return _Blocks(np.concatenate(ranges), np.concatenate(written), np.array(rows, np.int32).reshape(-1, 6), runs)
+
+
+def _largest_first(
+    blocks: NDArray[np.int32], runs: list[NDArray[np.int32]]
+) -> tuple[NDArray[np.int32], list[NDArray[np.int32]], NDArray[np.int32]]:
+    """Blocks and their runs, largest first, and the cost of each block: work items are handed out in order, and a large
+    one that starts last would delay the step's end.
+    """
     cost = blocks[:, 1] * blocks[:, 3]
-    order = np.argsort(-cost, kind="stable") if len(blocks) > 1 and cost.max() != cost.min() else None
-    if order is not None:
-        blocks, cost, runs = blocks[order], cost[order], [runs[i] for i in order]
+    if len(blocks) < 2 or cost.max() == cost.min():
+        return blocks, runs, cost
+    order = np.argsort(-cost, kind="stable")
+    return blocks[order], [runs[i] for i in order], cost[order]
+
+
+def _place_runs(blocks: NDArray[np.int32], runs: list[NDArray[np.int32]], num_singles: int) -> NDArray[np.int32]:
+    """Sets the first index of blocks. Returns the indices: their runs, one after the other, those of single rows with
+    room for one more chunk.
+    """
     counts = blocks[:, 3]
-    room = counts + ((blocks[:, 1] == 1) & (blocks[:, 0] < len(singles)))
+    room = counts + ((blocks[:, 1] == 1) & (blocks[:, 0] < num_singles))
     blocks[:, 2] = np.cumsum(room) - room
     indices = np.zeros(room.sum(), np.int32)
     if runs:
         indices[np.repeat(blocks[:, 2] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())] = (
             np.concatenate(runs)
         )
-    limit = max(1, int(cost.sum()) * num_heads // (2 * workers))
-    pieces = blocks
-    if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
-        pieces = _split(blocks, limit)
-    if num_dropped.any():
-        single = pieces[:, 0] < len(singles)
-        pieces[single, 4] += num_dropped[pieces[single, 0]]
-    pieces[:, 4] *= PAGE_TOKENS
-    merges, parts, num_partials = _merges(pieces)
-    return StepLayout(
-        positions,
-        write_chunk,
-        np.ascontiguousarray(indices, np.int32),
-        np.ascontiguousarray(pieces),
-        merges,
-        parts,
-        num_partials,
-        sources.seals,
-        sources.num_staged,
-        len(singles),
-    )
+    return indices
 
 
 _NO_MERGES = np.empty((0, 3), np.int32)

@@ -22,7 +22,7 @@ from quire.attention.rows import RowSlice, wait_for
 from quire.attention.scores import visible_scores
 from quire.cache.codecs import Codec
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.table import ALL_SLOTS
+from quire.cache.table import ALL_SLOTS, ChunkTable
 
 NEVER_SEEN = 1 << 40
 """A position after every row's."""
@@ -227,8 +227,7 @@ class ReferencePlan:
 
     def _add_sums(self, rows: NDArray[np.int32], layer: int, seen: _Seen) -> None:
         """Adds the attention to the columns that `seen` holds to the sums in `rows` of the chunk table."""
-        table = self.spec.table
-        assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
+        table = self._table_of_sums()
         sums = table.load_sums(rows)
         added = column_sums(seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, self.spec.window)
         sums[layer] += added.cpu().numpy()
@@ -236,8 +235,7 @@ class ReferencePlan:
 
     def _note_peaks(self, rows: NDArray[np.int32], layer: int, seen: _Seen, near: torch.Tensor) -> None:
         """Raises the peaks in `rows` of the chunk table to those of the columns that `seen` holds."""
-        table = self.spec.table
-        assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
+        table = self._table_of_sums()
         if len(seen.q):
             peaks = table.load_sums(rows)
             found = column_peaks(
@@ -245,6 +243,13 @@ class ReferencePlan:
             )
             peaks[layer] = np.maximum(peaks[layer], found.cpu().numpy())
             table.store_sums(rows, peaks)
+
+    def _table_of_sums(self) -> ChunkTable:
+        table = self.spec.table
+        assert isinstance(table, ChunkTable) and table.sums is not None, (
+            "a slice is profiled, and the chunk table has no column sums"
+        )
+        return table
 
     def _path(self, chunks: list[int], layer: int, num_dropped: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The keys, rotated, and values of chunks in one layer, float32 [H, T, D] each; and positions, int64 [H, T].

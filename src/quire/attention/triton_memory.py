@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.kernels.layout import MAX_PARTIALS
+from quire.attention.pages import PageTable
 from quire.attention.plan import AttentionSpec
-from quire.cache.table import ALL_SLOTS, ChunkTable
+from quire.cache.table import ALL_SLOTS
 
 
 class TableMirror:
@@ -24,7 +25,7 @@ class TableMirror:
     copies     number of copies from the host so far
     """
 
-    def __init__(self, table: ChunkTable) -> None:
+    def __init__(self, table: PageTable) -> None:
         self.copies = 0
         self._table = table
         self._seen = np.zeros(table.capacity, np.int64)

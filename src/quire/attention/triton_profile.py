@@ -21,12 +21,12 @@ from torch import Tensor
 from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.launch import Launch, profile_launch, single_profile_launch
 from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
+from quire.attention.pages import PageTable
 from quire.attention.plan import AttentionSpec
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.rows import RowSlice
 from quire.attention.triton_memory import TableMirror
 from quire.cache.ledger import PAGE_TOKENS, UNIT
-from quire.cache.table import ChunkTable
 
 COLUMN_INTS = 8
 """See `kernels.profile`."""
@@ -122,7 +122,7 @@ class ProfileMemory:
         return *positions, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
 
 
-def page_id_of(scratch_buffer: Tensor, table: ChunkTable) -> int:
+def page_id_of(scratch_buffer: Tensor, table: PageTable) -> int:
     """The id, relative to the arena, of the first page in a separate buffer that has `UNIT` bytes to spare."""
     return -((table.arena.data.data_ptr() - scratch_buffer.data_ptr()) // UNIT)
 

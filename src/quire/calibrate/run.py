@@ -102,15 +102,7 @@ def calibrate(
         runtime.set_level(config.runtime.level)
         runtime.set_num_threads(config.runtime.threads or usable_cores())
     model_id = fingerprint(path)
-    source = {"written by the model": settings.seed} if text is None else {"sha256": _digest(text)}
-    gathered = {
-        "algorithm": ALGORITHM,
-        "text": source,
-        "windows": settings.num_windows,
-        "window_tokens": tokens,
-        "skipped": settings.skipped,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    gathered = _gathered(settings, text, dtype)
     name = _digest(json.dumps([model_id, gathered, config.model.tokenizer], sort_keys=True))[:16]
     # Reports a text that is too short before it waits for another process.
     windows = (
@@ -124,19 +116,9 @@ def calibrate(
             if found is not None:
                 return found
             store = SampleStore(folder() / name, settings.skipped)
-            try:
+            with _telling_what_is_kept(store, settings):
                 _gather(path, store, settings, windows, config, dtype, device, progress)
                 tables, report = _fit(store, settings, shape, progress)
-            except (KeyboardInterrupt, LoadCancelledError):
-                kept = sum(store.has(window) for window in range(settings.num_windows))
-                if kept:
-                    log.warning(
-                        "the calibration is interrupted; the next one resumes with %d of %d windows, kept in %s",
-                        kept,
-                        settings.num_windows,
-                        store.folder,
-                    )
-                raise
             recorded = {
                 **gathered,
                 "bits": list(settings.bits),
@@ -154,6 +136,35 @@ def calibrate(
             " XDG_CACHE_HOME to a folder that can"
         ) from None
     return made
+
+
+def _gathered(settings: CalibrationSettings, text: str | None, dtype: torch.dtype) -> dict[str, Any]:
+    """What decides the gathered windows. text: None if the model writes it."""
+    return {
+        "algorithm": ALGORITHM,
+        "text": {"written by the model": settings.seed} if text is None else {"sha256": _digest(text)},
+        "windows": settings.num_windows,
+        "window_tokens": settings.window_tokens,
+        "skipped": settings.skipped,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+@contextlib.contextmanager
+def _telling_what_is_kept(store: SampleStore, settings: CalibrationSettings) -> Iterator[None]:
+    """Logs, if it is interrupted inside, how much of the work the next calibration finds in the store."""
+    try:
+        yield
+    except (KeyboardInterrupt, LoadCancelledError):
+        kept = sum(store.has(window) for window in range(settings.num_windows))
+        if kept:
+            log.warning(
+                "the calibration is interrupted; the next one resumes with %d of %d windows, kept in %s",
+                kept,
+                settings.num_windows,
+                store.folder,
+            )
+        raise
 
 
 def _check(settings: CalibrationSettings, shape: ModelShape) -> None:

@@ -102,7 +102,8 @@ class TraceBenchmark:
 
         Raises ConfigError if a request is longer than the context, or if such a cache does not fit the machine.
         """
-        from quire.engine.build import resolve, slab_bytes
+        from quire.engine.build import resolve
+        from quire.engine.sizes import slab_bytes
         from quire.models.resolve import resolve_model
         from quire.models.weights import open_model
 

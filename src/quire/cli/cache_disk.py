@@ -211,7 +211,7 @@ def _export(reader: FolderReader, args: argparse.Namespace) -> int:
 def _holds(args: argparse.Namespace, reader: FolderReader) -> Callable[[LocatedRun], bool]:
     """Whether a run is one of those asked for."""
     if args.key is not None:
-        from quire.engine.cached_prefixes import parse_prefix_key
+        from quire.prefixes.cached import parse_prefix_key
 
         try:
             key = parse_prefix_key(args.key)
@@ -238,7 +238,7 @@ def _holds(args: argparse.Namespace, reader: FolderReader) -> Callable[[LocatedR
 
 
 def _import(args: argparse.Namespace, folder: Path, cap: int | None) -> int:
-    from quire.prefix_import import check_namespaces, check_paths, open_archive
+    from quire.prefixes.importing import check_namespaces, check_paths, open_archive
 
     config = _config(args)
     source = Path(args.names[0])
@@ -301,7 +301,7 @@ def _namespace(model: str, config: EngineConfig) -> Namespace:
 def _compare(model: str, config: EngineConfig, archive: RunArchive, *, is_trusted: bool) -> None:
     """Checks the form of all runs and, unless they are trusted, computes some of their chunks again."""
     from quire.load import load_engine
-    from quire.prefix_import import check_pages, check_run_shapes
+    from quire.prefixes.importing import check_pages, check_run_shapes
     from quire.stores.archive_store import ArchiveStore
     from quire.stores.tiers import Tiers
 
@@ -316,7 +316,7 @@ def _compare(model: str, config: EngineConfig, archive: RunArchive, *, is_truste
 
 
 def _put(folder: Path, cap: int, namespace: Namespace, archive: RunArchive) -> int:
-    from quire.prefix_import import store_runs
+    from quire.prefixes.importing import store_runs
     from quire.stores.disk import DiskStore
 
     store = DiskStore(folder, cap, namespace)

@@ -25,16 +25,11 @@ from quire.cluster.tracing import tracer
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.engine.admission import AdmittedRequest, PinLimits, Prompt, RequestLimits, admit, tokenized
 from quire.engine.build import end_tokens, resolve
-from quire.engine.cached_prefixes import DISK, CachedPrefix, SaltFilter, parse_prefix_key, prompt_key
-from quire.engine.grammar_compiler import GrammarCompiler
-from quire.engine.grammar_guide import CompiledGrammar
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import read_pins
-from quire.engine.prefixes import Prefix
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.engine.sizes import EngineSizes
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import ConfigError, EngineStoppedError, QueueFullError
 from quire.load import find_calibration
 from quire.models.resolve import resolve_model, short_name
@@ -42,6 +37,11 @@ from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
 from quire.planning.placement_file import Placement, read_placement
+from quire.prefixes.cached import DISK, CachedPrefix, SaltFilter, parse_prefix_key, prompt_key
+from quire.prefixes.listing import Prefix
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.grammar_guide import CompiledGrammar
+from quire.structured.params import StructuredOutputsParams
 
 ALL = SaltFilter()
 

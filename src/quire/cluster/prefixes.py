@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from quire.async_prefixes import AsyncPrefixes
 from quire.cluster import wire
 from quire.cluster.connections import PeerConnections
 from quire.cluster.members import Member
 from quire.cluster.messages import ROUTER
 from quire.cluster.peer_store import PeerStore
-from quire.engine.cached_prefixes import DISK, CachedPrefix, SaltFilter
-from quire.engine.disk_prefix_index import TierCopy
 from quire.engine.engine import Engine
-from quire.engine.prefixes import Prefix
 from quire.engine_thread import EngineThread
 from quire.errors import InstancesFailedError, QuireError
 from quire.load import LoadedEngine
+from quire.prefixes.async_prefixes import AsyncPrefixes
+from quire.prefixes.cached import DISK, CachedPrefix, SaltFilter
+from quire.prefixes.disk_index import TierCopy
+from quire.prefixes.listing import Prefix
 
 Item = TypeVar("Item")
 

@@ -20,7 +20,7 @@ from quire.engine.request import NO_HINTS
 from quire.errors import QueueFullError, RequestError
 
 if TYPE_CHECKING:
-    from quire.engine.grammar_guide import CompiledGrammar
+    from quire.structured.grammar_guide import CompiledGrammar
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. A dict may also have cache hints:

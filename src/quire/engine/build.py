@@ -16,14 +16,13 @@ from quire.attention.reference import ReferenceAttention
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PageLedger
+from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, PageLedger
 from quire.cache.retention.retainer import SUMS_ROWS
 from quire.cache.table import ChunkTable
-from quire.config import EngineConfig, format_bytes, parse_bytes
+from quire.config import Backend, EngineConfig, format_bytes
 from quire.engine.calibration import Calibration
 from quire.engine.control_plane import formats_of, namespace_of, retention_of, scheduler_of, sealed_pages
 from quire.engine.engine import Engine
-from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloaded_cache import build_offloaded_cache, in_micro_batches, offload_counters
 from quire.engine.offloading import (
@@ -37,7 +36,7 @@ from quire.engine.offloading import (
 from quire.engine.policy import check_budget
 from quire.engine.runner import DecodeFunction, LocalRunner
 from quire.engine.sampler import Sampler
-from quire.engine.sizes import ArenaCapacity, EngineSizes, page_counts, sizes
+from quire.engine.sizes import ArenaPages, EngineSizes, sizes
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.kernels.memory import populate_ahead
@@ -51,11 +50,13 @@ from quire.models.structural_tokens import find_structural_tokens
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
 from quire.stores.tiers import Tiers
+from quire.structured.grammar_compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     from quire.models.cpu_ops import CpuOps
     from quire.models.layers import Ops
     from quire.models.triton_ops import TritonOps
+    from quire.offload.table import OffloadedTable
 
 log = logging.getLogger("quire")
 
@@ -74,11 +75,6 @@ than a virtual machine's host finds new memory (4 ms for 2 MiB here, 0.5 GB/s)."
 LEAST_CHUNKS = 2
 """Sealed chunks that an arena must hold beside an open one."""
 
-_SLAB_BYTES = 1 << 20
-
-_SLABS = 128
-"""Slabs of an arena at least: of each of a dozen page sizes, half a slab on average is not filled."""
-
 
 def resolve(
     config: EngineConfig,
@@ -92,59 +88,21 @@ def resolve(
     calibration  of a codec that needs one; without it, sizes are those it is meant to have
     """
     device_type = device_type_of(config.runtime.device)
-    device = torch.device(device_type)
-    backend = config.attention.backend
-    if backend == "auto":
-        backend = "triton" if device_type == "cuda" else "cpu"
-    if (backend == "cpu") != (device_type == "cpu") and backend != "reference":
-        raise ConfigError(
-            f"attention.backend {backend} does not run on {device_type};"
-            f" use {'cpu' if device_type == 'cpu' else 'triton'}"
-        )
-    if config.tiers.memory is not None and device_type == "cpu":
-        raise ConfigError(
-            "tiers.memory is memory beside a GPU's, but the cache is in memory already; raise cache.memory instead"
-        )
-    if config.tiers.is_on and not config.cache.share:
-        raise ConfigError("tiers keep cached prefixes, but cache.share is false; set it true, or leave tiers.disk out")
+    backend = _backend_of(config, device_type)
+    _check_tiers(config, device_type)
     dtype: Any = shape.dtype if config.model.dtype == "auto" else config.model.dtype
     limit = shape.context_limit
     if config.model.max_context is not None and config.model.max_context > limit:
         raise ConfigError(f"model.max_context is {config.model.max_context}; this model serves at most {limit}")
     context = config.model.max_context or shape.max_context
-    max_running = config.scheduler.max_running
-    kinds = ops_type(backend).kinds
-    if config.model.weights == "g4" and GROUP_CODES not in kinds:
-        raise ConfigError(f"model.weights g4 does not run on {backend}; use dequantized")
-    weight_bytes = shape.weight_bytes(dtype)
-    if checkpoint is not None:
-        parts = group_tensors(checkpoint, torch_dtype(dtype), config.model.weights, kinds)
-        weight_bytes = sum(part.num_bytes for part in parts)
-    if backend == "cpu" and shape.tied_embeddings:
-        from quire.models.cpu_ops import has_onednn
-
-        embedded = None
-        if checkpoint is not None:
-            size, stored = shape.tensor_shapes["embed.weight"], checkpoint.kind("embed.weight")
-            embedded = loaded_kind("embed.weight", size, stored, config.model.weights, kinds)
-        if embedded is None and has_onednn(torch_dtype(dtype)):
-            weight_bytes += math.prod(shape.tensor_shapes["embed.weight"]) * torch_dtype(dtype).itemsize
-    available = available_memory(device)
+    weight_bytes = _weight_bytes(config, shape, checkpoint, backend, torch_dtype(dtype))
+    available = available_memory(torch.device(device_type))
     wanted = config.cache.memory
     if config.offload.is_on:
         config, weight_bytes = with_offload(config, backend, weight_bytes, available)
-        max_running = config.scheduler.max_running
-    codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
-    sealed, sinks = sealed_pages(config, shape, torch_dtype(dtype), calibration, backend)
-    layers_heads = shape.num_layers, shape.num_kv_heads
-    open_pages = page_counts(codec.page_bytes, *layers_heads)
-    pages = open_pages if sealed is None else page_counts(sealed, *layers_heads)
-    chunk_bytes = sum(size * count for size, count in pages.items())
-    offloaded = None
-    if config.offload.is_on:
-        of_open = np.full(layers_heads, codec.page_bytes, np.int32)
-        of_sealed = of_open if sealed is None else np.broadcast_to(np.asarray(sealed, np.int32), layers_heads)
-        offloaded = cache_bytes(config, context, of_sealed, None if sealed is None else of_open)
+    max_running, free = config.scheduler.max_running, max(0, available - weight_bytes)
+    pages = _arena_pages(config, shape, torch_dtype(dtype), calibration, backend)
+    offloaded = cache_bytes(config, context, *pages.sizes) if config.offload.is_on else None
     if config.cache.sparse_values < 1:
         _check_sparse_values(config.cache.sparse_values, backend, offloaded is not None)
     if offloaded is not None:
@@ -157,24 +115,9 @@ def resolve(
             )
     else:
         share = AUTO_MEMORY_SHARE if device_type == "cpu" else 0.9
-        useful = max_running * -(-context // PAGE_TOKENS) * chunk_bytes
-        useful += 0 if sealed is None else max_running * codec.page_bytes * shape.num_layers * shape.num_kv_heads
-        memory = min(int(max(0, available - weight_bytes) * share), useful, MAX_ARENA_BYTES)
-    # Whole slabs of whole pages: what the arena cannot use is not allocated.
-    sidecar_bytes = 0 if sinks is None else sinks.sidecar_bytes
-    sums = (
-        {}
-        if not config.retain.is_on
-        else {SumsCodec.page_bytes: (SUMS_ROWS + (sealed is not None)) * math.prod(layers_heads)}
-    )
-
-    def arena_of(memory: int) -> ArenaCapacity:
-        slab = slab_bytes(codec.page_bytes, memory, max(*pages, sidecar_bytes))
-        return ArenaCapacity(
-            memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes, sums
-        )
-
-    arena = arena_of(memory)
+        useful = max_running * (-(-context // PAGE_TOKENS) * pages.chunk_bytes + pages.open_bytes)
+        memory = min(int(free * share), useful, MAX_ARENA_BYTES)
+    arena = pages.arena(memory)
     fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
     if fits.num_chunks < LEAST_CHUNKS:
         name = "cache.memory" if offloaded is None else "offload.cache"
@@ -182,22 +125,18 @@ def resolve(
         raise ConfigError(
             f"{name} of {format_bytes(given)}"
             f" holds {fits.num_chunks} chunk{'s' * (fits.num_chunks != 1)} of {PAGE_TOKENS} tokens"
-            f" ({format_bytes(chunk_bytes)} each); set it to at least {_enough(arena_of, memory)}"
+            f" ({format_bytes(pages.chunk_bytes)} each); set it to at least {pages.enough_for(LEAST_CHUNKS, memory)}"
         )
     memory = arena.num_bytes
     if offloaded is not None:
         if backend == "cpu":
-            check_disk_room(memory, chunk_bytes, offloaded[1])
-        free = int(max(0, available - weight_bytes) * AUTO_MEMORY_SHARE)
-        memory = wanted if isinstance(wanted, int) else memory_of(config, offloaded[1], free)
+            check_disk_room(memory, pages.chunk_bytes, offloaded[1])
+        memory = wanted if isinstance(wanted, int) else memory_of(config, offloaded[1], int(free * AUTO_MEMORY_SHARE))
         if memory >= arena.num_bytes:
             log.info("cache.memory holds all of offload.cache: the cache is in memory")
         memory = min(memory, arena.num_bytes)
         fits = dataclasses.replace(fits, disk_bytes=arena.num_bytes - memory)
-    # A full batch leaves prefill room for a chunk, and for the rows that retention profiles together.
-    least = max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
-    budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], least)
-    check_budget(budget, max_running)
+    budget = _token_budget(config, device_type)
     _check_retention(config, shape, backend, budget, fits.max_context)
     cores = usable_cores()
     if (config.runtime.threads or 0) > cores:
@@ -213,28 +152,76 @@ def resolve(
     return resolved, fits
 
 
-def _enough(arena_of: Callable[[int], ArenaCapacity], memory: int) -> str:
-    """About the smallest memory, as one would write it, whose arena holds LEAST_CHUNKS, where `memory` does not."""
-    low, high = memory, max(2 * memory, UNIT)
-    while arena_of(high).num_chunks < LEAST_CHUNKS:
-        low, high = high, 2 * high
-    while high - low > high // 256:
-        middle = (low + high) // 2
-        low, high = (low, middle) if arena_of(middle).num_chunks >= LEAST_CHUNKS else (middle, high)
-    # What is written is rounded; and the size of slabs depends on the memory, so that a little more may hold less.
-    while arena_of(parse_bytes(format_bytes(high))).num_chunks < LEAST_CHUNKS:
-        high += high // 256 + 1
-    return format_bytes(high)
+def _backend_of(config: EngineConfig, device_type: str) -> Backend:
+    """The attention backend. Raises ConfigError for one that does not run on the device."""
+    backend = config.attention.backend
+    if backend == "auto":
+        backend = "triton" if device_type == "cuda" else "cpu"
+    if (backend == "cpu") != (device_type == "cpu") and backend != "reference":
+        raise ConfigError(
+            f"attention.backend {backend} does not run on {device_type};"
+            f" use {'cpu' if device_type == 'cpu' else 'triton'}"
+        )
+    return backend
 
 
-def slab_bytes(page_bytes: int, memory: int, largest: int = 0) -> int:
-    """Bytes of a slab: whole open pages, at most 1 MiB and a 128th of the arena, unless the largest page needs more.
+def _check_tiers(config: EngineConfig, device_type: str) -> None:
+    if config.tiers.memory is not None and device_type == "cpu":
+        raise ConfigError(
+            "tiers.memory is memory beside a GPU's, but the cache is in memory already; raise cache.memory instead"
+        )
+    if config.tiers.is_on and not config.cache.share:
+        raise ConfigError("tiers keep cached prefixes, but cache.share is false; set it true, or leave tiers.disk out")
 
-    page_bytes  of open pages, which nothing is lost of; of another size less than a page of each slab is
-    largest     bytes of the largest page of another size, or of a sidecar
-    """
-    pages = max(1, min(_SLAB_BYTES, memory // _SLABS) // page_bytes, -(-largest // page_bytes))
-    return pages * page_bytes
+
+def _weight_bytes(
+    config: EngineConfig, shape: ModelShape, checkpoint: Checkpoint | None, backend: str, dtype: torch.dtype
+) -> int:
+    """Bytes of the weights in memory. Raises ConfigError for a type of weights that the backend does not have."""
+    kinds = ops_type(backend).kinds
+    if config.model.weights == "g4" and GROUP_CODES not in kinds:
+        raise ConfigError(f"model.weights g4 does not run on {backend}; use dequantized")
+    if checkpoint is None:
+        num_bytes = shape.weight_bytes(str(dtype).removeprefix("torch."))
+    else:
+        num_bytes = sum(part.num_bytes for part in group_tensors(checkpoint, dtype, config.model.weights, kinds))
+    if backend == "cpu" and shape.tied_embeddings:
+        from quire.models.cpu_ops import has_onednn
+
+        embedded = None
+        if checkpoint is not None:
+            size, stored = shape.tensor_shapes["embed.weight"], checkpoint.kind("embed.weight")
+            embedded = loaded_kind("embed.weight", size, stored, config.model.weights, kinds)
+        if embedded is None and has_onednn(dtype):
+            num_bytes += math.prod(shape.tensor_shapes["embed.weight"]) * dtype.itemsize
+    return num_bytes
+
+
+def _arena_pages(
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None, backend: str
+) -> ArenaPages:
+    """What pages the cache has. Raises ConfigError: see `sealed_pages`."""
+    layers_heads = shape.num_layers, shape.num_kv_heads
+    sealed, sinks = sealed_pages(config, shape, dtype, calibration, backend)
+    open_ = np.full(layers_heads, DenseCodec(shape.head_dim, dtype).page_bytes, np.int32)
+    # Column sums have rows of their own.
+    num_sums = (SUMS_ROWS + (sealed is not None)) * math.prod(layers_heads) if config.retain.is_on else 0
+    return ArenaPages(
+        open_,
+        None if sealed is None else np.broadcast_to(np.asarray(sealed, np.int32), layers_heads),
+        0 if sinks is None else sinks.sidecar_bytes,
+        {SumsCodec.page_bytes: num_sums} if num_sums else {},
+    )
+
+
+def _token_budget(config: EngineConfig, device_type: str) -> int:
+    """Rows of a step. Raises ConfigError if they are too few."""
+    max_running = config.scheduler.max_running
+    # A full batch leaves prefill room for a chunk, and for the rows that retention profiles together.
+    least = max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
+    budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], least)
+    check_budget(budget, max_running)
+    return budget
 
 
 def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
@@ -282,6 +269,7 @@ def assemble(
     device = torch.device(config.runtime.device)
     dtype, far = torch_dtype(config.model.dtype), None
     codecs, sinks, sums = formats_of(config, shape, calibration, model.key_bias)
+    table: ChunkTable | OffloadedTable
     if fits.disk_bytes:
         table, far = build_offloaded_cache(model, config, fits, codecs, sinks, sums)
     else:

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.kernels import runtime
 
 if TYPE_CHECKING:
-    from quire.engine.masks import TokenBitmask
+    from quire.structured.masks import TokenBitmask
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

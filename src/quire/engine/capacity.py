@@ -22,6 +22,9 @@ GAIN = 1.1
 LONGEST_SECONDS = 0.5
 """Longer prompts are not timed."""
 
+MEASURED_TOKENS = 4 * PAGE_TOKENS
+"""Prompt tokens whose prefill is timed at start."""
+
 NUM_STEPS = 6
 """Decode steps that are timed for each batch size."""
 
@@ -107,3 +110,17 @@ def _prompt(engine: Engine, rows: int, number: int) -> list[int]:
     """Differs from others within its first chunk, so that nothing is found in the cache."""
     vocab_size = engine.vocab_size
     return [(number * PAGE_TOKENS + 7919 * each + number) % vocab_size for each in range(rows)]
+
+
+def measure_prefill(engine: Engine) -> None:
+    """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
+    Nothing of it stays.
+    """
+    num_tokens = min(MEASURED_TOKENS, engine.max_context - 2)
+    with engine.leaving_nothing():
+        for index in range(2):  # the first one also warms up
+            engine.scheduler.manager.fetching.costs.forget_prefill()
+            prompt = [(index + 7919 * each) % engine.vocab_size for each in range(num_tokens)]
+            engine.add(f"measure-{index}", prompt, SamplingParams(max_tokens=1, detokenize=False))
+            while engine.has_work:
+                engine.step()

@@ -13,26 +13,24 @@ from typing import Any
 import numpy as np
 
 from quire.cache.exports import ExportedSequence
-from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
 from quire.engine.admission import AdmittedRequest, PinLimits, RequestLimits
 from quire.engine.batch import SchedulerCounters
-from quire.engine.grammar_compiler import GrammarCompiler
 from quire.engine.handover import Handover
 from quire.engine.output_processor import OutputProcessor, TokenDecoder, TokenTexts
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.prefixes import Prefix, prefixes
 from quire.engine.request import DEFAULT_NAMESPACE, NO_HINTS, Request, Sequence, SequenceState
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import SampledToken, Scheduler
-from quire.engine.step import NO_TOKEN, Guide, Result, Runner, Step, Wait
+from quire.engine.step import NO_TOKEN, Result, Runner, Step, Wait
 from quire.engine.stops import StopStrings
 from quire.engine.tiering import Tiering
-from quire.errors import QuireError, RequestError
+from quire.errors import RequestError
 from quire.stores.tiers import Tiers
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.guide import Guide
 
 log = logging.getLogger("quire")
 
@@ -42,9 +40,6 @@ WAIT_SECONDS = 0.02
 
 LIFETIME_SECONDS = 1.0
 """Interval at which an idle engine checks for expired prefixes."""
-
-MEASURED_TOKENS = 4 * PAGE_TOKENS
-"""Prompt tokens whose prefill is timed at start."""
 
 
 class Engine:
@@ -253,10 +248,14 @@ class Engine:
         self.tiering.record_step(step, self.clock() - begun)
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
-            self._keep_prompt_logprobs(step, result)
+            for index, entries in result.prompt_logprobs.items():
+                request = self.scheduler.sequence_of(index).request
+                for named in request.add_prompt_logprobs(step.slices[index].start, entries):
+                    self.names.fill(named)
             self._end_failed(step, result, deltas, of_drafts=False)
         if result.pooled:
-            self._keep_pooled(step, result)
+            for index, part in result.pooled.items():
+                self.scheduler.sequence_of(index).request.add_pooled(step.slices[index].start, part)
         self._answer(self.scheduler.commit(step, result), deltas)
         if result.errors:
             self._end_failed(step, result, deltas, of_drafts=True)
@@ -281,20 +280,6 @@ class Engine:
         seconds = self.tiering.idle()
         return LIFETIME_SECONDS if seconds is None and self.forgets else seconds
 
-    def measure(self) -> None:
-        """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
-        Nothing of it stays.
-        """
-        num_tokens = min(MEASURED_TOKENS, self.max_context - 2)
-        vocab_size = self.vocab_size
-        with self.leaving_nothing():
-            for index in range(2):  # the first one also warms up
-                self.scheduler.manager.fetching.costs.forget_prefill()
-                prompt = [(index + 7919 * each) % vocab_size for each in range(num_tokens)]
-                self.add(f"measure-{index}", prompt, SamplingParams(max_tokens=1, detokenize=False))
-                while self.has_work:
-                    self.step()
-
     @contextmanager
     def leaving_nothing(self) -> Iterator[None]:
         """While requests are measured: their chunks go to no store and are dropped, and they count nowhere."""
@@ -306,36 +291,6 @@ class Engine:
         manager.statistics.restart()
         manager.retention.bytes_freed = 0
         self.scheduler.batch.counters = SchedulerCounters()
-
-    def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
-        """Whether pins have room for a prompt."""
-        keys = ChunkKeys(replace(self.namespace, salt=salt), prompt_ids)
-        return self.scheduler.manager.pins.has_room(keys, len(prompt_ids) // PAGE_TOKENS)
-
-    def protect(self, prompt_ids: list[int], salt: str = "") -> None:
-        """Makes the existing pin of a prompt permanent. From then on, the rest of the cache limits requests.
-
-        Raises QuireError while there are requests, because these were promised more.
-        """
-        manager = self.scheduler.manager
-        if self._requests:
-            raise QuireError("prefixes are protected before there are requests")
-        manager.pins.protect(ChunkKeys(replace(self.namespace, salt=salt), prompt_ids))
-        num_chunks, num_firsts = manager.pins.num_protected
-        # All chunks are the tree's now, and those that are not protected can be evicted.
-        tree = manager.tree
-        left = (
-            manager.reservations.capacity(num_chunks - tree.num_chunks, num_firsts - tree.num_unread_firsts)
-            * PAGE_TOKENS
-        )
-        if left < self.max_context:
-            self.max_context, self.context_limit = left, "what cache.pin leaves of cache.memory"
-
-    def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
-        """The prefix tree's contents under visible salts, parents first."""
-        manager = self.scheduler.manager
-        manager.tick(self.clock())
-        return prefixes(manager.tree, manager.statistics.chunk_bytes, lambda namespace: visible(namespace.salt))
 
     @property
     def forgets(self) -> bool:
@@ -358,25 +313,6 @@ class Engine:
         self.scheduler.check()
         assert self._requests or not self._answers, "answers of finished requests are kept"
         self.any_runner.check(self.scheduler.batch.begun)
-
-    def _keep_prompt_logprobs(self, step: Step, result: Result) -> None:
-        """Collects the log-probabilities of prompts."""
-        for index, entries in result.prompt_logprobs.items():
-            request, piece = self.scheduler.sequence_of(index).request, step.slices[index]
-            found = request.prompt_logprobs
-            assert found is not None
-            del found[piece.start + 1 :]  # after a preemption they are computed again
-            found += entries
-            if len(found) == len(request.prompt_ids):
-                for named in found[1:]:
-                    assert named is not None
-                    self.names.fill(named)
-
-    def _keep_pooled(self, step: Step, result: Result) -> None:
-        """Collects parts of embeddings. Rows that are computed again after a preemption replace what they gave."""
-        for index, part in result.pooled.items():
-            request, start = self.scheduler.sequence_of(index).request, step.slices[index].start
-            request.pooled = [(place, each) for place, each in request.pooled if place < start] + [(start, part)]
 
     def _end_failed(
         self, step: Step, result: Result, deltas: dict[Request, list[CompletionOutput]], *, of_drafts: bool
@@ -426,7 +362,7 @@ class Engine:
             del self._requests[request.request_id]
         # Reported once and not kept: 200 bytes each, and answers may be long.
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        embedding = _embedding(request) if request.pooled and request.first_token_at is not None else None
+        embedding = request.take_embedding() if request.pooled and request.first_token_at is not None else None
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -449,14 +385,6 @@ def _tell(deltas: dict[Request, list[CompletionOutput]], request: Request, delta
         found[-1].add(delta)
     else:
         found.append(delta)
-
-
-def _embedding(request: Request) -> list[float]:
-    """The embedding of a request's prompt, whose parts are not kept."""
-    parts, request.pooled = [part for _, part in request.pooled], []
-    if request.params.pooling == "last":
-        return list(map(float, parts[-1]))
-    return list(map(float, np.stack(parts).sum(0, dtype=np.float64) / len(request.prompt_ids)))
 
 
 def _continue(request: Request, continued: Handover) -> None:

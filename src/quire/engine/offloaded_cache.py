@@ -49,7 +49,7 @@ def build_offloaded_cache(
     codecs: tuple[DenseCodec, *tuple[Codec, ...]],
     sinks: Sinks | None,
     sums: SumsCodec | None,
-) -> tuple[ChunkTable, FarTable]:
+) -> tuple[ChunkTable | OffloadedTable, FarTable]:
     """A cache that leaves memory: its table, and what moves its chunks. sums: with retention. Raises ConfigError."""
     from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
@@ -80,7 +80,7 @@ def build_offloaded_cache(
         pages = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
         return pages, Pager(pages, arena, memory_plan.own_bytes // needs.sealed.largest)
     table = _offloaded_table(model, config, fits, codecs, sinks, memory_plan, backing)
-    return cast("ChunkTable", table), table  # all of it that the CPU's kernels and the manager use
+    return table, table
 
 
 def _offloaded_table(

@@ -13,8 +13,8 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.structured.params import StructuredOutputsParams
 
 # Each of these bounds the cost of one request per step. The server's limits are tighter where OpenAI's are.
 MAX_SEQUENCES = 128

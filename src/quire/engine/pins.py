@@ -13,14 +13,15 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.engine.params import CacheHints, SamplingParams
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, QuireError, RequestError
 from quire.options import format_bytes
 from quire.safe_io import parse_json, read_text
 
@@ -134,7 +135,7 @@ def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequenc
     each = list(itertools.product(pins, salts))
     for number, (pin, salt) in enumerate(each):
         with pin_errors(file, pin.line, len(salts)):
-            check_pin_room(engine.may_pin(pin.ids, salt))
+            check_pin_room(may_pin(engine, pin.ids, salt))
             hints = CacheHints(cache_pin=True, cache_salt=salt)
             name = f"pin-{number}"
             engine.add(name, pin.ids, PIN_PARAMS, hints)
@@ -147,8 +148,33 @@ def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequenc
             while engine.idle() == 0.0:
                 pass
     for pin, salt in each:
-        engine.protect(pin.ids, salt)
+        protect(engine, pin.ids, salt)
     log_pins(engine, file, len(salts))
+
+
+def may_pin(engine: Engine, prompt_ids: list[int], salt: str = "") -> bool:
+    """Whether pins have room for a prompt."""
+    keys = ChunkKeys(replace(engine.namespace, salt=salt), prompt_ids)
+    return engine.scheduler.manager.pins.has_room(keys, len(prompt_ids) // PAGE_TOKENS)
+
+
+def protect(engine: Engine, prompt_ids: list[int], salt: str = "") -> None:
+    """Makes the existing pin of a prompt permanent. From then on, the rest of the cache limits requests.
+
+    Raises QuireError while there are requests, because these were promised more.
+    """
+    manager = engine.scheduler.manager
+    if engine.has_work:
+        raise QuireError("prefixes are protected before there are requests")
+    manager.pins.protect(ChunkKeys(replace(engine.namespace, salt=salt), prompt_ids))
+    num_chunks, num_firsts = manager.pins.num_protected
+    # All chunks are the tree's now, and those that are not protected can be evicted.
+    tree = manager.tree
+    left = (
+        manager.reservations.capacity(num_chunks - tree.num_chunks, num_firsts - tree.num_unread_firsts) * PAGE_TOKENS
+    )
+    if left < engine.max_context:
+        engine.max_context, engine.context_limit = left, "what cache.pin leaves of cache.memory"
 
 
 def log_pins(engine: Engine, file: Path, copies: int = 1) -> None:

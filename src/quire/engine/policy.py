@@ -15,8 +15,8 @@ from typing import NamedTuple
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.batch import Batch
 from quire.engine.request import Sequence, SequenceState
-from quire.engine.step import GuideProposal
 from quire.errors import ConfigError
+from quire.structured.guide import GuideProposal
 
 log = logging.getLogger("quire")
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from quire.engine.step import Guide, Slice
+    from quire.engine.step import Slice
+    from quire.structured.guide import Guide
 
 DEFAULT_NAMESPACE = Namespace()
 NO_HINTS = CacheHints()
@@ -189,6 +190,33 @@ class Request:
     pooled: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
     first_token_at: float | None = None
     num_pinned_tokens: int | None = None
+
+    def add_prompt_logprobs(self, start: int, entries: list[dict[int, Logprob]]) -> list[dict[int, Logprob]]:
+        """Adds the log-probabilities of rows of its prompt from position `start` on. Returns those of all rows that
+        have any, once the prompt is complete.
+        """
+        found = self.prompt_logprobs
+        assert found is not None
+        del found[start + 1 :]  # after a preemption they are computed again
+        found += entries
+        if len(found) < len(self.prompt_ids):
+            return []
+        complete = [named for named in found[1:] if named is not None]
+        assert len(complete) == len(found) - 1, "a row of the prompt has no log-probabilities"
+        return complete
+
+    def add_pooled(self, start: int, part: NDArray[np.float32]) -> None:
+        """Adds a part of its embedding, of rows from position `start` on. Rows that are computed again after a
+        preemption replace what they gave.
+        """
+        self.pooled = [(place, each) for place, each in self.pooled if place < start] + [(start, part)]
+
+    def take_embedding(self) -> list[float]:
+        """The embedding of its prompt, whose parts are not kept."""
+        parts, self.pooled = [part for _, part in self.pooled], []
+        if self.params.pooling == "last":
+            return list(map(float, parts[-1]))
+        return list(map(float, np.stack(parts).sum(0, dtype=np.float64) / len(self.prompt_ids)))
 
     @property
     def finished(self) -> bool:

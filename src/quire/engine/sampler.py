@@ -27,10 +27,10 @@ from quire.engine.candidates import (
     mask_disallowed,
     num_above,
 )
-from quire.engine.masks import TokenBitmask
 from quire.engine.outputs import Logprob
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
+from quire.structured.masks import TokenBitmask
 
 # Float32 probabilities of a row sum to 1 within 2e-6. Sets of candidates exceed the required mass by this much.
 MASS_SLACK = 1e-5

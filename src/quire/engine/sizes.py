@@ -11,8 +11,23 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.ledger import PAGE_TOKENS
-from quire.options import format_bytes
+from quire.cache.ledger import PAGE_TOKENS, UNIT
+from quire.options import format_bytes, parse_bytes
+
+_SLAB_BYTES = 1 << 20
+
+_SLABS = 128
+"""Slabs of an arena at least: of each of a dozen page sizes, half a slab on average is not filled."""
+
+
+def slab_bytes(page_bytes: int, memory: int, largest: int = 0) -> int:
+    """Bytes of a slab: whole open pages, at most 1 MiB and a 128th of the arena, unless the largest page needs more.
+
+    page_bytes  of open pages, which nothing is lost of; of another size less than a page of each slab is
+    largest     bytes of the largest page of another size, or of a sidecar
+    """
+    pages = max(1, min(_SLAB_BYTES, memory // _SLABS) // page_bytes, -(-largest // page_bytes))
+    return pages * page_bytes
 
 
 def page_counts(page_bytes: int | NDArray[np.int32], num_layers: int, num_heads: int) -> dict[int, int]:
@@ -69,6 +84,57 @@ def _bytes_of(pages: Mapping[int, int]) -> int:
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `most` that fits."""
     return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
+
+
+@dataclass(frozen=True)
+class ArenaPages:
+    """What pages the chunks of a cache have.
+
+    open           bytes of the pages of an open chunk, int32 [L, H], all of one size
+    sealed         of a sealed chunk; None: as of an open one
+    sidecar_bytes  bytes of the sidecar of a sequence's first chunk
+    beside         further pages of every chunk, such as column sums: size -> number
+    """
+
+    open: NDArray[np.int32]
+    sealed: NDArray[np.int32] | None
+    sidecar_bytes: int
+    beside: Mapping[int, int]
+
+    @property
+    def sizes(self) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+        """The pages of a sealed chunk, and those of an open one if they differ."""
+        return (self.open, None) if self.sealed is None else (self.sealed, self.open)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the pages of a sealed chunk."""
+        return int(self.sizes[0].sum())
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of the pages of an open chunk if they differ, else 0."""
+        return 0 if self.sealed is None else int(self.open.sum())
+
+    def arena(self, memory: int) -> ArenaCapacity:
+        """The arena of some bytes of memory: whole slabs of whole pages. What it cannot use is not allocated."""
+        sealed = page_counts(self.sizes[0], *self.open.shape)
+        slab = slab_bytes(int(self.open.max()), memory, max(*sealed, self.sidecar_bytes))
+        open_ = {} if self.sealed is None else page_counts(self.open, *self.open.shape)
+        return ArenaCapacity(memory // slab * slab, slab, sealed, open_, self.sidecar_bytes, self.beside)
+
+    def enough_for(self, num_chunks: int, memory: int) -> str:
+        """About the smallest memory, as one would write it, whose arena holds n chunks, where `memory` does not."""
+        low, high = memory, max(2 * memory, UNIT)
+        while self.arena(high).num_chunks < num_chunks:
+            low, high = high, 2 * high
+        while high - low > high // 256:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.arena(middle).num_chunks >= num_chunks else (middle, high)
+        # What is written is rounded; and the size of slabs depends on the memory, so that a little more may hold less.
+        while self.arena(parse_bytes(format_bytes(high))).num_chunks < num_chunks:
+            high += high // 256 + 1
+        return format_bytes(high)
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,17 @@ from quire.attention.rows import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from numpy.typing import NDArray
 
     from quire.cache.retention.decisions import RetentionDecision
     from quire.cache.store import Transfer
-    from quire.engine.masks import TokenBitmask
     from quire.engine.outputs import Logprob
     from quire.engine.params import SamplingParams
+    from quire.structured.guide import Allowed
 
 NO_TOKEN = -1
 """In place of a token: the row failed, or follows a refused draft."""
-
-if TYPE_CHECKING:
-    Mask = Callable[[], TokenBitmask]
-    """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Computes it, or
-    waits for it. Raises QuireError if it cannot be computed."""
-    Allowed = int | Mask
-    """The only token that may come next, or the set of those that may. Of the only one no logits are computed unless
-    something else needs them."""
 
 
 @dataclass(slots=True)
@@ -156,26 +146,6 @@ class Result:
     decided: dict[int, RetentionDecision] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
     pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-
-
-class GuideProposal(NamedTuple):
-    """A guide's proposal for a sequence.
-
-    drafts   tokens that are likely to follow, at most the requested number
-    allowed  sets as in `Slice.allowed`: for the next token, then for the token after each draft; empty: every token is
-             allowed
-    """
-
-    drafts: list[int]
-    allowed: list[Allowed | None]
-
-
-class Guide(Protocol):
-    """Proposes tokens before each step of one sequence: a drafter, a grammar, or both."""
-
-    def propose(self, token_ids: list[int], most: int) -> GuideProposal:
-        """The proposal after all tokens so far, with at most `most` drafts."""
-        ...
 
 
 class Runner(Protocol):

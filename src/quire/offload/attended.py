@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.attention.cpu import CpuAttention, CpuPlan
+    from quire.attention.pages import PageTable
     from quire.attention.plan import AttentionSpec
     from quire.cache.arrays import Bools
-    from quire.cache.table import ChunkTable
     from quire.offload.host import HostMemory
-    from quire.offload.table import HostPages
 
 
 def split_near_far(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
@@ -55,12 +54,12 @@ def split_near_far(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
     )
 
 
-def host_attention(spec: AttentionSpec, pages: HostPages) -> CpuAttention:
+def host_attention(spec: AttentionSpec, pages: PageTable) -> CpuAttention:
     """The backend of far chunks. spec: that of the device."""
     from quire.attention.cpu import CpuAttention
 
     cos, sin = (None if angles is None else angles.cpu() for angles in (spec.cos, spec.sin))
-    found = CpuAttention(dataclasses.replace(spec, table=cast("ChunkTable", pages), cos=cos, sin=sin))
+    found = CpuAttention(dataclasses.replace(spec, table=pages, cos=cos, sin=sin))
     found.keeps_lse = True
     return found
 

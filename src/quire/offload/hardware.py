@@ -26,6 +26,7 @@ from quire.attention.cpu import CpuAttention, CpuPlan
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
+from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.table import ChunkTable
 from quire.config import format_bytes
@@ -334,7 +335,8 @@ class AttentionTimer:
         self, attention: AttentionBackend, spec: AttentionSpec, max_context: int, beside: HostMemory | None = None
     ) -> None:
         """attention: the backend of the spec. max_context: longest sequence."""
-        self._spec, self._backend = spec, attention
+        assert isinstance(spec.table, ChunkCounts), "a table that gives no chunks out"
+        self._spec, self._table, self._backend = spec, spec.table, attention
         self._max_context = max_context
         self._beside = beside
 
@@ -364,7 +366,7 @@ class AttentionTimer:
     @torch.inference_mode()
     def _seconds(self, slices: Sequence[tuple[int, int]]) -> float:
         """Slices: first position and number of rows of each sequence."""
-        spec, table = self._spec, self._spec.table
+        spec, table = self._spec, self._table
         taken: list[NDArray[np.int32]] = []
         made: list[RowSlice] = []
         try:
@@ -407,6 +409,7 @@ def host_timer(spec: AttentionSpec, max_context: int, num_bytes: int) -> Attenti
     num_bytes  of the host's memory for chunks
     """
     table = spec.table
+    assert isinstance(table, ChunkCounts), "a table that gives no chunks out"
     # Slabs as large as the device's, which hold whole pages of every size.
     ledger = PageLedger(num_bytes // table.ledger.slab_bytes * table.ledger.slab_bytes, table.ledger.slab_bytes)
     sealed = (table.sealed_codec,) if table.encodes else ()

@@ -25,7 +25,7 @@ from quire.server.service import Service
 from quire.server.usage import TenantTokens
 
 if TYPE_CHECKING:
-    from quire.engine.prefixes import Prefix
+    from quire.prefixes.listing import Prefix
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Vali
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
-from quire.engine.structured import MAX_CHOICES, SERVER_ONLY_FIELDS, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.errors import bad_request, shown
 from quire.server.json_complexity import check_string
+from quire.structured.params import MAX_CHOICES, SERVER_ONLY_FIELDS, StructuredOutputsParams
 
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 """Number of pairs, and characters of their names and texts, as in OpenAI's API."""

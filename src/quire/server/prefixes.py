@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.engine.cached_prefixes import parse_prefix_key
 from quire.engine.pins import PIN_PARAMS
 from quire.errors import RequestError
+from quire.prefixes.cached import parse_prefix_key
 from quire.server import shapes
 from quire.server.debug import check_allowed, limit_of, with_engine_timeout
 from quire.server.errors import ApiError, bad_request, json_response
@@ -30,9 +30,9 @@ from quire.server.service import PromptJob, Service
 from quire.server.usage import Usage
 
 if TYPE_CHECKING:
-    from quire.engine.cached_prefixes import CachedPrefix
-    from quire.engine.disk_prefix_index import TierCopy
     from quire.engine.outputs import RequestOutput
+    from quire.prefixes.cached import CachedPrefix
+    from quire.prefixes.disk_index import TierCopy
 
 T = TypeVar("T")
 

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from quire.config import EngineConfig
-    from quire.engine.cached_prefixes import CachedPrefix, SaltFilter
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
-    from quire.engine.prefixes import Prefix
     from quire.engine.sampling_defaults import SamplingDefaults
-    from quire.engine.structured import StructuredOutputsParams
     from quire.models.control_tokens import EscapedConversation
     from quire.planning.placement_file import Placement
+    from quire.prefixes.cached import CachedPrefix, SaltFilter
+    from quire.prefixes.listing import Prefix
+    from quire.structured.params import StructuredOutputsParams
 
 
 class TokenizerProtocol(Protocol):

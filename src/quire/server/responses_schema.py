@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from quire.engine.structured import StructuredOutputsParams
 from quire.server.chat_schema import (
     FUNCTION_NAME,
     MAX_MESSAGES,
@@ -22,6 +21,7 @@ from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, Uns
 from quire.server.ignored_fields import ConversationObject
 from quire.server.json_complexity import JsonText
 from quire.server.schema import GenerationRequest, StrictModel, json_structure
+from quire.structured.params import StructuredOutputsParams
 from quire.tools.calls import EMPTY, Tool
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from quire.engine.params import MAX_LOGPROBS, MAX_REPETITION_PENALTY, MAX_SEED, MAX_SEQUENCES, MAX_STOP_TOKEN_IDS
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request
@@ -30,6 +29,7 @@ from quire.server.fields import (
     extension,
 )
 from quire.server.json_complexity import MAX_VALUES
+from quire.structured.params import StructuredOutputsParams
 
 _ADVISED = "Default: the model's value in `sampling_defaults` (GET /v1/models), else the API's default."
 

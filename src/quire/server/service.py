@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from starlette.datastructures import Headers
 
 from quire.engine.interned_ids import InternedTokenIds
-from quire.engine.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
-from quire.engine.structured import CONSTRAINT_KINDS, StructuredOutputsParams
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
 from quire.server.access_log import CURRENT, QueuedTokens
@@ -42,6 +40,8 @@ from quire.server.request_tokenizer import RequestTokenizer
 from quire.server.schema import GenerationRequest, refused_as
 from quire.server.tenants import Tenants
 from quire.server.usage import TenantTokens
+from quire.structured.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
+from quire.structured.params import CONSTRAINT_KINDS, StructuredOutputsParams
 from quire.tools.formats import format_of
 from quire.tools.reasoning import reasoning_of
 from quire.version import __version__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from quire.engine.cached_prefixes import SaltFilter
+from quire.prefixes.cached import SaltFilter
 
 
 def tenant_of(key: bytes) -> str:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quire.engine.schemas import UnsupportedSchemaError, prepare_schema
-from quire.engine.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from quire.errors import RequestError
 from quire.server.chat_schema import ChatRequest
 from quire.server.protocol import EngineProtocol, TokenizerProtocol
 from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import refused_as
+from quire.structured.params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
+from quire.structured.schemas import UnsupportedSchemaError, prepare_schema
 from quire.tools.answer_parser import AnswerParser
 from quire.tools.calls import Tool
 from quire.tools.format import ToolFormat

@@ -15,7 +15,7 @@ from quire.cache.ledger import PageLedger
 from quire.cache.retention.decisions import Retention, RetentionDecision
 from quire.config import EngineConfig
 from quire.engine.calibration import Calibration
-from quire.engine.capacity import MeasuredCapacity, measure_capacity
+from quire.engine.capacity import MeasuredCapacity, measure_capacity, measure_prefill
 from quire.engine.control_plane import ChunkFormats, formats_of, namespace_of, retention_of, scheduler_of
 from quire.engine.engine import Engine
 from quire.engine.output_processor import DetokenizerProtocol
@@ -200,7 +200,7 @@ def with_stores(engine_of: EngineOf, clock: StepClock, arrivals: Arrivals, tiers
     if tiers:  # as `load_engine` does
         if (speed := Tiers(tiers).measure()) is not None:
             fetching.costs.speed = speed
-        engine.measure()
+        measure_prefill(engine)
         clock.restart()
         if isinstance(engine.any_runner, SimulatedRunner):
             engine.any_runner.num_out = 0

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine import schemas
-from quire.engine.forced_text import MAX_FORCED_BYTES, SCALAR_BYTES, schema_bytes
-from quire.engine.grammar_source import TokenOf, escaped, forced_bytes, lark_term, term_of, text_without
-from quire.engine.structured import StructuredOutputsParams
+from quire.structured import schemas
+from quire.structured.forced_text import MAX_FORCED_BYTES, SCALAR_BYTES, schema_bytes
+from quire.structured.grammar_source import TokenOf, escaped, forced_bytes, lark_term, term_of, text_without
+from quire.structured.params import StructuredOutputsParams
 from quire.tools.calls import Call, Tool, ToolChoice
 
 Message = Mapping[str, Any]

@@ -143,55 +143,19 @@ def lay_out(
     encodes      see `plan.Sources`. If true, no block has rows of two chunks, because these see different sources
     strict       as of `plan.lay_out`
     """
-    starts = np.array([piece.start for piece in slices], np.int64)
-    counts = np.array([piece.num_rows for piece in slices], np.int64)
-    ends = starts + counts
-    # Retention removes chunks of a path only before its last one.
-    num_dropped = np.array([piece.num_dropped for piece in slices], np.int64)
-    lengths = -(-ends // PAGE_TOKENS) - num_dropped
-    paths = np.cumsum(lengths) - lengths
-    ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
-    # Index of the first chunk that each slice writes: inside its path, or in the lists that follow the paths.
-    own = paths + starts // PAGE_TOKENS - num_dropped
-    sources = StagedWrites(encodes)
-    apart: list[NDArray[np.int32]] = []
-    if encodes:
-        apart = [sources.of(piece) for piece in slices]
-        num_own = np.array([len(chunks) for chunks in apart], np.int64)
-        own = int(lengths.sum()) + np.cumsum(num_own) - num_own
-        ids += apart
-    indices = np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32)
-    is_decode = bool((counts == 1).all())
+    rows = _StepRows(slices, encodes)
+    is_decode = bool((rows.counts == 1).all())
     if is_decode:
-        # A shorter `_blocks` for slices of one row, because a decode step waits for its plan.
-        positions, write_chunk = starts, indices[own]
-        low = np.zeros_like(starts) if window is None else np.maximum(0, ends - window) // PAGE_TOKENS
-        num_own = np.full_like(starts, int(encodes))
-        ones = np.ones_like(starts)
-        blocks = np.stack(
-            (np.arange(len(starts)), ones, paths + low, lengths - low, low + num_dropped, own, num_own), 1
-        )
+        positions, write_chunk, blocks = rows.decoded(window)
         is_tall = np.zeros(len(blocks), bool)
     else:
-        owner = np.repeat(np.arange(len(slices)), counts)
-        first_rows = np.cumsum(counts) - counts
-        positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
-        write_chunk = indices[own[owner] + positions // PAGE_TOKENS - starts[owner] // PAGE_TOKENS]
-        blocks, is_tall, owner = _blocks(starts, counts, paths, first_rows, tiles, window, encodes)
-        blocks[:, 3] -= num_dropped[owner]
-        blocks[:, 4] += num_dropped[owner]
-        if encodes:
-            # A block reads its own chunk as written; if not strict, also its slice's chunks before that.
-            last = blocks[:, 4] + blocks[:, 3] - 1 - starts[owner] // PAGE_TOKENS
-            num_own = np.ones_like(last) if strict else np.minimum(last + 1, blocks[:, 3])
-            blocks[:, 5], blocks[:, 6] = own[owner] + last + 1 - num_own, num_own
-
-    common = _common_blocks(slices, tiles, common_rows or tiles.tall_rows, paths) if window is None else _NO_BLOCKS
+        positions, write_chunk, blocks, is_tall = rows.cut(tiles, window, strict)
+    common = _common_blocks(slices, tiles, common_rows or tiles.tall_rows, rows.paths) if window is None else _NO_BLOCKS
     # Rows that may share are the first blocks. Shared chunks are taken out of them.
     for first_row, num_rows, _, chunks, *_ in common.tolist():
-        rows = blocks[first_row : first_row + num_rows]
-        rows[:, [2, 4]] += chunks
-        rows[:, 3] -= chunks
+        sharing = blocks[first_row : first_row + num_rows]
+        sharing[:, [2, 4]] += chunks
+        sharing[:, 3] -= chunks
 
     parts = _num_parts(common, MIN_COMMON_SHARE, tiles.common_budget, MAX_PARTIALS // 2, leaves_all=True)
     common_pieces, _ = _cut(common, parts)
@@ -199,32 +163,116 @@ def lay_out(
     num_common = int(common_pieces[:, 1].sum())
     parts = _num_parts(blocks, MIN_SHARE, tiles.budget, MAX_PARTIALS - num_common)
     pieces, owner = _cut(blocks, parts)
-    is_split = parts[owner] > 1
-    slots = _slots(pieces[is_split], num_common)
-    pieces[is_split, 5] = slots
-    # The first piece of a row merges the row's shared partials.
-    shared_rows, shared_slots = _rows_and_slots(common_pieces)
-    order = np.argsort(shared_rows, kind="stable")
-    num_shared = np.bincount(shared_rows, minlength=len(blocks))
-    is_first = np.diff(owner, prepend=-1) > 0
-    pieces[is_first, 6], pieces[is_first, 7] = np.cumsum(num_shared) - num_shared, num_shared
-    first_part = np.cumsum(parts * (parts > 1)) - parts
-    pieces[is_split, 8], pieces[is_split, 9] = len(order) + first_part[owner[is_split]], parts[owner[is_split]]
+    entries, num_partials = _name_partials(pieces, owner, parts, common_pieces, num_common)
     tall = np.concatenate((common_pieces, pieces[is_tall[owner]]))
     return TileLayout(
         positions.astype(np.int32),
         write_chunk,
-        indices,
+        rows.indices,
         _longest_first(pieces[~is_tall[owner]]),
         _longest_first(tall),
-        np.concatenate((shared_slots[order], slots), dtype=np.int32),
-        num_common + int(pieces[is_split, 1].sum()),
+        entries,
+        num_partials,
         len(common_pieces),
         is_decode,
-        sources.seals,
-        sources.num_staged,
-        apart,
+        rows.sources.seals,
+        rows.sources.num_staged,
+        rows.apart,
     )
+
+
+class _StepRows:
+    """The slices of a step as arrays.
+
+    starts, counts, num_dropped  int64 [slices], as of `RowSlice`
+    lengths   int64 [slices], chunks of each path up to its last row
+    paths     int64 [slices], index of the first chunk of each path
+    own       int64 [slices], index of the first chunk that each slice writes: inside its path, or in the lists that
+              follow the paths
+    indices   see TileLayout
+    apart     see `TileLayout.own`
+    """
+
+    def __init__(self, slices: Sequence[RowSlice], encodes: bool) -> None:
+        self.encodes = encodes
+        self.starts = np.array([piece.start for piece in slices], np.int64)
+        self.counts = np.array([piece.num_rows for piece in slices], np.int64)
+        self.ends = self.starts + self.counts
+        # Retention removes chunks of a path only before its last one.
+        self.num_dropped = np.array([piece.num_dropped for piece in slices], np.int64)
+        self.lengths = -(-self.ends // PAGE_TOKENS) - self.num_dropped
+        self.paths = np.cumsum(self.lengths) - self.lengths
+        ids = [piece.chunks[:length] for piece, length in zip(slices, self.lengths.tolist(), strict=True)]
+        self.own = self.paths + self.starts // PAGE_TOKENS - self.num_dropped
+        self.sources = StagedWrites(encodes)
+        self.apart: list[NDArray[np.int32]] = []
+        if encodes:
+            self.apart = [self.sources.of(piece) for piece in slices]
+            num_own = np.array([len(chunks) for chunks in self.apart], np.int64)
+            self.own = int(self.lengths.sum()) + np.cumsum(num_own) - num_own
+            ids += self.apart
+        self.indices = np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32)
+
+    def decoded(self, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        """Positions, written chunks and blocks of slices of one row: a shorter `cut`, because a decode step waits for
+        its plan.
+        """
+        starts = self.starts
+        low = np.zeros_like(starts) if window is None else np.maximum(0, self.ends - window) // PAGE_TOKENS
+        num_own = np.full_like(starts, int(self.encodes))
+        ones = np.ones_like(starts)
+        columns = (
+            np.arange(len(starts)), ones, self.paths + low, self.lengths - low, low + self.num_dropped, self.own,
+            num_own,
+        )  # fmt: skip
+        return starts, self.indices[self.own], np.stack(columns, 1)
+
+    def cut(
+        self, tiles: Tiles, window: int | None, strict: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.bool_]]:
+        """Positions, written chunks and blocks of slices of any number of rows, and which blocks are tall."""
+        starts, counts = self.starts, self.counts
+        owner = np.repeat(np.arange(len(starts)), counts)
+        first_rows = np.cumsum(counts) - counts
+        positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
+        write_chunk = self.indices[self.own[owner] + positions // PAGE_TOKENS - starts[owner] // PAGE_TOKENS]
+        blocks, is_tall, owner = _blocks(starts, counts, self.paths, first_rows, tiles, window, self.encodes)
+        blocks[:, 3] -= self.num_dropped[owner]
+        blocks[:, 4] += self.num_dropped[owner]
+        if self.encodes:
+            # A block reads its own chunk as written; if not strict, also its slice's chunks before that.
+            last = blocks[:, 4] + blocks[:, 3] - 1 - starts[owner] // PAGE_TOKENS
+            num_own = np.ones_like(last) if strict else np.minimum(last + 1, blocks[:, 3])
+            blocks[:, 5], blocks[:, 6] = self.own[owner] + last + 1 - num_own, num_own
+        return positions, write_chunk, blocks, is_tall
+
+
+def _name_partials(
+    pieces: NDArray[np.int32],
+    owner: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    common: NDArray[np.int32],
+    num_common: int,
+) -> tuple[NDArray[np.int32], int]:
+    """Sets the partial slots that pieces leave and add. Returns the entries, and the number of used slots.
+
+    owner       the block of each piece
+    parts       number of pieces of each block
+    common      pieces of shared runs, which use the first num_common slots
+    """
+    is_split = parts[owner] > 1
+    slots = _slots(pieces[is_split], num_common)
+    pieces[is_split, 5] = slots
+    # The first piece of a row merges the row's shared partials.
+    shared_rows, shared_slots = _rows_and_slots(common)
+    order = np.argsort(shared_rows, kind="stable")
+    num_shared = np.bincount(shared_rows, minlength=len(parts))
+    is_first = np.diff(owner, prepend=-1) > 0
+    pieces[is_first, 6], pieces[is_first, 7] = np.cumsum(num_shared) - num_shared, num_shared
+    first_part = np.cumsum(parts * (parts > 1)) - parts
+    pieces[is_split, 8], pieces[is_split, 9] = len(order) + first_part[owner[is_split]], parts[owner[is_split]]
+    entries = np.concatenate((shared_slots[order], slots), dtype=np.int32)
+    return entries, num_common + int(pieces[is_split, 1].sum())
 
 
 _BLOCK_INTS = 7

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.engine.ecma_regex import HOSTNAME, RegexTranslationError, RustRegex, to_rust
-from quire.engine.negation import measure_json
-from quire.engine.schema_drafts import drop_unknown_keywords
-from quire.engine.schema_references import has_resources, is_resource, resolve_pointer
-from quire.engine.schema_references import resolve_reference as resolve_reference
-from quire.engine.schema_rewriter import SchemaRewriter, SchemaTooLongError
+from quire.structured.ecma_regex import HOSTNAME, RegexTranslationError, RustRegex, to_rust
+from quire.structured.negation import measure_json
+from quire.structured.schema_drafts import drop_unknown_keywords
+from quire.structured.schema_references import has_resources, is_resource, resolve_pointer
+from quire.structured.schema_references import resolve_reference as resolve_reference
+from quire.structured.schema_rewriter import SchemaRewriter, SchemaTooLongError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -13,8 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.engine import schemas
-from quire.engine.schema_rewriter import MAX_COPIED
+from quire.structured import schemas
+from quire.structured.schema_rewriter import MAX_COPIED
 
 from ..schema_texts import allows, refusal, walked
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from quire.engine.cached_prefixes import branch_of, find_prefix, known_prefixes, prompt_key
-from quire.engine.disk_prefix_index import DiskPrefixIndex
 from quire.engine.params import SamplingParams
-from quire.engine.prefixes import Prefix
 from quire.errors import RequestError
 from quire.llm import LLM
+from quire.prefixes.cached import branch_of, find_prefix, known_prefixes, prompt_key
+from quire.prefixes.disk_index import DiskPrefixIndex
+from quire.prefixes.listing import Prefix
 from quire.stores.listing import StoredRun
 
 from ..tiny_models import save_tiny

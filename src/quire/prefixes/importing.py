@@ -21,8 +21,8 @@ from quire.cache.run import HeldPages, Run, RunIdentity, extent_layout
 from quire.cache.table import ChunkTable
 from quire.engine.engine import Engine
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.prefixes import find_chunk
 from quire.errors import ConfigError, ExtentError, QuireError
+from quire.prefixes.listing import find_chunk
 from quire.stores.archive import ArchivedRun, RunArchive
 from quire.stores.archive_store import ArchiveStore
 from quire.stores.disk import DiskStore

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.masks import MaskExecutor, PendingMask
-from quire.engine.step import GuideProposal
+from quire.structured.guide import GuideProposal
+from quire.structured.masks import MaskExecutor, PendingMask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from quire.engine.step import Allowed
+    from quire.structured.guide import Allowed
 
 MAX_LEXER_STATES = 50_000
 """A fifth of the library's own number. No schema of the JSON Schema Test Suite needs 2,000 within 60 tokens."""

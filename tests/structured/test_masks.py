@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine.masks import NO_TEXT, TOO_COMPLEX, MaskExecutor
 from quire.errors import QuireError
+from quire.structured.masks import NO_TEXT, TOO_COMPLEX, MaskExecutor
 
 WORDS = 5
 

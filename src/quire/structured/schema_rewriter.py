@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quire.engine.ecma_regex import to_rust
-from quire.engine.negation import (
+from quire.structured.ecma_regex import to_rust
+from quire.structured.negation import (
     ASSERTIONS,
     ENTRY_COST,
     MAX_DEPTH,
@@ -30,7 +30,7 @@ from quire.engine.negation import (
     canonical_json,
     measure_json,
 )
-from quire.engine.number_bounds import separate_bounds
+from quire.structured.number_bounds import separate_bounds
 
 MAX_COPIED = 65_536
 """Characters of a schema's JSON that are written a second time, all rules together."""

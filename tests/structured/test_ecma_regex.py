@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from quire.engine import ecma_regex
+from quire.structured import ecma_regex
 
 from ..schema_texts import allows, refusal, walked
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.cache.keys import KEY_BYTES, ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
-from quire.engine.disk_prefix_index import DiskPrefixIndex, TierCopy
-from quire.engine.prefixes import Prefix, find_chunk
 from quire.errors import RequestError
+from quire.prefixes.disk_index import DiskPrefixIndex, TierCopy
+from quire.prefixes.listing import Prefix, find_chunk
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine

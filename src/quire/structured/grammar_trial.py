@@ -1,5 +1,5 @@
-"""The program that compiles grammars on trial. `quire.engine.grammar_compiler` starts it and asks it before it compiles
-itself.
+"""The program that compiles grammars on trial. `quire.structured.grammar_compiler` starts it and asks it before it
+compiles itself.
 
 A short schema can keep llguidance busy for hours in a single call that nothing can interrupt: 20 patterns that hold at
 once take half a minute, and each further one two to three times as long. Each trial runs in a process that is forked
@@ -86,7 +86,7 @@ def serve(connection: socket.socket) -> None:
     """Answer requests until the other side closes."""
     (max_bytes,) = receive_request(connection)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    from quire.engine.grammar_tokens import TokenTable, make_vocabulary
+    from quire.structured.grammar_tokens import TokenTable, make_vocabulary
 
     vocabularies: dict[str, LLTokenizer] = {}
     while True:

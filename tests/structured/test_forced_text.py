@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from quire.engine import schemas
-from quire.engine.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_bytes
-from quire.engine.grammar_compiler import GrammarCompiler
-from quire.engine.grammar_source import forced_bytes
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
+from quire.structured import schemas
+from quire.structured.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_bytes
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.grammar_source import forced_bytes
+from quire.structured.params import StructuredOutputsParams
 
 from ..effort import tries
 from ..toy_guide import members

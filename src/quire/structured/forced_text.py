@@ -16,7 +16,7 @@ from decimal import Decimal
 from math import inf
 from typing import Any
 
-from quire.engine.schemas import resolve_reference
+from quire.structured.schemas import resolve_reference
 
 MAX_FORCED_BYTES = 16 << 10
 """Literal text takes 5 us a byte, an expression up to 66: at most 0.1 s."""

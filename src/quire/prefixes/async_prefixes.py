@@ -10,11 +10,11 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
 
-from quire.engine.cached_prefixes import CachedPrefix, drop_prefix, find_prefix, known_prefixes, parse_prefix_key
-from quire.engine.disk_prefix_index import DiskPrefixIndex
 from quire.engine.engine import Engine
-from quire.engine.prefixes import Prefix
 from quire.llm import DROP_SECONDS, BaseLLM
+from quire.prefixes.cached import CachedPrefix, drop_prefix, find_prefix, known_prefixes, parse_prefix_key
+from quire.prefixes.disk_index import DiskPrefixIndex
+from quire.prefixes.listing import Prefix, engine_prefixes
 
 Answer = TypeVar("Answer")
 
@@ -32,7 +32,7 @@ class AsyncPrefixes(BaseLLM):
 
     async def prefixes(self, visible: Callable[[str], bool] = _all) -> list[Prefix]:
         """The cached prefixes with a visible salt, parents first; see `LLM.prefixes`."""
-        return await self._ask(lambda engine: engine.prefixes(visible))
+        return await self._ask(lambda engine: engine_prefixes(engine, visible))
 
     async def known_prefixes(self, visible: Callable[[str], bool] = _all) -> list[CachedPrefix]:
         """As `LLM.known_prefixes`, of prefixes with a visible salt."""

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from quire.engine import schemas
-from quire.engine.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_bytes
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import RequestError
+from quire.structured import schemas
+from quire.structured.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_bytes
+from quire.structured.params import StructuredOutputsParams
 
 MAX_GBNF_CHARS = 8192
 """Most characters of a grammar in GBNF: the converter's time grows with the square of its rules."""

@@ -23,20 +23,20 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from quire.engine import grammar_trial, schemas
-from quire.engine.grammar_guide import LIMITS, CompiledGrammar, GrammarGuide
-from quire.engine.grammar_source import source_of
-from quire.engine.grammar_tokens import TokenTable, make_vocabulary, token_table
-from quire.engine.masks import MaskExecutor
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, RequestError
 from quire.models.child import DIED, TIMED_OUT, ChildProcess
+from quire.structured import grammar_trial, schemas
+from quire.structured.grammar_guide import LIMITS, CompiledGrammar, GrammarGuide
+from quire.structured.grammar_source import source_of
+from quire.structured.grammar_tokens import TokenTable, make_vocabulary, token_table
+from quire.structured.masks import MaskExecutor
+from quire.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-    from quire.engine.step import Allowed
     from quire.models.tokenizer import Tokenizer
+    from quire.structured.guide import Allowed
 
 NUM_REMEMBERED = 1024
 """Grammars of which the result of the trial is remembered, least recently used ones dropped."""

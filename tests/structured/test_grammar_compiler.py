@@ -22,18 +22,18 @@ import pydantic
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine import grammar_compiler as grammars_module
-from quire.engine import grammar_guide, grammar_trial, schemas
-from quire.engine.grammar_compiler import GrammarCompiler
-from quire.engine.grammar_guide import CompiledGrammar, GrammarGuide
-from quire.engine.masks import TOO_COMPLEX
-from quire.engine.structured import StructuredOutputsParams
 from quire.errors import QueueFullError, QuireError, RequestError
 from quire.llm import merge_delta
 from quire.models import child
 from quire.models.child import ChildProcess
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer
+from quire.structured import grammar_compiler as grammars_module
+from quire.structured import grammar_guide, grammar_trial, schemas
+from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.grammar_guide import CompiledGrammar, GrammarGuide
+from quire.structured.masks import TOO_COMPLEX
+from quire.structured.params import StructuredOutputsParams
 
 from ..effort import tries
 from ..engines import generate, make_engine

@@ -11,6 +11,7 @@ from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
+from quire.engine.engine import Engine
 from quire.engine.explain import num_same_tokens
 
 SHOWN_TOKENS = 320
@@ -89,6 +90,13 @@ def prefixes(
             )
         )
     return found
+
+
+def engine_prefixes(engine: Engine, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
+    """The prefix tree's contents under visible salts, parents first. On the engine's thread."""
+    manager = engine.scheduler.manager
+    manager.tick(engine.clock())
+    return prefixes(manager.tree, manager.statistics.chunk_bytes, lambda namespace: visible(namespace.salt))
 
 
 def find_chunk(

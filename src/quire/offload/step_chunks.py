@@ -1,0 +1,80 @@
+"""What the micro-batches of a step do with the chunks of an offloaded cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.attention.rows import RowSlice
+from quire.cache.arrays import Int32s, Int64s
+from quire.cache.ledger import PAGE_TOKENS
+from quire.offload.chunk_slots import SlotRange
+
+
+@dataclass(frozen=True)
+class FarChunks:
+    """The far chunks of one micro-batch, or of all that share some.
+
+    rows      int32 [n], in the order of their places in a buffer: those that are read, then those that are filled
+    loads     runs that are read
+    stores    runs that the step fills, and that are written
+    repeated  places of chunks that other micro-batches load too, into other places
+    """
+
+    rows: Int32s
+    loads: list[SlotRange]
+    stores: list[SlotRange]
+    repeated: Int64s
+
+
+@dataclass(frozen=True)
+class StepChunks:
+    """The chunks of a step.
+
+    reads  of each micro-batch, the chunks that its rows read and do not change
+    fills  of each micro-batch, the chunks that its rows begin
+    whole  chunks that must have a frame: open ones, before or after this step
+    full   of them, those that are full after this step
+    """
+
+    reads: list[Int32s]
+    fills: list[Int32s]
+    whole: list[int]
+    full: list[int]
+
+    @classmethod
+    def of(cls, batches: Sequence[Sequence[RowSlice]], attends: bool) -> StepChunks:
+        """attends: whether rows that decode do not load what they read."""
+        found = cls([], [], [], [])
+        for slices in batches:
+            read, filled = [], []
+            for piece in slices:
+                chunks, begun = path_of(piece), piece.start // PAGE_TOKENS
+                end = piece.start + piece.num_rows
+                if piece.filled >= 0:
+                    found.whole.append(piece.filled)
+                elif piece.start % PAGE_TOKENS:
+                    found.whole.append(int(chunks[begun]))
+                    begun += 1
+                    if end >= begun * PAGE_TOKENS:
+                        found.full.append(found.whole[-1])
+                if end % PAGE_TOKENS:
+                    found.whole.append(int(chunks[-1]))
+                if not attends or piece.num_rows > 1:
+                    read.append(chunks[:begun])
+                filled.append(chunks[begun:])
+            found.reads.append(distinct(read))
+            found.fills.append(distinct(filled))
+        return found
+
+
+def path_of(piece: RowSlice) -> Int32s:
+    """The chunks of a slice up to its last row."""
+    return piece.chunks[: -(-(piece.start + piece.num_rows) // PAGE_TOKENS)]
+
+
+def distinct(parts: Sequence[Int32s]) -> Int32s:
+    """The rows in some parts, each once."""
+    return np.unique(np.concatenate([np.empty(0, np.int32), *parts]))
