@@ -70,7 +70,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("typed, answer", TYPED, ids=[typed for typed, _ in TYPED])
-def test_a_flag_typed_from_habit_is_answered_in_one_line(typed, answer, capsys):
+def test_a_flag_of_another_engine_is_answered_in_one_line(typed, answer, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "smollm2", *typed.split()])
     error = capsys.readouterr().err
@@ -94,13 +94,13 @@ def test_all_flags_of_a_pasted_command_are_answered_at_once(capsys):
     assert all(answer in error for answer in ("first argument", "--model.max_context", "not yet"))
 
 
-def test_a_commands_own_flag_and_what_stands_behind_dashes_are_no_habits():
+def test_a_commands_own_flag_and_what_stands_behind_dashes_are_not_foreign():
     parser = build_parser()
     args = parser.parse_args(["generate", "smollm2", "--seed", "3", "--temperature", "0.5", "--", "--max-model-len"])
     assert (args.seed, args.temperature, args.prompt) == (3, 0.5, "--max-model-len")
 
 
-def test_a_habit_is_told_the_commands_own_flag(capsys):
+def test_a_foreign_flag_is_answered_with_the_commands_own(capsys):
     for command, answer in (("chat", "--temp is --temperature here"), ("serve", "--temp: a parameter of each request")):
         with pytest.raises(SystemExit):
             main([command, "smollm2", "--temp", "0.3"])
@@ -110,7 +110,7 @@ def test_a_habit_is_told_the_commands_own_flag(capsys):
     assert "--ctx-size is --model.max_context in other quire commands" in capsys.readouterr().err
 
 
-def test_a_setting_from_habit_is_answered_in_python_and_in_a_file(tmp_path):
+def test_a_setting_of_another_engine_is_answered_in_python_and_in_a_file(tmp_path):
     with pytest.raises(ConfigError, match="unknown setting 'max_model_len'; it is model.max_context here"):
         EngineConfig.from_options({"max_model_len": 4096})
     file = tmp_path / "quire.toml"
@@ -128,12 +128,12 @@ def test_what_the_table_names_exists():
     settings = {setting.key for group in groups_of(SECTIONS) for setting in settings_of(group)}
     commands = build_parser().commands
     flags = {flag for command in commands.values() for flag in command.flags}
-    for name, habit in FOREIGN_FLAGS.items():
-        for key in habit.keys:
+    for name, hint in FOREIGN_FLAGS.items():
+        for key in hint.keys:
             assert key in settings or f"--{key.replace('_', '-')}" in flags, (name, key)
-        assert habit.keys or habit.text
+        assert hint.keys or hint.text
     texts = [
-        *(habit.text for habit in (*FOREIGN_FLAGS.values(), *FOREIGN_PARAMETERS.values())),
+        *(hint.text for hint in (*FOREIGN_FLAGS.values(), *FOREIGN_PARAMETERS.values())),
         *FOREIGN_COMMANDS.values(),
     ]
     named = {word for text in texts for word in re.findall(rf"\b(?:{'|'.join(SECTIONS)})\.\w+", text)}
@@ -149,15 +149,15 @@ def test_a_parameter_of_other_servers_is_answered_with_one_that_exists(name):
     from quire.server.schema import CompletionRequest
 
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-    habit = FOREIGN_PARAMETERS[name]
-    assert set(habit.keys) <= fields
+    hint = FOREIGN_PARAMETERS[name]
+    assert set(hint.keys) <= fields
     answer = parameter_hint(name)
-    assert answer == habit.text or answer.startswith(f"it is '{habit.keys[0]}' here")
+    assert answer == hint.text or answer.startswith(f"it is '{hint.keys[0]}' here")
     assert parameter_hint("no_such_thing") is None
 
 
 @pytest.mark.parametrize("word", ["run", "ls", "launch", "help", "quantize"])
-def test_a_command_typed_from_habit_is_answered(word, capsys):
+def test_a_command_of_another_program_is_answered(word, capsys):
     with pytest.raises(SystemExit):
         main([word, "smollm2"])
     error = capsys.readouterr().err
@@ -185,6 +185,6 @@ def test_only_a_name_that_is_near_is_proposed(typed, meant):
     assert nearest("zzz", ("serve", "chat")) == "valid are serve, chat"
 
 
-def test_no_habit_hides_a_flag_of_ours():
+def test_no_foreign_flag_hides_one_of_ours():
     assert find_hint("--cache.memory") is None and find_hint("--no-such-thing") is None
     assert flag_hint("--memory", ()) is None
