@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import runpy
 import shlex
@@ -149,6 +151,15 @@ def test_flags_of_the_readme_are_found_by_this_test() -> None:
     assert {"--cache.codec", "--tiers.disk", "--offload.mode", "--api-key-file"} <= set(found)
     assert list(flags_in("$ quire serve x --port=1 # --no")) == [("serve", "--port")]
     assert list(flags_in("python benchmarks/peers.py --rounds 5")) == []
+
+
+@pytest.mark.parametrize("page", USERS, ids=name_of)
+def test_python_that_users_copy_parses_and_imports_what_exists(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("quire"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
 @pytest.mark.parametrize("page", USERS, ids=name_of)
