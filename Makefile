@@ -36,15 +36,15 @@ check: $(VENV)/.installed-dev  ## Format, lint, strict types, import direction, 
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_imports.py
-	@$(BIN)/python -m quire.config | diff -u docs/configuration.md - || { echo "docs/configuration.md is out of date: make docs"; exit 1; }
-	@$(BIN)/python scripts/composition.py --check || { echo "docs/composition.md is out of date: make docs"; exit 1; }
+	@$(BIN)/python -m quire.config | diff -u docs/reference/settings.md - || { echo "docs/reference/settings.md is out of date: make docs"; exit 1; }
+	@$(BIN)/python scripts/composition.py --check || { echo "docs/lab/composition.md is out of date: make docs"; exit 1; }
 
 format: $(VENV)/.installed-dev  ## Format the code and apply the lint's safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.installed-dev  ## Regenerate the parts of docs/ that come from the code
-	$(BIN)/python -m quire.config > docs/configuration.md
+	$(BIN)/python -m quire.config > docs/reference/settings.md
 	$(BIN)/python scripts/composition.py
 
 peers: ready  ## Compare with the peer engines on this machine (installs them into .peers)

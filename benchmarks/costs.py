@@ -4,8 +4,8 @@
     python benchmarks/costs.py --model other.gguf --longest 1024
     python benchmarks/costs.py --quick
 
-The engine compares the two for every prompt that a disk has (docs/tiers.md). Here each prompt of random tokens is
-computed, evicted, and fetched, in an order that the seed decides. Before each the engine's own fit, as far as it has
+The engine compares the two for every prompt that a disk has (docs/guide/restart.md). Here each prompt of random tokens
+is computed, evicted, and fetched, in an order that the seed decides. Before each the engine's own fit, as far as it has
 learned from the prompts before, says how long it will take; then it is measured in the same way as the fit measures.
 The first round only teaches. A request is fetched whatever the fit says.
 

@@ -1,4 +1,4 @@
-"""Writes docs/composition.md from tests/composition.py and docs/composition.json: python scripts/composition.py
+"""Writes docs/lab/composition.md from tests/composition.py and docs/lab/composition.json: python scripts/composition.py
 [--check].
 
 The JSON file is what `quire bench compose --output` writes. Without it the page has no measured numbers. --check writes
@@ -23,7 +23,7 @@ from quire.config import format_bytes  # noqa: E402
 from quire.evaluation.compose import CONFIGURATIONS, IN_INSTANCES, NAMES, PAIRS, SYSTEMS, WARM_UP, name_of  # noqa: E402
 from tests.composition import MATRIX, Test  # noqa: E402
 
-PAGE, RESULTS = ROOT / "docs" / "composition.md", ROOT / "docs" / "composition.json"
+PAGE, RESULTS = ROOT / "docs" / "lab" / "composition.md", ROOT / "docs" / "lab" / "composition.json"
 
 WIDTH = 120
 
@@ -39,7 +39,7 @@ HOW = {
 HEAD = """\
 # Composition
 
-Generated from `tests/composition.py` and `docs/composition.json` by `python scripts/composition.py`; edit these.
+Generated from `tests/composition.py` and `docs/lab/composition.json` by `python scripts/composition.py`; edit these.
 
 Five systems, each by a setting of its own. Any of them can be combined: all ten pairs, and all five at once.
 """
@@ -74,12 +74,12 @@ LIMITS = (
     f"With `offload` and `instances` together {IN_INSTANCES}. So in instances `offload` is of weights alone.",
     "More systems are not faster by themselves. On one small machine two instances have the same cores as one engine,"
     " and processes of their own that take memory from the cache; offloading reads weights from the disk for each"
-    " step. Both are for models and machines that need them: see [offload](offload.md) and"
-    " [disaggregation](disaggregation.md). Retention makes the sequences of a shared prompt different: a page that they"
+    " step. Both are for models and machines that need them: see [offload](../guide/larger-than-memory.md) and"
+    " [instances](../guide/machines.md). Retention makes the sequences of a shared prompt different: a page that they"
     " keep in place is held once, but read by each of them.",
     "The gain in goodput depends on the load. This one has long prompts in common and short answers, and sharing gives"
     " most of it. With shorter prompts and longer answers, a CPU without AVX-512 loses by decoding codes what sharing"
-    " saves ([log](log.md)).",
+    " saves ([log](2026-11.md#2026-11-27-planning-second-half-what-measuring-showed)).",
     "One engine that has more to do than it can computes slices of prompts in every step, so that its tokens come late."
     " Instances keep prompts and decoding apart: their tokens come in time however many prompts wait.",
 )
@@ -92,7 +92,7 @@ def page(results: Mapping[str, Any] | None) -> str:
         HEAD,
         _table(
             ("system", "paper", "settings"),
-            [(f"[{each.name}]({each.page})", each.paper, HOW[each.name]) for each in SYSTEMS],
+            [(f"[{each.name}](../{each.page})", each.paper, HOW[each.name]) for each in SYSTEMS],
         ),
         "## Every pair\n",
         _filled(CELLS if rows else "Not measured yet."),
@@ -140,7 +140,7 @@ def _all_five(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _links(tests: Sequence[Test]) -> str:
-    return "<br>".join(f"[{test.file.rpartition('/')[2]}](../tests/{test.file}): `{test.name}`" for test in tests)
+    return "<br>".join(f"[{test.file.rpartition('/')[2]}](../../tests/{test.file}): `{test.name}`" for test in tests)
 
 
 def _command(results: Mapping[str, Any] | None) -> str:
@@ -150,7 +150,8 @@ def _command(results: Mapping[str, Any] | None) -> str:
         model, load = about["model"], about["load"]
         clients = " ".join(map(str, load["clients"]))
         flags = f" --clients {clients} --seconds {load['seconds']:g} --ttft {about['slo']['ttft']:.4g}"
-    return f"```sh\nquire bench compose {model} --text wiki.test.raw{flags} --output docs/composition.json\n```\n"
+    command = f"quire bench compose {model} --text wiki.test.raw{flags}"
+    return f"```sh\n{command} \\\n    --output docs/lab/composition.json\n```\n"
 
 
 def _results(results: Mapping[str, Any]) -> list[str]:

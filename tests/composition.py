@@ -1,7 +1,7 @@
 """The composition matrix as data: the tests that prove each pair of the five systems, and all five at once.
 
 `tests/unit/test_composition.py` checks that every test here is collected, with the parameters that are named.
-`scripts/composition.py` writes docs/composition.md from it.
+`scripts/composition.py` writes docs/lab/composition.md from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every message does in every state, as the tables of docs/disaggregation.md: computed, not written.
+"""What every message does in every state, as the tables of docs/design/disaggregation.md: computed, not written.
 
 python -m tests.protocol_table    prints them
 """

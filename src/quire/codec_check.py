@@ -2,7 +2,7 @@
 over one short text.
 
 Every codec fails on some models. Before g4 subtracted key biases, it turned Qwen2's answers into noise without any
-warning. docs/quality.md has the divergences of working and failing codecs.
+warning. docs/lab/quality.md has the divergences of working and failing codecs.
 """
 
 from __future__ import annotations

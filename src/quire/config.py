@@ -1,7 +1,7 @@
 """Every setting of the engine and of the server. Flags, the TOML file and the reference page are generated from these.
 
 A group is one frozen dataclass; the string below a field is its documentation. `quire.options` has the machinery.
-`python -m quire.config` prints the reference page (docs/configuration.md).
+`python -m quire.config` prints the reference page (docs/reference/settings.md).
 """
 
 from __future__ import annotations
@@ -424,7 +424,7 @@ class ServeConfig(SettingsGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(SettingsGroup):
-    """Several instances behind one server (docs/disaggregation.md). Every instance has the settings of the engine; a
+    """Several instances behind one server (docs/guide/machines.md). Every instance has the settings of the engine; a
     placement may change some of them for a role.
     """
 
@@ -706,7 +706,7 @@ a file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (
 used as well: `QUIRE_LOG` sets the log level: debug, info, warning, error or critical. `QUIRE_API_KEY` is the key that
 `quire inspect --tree` and `quire cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds
 `quire/` with models, calibrations, layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster
-exports spans to (docs/server.md).
+exports spans to (docs/guide/machines.md).
 """
 
 

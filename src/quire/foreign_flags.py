@@ -45,8 +45,8 @@ def _listed(values: Sequence[object]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _all(names: str, habit: MigrationHint) -> dict[str, MigrationHint]:
-    return dict.fromkeys(names.split(), habit)
+def _all(names: str, hint: MigrationHint) -> dict[str, MigrationHint]:
+    return dict.fromkeys(names.split(), hint)
 
 
 FOREIGN_FLAGS: dict[str, MigrationHint] = {
@@ -217,18 +217,18 @@ def flag_hint(option: str, known: Collection[str]) -> str | None:
 
     known  flags that the command takes
     """
-    habit = find_hint(option)
-    if habit is None:
+    hint = find_hint(option)
+    if hint is None:
         return None
     flag = option.partition("=")[0]
-    short = [f"--{key.rpartition('.')[2].replace('_', '-')}" for key in habit.keys]
-    ours = [each for pair in zip(short, (f"--{key}" for key in habit.keys), strict=True) for each in pair]
+    short = [f"--{key.rpartition('.')[2].replace('_', '-')}" for key in hint.keys]
+    ours = [each for pair in zip(short, (f"--{key}" for key in hint.keys), strict=True) for each in pair]
     taken = next((each for each in ours if each in known), None)
     if taken is not None:
-        return f"{flag} is {taken} here{_aside(habit)}"
-    if habit.keys and ("." in habit.keys[0] or not habit.text):
-        return f"{flag} is --{habit.keys[0]} in other quire commands{_aside(habit)}"
-    return f"{flag}: {habit.text}"
+        return f"{flag} is {taken} here{_aside(hint)}"
+    if hint.keys and ("." in hint.keys[0] or not hint.text):
+        return f"{flag} is --{hint.keys[0]} in other quire commands{_aside(hint)}"
+    return f"{flag}: {hint.text}"
 
 
 def command_hint(word: str) -> str | None:
@@ -238,20 +238,20 @@ def command_hint(word: str) -> str | None:
 
 def parameter_hint(name: str) -> str | None:
     """The answer to a parameter of a request that does not exist; None if no other server has it."""
-    habit = FOREIGN_PARAMETERS.get(name)
-    if habit is None:
+    hint = FOREIGN_PARAMETERS.get(name)
+    if hint is None:
         return None
-    return f"it is '{habit.keys[0]}' here{_aside(habit)}" if habit.keys else habit.text
+    return f"it is '{hint.keys[0]}' here{_aside(hint)}" if hint.keys else hint.text
 
 
 def setting_hint(key: str) -> str | None:
     """The answer to a setting that does not exist; None if no other engine has it."""
-    habit = find_hint(key)
-    if habit is None:
+    hint = find_hint(key)
+    if hint is None:
         return None
-    ours = next((each for each in habit.keys if "." in each), None)
-    return habit.text or None if ours is None else f"it is {ours} here{_aside(habit)}"
+    ours = next((each for each in hint.keys if "." in each), None)
+    return hint.text or None if ours is None else f"it is {ours} here{_aside(hint)}"
 
 
-def _aside(habit: MigrationHint) -> str:
-    return f" ({habit.text})" if habit.text else ""
+def _aside(hint: MigrationHint) -> str:
+    return f" ({hint.text})" if hint.text else ""

@@ -279,7 +279,7 @@ def _check_plain(tables: dict[str, Any]) -> None:
             left += [(depth + 1, each) for each in (value.values() if isinstance(value, dict) else value)]
 
 
-LISTED = "docs/configuration.md and --print-config list all settings"
+LISTED = "docs/reference/settings.md and --print-config list all settings"
 
 LEAST_LIKENESS = 0.7
 """Ratio of equal characters from which a name is proposed for a mistyped one. Guesses below it were wrong: `--mlock`

@@ -39,7 +39,7 @@ cluster_bytes = benchmark("cluster_bytes")
 pytestmark = pytest.mark.usefixtures("toy_codec")
 
 HEADER_BYTES, FRAME_BYTES, HANDSHAKE_BYTES = 80, 40, 400
-"""Of an extent (docs/page-format.md); of a frame around a message or an extent; at most, of a connection."""
+"""Of an extent (docs/reference/page-format.md); of a frame around a message or an extent; at most, of a connection."""
 
 
 @pytest.fixture(scope="module")

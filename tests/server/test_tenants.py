@@ -187,9 +187,9 @@ async def test_a_grammar_is_compiled_for_each_tenant_again(folder):
 
 
 def test_every_promise_of_the_page_has_its_test():
-    """The table in docs/server.md names tests that exist."""
+    """The table in docs/design/server.md names tests that exist."""
     root = Path(__file__).parents[2]
-    table = (root / "docs/server.md").read_text().partition("| promise | tests |")[2].partition("\n\n")[0]
+    table = (root / "docs/design/server.md").read_text().partition("| promise | tests |")[2].partition("\n\n")[0]
     names = re.findall(r"`(test_\w+)`", table)
     written = "".join(file.read_text() for file in (root / "tests").rglob("test_*.py"))
     assert len(names) >= 15 and all(f"def {name}(" in written for name in names)

@@ -110,14 +110,14 @@ def test_only_cases_of_a_codec_know_it() -> None:
 
 
 def test_the_docs_have_every_codec() -> None:
-    codecs, pages = ((ROOT / "docs" / page).read_text() for page in ("codecs.md", "page-format.md"))
+    codecs, pages = ((ROOT / "docs" / "reference" / page).read_text() for page in ("codecs.md", "page-format.md"))
     for name, row in CODECS.items():
         assert re.search(rf"^\|.*`{name}`", pages, re.MULTILINE), f"page-format.md has no row for {name}"
         sizes = f"multiples of {row.head_dims.step} up to {row.head_dims[-1]}" if row.place else "any"
         yes = ["no", "yes"]
         facts = yes[row.is_calibrated], sizes, yes[row.has_sinks], ", ".join(row.cases) if row.place else "all"
         line = f"| `{name}` | {row.bits} | {' | '.join(facts)} |"
-        assert line in codecs, f"docs/codecs.md lacks {line}"
+        assert line in codecs, f"docs/reference/codecs.md lacks {line}"
 
 
 def config_of(**options: Any) -> EngineConfig:

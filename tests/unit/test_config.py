@@ -271,7 +271,9 @@ def test_every_setting_is_documented_and_its_default_is_valid():
 def test_the_reference_page_is_up_to_date():
     printed = subprocess.run([sys.executable, "-m", "quire.config"], capture_output=True, text=True, check=True).stdout
     assert (
-        printed == reference() == (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+        printed
+        == reference()
+        == (Path(__file__).parents[2] / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     )
 
 

@@ -68,7 +68,7 @@ def test_an_argument_of_other_engines_names_the_setting(kind: Any) -> None:
         kind("smollm2", max_model_len=4096)
     with pytest.raises(ConfigError, match="no argument 'memory'; did you mean cache.memory"):
         kind("smollm2", memory="1GiB")
-    with pytest.raises(ConfigError, match="no argument 'zzz'; docs/configuration.md"):
+    with pytest.raises(ConfigError, match="no argument 'zzz'; docs/reference/settings.md"):
         kind("smollm2", zzz=1)
 
 

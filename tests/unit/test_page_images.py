@@ -1,5 +1,5 @@
-"""Page images follow docs/page-format.md: a stored page of every codec is written again, and read by the document's
-rules.
+"""Page images follow docs/reference/page-format.md: a stored page of every codec is written again, and read by the
+document's rules.
 
 A change of these bytes is a change of the format version. The stored images are lines of 64 bytes, in hexadecimal.
 """
@@ -132,7 +132,7 @@ def add_slots(page: bytes, start: int, count: int, vectors: list[list[float]]) -
 
 
 def read_nuq(page: bytes, name: str) -> tuple[list[list[float]], list[list[float]]]:
-    """Keys and values as docs/page-format.md has them."""
+    """Keys and values as docs/reference/page-format.md has them."""
     (widths, value_bits), (key_slots, value_slots) = WIDTHS[name], SLOTS[name]
     k = [[0.0] * D for _ in range(P)]
     start = 0

@@ -1,4 +1,4 @@
-"""The protocol of a hand-over: small worlds as a whole, planted defects, and the table of docs/disaggregation.md."""
+"""The protocol of a hand-over: small worlds as a whole, planted defects, and the tables of the page of the design."""
 
 from __future__ import annotations
 
@@ -410,5 +410,5 @@ def test_every_state_that_waits_has_a_deadline() -> None:
 
 def test_the_tables_of_the_docs_are_those_of_the_code() -> None:
     """Print them with python -m tests.protocol_table."""
-    text = (ROOT / "docs" / "disaggregation.md").read_text()
+    text = (ROOT / "docs" / "design" / "disaggregation.md").read_text()
     assert tables() in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORMAT_VERSION = 3
-"""Version of page images; docs/page-format.md."""
+"""Version of page images; docs/reference/page-format.md."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Runs: chunks that leave or enter an arena, with all that is needed to attend to them elsewhere.
 
 A run is packed layer by layer into extents, bytes with a header. Chunks leave an arena in no other form. Pages that a
-row does not hold are in no extent. Knows rows of the chunk table and their bytes, not sequences. docs/page-format.md
-defines the header. Checksum and MAC are zero here: whoever takes extents out of the process signs them.
+row does not hold are in no extent. Knows rows of the chunk table and their bytes, not sequences.
+docs/reference/page-format.md defines the header. Checksum and MAC are zero here: whoever takes extents out of the
+process signs them.
 """
 
 from __future__ import annotations

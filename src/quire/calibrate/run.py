@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 
 FEW_TOKENS = 2048
 """A quarter of the default. Calibrated with 40 tokens, nuq4 raised SmolLM2's perplexity by 8.2 %, where g4 raised it by
-1.3 (docs/log.md).
+1.3 (docs/lab/2026-11.md).
 """
 
 LAYERS_AT_ONCE = 4

@@ -27,7 +27,7 @@ LEAST_WINDOW_TOKENS = 256
 
 MOST_WORK = 4e12
 """Tokens times parameters above which windows are halved: 2,048 tokens of a model with 1.5 billion parameters are 3e12.
-More tokens gain less than another seed changes (docs/calibration.md).
+More tokens gain less than another seed changes (docs/design/calibration.md).
 """
 
 HELD_OUT = 4

@@ -229,7 +229,7 @@ class Parser(argparse.ArgumentParser):
             words = _spelled(words, command.flags)
             if {"-h", "--help"} & set(words):
                 command.show_flags_of_action(words)
-        self._answer_habits(words)
+        self._answer_foreign_flags(words)
         if commands and not words:
             self.print_help(sys.stderr)
             self.exit(2)
@@ -266,7 +266,7 @@ class Parser(argparse.ArgumentParser):
                 unknown = [word for word in unknown[:end] if _is_flag(word)]
         return found, unknown
 
-    def _answer_habits(self, words: list[str]) -> None:
+    def _answer_foreign_flags(self, words: list[str]) -> None:
         """Ends with one line about all flags that other engines have and the command does not: before argparse misses
         the model, which `--model NAME` did not give.
         """

@@ -17,7 +17,7 @@ fits the steps that a server has logged (runtime.step_log), with the time that a
 
 compose: runs one load with nothing on, with each of sharing, codec, retention, offload and instances, with each pair,
 and with all five, in the same memory of all processes. Prints the sequences that the caches hold, the requests a second
-that meet both latency targets, the perplexity, and the bytes. See docs/composition.md.
+that meet both latency targets, the perplexity, and the bytes. See docs/lab/composition.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ quire cache import --disk DIR FILE --model MODEL
 The first start of a model of 384 MiB or more on a CPU writes its packed layers, unless --model.images is false. A
 running model keeps the layers that it has mapped; the next start writes them again. Folders of disk tiers may be looked
 at while engines write to them. Import is for administrators: whoever imports vouches for the file. It computes one
-chunk in 16 again and compares, unless --trust is given. See docs/tiers.md.
+chunk in 16 again and compares, unless --trust is given. See docs/guide/restart.md.
 """
 
 from __future__ import annotations

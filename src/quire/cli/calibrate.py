@@ -7,7 +7,7 @@ Without --output the file goes where quire serve, chat and generate look for it.
 these defaults themselves. --cache.calibration FILE makes them use another file.
 
 An interrupted calibration resumes with the windows gathered so far. --export FILE writes the kept calibration for
-another machine, where --import FILE keeps it. See docs/calibration.md.
+another machine, where --import FILE keeps it. See docs/guide/calibration.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ quire cluster place FILE                switches to the instances of a file of `
                                         if there is no room for a new one beside any that serves: requests then wait
 
 No request fails by any of these. INSTANCE is a place, such as prefill-0. The command ends when all of it is done. If it
-is interrupted, the server goes on. See docs/server.md and docs/disaggregation.md.
+is interrupted, the server goes on. See docs/guide/machines.md.
 """
 
 from __future__ import annotations

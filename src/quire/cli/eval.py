@@ -10,7 +10,7 @@ dense cache it is compared with keeps every token. Likewise with cache.sparse_va
 
 retrieval: hides a five-digit number at several depths of texts of several lengths, and asks for it at the end.
 
-docs/quality.md has the definitions.
+docs/guide/quality.md has the definitions.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ quire generate MODEL "Once upon a time"                          streams the tex
 quire generate MODEL --input prompts.jsonl --output out.jsonl    a line of JSON in, a line of JSON out
 
 An input line has prompt, messages or prompt_token_ids. It may also have an id (default: its line number), cache_salt,
-cache_pin, cache_priority, cache_lifetime (see docs/server.md) and sampling parameters, which override the flags
-(max_tokens null: the rest of the context). Output lines come in the order in which they finish. Each has id, text,
-token_ids, finish_reason and usage, or id and error.
+cache_pin, cache_priority, cache_lifetime (see docs/reference/endpoints.md) and sampling parameters, which override the
+flags (max_tokens null: the rest of the context). Output lines come in the order in which they finish. Each has id,
+text, token_ids, finish_reason and usage, or id and error.
 
 An invalid line makes the command refuse the whole input before it generates anything: invalid UTF-8 or JSON, an unknown
 key, a value of a wrong type or out of range, a duplicate id. It reports at most ten such lines. Errors that depend on

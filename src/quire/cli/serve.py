@@ -1,7 +1,7 @@
 """Serve a model over HTTP with OpenAI's API.
 
 The server listens on 127.0.0.1:8000 by default. An address that other machines can reach needs --api-key-file or
---allow-public. After SIGTERM running requests may finish (--drain-seconds). See docs/server.md.
+--allow-public. After SIGTERM running requests may finish (--drain-seconds). See docs/reference/endpoints.md.
 """
 
 from __future__ import annotations

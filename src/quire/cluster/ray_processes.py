@@ -201,7 +201,7 @@ class RayProcesses(Processes):
             except Exception as error:
                 raise ConfigError(
                     f"no Ray cluster is found for cluster.address {self._address}: {error} Start one with `ray start`,"
-                    " see docs/disaggregation.md"
+                    " see docs/guide/machines.md"
                 ) from error
         # Ray itself takes 20 seconds to find out, or ends the process.
         check_head(address)

@@ -48,7 +48,7 @@ def check_budget(token_budget: int, max_running: int) -> None:
     if token_budget < max_running + PAGE_TOKENS:
         raise ConfigError(
             f"scheduler.token_budget is {token_budget}; with scheduler.max_running {max_running} it must be at least"
-            f" {max_running + PAGE_TOKENS}, or a full batch will_hand_over prefill no room for a chunk"
+            f" {max_running + PAGE_TOKENS}, or a full batch leaves prefill no room for a chunk"
         )
 
 

@@ -231,7 +231,7 @@ class Planner(ABC):
         nearest = min(lacking, key=lambda each: len(each.settings.differs(self.space.first)))
         told = (
             f"{len(lacking)} settings with {', '.join(codecs)} are left out: {nearest.reason}, then plan again (see"
-            " docs/calibration.md for how long it takes)"
+            " docs/guide/calibration.md for how long it takes)"
         )
         log.warning("%s", told)
         return [told]

@@ -26,7 +26,7 @@ from quire.planning.slo import Slo
 
 
 class System(NamedTuple):
-    """One of the five. page: of the documentation."""
+    """One of the five. page: for its users, below docs/."""
 
     name: str
     paper: str
@@ -36,11 +36,11 @@ class System(NamedTuple):
 SHARING, CODEC, RETENTION, OFFLOAD, INSTANCES = "sharing", "codec", "retention", "offload", "instances"
 
 SYSTEMS = (
-    System(SHARING, "ChunkAttention", "sharing.md"),
-    System(CODEC, "KVQuant", "codecs.md"),
-    System(RETENTION, "FastGen", "retention.md"),
-    System(OFFLOAD, "FlexGen", "offload.md"),
-    System(INSTANCES, "DistServe", "disaggregation.md"),
+    System(SHARING, "ChunkAttention", "guide/prefixes.md"),
+    System(CODEC, "KVQuant", "reference/codecs.md"),
+    System(RETENTION, "FastGen", "design/retention.md"),
+    System(OFFLOAD, "FlexGen", "guide/larger-than-memory.md"),
+    System(INSTANCES, "DistServe", "guide/machines.md"),
 )
 NAMES = tuple(each.name for each in SYSTEMS)
 

@@ -50,7 +50,7 @@ FIRST_WINDOWS = 4
 
 LOSSLESS = ("native", "dequantized")
 """Values of model.weights that lose nothing: dequantized weights are rounded once more, which changes perplexity by up
-to 0.15 % (docs/weights.md).
+to 0.15 % (docs/lab/weights.md).
 """
 
 Progress = Callable[[str, int, int], None]

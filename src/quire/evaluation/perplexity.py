@@ -1,7 +1,7 @@
 """Exact token-level perplexity through an engine's own cache, and the divergence of a codec's predictions from dense
 ones.
 
-Knows engines and token ids, and nothing of codecs. docs/quality.md has the definitions.
+Knows engines and token ids, and nothing of codecs. docs/guide/quality.md has the definitions.
 """
 
 from __future__ import annotations

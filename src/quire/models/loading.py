@@ -29,7 +29,7 @@ _NOT_MULTIPLIED = "positions.weight"
 
 
 _OUTER = ("embed.weight", "head.weight")
-"""The embedding and the output head, which g4 keeps in 8 bits; docs/log.md has the loss with 4 bits."""
+"""The embedding and the output head, which g4 keeps in 8 bits; docs/lab/2026-11.md has the loss with 4 bits."""
 
 
 def loaded_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Collection[str]) -> str | None:

@@ -35,7 +35,7 @@ def cluster_metrics(stats: Mapping[str, Any]) -> Iterable[Metric]:
     for field, (name, text) in _COUNTS.items():
         yield CounterMetricFamily(name, text, cluster["counts"].get(field, 0))
     times = HistogramMetricFamily(
-        "quire_stage_seconds", "Seconds of answered requests by stage: see docs/server.md.", labels=["stage"]
+        "quire_stage_seconds", "Seconds of answered requests by stage: see docs/guide/machines.md.", labels=["stage"]
     )
     for stage, found in cluster["histograms"].items():
         bounds = [*map(str, map(float, found["bounds"])), "+Inf"]

@@ -6,7 +6,7 @@ bytes      what
 for each run, a run after the one that it goes on from:
 4          bytes of the header, u32
 ...        the header (see `headers`), with a zero MAC
-...        the extents in order of layers (docs/page-format.md), with zero MACs
+...        the extents in order of layers (docs/reference/page-format.md), with zero MACs
 at the end:
 4          zero
 16         BLAKE3 of all bytes before

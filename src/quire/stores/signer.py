@@ -25,7 +25,9 @@ SECRET_BYTES = 32
 
 
 class ExtentSigner:
-    """Signs and verifies extents and run headers: anything with the header of an extent (docs/page-format.md)."""
+    """Signs and verifies extents and run headers: anything with the header of an extent
+    (docs/reference/page-format.md).
+    """
 
     def __init__(self, secret: bytes | None) -> None:
         """secret: 32 bytes; None: verifies checksums alone, for bytes that an administrator imports."""

@@ -36,7 +36,7 @@ class Launches(NamedTuple):
 def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> Launches:
     """The launches on dense pages: tiles of query rows x G.
 
-    Chosen by measurement on an H200 (docs/performance.md); `scripts/gpu.sh attention --sweep` measures them against
+    Chosen by measurement on an H200 (docs/lab/performance.md); `scripts/gpu.sh attention --sweep` measures them against
     others. Not measured were groups of more than eight. Their tiles of shared runs are higher, up to 128, so that a
     page is read for eight rows where that is possible.
     """

@@ -1,4 +1,4 @@
-"""Decodes pages into tiles of keys and values in registers. docs/page-format.md describes the pages.
+"""Decodes pages into tiles of keys and values in registers. docs/reference/page-format.md describes the pages.
 
 A book of 32 centroids is one register of a warp, and a lookup is one shuffle. Pages are read as 32-bit words where
 possible, because the compiler lays out the operands of products by their narrowest load.

@@ -1,7 +1,7 @@
 """Codecs: 64 tokens of one head <-> page bytes. What a codec does, and the registry of all codecs.
 
 Importing this module loads neither torch nor numpy: a row of the registry names its class and functions as text.
-docs/codecs.md explains how to add a codec.
+docs/design/codecs.md explains how to add a codec.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     value of a token:         low + code * step, low and step of its own for each group of channels
     key of a token:           bias + low + code * step, bias that of the head's key projection, zero where it has none
 
-A page (P = 64 slots, D channels, all little-endian; docs/page-format.md has it byte by byte):
+A page (P = 64 slots, D channels, all little-endian; docs/reference/page-format.md has it byte by byte):
 
     key codes | value codes | key ranges | value ranges
 

@@ -3,7 +3,7 @@
     key    of channel d:  book_d[code]                            plus, in the vector's slots, what that misses
     value  of a token:    s * book[code] + z, s and z its own     likewise
 
-A page (P = 64 slots, D channels, all little-endian; docs/page-format.md has it byte by byte):
+A page (P = 64 slots, D channels, all little-endian; docs/reference/page-format.md has it byte by byte):
 
     key codes | key slots | value codes | value ranges s, z | value slots | zeros to a multiple of 128
 

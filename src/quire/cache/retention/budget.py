@@ -15,7 +15,7 @@ back at it yet.
 Source: the ranking over heads is that of Ada-KV, arXiv 2407.11550; the pooled scores of the last rows are those of
 SnapKV, arXiv 2404.14469. Unlike there, scores are the largest attention, not the mean, count only from afar, and pool
 mostly tokens behind; pages are whole; and scores go on growing while decoding. FastGen's policies are in `policies`. A
-chain whose threshold and shares are solved for the bytes loses more (docs/log.md).
+chain whose threshold and shares are solved for the bytes loses more (docs/lab/2026-11.md).
 """
 
 from __future__ import annotations
