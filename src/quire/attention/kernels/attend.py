@@ -122,71 +122,131 @@ def attend(
     if num_rows == 0:
         return
 
-    m = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    slots = tl.arange(0, P)
-    in_row = d < D
-    valid = m < num_rows * G
-    row = (first_row + m // G).to(tl.int64)
-    position = tl.load(positions + row, mask=valid, other=-1)
-    query = load_rotated(
-        q, row * q_stride + (head * G + m % G) * D, valid, cos, sin, tl.maximum(position, 0), D, DP, ROTATE
+    query, valid, position, _ = load_queries(
+        q, positions, first_row, num_rows, q_stride, cos, sin, head, G, D, DP, ROWS, SCALE, ROTATE
     )
-    query = (query * SCALE).to(q.dtype.element_ty)
-
     entry = table + layer.to(tl.int64) * H + head
-    last_chunk = tl.maximum(num_chunks - 1, 0)
-
+    mask_entry = None
+    if masks is not None:
+        mask_entry = masks + layer.to(tl.int64) * H + head
     if APPEND:
         # A piece has one row. Stored tokens precede its position. The program that reads the open chunk adds the new
         # token from registers.
         end = tl.load(positions + first_row)
-        single = tl.arange(0, 1)
-        holds = single + start + num_chunks * P > end
-        here = (single + first_row).to(tl.int64)
-        newest = single + end
-        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, newest, D, DP, ROTATE).to(
-            q.dtype.element_ty
-        )
-        v = load_rotated(new_v, here * v_stride + head * D, holds, cos, sin, newest, D, DP, False).to(
-            q.dtype.element_ty
-        )
-        open_page = tl.load(entry + tl.load(chunk_ids + last_chunk).to(tl.int64) * (L * H)).to(tl.int64)
-        place = arena + open_page * UNIT + (end % P) * D + d[None, :]
-        stored = holds[:, None] & in_row[None, :]
-        tl.store(place, k, mask=stored)
-        tl.store(place + P * D, v, mask=stored)
-        new_score = tl.sum(query.to(tl.float32) * k.to(tl.float32), 1)
-        opens = valid & (start + num_chunks * P > position)
-        top = tl.where(opens, new_score, float("-inf"))
-        total = tl.where(opens, 1.0, 0.0)
-        acc = tl.zeros((ROWS, DP), tl.float32) + v.to(tl.float32)
+        last_chunk = tl.load(chunk_ids + tl.maximum(num_chunks - 1, 0)).to(tl.int64)
+        open_page = tl.load(entry + last_chunk * (L * H)).to(tl.int64)
+        top, total, acc = append_token(
+            query, new_k, new_v, arena + open_page * UNIT + (end % P) * D,
+            tl.arange(0, 1) + start + num_chunks * P > end, valid & (start + num_chunks * P > position), end,
+            first_row, k_stride, v_stride, cos, sin, head, D, DP, P, ROWS, ROTATE, True,
+        )  # fmt: skip
     else:
         end = tl.load(positions + first_row + num_rows - 1) + 1
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, DP), tl.float32)
+    top, total, acc = attend_pages(
+        top, total, acc, query, position, end, arena, entry, mask_entry, reads, chunk_ids, num_chunks, start, head,
+        L, H, D, P, DP, UNIT, WINDOW, APPEND,
+    )  # fmt: skip
+    if SEEDED:
+        if OVERLAPS and APPEND:
+            gdc_wait()
+        top, total, acc = add_partials(
+            top, total, acc, seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+        )
+    leave(
+        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
+        head, H, G, D, DP, ROWS,
+    )  # fmt: skip
 
+
+@triton.jit
+def load_queries(
+    q, positions, first_row, num_rows, q_stride, cos, sin,  # as of `attend`, and a piece's rows
+    head,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """The queries of a piece, scaled, [ROWS, DP]; which rows of the tile it has, i1 [ROWS]; their positions, -1
+    elsewhere; and where they start in q, i64.
+    """
+    m = tl.arange(0, ROWS)
+    valid = m < num_rows * G
+    row = (first_row + m // G).to(tl.int64)
+    position = tl.load(positions + row, mask=valid, other=-1)
+    q_row = row * q_stride + (head * G + m % G) * D
+    query = load_rotated(q, q_row, valid, cos, sin, tl.maximum(position, 0), D, DP, ROTATE)
+    return (query * SCALE).to(q.dtype.element_ty), valid, position, q_row
+
+
+@triton.jit
+def append_token(
+    query,                      # as of `load_queries`, of one row
+    new_k, new_v,
+    place,                      # where the key goes
+    holds,                      # i1 [1], whether this program reads the row's own chunk
+    opens,                      # i1 [ROWS], the same for each query
+    end,                        # the row's position
+    row, k_stride, v_stride, cos, sin, head,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr,
+    KEEPS_ROTATED: tl.constexpr,  # whether pages hold rotated keys
+):  # fmt: skip
+    """Stores a row's new key and value. Returns maximum, sum and weighted sum over this token; -inf and zeros if it is
+    not held.
+    """
+    TYPE: tl.constexpr = query.dtype
+    d = tl.arange(0, DP)
+    single = tl.arange(0, 1)
+    here = (single + row).to(tl.int64)
+    newest = single + end
+    k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, newest, D, DP, ROTATE and KEEPS_ROTATED).to(
+        TYPE
+    )
+    v = load_rotated(new_v, here * v_stride + head * D, holds, cos, sin, newest, D, DP, False).to(TYPE)
+    stored = holds[:, None] & (d < D)[None, :]
+    tl.store(place + d[None, :], k, mask=stored)
+    tl.store(place + P * D + d[None, :], v, mask=stored)
+    if ROTATE and not KEEPS_ROTATED:
+        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, newest, D, DP, True).to(TYPE)
+    score = tl.sum(query.to(tl.float32) * k.to(tl.float32), 1)
+    top = tl.where(opens, score, float("-inf"))
+    return top, tl.where(opens, 1.0, 0.0), tl.zeros((ROWS, DP), tl.float32) + v.to(tl.float32)
+
+
+@triton.jit
+def attend_pages(
+    top, total, acc, query, position,
+    end,  # the first position that is not stored yet
+    arena,
+    entry, mask_entry,  # of chunk 0 in this layer and head, in the table and in masks; None: no masks
+    reads, chunk_ids, num_chunks, start, head,  # as of `attend`, and a piece's chunks
+    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, APPEND: tl.constexpr,
+):  # fmt: skip
+    """Extends the sums by the pages of a piece's chunks."""
+    d = tl.arange(0, DP)
+    slots = tl.arange(0, P)
+    in_row = d < D
+    last_chunk = tl.maximum(num_chunks - 1, 0)
     # Page ids are loaded one chunk ahead and chunk ids two, so that no load of keys waits for these two lookups.
     page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
-    if masks is not None:
-        mask_entry = masks + layer.to(tl.int64) * H + head
+    if mask_entry is not None:
         mask = tl.load(mask_entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
     ahead = tl.load(chunk_ids + tl.minimum(1, last_chunk))
     for i in range(num_chunks):
         if reads is not None:
-            is_read = mask != 0 if masks is not None else True
+            is_read = mask != 0 if mask_entry is not None else True
             tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1, mask=is_read)
         base = arena + page.to(tl.int64) * UNIT + slots[:, None] * D + d[None, :]
         page = tl.load(entry + ahead.to(tl.int64) * (L * H))
-        if masks is not None:
+        if mask_entry is not None:
             seen = is_seen(mask, slots)
             mask = tl.load(mask_entry + ahead.to(tl.int64) * (L * H))
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
         at = start + i * P + slots
         # Slots from `end` on are unwritten: loading them is wasted, and multiplying them by zero may give NaN.
         written = at < end
-        if masks is not None:
+        if mask_entry is not None:
             written &= seen
         written = written[:, None] & in_row[None, :]
         keys = tl.load(base, mask=written, other=0.0)
@@ -194,30 +254,23 @@ def attend(
         visible = at[None, :] < position[:, None] if APPEND else at[None, :] <= position[:, None]
         if WINDOW:
             visible &= at[None, :] > position[:, None] - WINDOW
-        if masks is not None:
+        if mask_entry is not None:
             visible &= seen[None, :]
         score = tl.where(visible, score, float("-inf"))
-        peak = tl.maximum(top, tl.max(score, 1))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp2(score - safe[:, None])
-        factor = tl.exp2(top - safe)
-        total = total * factor + tl.sum(weight, 1)
+        top, total, weight, factor = weigh(top, total, score)
         values = tl.load(base + P * D, mask=written, other=0.0)
         acc = tl.dot(weight.to(values.dtype), values, acc * factor[:, None], input_precision="ieee")
-        top = peak
+    return top, total, acc
 
-    if SEEDED:
-        if OVERLAPS and APPEND:
-            gdc_wait()
-        seed_top, seed_total, seed_acc = sum_partials(
-            seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
-        )
-        top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
 
-    leave(
-        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
-        head, H, G, D, DP, ROWS,
-    )  # fmt: skip
+@triton.jit
+def weigh(top, total, score):
+    """Extends maximum and sum by more tokens. Also returns their weights, and the factor for earlier sums."""
+    peak = tl.maximum(top, tl.max(score, 1))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(score - safe[:, None])
+    factor = tl.exp2(top - safe)
+    return peak, total * factor + tl.sum(weight, 1), weight, factor
 
 
 @triton.jit
@@ -304,6 +357,18 @@ def sum_partials(
         o = tl.load(partial_o + first * D + channels, mask=mask, other=0.0, cache_modifier=".cg")
         top, total, acc = join(top, total, acc, lse, 1.0, o)
     return top, total, acc
+
+
+@triton.jit
+def add_partials(
+    top, total, acc, entries, count, partial_o, partial_lse, num_rows, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Extends the sums by partials: see `sum_partials`."""
+    other_top, other_total, other_acc = sum_partials(
+        entries, count, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+    )
+    return join(top, total, acc, other_top, other_total, other_acc)
 
 
 @triton.jit

@@ -92,21 +92,59 @@ def encode_nuq(
     DP: tl.constexpr, HP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid [H, seals, layers]."""
-    HALF: tl.constexpr = D // 2
     head = tl.program_id(0)
     layer = first_layer + tl.program_id(2)
     dense, page, num_exact = source_of(
         arena, table, sidecars, seals, staged, layer, head, L, H, D, P, UNIT, PAGE, DP, SINKS
     )
+    encoded = tl.arange(0, P) >= num_exact
+    layer_head = layer.to(tl.int64) * H + head
+    of_head = heads + layer_head * HEAD_INTS
+    channel_0, missing_0, channel_1, missing_1 = encode_keys(
+        arena, dense, words, page, encoded, pairs + layer_head * (4 * HP), key_edges, key_books, key_weight, layer_head,
+        D, P, HP,
+    )  # fmt: skip
+    at_slots, num_slots = tl.load(of_head + AT_KEY_SLOTS), tl.load(of_head + KEY_SLOTS)
+    store_slots(octets, halves, page, at_slots, num_slots, channel_0, missing_0, channel_1, missing_1, P)
+
+    of_values = dense + P * D + tl.arange(0, P) * D
+    count, bits = tl.load(of_head + VALUE_SLOTS), tl.load(of_head + VALUE_BITS)
+    edges, book = value_edges + layer_head * 32, value_books + layer_head * 32
+    channel_0, channel_1 = value_outliers(arena, of_values, encoded, count, D, P)
+    half_s, half_z = value_range(
+        arena, of_values, encoded, channel_0, channel_1, count, edges, (1 << bits) - 1, book, D, P
+    )
+    ranges = halves + page * 64 + tl.load(of_head + AT_RANGES) // 2 + tl.arange(0, P)
+    tl.store(ranges, half_s)
+    tl.store(ranges + P, half_z)
+    base = words + page * 32 + tl.load(of_head + AT_VALUES) // 4
+    missing_0, missing_1 = encode_values(
+        arena, of_values, encoded, channel_0, channel_1, half_s.to(tl.float32), half_z.to(tl.float32), edges, book,
+        bits, base, D, P,
+    )  # fmt: skip
+    store_slots(
+        octets, halves, page, tl.load(of_head + AT_VALUE_SLOTS), count, channel_0, missing_0, channel_1, missing_1, P
+    )
+    end = tl.load(of_head + END)
+    padding = end + tl.arange(0, 128)
+    tl.store(octets + page * 128 + padding, 0, mask=padding < (end + 127) // 128 * 128)
+
+
+@triton.jit
+def encode_keys(
+    arena, dense,  # and the dense page's offset
+    words, page,   # and the id of the page to write
+    encoded,       # i1 [P], slots whose tokens are not exact beside the page
+    of_pair,       # i32 [4, HP]
+    key_edges, key_books, key_weight, layer_head,
+    D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr,
+):  # fmt: skip
+    """Stores the codes of a page's keys. Returns the two costliest channels of each slot with their residuals."""
+    HALF: tl.constexpr = D // 2
     slot = tl.arange(0, P)
     quarter = tl.arange(0, 4)
     lane = tl.arange(0, P // 4)
-    encoded = slot >= num_exact
-    layer_head = layer.to(tl.int64) * H + head
-    of_head = heads + layer_head * HEAD_INTS
-    of_pair = pairs + layer_head * (4 * HP)
-
-    # Keys. The two costliest channels so far: cost, channel, residual.
+    # The two costliest channels so far: cost, channel, residual.
     cost_0 = tl.full((P,), -1.0, tl.float32)
     cost_1 = cost_0
     channel_0 = tl.zeros((P,), tl.int32)
@@ -124,8 +162,7 @@ def encode_nuq(
             fours = tl.zeros((P // 4,), tl.int32)
             for side in tl.static_range(2):
                 channel = pair + side * HALF
-                x = tl.load(arena + dense + slot * D + channel).to(tl.float32)
-                x = tl.where(encoded, x, 0.0)
+                x = channel_of(arena, dense + slot * D, encoded, channel)
                 at = (layer_head * D + channel) * 32
                 code = codes_of(x, key_edges + at, 31, 1.0, 0.0)
                 missing = x - tl.load(key_books + at + code)
@@ -150,34 +187,58 @@ def encode_nuq(
                 twos = tl.zeros((P // 4,), tl.int32)
             if i == 3:
                 tl.store(words + page * 32 + at1 + lane, ones, mask=at1 >= 0)
-    at_slots, num_slots = tl.load(of_head + AT_KEY_SLOTS), tl.load(of_head + KEY_SLOTS)
-    store_slots(octets, halves, page, at_slots, num_slots, channel_0, missing_0, channel_1, missing_1, P)
+    return channel_0, missing_0, channel_1, missing_1
 
-    # Values: first the channels that get slots, then the range of the others.
-    of_values = dense + P * D + slot * D
-    count = tl.load(of_head + VALUE_SLOTS)
+
+@triton.jit
+def channel_of(
+    arena,
+    vectors,  # i64 [P], where the slots' vectors start
+    encoded, channel,
+):  # fmt: skip
+    """One channel of all slots, f32 [P]; zero in exact tokens."""
+    return tl.where(encoded, tl.load(arena + vectors + channel).to(tl.float32), 0.0)
+
+
+@triton.jit
+def value_outliers(
+    arena,
+    of_values,  # i64 [P], where the slots' values start
+    encoded,    # as of `encode_keys`
+    count,      # number of slots for channels
+    D: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """The two channels farthest from the mean of each vector, i32 [P]; -1 without a slot for it."""
     total = tl.zeros((P,), tl.float32)
     for c in range(D):
-        total += tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0)
+        total += channel_of(arena, of_values, encoded, c)
     mean = tl.div_rn(total, tl.zeros((P,), tl.float32) + D)
     cost_0 = tl.full((P,), -1.0, tl.float32)
     cost_1 = cost_0
     channel_0 = tl.zeros((P,), tl.int32) - 1
     channel_1 = channel_0
     for c in range(D):
-        cost = tl.abs(tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0) - mean)
+        cost = tl.abs(channel_of(arena, of_values, encoded, c) - mean)
         wins = cost > cost_0
         second = ~wins & (cost > cost_1)
         channel_1 = tl.where(wins, channel_0, tl.where(second, c, channel_1))
         cost_1 = tl.where(wins, cost_0, tl.where(second, cost, cost_1))
         channel_0 = tl.where(wins, c, channel_0)
         cost_0 = tl.where(wins, cost, cost_0)
-    channel_0 = tl.where(count > 0, channel_0, -1)
-    channel_1 = tl.where(count > 1, channel_1, -1)
+    return tl.where(count > 0, channel_0, -1), tl.where(count > 1, channel_1, -1)
+
+
+@triton.jit
+def value_range(
+    arena, of_values, encoded, channel_0, channel_1, count,  # as of `value_outliers`, and its result
+    edges, num_edges, book,                        # of one head
+    D: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """The scale and the shift of each vector, f16 [P], fitted to the channels without a slot."""
     high = tl.full((P,), float("-inf"), tl.float32)
     low = tl.full((P,), float("inf"), tl.float32)
     for c in range(D):
-        x = tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0)
+        x = channel_of(arena, of_values, encoded, c)
         inner = (channel_0 != c) & (channel_1 != c)
         high = tl.where(inner, tl.maximum(high, x), high)
         low = tl.where(inner, tl.minimum(low, x), low)
@@ -186,18 +247,14 @@ def encode_nuq(
     z = middle
     total = tl.zeros((P,), tl.float32)
     for c in range(D):
-        x = tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0)
+        x = channel_of(arena, of_values, encoded, c)
         total += tl.where((channel_0 != c) & (channel_1 != c), x - middle, 0.0)
     number = tl.zeros((P,), tl.float32) + (D - count).to(tl.float32)
-
-    bits = tl.load(of_head + VALUE_BITS)
-    edges, num_edges = value_edges + layer_head * 32, (1 << bits) - 1
-    book = value_books + layer_head * 32
     for _ in range(FIT_ROUNDS):
         sum_c = tl.zeros((P,), tl.float32)
         sum_cc, sum_cx = sum_c, sum_c
         for c in range(D):
-            x = tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0)
+            x = channel_of(arena, of_values, encoded, c)
             inner = (channel_0 != c) & (channel_1 != c)
             centroid = tl.where(inner, tl.load(book + codes_of(x, edges, num_edges, s, z)), 0.0)
             sum_c += centroid
@@ -210,23 +267,29 @@ def encode_nuq(
         z = tl.where(fits, middle + tl.div_rn(total - s * sum_c, number), z)
     beyond = tl.zeros((P,), tl.float32)
     for c in range(D):
-        x = tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0)
+        x = channel_of(arena, of_values, encoded, c)
         beyond = tl.where((channel_0 == c) | (channel_1 == c), tl.maximum(beyond, tl.abs(x - z)), beyond)
     s = tl.maximum(s, beyond * REACH)
     # Adding zero removes minus zero, whose order relative to zero is not defined.
-    half_s, half_z = half_of(s + 0.0), half_of(z + 0.0)
-    ranges = halves + page * 64 + tl.load(of_head + AT_RANGES) // 2 + slot
-    tl.store(ranges, half_s)
-    tl.store(ranges + P, half_z)
+    return half_of(s + 0.0), half_of(z + 0.0)
 
-    s, z = half_s.to(tl.float32), half_z.to(tl.float32)
+
+@triton.jit
+def encode_values(
+    arena, of_values, encoded, channel_0, channel_1,  # as of `value_outliers`, and its result
+    s, z,         # f32 [P], scale and shift
+    edges, book,  # of one head
+    bits,
+    base,         # the page's words of values
+    D: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Stores the codes of a page's values. Returns the residuals of the two channels that have slots, f32 [P]."""
     missing_0 = tl.zeros((P,), tl.float32)
     missing_1 = missing_0
     has4, has2, has1 = bits // 4, bits // 2 % 2, bits % 2
-    base = words + page * 32 + tl.load(of_head + AT_VALUES) // 4
     for c in range(D):
-        x = tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0)
-        code = codes_of(x, edges, num_edges, s, z)
+        x = channel_of(arena, of_values, encoded, c)
+        code = codes_of(x, edges, (1 << bits) - 1, s, z)
         missing = x - (tl.load(book + code) * s + z)
         missing_0 = tl.where(channel_0 == c, missing, missing_0)
         missing_1 = tl.where(channel_1 == c, missing, missing_1)
@@ -234,12 +297,7 @@ def encode_nuq(
         store_values(base, at, code >> has1, 4, has4 > 0, P)
         store_values(base, at + 8 * has4 * 16, code >> has1, 2, has2 > 0, P)
         store_values(base, at + (8 * has4 + 4 * has2) * 16, code, 1, has1 > 0, P)
-    store_slots(
-        octets, halves, page, tl.load(of_head + AT_VALUE_SLOTS), count, channel_0, missing_0, channel_1, missing_1, P
-    )
-    end = tl.load(of_head + END)
-    padding = end + tl.arange(0, 128)
-    tl.store(octets + page * 128 + padding, 0, mask=padding < (end + 127) // 128 * 128)
+    return missing_0, missing_1
 
 
 @triton.jit

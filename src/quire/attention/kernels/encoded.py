@@ -22,7 +22,17 @@ Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu h
 import triton
 import triton.language as tl
 
-from quire.attention.kernels.attend import is_seen, join, leave, load_rotated, piece_of, sum_partials
+from quire.attention.kernels.attend import (
+    add_partials,
+    append_token,
+    is_seen,
+    join,
+    leave,
+    load_queries,
+    load_rotated,
+    piece_of,
+    weigh,
+)
 from quire.attention.kernels.tiles import (
     NUQ,
     decoded_keys,
@@ -65,16 +75,6 @@ def turns_of(
     has_own = own >= 0
     base = tl.where(has_own, 0, tl.where(base >= 0, base, start))
     return base, tl.where(has_own, tl.load(words + tl.maximum(own, 0) * 32 + slots, mask=has_own, other=0), slots)
-
-
-@triton.jit
-def weigh(top, total, score):
-    """Extends maximum and sum by more tokens. Also returns their weights, and the factor for earlier sums."""
-    peak = tl.maximum(top, tl.max(score, 1))
-    safe = tl.where(peak == float("-inf"), 0.0, peak)
-    weight = tl.exp2(score - safe[:, None])
-    factor = tl.exp2(top - safe)
-    return peak, total * factor + tl.sum(weight, 1), weight, factor
 
 
 @triton.jit
@@ -150,72 +150,117 @@ def attend_encoded(
     ROTATE: tl.constexpr, APPEND: tl.constexpr, SEEDED: tl.constexpr,
 ):  # fmt: skip
     """Grid [H, n]."""
-    HALF: tl.constexpr = D // 2
-    NUM_RUNS: tl.constexpr = max(1, DP // 32)
-    TYPE: tl.constexpr = q.dtype.element_ty
     head = tl.program_id(0)
     first_row, num_rows, chunk_ids, num_chunks, start, slot, seeds, num_seeds, parts, num_parts, own_ids, num_own = (
         piece_of(pieces, indices, entries)
     )
     if num_rows == 0:
         return
-
-    m = tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    pair = tl.arange(0, HP)
-    slots = tl.arange(0, P)
-    in_row = d < D
-    is_pair = pair < HALF
-    valid = m < num_rows * G
-    row = (first_row + m // G).to(tl.int64)
-    position = tl.load(positions + row, mask=valid, other=-1)
-    q_row = row * q_stride + (head * G + m % G) * D
-    query = load_rotated(q, q_row, valid, cos, sin, tl.maximum(position, 0), D, DP, ROTATE)
-    query = (query * SCALE).to(TYPE)
+    query, valid, position, q_row = load_queries(
+        q, positions, first_row, num_rows, q_stride, cos, sin, head, G, D, DP, ROWS, SCALE, ROTATE
+    )
     layer_head = layer.to(tl.int64) * H + head
-    entry = table + layer_head
-
     # The first unwritten position. With APPEND that is the row's own.
     end = tl.load(positions + first_row) if APPEND else tl.load(positions + first_row + num_rows - 1) + 1
+    first_mask, side, num_exact = first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, L * H, SINKS)
+    top, total, acc = attend_encoded_pages(
+        q, q_row, valid, position, end, words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs,
+        key_books, value_books, reads, chunk_ids, num_chunks, start, first_mask, num_exact, layer_head, head,
+        L, H, D, P, DP, HP, ROWS, SCALE, WINDOW, SINKS, KIND, KEY_PARTS, VALUE_PARTS, MOST_KEY_SLOTS, MOST_VALUE_SLOTS,
+        ROTATE, APPEND,
+    )  # fmt: skip
+    if APPEND:
+        # The piece with its row's own chunk adds the new token.
+        top, total, acc = append_to_own(
+            top, total, acc, query, valid, new_k, new_v, arena, table + layer_head, own_ids, num_own, end, first_row,
+            k_stride, v_stride, cos, sin, head, staged, L, H, D, DP, P, UNIT, PAGE, ROWS, ROTATE,
+        )  # fmt: skip
+    if SEEDED:
+        top, total, acc = add_partials(
+            top, total, acc, seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+        )
+    top, total, acc = attend_exact(
+        top, total, acc, query, position, end, arena, table, reads, side, num_exact, first_mask, own_ids, num_own,
+        start + num_chunks * P, cos, sin, layer_head, head, staged, L, H, D, DP, P, UNIT, PAGE, SINKS, WINDOW, ROTATE,
+        APPEND,
+    )  # fmt: skip
+    leave(
+        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
+        head, H, G, D, DP, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.constexpr, SINKS: tl.constexpr):
+    """Of a piece's first chunk: the mask of its page, i64; its sidecar, i64, -1 without one; and the number of exact
+    tokens there. Only the piece that begins with the sequence's first chunk has any.
+    """
+    chunk = tl.load(chunk_ids, mask=num_chunks > 0, other=0).to(tl.int64)
+    mask = tl.full((), -1, tl.int64)
+    if masks is not None:
+        mask = tl.load(masks + layer_head + chunk * ROW)
+    side = mask
+    num_exact = 0
+    if SINKS:
+        side = tl.load(sidecars + chunk, mask=num_chunks > 0, other=-1).to(tl.int64)
+        num_exact = tl.where(side >= 0, SINKS, 0)
+    return mask, side, num_exact
+
+
+@triton.jit
+def shared_by_pages(
+    heads, pairs, key_books, value_books, layer_head, KIND: tl.constexpr, HP: tl.constexpr, P: tl.constexpr
+):
+    """What all encoded pages of a head share: the order of its pairs, and what decodes keys and values."""
+    order = tl.arange(0, HP)
+    if KIND == NUQ:
+        of_pair = pairs + layer_head * (4 * HP) + order
+        centroid = tl.arange(0, 32)
+        book = key_books + layer_head * (2 * HP * 32) + (order * 32)[:, None] + centroid[None, :]
+        value_book = value_books + layer_head * 32 + (tl.arange(0, P // 2) * 0)[:, None] + centroid[None, :]
+        order = tl.load(of_pair)
+        of_head = heads + layer_head * HEAD_INTS
+        of_keys = (
+            tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP), tl.load(book),
+            tl.load(book + HP * 32), tl.load(of_head + KEY_SLOTS), tl.load(of_head + AT_KEY_SLOTS),
+        )  # fmt: skip
+        of_values = (
+            tl.load(value_book), tl.load(of_head + VALUE_BITS), tl.load(of_head + AT_VALUES),
+            tl.load(of_head + AT_RANGES), tl.load(of_head + VALUE_SLOTS), tl.load(of_head + AT_VALUE_SLOTS),
+        )  # fmt: skip
+    else:
+        of_keys, of_values = None, None
+        if key_books is not None:
+            of_keys = key_books + layer_head * (2 * HP)
+    return order, of_keys, of_values
+
+
+@triton.jit
+def attend_encoded_pages(
+    q, q_row, valid, position, end,  # as of `load_queries`, and the first unwritten position
+    words, table, masks, slot_positions, bases, cos, sin, turns, heads, pairs, key_books, value_books, reads,
+    chunk_ids, num_chunks, start,    # a piece's chunks
+    first_mask, num_exact,           # as of `first_chunk_of`
+    layer_head, head,
+    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+    ROWS: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
+    KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr, MOST_VALUE_SLOTS: tl.constexpr,
+    ROTATE: tl.constexpr, APPEND: tl.constexpr,
+):  # fmt: skip
+    """Maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over the encoded pages of a piece."""
+    HALF: tl.constexpr = D // 2
+    order, of_keys, of_values = shared_by_pages(heads, pairs, key_books, value_books, layer_head, KIND, HP, P)
+    in_pair = valid[:, None] & (tl.arange(0, HP) < HALF)[None, :]
+    first_at = q + q_row[:, None] + order[None, :]
+    first_query = tl.load(first_at, mask=in_pair, other=0.0).to(tl.float32) * SCALE
+    second_query = tl.load(first_at + HALF, mask=in_pair, other=0.0).to(tl.float32) * SCALE
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
-
-    # Data that all encoded pages share.
-    order = pair
-    if KIND == NUQ:
-        of_pair = pairs + layer_head * (4 * HP) + pair
-        order = tl.load(of_pair)
-        at4, at2, at1 = tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP)
-        centroid = tl.arange(0, 32)
-        book = key_books + layer_head * (2 * HP * 32) + (pair * 32)[:, None] + centroid[None, :]
-        first_book, second_book = tl.load(book), tl.load(book + HP * 32)
-        value_book = tl.load(value_books + layer_head * 32 + (tl.arange(0, P // 2) * 0)[:, None] + centroid[None, :])
-        of_head = heads + layer_head * HEAD_INTS
-        num_key_slots, at_key_slots = tl.load(of_head + KEY_SLOTS), tl.load(of_head + AT_KEY_SLOTS)
-        num_value_slots, at_value_slots = tl.load(of_head + VALUE_SLOTS), tl.load(of_head + AT_VALUE_SLOTS)
-        at_values, at_ranges = tl.load(of_head + AT_VALUES), tl.load(of_head + AT_RANGES)
-        value_bits = tl.load(of_head + VALUE_BITS)
-    head_bias = None
-    if KIND != NUQ and key_books is not None:
-        head_bias = key_books + layer_head * (2 * HP)
-    mask = valid[:, None] & is_pair[None, :]
-    first_query = tl.load(q + q_row[:, None] + order[None, :], mask=mask, other=0.0).to(tl.float32) * SCALE
-    second_query = tl.load(q + q_row[:, None] + order[None, :] + HALF, mask=mask, other=0.0).to(tl.float32) * SCALE
-    if ROTATE:
-        turn = turns + order[:, None] * P + slots[None, :]
-    first_chunk = tl.load(chunk_ids, mask=num_chunks > 0, other=0).to(tl.int64)
-    if SINKS:
-        # Sinks: only the piece that begins with the sequence's first chunk has them.
-        side = tl.load(sidecars + first_chunk, mask=num_chunks > 0, other=-1).to(tl.int64)
-        num_exact = tl.where(side >= 0, SINKS, 0)
-
+    entry = table + layer_head
     last_chunk = tl.maximum(num_chunks - 1, 0)
     page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
-    first_mask = tl.full((), -1, tl.int64)
-    if masks is not None:
-        first_mask = tl.load(masks + layer_head + first_chunk * (L * H))
-        next_seen = first_mask
+    next_seen = first_mask
     ahead = tl.load(chunk_ids + tl.minimum(1, last_chunk))
     for i in range(num_chunks):
         if reads is not None:
@@ -223,107 +268,186 @@ def attend_encoded(
             tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1, mask=is_read)
         current = page.to(tl.int64)
         page = tl.load(entry + ahead.to(tl.int64) * (L * H))
+        seen = next_seen
         if masks is not None:
-            seen = next_seen
             next_seen = tl.load(masks + layer_head + ahead.to(tl.int64) * (L * H))
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
         # If the head has no page here, the mask is 0 and the page id is arbitrary.
         if seen != 0 if masks is not None else True:
-            page_start = start + i * P
-            if KIND == NUQ:
-                first, second = nuq_keys(
-                    words, current, at4, at2, at1, order, first_book, second_book, num_key_slots,
-                    at_key_slots, HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
-                )  # fmt: skip
-            else:
-                first, second = decoded_keys(KIND, words, current, head_bias, D, HALF, HP, P)
-            first_q, second_q = first_query, second_query
-            if ROTATE:
-                base = page_start
-                if masks is not None:
-                    chunk = tl.load(chunk_ids + i).to(tl.int64)
-                    base, turned_by = turns_of(words, slot_positions, bases, chunk, layer_head, base, L * H, P)
-                    key_angle = turned_by[None, :] * HALF + order[:, None]
-                    slot_cos = tl.load(cos + key_angle, mask=is_pair[:, None], other=0.0)
-                    slot_sin = tl.load(sin + key_angle, mask=is_pair[:, None], other=0.0)
-                else:
-                    slot_cos = tl.load(turn, mask=is_pair[:, None], other=0.0)
-                    slot_sin = tl.load(turn + HALF * P, mask=is_pair[:, None], other=0.0)
-                first, second = turned(first, second, slot_cos, slot_sin)
-                # All rows of a decode piece have the same position.
-                past = (tl.full((1,), 0, tl.int32) + end if APPEND else position) - base
-                angle = tl.maximum(past, 0)[:, None] * HALF + order[None, :]
-                query_cos = tl.load(cos + angle, mask=is_pair[None, :], other=0.0)
-                query_sin = tl.load(sin + angle, mask=is_pair[None, :], other=0.0)
-                first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
-            token = slots
-            if KIND == NUQ:
-                # Rounded after this, not before: what a product reads must not itself be a reshape in Triton 3.6.
-                first, second = interleaved(first, HP, 2), interleaved(second, HP, 2)
-                token = slots % 2 * (P // 2) + slots // 2
-            score = tl.dot(first_q.to(TYPE), first.to(TYPE), input_precision="ieee")
-            score = tl.dot(second_q.to(TYPE), second.to(TYPE), score, input_precision="ieee")
-            if SINKS:
-                score = tl.where((i > 0) | (token >= num_exact)[None, :], score, float("-inf"))
-            if masks is not None:
-                score = tl.where(is_seen(seen, token)[None, :], score, float("-inf"))
-            if WINDOW:
-                score = tl.where((page_start + token)[None, :] > position[:, None] - WINDOW, score, float("-inf"))
-            top, total, weight, factor = weigh(top, total, score)
-            weight, acc = weight.to(TYPE), acc * factor[:, None]
-            if KIND == NUQ:
-                even, odd = nuq_values(
-                    words, current, value_book, value_bits, at_values, at_ranges, num_value_slots, at_value_slots,
-                    D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS,
-                )  # fmt: skip
-                even_weight, odd_weight = in_value_order(weight, ROWS, P)
-                even, odd = interleaved(even, P // 2, NUM_RUNS), interleaved(odd, P // 2, NUM_RUNS)
-                acc = tl.dot(even_weight, even.to(TYPE), acc, input_precision="ieee")
-                acc = tl.dot(odd_weight, odd.to(TYPE), acc, input_precision="ieee")
-            else:
-                values = decoded_values(KIND, words, current, D, HALF, DP, P)
-                acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
+            top, total, acc = attend_page(
+                top, total, acc, first_query, second_query, position, end, words, current, order, of_keys, of_values,
+                masks, slot_positions, bases, cos, sin, turns, chunk_ids + i, i, start + i * P, seen, num_exact,
+                layer_head, q.dtype.element_ty, L * H, D, P, DP, HP, ROWS, WINDOW, SINKS, KIND, KEY_PARTS, VALUE_PARTS,
+                MOST_KEY_SLOTS, MOST_VALUE_SLOTS, ROTATE, APPEND,
+            )  # fmt: skip
     if KIND == NUQ:
-        acc = deinterleaved(acc, ROWS, NUM_RUNS)
+        acc = deinterleaved(acc, ROWS, max(1, DP // 32))
+    return top, total, acc
 
-    if APPEND:
-        # The piece with its row's own chunk adds the new token.
-        single = tl.arange(0, 1)
-        holds = single < num_own
-        here = (single + first_row).to(tl.int64)
-        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, single + end, D, DP, False)
-        v = load_rotated(new_v, here * v_stride + head * D, holds, cos, sin, single + end, D, DP, False)
-        open_chunk = tl.load(own_ids + single, mask=holds, other=0).to(tl.int64)
-        target = dense_page(entry, open_chunk, head, staged, holds, L * H, H, PAGE) * UNIT + end % P * D
-        stored = holds[:, None] & in_row[None, :]
-        tl.store(arena + target[:, None] + d[None, :], k.to(TYPE), mask=stored)
-        tl.store(arena + target[:, None] + P * D + d[None, :], v.to(TYPE), mask=stored)
-        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, single + end, D, DP, ROTATE)
-        new_score = tl.sum(query.to(tl.float32) * k.to(TYPE).to(tl.float32), 1)
-        opens = valid & (num_own > 0)
-        new_top = tl.where(opens, new_score, float("-inf"))
-        top, total, acc = join(
-            top, total, acc, new_top, tl.where(opens, 1.0, 0.0), tl.zeros((ROWS, DP), tl.float32) + v
+
+@triton.jit
+def attend_page(
+    top, total, acc, first_query, second_query, position, end,
+    words, page,                # the arena as i32, and the page's id, i64
+    order, of_keys, of_values,  # as of `shared_by_pages`
+    masks, slot_positions, bases, cos, sin, turns,
+    chunk_id,                   # where the page's chunk is named
+    i, page_start,              # index in the piece, and position by the index in the path
+    seen, num_exact, layer_head,
+    TYPE: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, KIND: tl.constexpr,
+    KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr, MOST_VALUE_SLOTS: tl.constexpr,
+    ROTATE: tl.constexpr, APPEND: tl.constexpr,
+):  # fmt: skip
+    """Extends the sums by an encoded page. Columns of acc are in the order of `interleaved` if KIND is NUQ."""
+    HALF: tl.constexpr = D // 2
+    slots = tl.arange(0, P)
+    if KIND == NUQ:
+        at4, at2, at1, first_book, second_book, num_key_slots, at_key_slots = of_keys
+        first, second = nuq_keys(
+            words, page, at4, at2, at1, order, first_book, second_book, num_key_slots, at_key_slots, HALF, HP, P,
+            KEY_PARTS, MOST_KEY_SLOTS,
+        )  # fmt: skip
+    else:
+        first, second = decoded_keys(KIND, words, page, of_keys, D, HALF, HP, P)
+    first_q, second_q = first_query, second_query
+    if ROTATE:
+        base, slot_cos, slot_sin = slot_angles(
+            words,
+            masks,
+            slot_positions,
+            bases,
+            cos,
+            sin,
+            turns,
+            chunk_id,
+            layer_head,
+            page_start,
+            order,
+            ROW,
+            HALF,
+            HP,
+            P,
         )
+        first, second = turned(first, second, slot_cos, slot_sin)
+        # All rows of a decode piece have the same position.
+        past = (tl.full((1,), 0, tl.int32) + end if APPEND else position) - base
+        angle = tl.maximum(past, 0)[:, None] * HALF + order[None, :]
+        is_pair = (tl.arange(0, HP) < HALF)[None, :]
+        query_cos = tl.load(cos + angle, mask=is_pair, other=0.0)
+        query_sin = tl.load(sin + angle, mask=is_pair, other=0.0)
+        first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
+    token = slots
+    if KIND == NUQ:
+        # Rounded after this, not before: what a product reads must not itself be a reshape in Triton 3.6.
+        first, second = interleaved(first, HP, 2), interleaved(second, HP, 2)
+        token = slots % 2 * (P // 2) + slots // 2
+    score = tl.dot(first_q.to(TYPE), first.to(TYPE), input_precision="ieee")
+    score = tl.dot(second_q.to(TYPE), second.to(TYPE), score, input_precision="ieee")
+    if SINKS:
+        score = tl.where((i > 0) | (token >= num_exact)[None, :], score, float("-inf"))
+    if masks is not None:
+        score = tl.where(is_seen(seen, token)[None, :], score, float("-inf"))
+    if WINDOW:
+        score = tl.where((page_start + token)[None, :] > position[:, None] - WINDOW, score, float("-inf"))
+    top, total, weight, factor = weigh(top, total, score)
+    acc = add_values(
+        acc * factor[:, None], weight.to(TYPE), words, page, of_values, D, DP, P, ROWS, KIND, VALUE_PARTS,
+        MOST_VALUE_SLOTS,
+    )  # fmt: skip
+    return top, total, acc
 
-    if SEEDED:
-        seed_top, seed_total, seed_acc = sum_partials(
-            seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+
+@triton.jit
+def add_values(
+    acc,
+    weight,  # [ROWS, P], of slots in the order of `interleaved` if KIND is NUQ
+    words, page, of_values,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, VALUE_PARTS: tl.constexpr, MOST_VALUE_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Adds the weighted values of an encoded page."""
+    TYPE: tl.constexpr = weight.dtype
+    NUM_RUNS: tl.constexpr = max(1, DP // 32)
+    if KIND == NUQ:
+        book, bits, at_values, at_ranges, num_slots, at_slots = of_values
+        even, odd = nuq_values(
+            words, page, book, bits, at_values, at_ranges, num_slots, at_slots, D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS
         )
-        top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
+        even_weight, odd_weight = in_value_order(weight, ROWS, P)
+        even, odd = interleaved(even, P // 2, NUM_RUNS), interleaved(odd, P // 2, NUM_RUNS)
+        acc = tl.dot(even_weight, even.to(TYPE), acc, input_precision="ieee")
+        acc = tl.dot(odd_weight, odd.to(TYPE), acc, input_precision="ieee")
+    else:
+        values = decoded_values(KIND, words, page, D, D // 2, DP, P)
+        acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
+    return acc
 
+
+@triton.jit
+def slot_angles(
+    words, masks, slot_positions, bases, cos, sin, turns, chunk_id, layer_head, start, order,  # as of `attend_page`
+    ROW: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """The base position of a page's keys, i32, and cosines and sines of the slots' offsets from it, f32 [HP, P]."""
+    is_pair = (tl.arange(0, HP) < HALF)[:, None]
+    base = start
+    if masks is not None:
+        base, turned_by = turns_of(
+            words, slot_positions, bases, tl.load(chunk_id).to(tl.int64), layer_head, start, ROW, P
+        )
+        angle = turned_by[None, :] * HALF + order[:, None]
+        slot_cos = tl.load(cos + angle, mask=is_pair, other=0.0)
+        slot_sin = tl.load(sin + angle, mask=is_pair, other=0.0)
+    else:
+        turn = turns + order[:, None] * P + tl.arange(0, P)[None, :]
+        slot_cos = tl.load(turn, mask=is_pair, other=0.0)
+        slot_sin = tl.load(turn + HALF * P, mask=is_pair, other=0.0)
+    return base, slot_cos, slot_sin
+
+
+@triton.jit
+def append_to_own(
+    top, total, acc, query, valid, new_k, new_v, arena, entry, own_ids, num_own, end, row, k_stride, v_stride,
+    cos, sin, head, staged,
+    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Stores a row's new token in its own chunk, if the piece has one, and extends the sums by it."""
+    single = tl.arange(0, 1)
+    holds = single < num_own
+    chunk = tl.load(own_ids + single, mask=holds, other=0).to(tl.int64)
+    target = dense_page(entry, chunk, head, staged, holds, L * H, H, PAGE) * UNIT + end % P * D
+    new_top, new_total, new_acc = append_token(
+        query, new_k, new_v, arena + target[:, None], holds, valid & (num_own > 0), end, row, k_stride, v_stride,
+        cos, sin, head, D, DP, P, ROWS, ROTATE, False,
+    )  # fmt: skip
+    return join(top, total, acc, new_top, new_total, new_acc)
+
+
+@triton.jit
+def attend_exact(
+    top, total, acc, query, position, end, arena, table, reads,
+    side, num_exact, first_mask,   # as of `first_chunk_of`
+    own_ids, num_own, own_start,   # the dense chunks, and the position of the first one
+    cos, sin, layer_head, head, staged,
+    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,
+    PAGE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr, APPEND: tl.constexpr,
+):  # fmt: skip
+    """Extends the sums by what is not encoded: sinks, and the chunks that the rows write."""
+    TYPE: tl.constexpr = query.dtype
+    slots = tl.arange(0, P)
     if SINKS:
         rows = arena + tl.maximum(side, 0) * UNIT + layer_head * (2 * SINKS * D)
         top, total, acc = attend_sinks(
             top, total, acc, query, position, rows, num_exact, first_mask, cos, sin, D, DP, SINKS, WINDOW, ROTATE
         )
-
-    own_start = start + num_chunks * P
     for i in tl.range(num_own, num_stages=1):
         chunk = tl.load(own_ids + i).to(tl.int64)
         if reads is not None:
             tl.atomic_add(reads + tl.maximum(chunk, 0) * H + head, 1, mask=chunk >= 0)
-        source = dense_page(entry, chunk, head, staged, chunk == chunk, L * H, H, PAGE) * UNIT + slots * D
+        page = dense_page(table + layer_head, chunk, head, staged, chunk == chunk, L * H, H, PAGE)
+        source = page * UNIT + slots * D
         at = own_start + i * P + slots
         # Slots from `end` on are unwritten: loading them is wasted, and multiplying them by zero may give NaN.
         written = at < end
@@ -333,8 +457,4 @@ def attend_encoded(
         if WINDOW:
             visible &= at[None, :] > position[:, None] - WINDOW
         top, total, acc = attend_dense(top, total, acc, query, own_keys, own_values, visible)
-
-    leave(
-        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
-        head, H, G, D, DP, ROWS,
-    )  # fmt: skip
+    return top, total, acc
