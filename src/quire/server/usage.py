@@ -76,9 +76,10 @@ class StreamChunks:
 
     def head(self) -> shapes.ChunkBase:
         """What the next chunk has besides its choices."""
-        if self._is_continuous:
-            return {**self._head, "usage": self._usage.as_dict()}
-        return {**self._head, "usage": None} if self._includes_usage else {**self._head}
+        head: shapes.ChunkBase = {**self._head, "usage": self._usage.as_dict() if self._is_continuous else None}
+        if not (self._is_continuous or self._includes_usage):
+            del head["usage"]
+        return head
 
     def event(self, choice: shapes.CompletionDelta | shapes.ChatDelta) -> bytes:
         """The server-sent event of a choice's news."""
