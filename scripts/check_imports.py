@@ -2,7 +2,7 @@
 with what has to do without them, and that some packages have no circle of imports.
 
 Prints one line per violation and exits with 1 if there is any. `make check` runs it;
-tests/unit/test_import_direction.py runs it on made-up violations.
+tests/scripts/test_check_imports.py runs it on made-up violations.
 """
 
 from __future__ import annotations

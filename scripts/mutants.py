@@ -3,7 +3,7 @@
 python scripts/mutants.py                          all of tests/mutants/*.toml
 python scripts/mutants.py --only "a salt" --only x those with these words in their names
 python scripts/mutants.py --output docs/design/testing.md also writes the table between that file's marks
-python scripts/mutants.py --tests tests/unit/test_sampler.py --only top_p   runs these tests, without a map
+python scripts/mutants.py --tests tests/engine/test_sampler.py --only top_p   runs these tests, without a map
 
 A mutant is caught if a test fails that passes without it. It survives if all tests that touch it pass. The script exits
 with 1 if a mutant survived, is not a valid program, or took too long. scripts/touching.py finds the tests;

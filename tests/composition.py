@@ -1,6 +1,6 @@
 """The composition matrix as data: the tests that prove each pair of the five systems, and all five at once.
 
-`tests/unit/test_composition.py` checks that every test here is collected, with the parameters that are named.
+`tests/scripts/test_composition.py` checks that every test here is collected, with the parameters that are named.
 `scripts/composition.py` writes docs/lab/composition.md from it.
 """
 
@@ -36,7 +36,7 @@ class Proof:
 
 
 TOKENS = "cluster/test_tokens.py", "test_tokens_are_those_of_one_engine"
-MEMORY = "unit/test_offloaded_engine.py", "test_tokens_are_those_of_a_cache_in_memory"
+MEMORY = "engine/test_offloading.py", "test_tokens_are_those_of_a_cache_in_memory"
 
 MATRIX: dict[Systems, Proof] = {
     (SHARING, CODEC): Proof(
@@ -44,11 +44,11 @@ MATRIX: dict[Systems, Proof] = {
         " chunks attend like each row alone.",
         (
             Test(
-                "unit/test_codec_matrix.py",
+                "engine/test_codec_matrix.py",
                 "test_every_codec_answers_alike_from_the_cache_and_after_a_preemption",
                 ("nuq3", "everything", "True"),
             ),
-            Test("unit/test_encoded_engine.py", "test_a_hit_says_what_a_miss_says"),
+            Test("engine/test_encoded_engine.py", "test_a_hit_says_what_a_miss_says"),
             Test("kernels/test_encoded_attend.py", "test_sharers_of_packed_chunks_read_like_every_row_alone"),
         ),
     ),
@@ -56,16 +56,16 @@ MATRIX: dict[Systems, Proof] = {
         "A prompt that is found keeps the tokens that it keeps when it is computed, at any time and with any sharers;"
         " they are those of full attention matrices.",
         (
-            Test("unit/test_retention_engine.py", "test_one_prompt_cold_found_twice_at_once_and_after_eviction"),
-            Test("unit/test_retention_engine.py", "test_the_cpu_backend_does_what_the_oracle_does"),
-            Test("unit/test_retained.py", "test_many_readers_read_in_place"),
+            Test("engine/test_retention.py", "test_one_prompt_cold_found_twice_at_once_and_after_eviction"),
+            Test("engine/test_retention.py", "test_the_cpu_backend_does_what_the_oracle_does"),
+            Test("cache/test_retention_retained.py", "test_many_readers_read_in_place"),
         ),
     ),
     (SHARING, OFFLOAD): Proof(
         "Tokens are those of a cache in memory, and a beginning that several micro-batches share is read once a layer.",
         (
             Test(*MEMORY, ("dense", "shared")),
-            Test("unit/test_offloaded_engine.py", "test_a_shared_beginning_is_loaded_once_a_layer"),
+            Test("engine/test_offloading.py", "test_a_shared_beginning_is_loaded_once_a_layer"),
         ),
     ),
     (SHARING, INSTANCES): Proof(
@@ -81,15 +81,15 @@ MATRIX: dict[Systems, Proof] = {
         "The kernels keep the tokens and give the answers of the reference backend, and those of full attention"
         " matrices over decoded pages.",
         (
-            Test("unit/test_retention_encoded.py", "test_both_backends_keep_and_answer_alike"),
-            Test("unit/test_retention_engine.py", "test_encoded_pages_keep_and_answer_like_the_oracle"),
+            Test("engine/test_retention_encoded.py", "test_both_backends_keep_and_answer_alike"),
+            Test("engine/test_retention.py", "test_encoded_pages_keep_and_answer_like_the_oracle"),
         ),
     ),
     (CODEC, OFFLOAD): Proof(
         "Tokens are those of the same codec in memory, wherever weights, cache and activations are.",
         (
             Test(*MEMORY, ("nuq3",)),
-            Test("unit/test_offloaded_engine.py", "test_tokens_are_those_of_memory_under_every_policy", ("g4 sinks",)),
+            Test("engine/test_offloading.py", "test_tokens_are_those_of_memory_under_every_policy", ("g4 sinks",)),
         ),
     ),
     (CODEC, INSTANCES): Proof(
@@ -103,8 +103,8 @@ MATRIX: dict[Systems, Proof] = {
     (RETENTION, OFFLOAD): Proof(
         "Tokens are those of retention in memory, with cache or weights on the disk.",
         (
-            Test("unit/test_paged.py", "test_tokens_are_those_of_retention_in_memory"),
-            Test("unit/test_offloaded_engine.py", "test_weights_on_the_disk_go_with_retention_and_a_disk_tier"),
+            Test("offload/test_paged.py", "test_tokens_are_those_of_retention_in_memory"),
+            Test("engine/test_offloading.py", "test_weights_on_the_disk_go_with_retention_and_a_disk_tier"),
         ),
     ),
     (RETENTION, INSTANCES): Proof(

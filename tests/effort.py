@@ -5,7 +5,7 @@
     night  many times as many examples
 
 A test states the number of examples of a quick run; the effort multiplies it. No test sets a number of examples in
-any other way (tests/unit/test_effort.py).
+any other way (tests/scripts/test_effort.py).
 """
 
 from __future__ import annotations

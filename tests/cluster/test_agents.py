@@ -68,7 +68,7 @@ from quire.stores.signer import ExtentSigner
 from tests.clusters import LIMITS
 
 from ..engines import make_engine
-from ..stores import put_store
+from ..store_helpers import put_store
 from ..tiny_models import save_tiny, tiny_shape
 
 ATTEMPT = Attempt(1, 1)

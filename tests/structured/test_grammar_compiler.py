@@ -34,14 +34,14 @@ from quire.structured.grammar_compiler import GrammarCompiler
 from quire.structured.grammar_guide import CompiledGrammar, GrammarGuide
 from quire.structured.masks import TOO_COMPLEX
 from quire.structured.params import StructuredOutputsParams
+from tests.engine.test_guides import CACHES, SHAPE
 
 from ..effort import tries
 from ..engines import generate, make_engine
-from ..stores import put_store
+from ..store_helpers import put_store
 from ..tiny_models import BYTE_VOCAB, save_tiny
 from ..toy_guide import members
 from ..toy_store import ToyStore
-from .test_guides import CACHES, SHAPE
 
 SCHEMA = {
     "type": "object",

@@ -2,7 +2,7 @@
 
 Scheduler, prefix tree, retention, ledger and router are those of the engine and of the cluster, with every page that
 they would take, and only the model is not computed: `quire.simulation` has them, and
-tests/unit/test_simulated_decisions.py holds it to the real ones. So a cache of any size is full in seconds. A step
+tests/simulation/test_cluster.py holds it to the real ones. So a cache of any size is full in seconds. A step
 computes all prompts that have room, and caches travel in no time, because otherwise answers would end before the caches
 are full.
 """

@@ -1,7 +1,7 @@
 """Decodes GGUF's quantized blocks, and makes group codes, our own block type.
 
 Vectorised in torch for the common formats: 0.25 s for the embedded model on one thread, against 0.6 s for the `gguf`
-package's numpy, with bit-identical values (tests/unit/test_weights_gguf.py). That package decodes all other formats.
+package's numpy, with bit-identical values (tests/models/test_gguf_file.py). That package decodes all other formats.
 """
 
 from __future__ import annotations
