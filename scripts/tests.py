@@ -1,17 +1,23 @@
 #!/usr/bin/env python3
 """Runs the test suite: most tests in parallel, one process per core, then the tests that measure time or memory.
 
-    scripts/tests.py [--seconds N] [PYTEST ARGUMENT...]
+    scripts/tests.py [--seconds N] [--all | --since REVISION] [PYTEST ARGUMENT...]
 
 QUIRE_EFFORT sets the effort: quick (the default), full or night. Arguments go to pytest in both groups, for example
 `-k name`, `--seed N` or paths. --seconds skips tests that have not begun by then, over both groups. Exit status 0 if
 nothing failed. Ctrl-C ends it within seconds, with all processes of pytest, and exit status 130.
+
+A quick run without paths leaves out the folders of `tests/touched.json` whose files are unchanged since REVISION: the
+commit where this branch left its upstream branch or, without one, the last commit but one. --all runs them, too.
+
+Prints seconds and processor time of each folder of tests beside its budget.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -20,10 +26,18 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+TOUCHED = ROOT / "tests" / "touched.json"
+"""Groups of tests, and the sources that they run. `scripts/touching.py` measures it."""
+
+EVERYTHING = ("constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/effort.py", "tests/touched.json")
+"""Files that every test depends on."""
+
 NOTHING_RAN = 5
 """pytest's exit status when its arguments chose no test."""
 
@@ -41,20 +55,45 @@ ALONE_SHARE = 0.2
 """Share of --seconds reserved for the tests that run alone; otherwise the first group would use all."""
 
 
+BUDGETS: dict[str, int] = {}
+"""Processor seconds that each folder of tests may take in a quick run, on a machine of two cores with AVX2."""
+
+
+@dataclass
+class Cost:
+    """The cost of a folder's tests.
+
+    seconds            from the begin to the end of each test, its fixtures included
+    processor_seconds  of the test and of the child processes that ended during it
+    """
+
+    num_tests: int = 0
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+
+
 def main() -> int:
     """Runs both groups, one after the other, and prints their time."""
     begun = time.monotonic()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--since")
     given, arguments = parser.parse_known_args()
+    # Processes share their byte code: without it, each compiles all tests and sources, which takes half a minute.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     pytest = [sys.executable, "-m", "pytest", "--durations=25"]
     cores = len(os.sched_getaffinity(0))
-    alone = ["--alone=only"]
+    alone, is_quick = ["--alone=only"], os.environ.get("QUIRE_EFFORT", "quick") == "quick"
     if not any((ROOT / word.partition("::")[0]).exists() for word in arguments):
+        if is_quick and not given.all:
+            for path in untouched(json.loads(TOUCHED.read_text()), changed_files(given.since)):
+                arguments.append(f"--ignore={path}")
+                print(f"left out, because nothing that they test has changed: {path} (--all runs them)")
         # Only their files: importing all others would take as long as these tests.
         alone += [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.alone" in file.read_text()]
     groups = (["--alone=without", f"--numprocesses={cores}", "--dist=worksteal"], alone)
-    codes, failed = [], []
+    codes, failed, costs = list[int](), list[str](), defaultdict[str, Cost](Cost)
     for group, share in zip(groups, (1 - ALONE_SHARE, 1), strict=True):
         if given.seconds is not None:
             group.append(f"--seconds={max(0.0, given.seconds * share - (time.monotonic() - begun)):.0f}")
@@ -67,6 +106,9 @@ def main() -> int:
                 print("interrupted", file=sys.stderr)
                 return INTERRUPTED
             failed += failures(record)
+            add_costs(record, costs)
+    if is_quick:
+        print(*cost_table(costs), sep="\n")
     for name in failed:
         print(f"failed: {name}")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -75,6 +117,67 @@ def main() -> int:
         f" {used.ru_utime + used.ru_stime:.0f} s of processor time, load {os.getloadavg()[0]:.1f}"
     )
     return exit_status(codes)
+
+
+def changed_files(since: str | None) -> set[str] | None:
+    """The files that differ from a commit, those that are not committed included; None if the commit is unknown.
+
+    since  by default the commit where this branch left its upstream branch or, without one, the last commit but one
+    """
+    if since is None:
+        since = (_git("merge-base", "HEAD", "@{upstream}") or ["HEAD~1"])[0]
+    changed, untracked = _git("diff", "--name-only", since), _git("ls-files", "--others", "--exclude-standard")
+    return None if changed is None or untracked is None else {*changed, *untracked}
+
+
+def _git(*arguments: str) -> list[str] | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def untouched(touched: Mapping[str, Mapping[str, Sequence[str]]], changed: Iterable[str] | None) -> list[str]:
+    """The paths of tests that need not run, because no changed file touches them.
+
+    touched  by name of a group: "tests", its files and folders, and "sources", the files and folders that these run
+    changed  None: unknown, so all tests run
+    """
+    if changed is None:
+        return []
+    known = list(changed)
+    return [
+        path
+        for group in touched.values()
+        if not any(_is_below(file, (*group["tests"], *group["sources"], *EVERYTHING)) for file in known)
+        for path in group["tests"]
+    ]
+
+
+def _is_below(file: str, paths: Iterable[str]) -> bool:
+    return any(file == path or file.startswith(f"{path}/") for path in paths)
+
+
+def add_costs(record: Path, costs: dict[str, Cost]) -> None:
+    """Adds the tests of a JUnit record to the costs of their folders; adds nothing without a record."""
+    for case in _cases(record):
+        cost = costs["/".join(case.get("classname", "").split(".")[:2])]
+        cost.num_tests += 1
+        cost.seconds += float(case.get("time", 0))
+        cost.processor_seconds += sum(
+            float(each.get("value", 0)) for each in case.iter("property") if each.get("name") == "processor_seconds"
+        )
+
+
+def cost_table(costs: Mapping[str, Cost]) -> Iterator[str]:
+    """Lines with the cost of each folder and its budget, the most expensive first."""
+    yield f"{'folder':24}{'tests':>8}{'seconds':>10}{'processor':>11}{'budget':>8}"
+    for folder, cost in sorted(costs.items(), key=lambda each: -each[1].processor_seconds):
+        budget = BUDGETS.get(folder)
+        mark = "  over" if budget is None or cost.processor_seconds > budget else ""
+        seconds = f"{cost.seconds:10.0f}{cost.processor_seconds:11.0f}"
+        yield f"{folder:24}{cost.num_tests:8}{seconds}{'none' if budget is None else budget:>8}{mark}"
 
 
 def run(command: Sequence[str], *, is_typed: bool = False) -> int:
@@ -115,15 +218,18 @@ def failures(record: Path) -> list[str]:
 
     Printed last, because a CI service may keep only the last lines.
     """
-    try:
-        cases = ElementTree.parse(record).iter("testcase")
-    except (OSError, ElementTree.ParseError):
-        return []
     return [
         f"{case.get('classname')}::{case.get('name')}"
-        for case in cases
+        for case in _cases(record)
         if case.find("failure") is not None or case.find("error") is not None
     ]
+
+
+def _cases(record: Path) -> list[ElementTree.Element]:
+    try:
+        return list(ElementTree.parse(record).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return []
 
 
 def exit_status(codes: Sequence[int]) -> int:

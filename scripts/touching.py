@@ -1,5 +1,7 @@
 """Maps source lines to the tests that run them: runs the quick suite once under coverage, with a context per test.
 
+    scripts/touching.py     # measures the sources of each group in tests/touched.json again, and writes them there
+
 Knows tests, lines and copies of the tree, not mutants.
 """
 
@@ -13,12 +15,16 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = "src/quire"
+TOUCHED = ROOT / "tests" / "touched.json"
+"""Groups of tests that a quick run may leave out. Of each: "tests", their files and folders; "declared", sources that
+they depend on and coverage does not see, as kernels that a compiler reads; "sources", these and what coverage saw."""
 
 SUITE = ("-p", "per_test", "-p", "no:cacheprovider", "--seed", "0")
 """Additional arguments of pytest."""
@@ -119,11 +125,38 @@ class Touching:
                 found.add(context)
         return found
 
+    def sources_of(self, paths: Sequence[str]) -> set[str]:
+        """The source files in which a test below one of `paths` runs a line, from the root of the tree."""
+        rows = self._data.execute(
+            "select distinct context, path from line_bits join context on context.id = context_id"
+            " join file on file.id = file_id"
+        )
+        return {
+            SOURCES + path.removeprefix(self._source)
+            for context, path in rows
+            if any(context.startswith((f"{each}/", f"{each}::")) for each in paths)
+        }
 
-def measure(folder: Path, jobs: int) -> Path:
+
+def main() -> int:
+    """Measures the sources of each group of tests, and writes them."""
+    groups = json.loads(TOUCHED.read_text())
+    for group in groups.values():
+        with tempfile.TemporaryDirectory() as folder:
+            known = Touching(measure(Path(folder), len(os.sched_getaffinity(0)), group["tests"]))
+        if known.failed:
+            print(*known.failed, file=sys.stderr, sep="\n")
+            return 1
+        group["sources"] = sorted({*group["declared"], *known.sources_of(group["tests"])})
+    TOUCHED.write_text(json.dumps(groups, indent=1) + "\n")
+    return 0
+
+
+def measure(folder: Path, jobs: int, tests: Sequence[str] = ()) -> Path:
     """Runs the quick suite under coverage, unless there is a map of the same tree. Returns the folder of the map.
 
     folder  folder of all maps, by a digest of the tree
+    tests   files and folders, if not all tests are to run; the folder of maps has then no maps of others
     """
     found = folder / _tree_hash()
     if (found / "results.json").exists():
@@ -135,7 +168,7 @@ def measure(folder: Path, jobs: int) -> Path:
     config = found / "coveragerc"
     config.write_text(_CONFIG.format(source=tree / SOURCES, data=data / "coverage"))
     environ = {**environment(tree, found / "run.json"), "COVERAGE_PROCESS_START": str(config)}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--timeout", "900", *SUITE]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--timeout", "900", *SUITE, *tests]
     print(f"running the quick suite under coverage, once for this tree, into {found}", flush=True)
     done = subprocess.run(command, cwd=tree, env=environ)
     if done.returncode not in (0, 1):
@@ -203,3 +236,7 @@ def _functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.
 
 def _spans(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

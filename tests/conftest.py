@@ -39,6 +39,12 @@ LOOP_SECONDS = 0.01
 """What the loop of `_slowness` takes on such a machine."""
 
 
+PROCESSOR_SECONDS = "processor_seconds"
+"""The property of a test in the JUnit record: its processor time and that of child processes that ended meanwhile."""
+
+_BEGUN = pytest.StashKey[float]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every random generator; a new one by default")
     parser.addoption("--alone", choices=("only", "without"), help="the tests marked alone only, or all others")
@@ -147,6 +153,16 @@ gc.unfreeze = _unfreeze  # `gc.get_freeze_count` visits all frozen objects, so i
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Notes the processor time of each test, for scripts/tests.py."""
+    if call.when == "setup":
+        item.stash[_BEGUN] = _processor_seconds() - call.duration
+    elif call.when == "teardown":
+        item.user_properties.append((PROCESSOR_SECONDS, f"{_processor_seconds() - item.stash[_BEGUN]:.3f}"))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     begun = time.perf_counter()
     yield
@@ -158,6 +174,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return
     if seconds > (most := most * _slowness()):
         pytest.fail(f"took {seconds:.1f} s; a test above {most:.0f} s is made faster or marked slow", pytrace=False)
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return sum(times[:4])
 
 
 def _slowness() -> float:

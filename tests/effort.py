@@ -5,7 +5,7 @@
     night  many times as many examples
 
 A test states the number of examples of a quick run; the effort multiplies it. No test sets a number of examples in
-any other way (tests/scripts/test_effort.py).
+any other way (tests/unit/test_effort.py).
 """
 
 from __future__ import annotations
@@ -63,25 +63,23 @@ def covering(rows: Sequence[tuple[Any, ...]], strength: int) -> list[tuple[Any, 
 
     Greedy. Of rows that add as much, the one whose values stand in fewest of those before, then the first.
     """
-
-    def parts(row: tuple[Any, ...]) -> set[tuple[tuple[int, str], ...]]:
-        columns = [(index, repr(value)) for index, value in enumerate(row)]
-        return set(itertools.combinations(columns, min(strength, len(row))))
-
-    wanted = {part for row in rows for part in parts(row)}
-    left, chosen = list(rows), []
-    used: Counter[tuple[int, str]] = Counter()
-
-    def gain(row: tuple[Any, ...]) -> tuple[int, int]:
-        return len(parts(row) & wanted), -sum(used[index, repr(value)] for index, value in enumerate(row))
-
+    numbers: dict[tuple[Any, ...], int] = {}  # of each value of a column, and of each combination of them
+    values = [
+        [numbers.setdefault((column, repr(value)), len(numbers)) for column, value in enumerate(row)] for row in rows
+    ]
+    numbers.clear()
+    parts = [
+        {numbers.setdefault(part, len(numbers)) for part in itertools.combinations(row, min(strength, len(row)))}
+        for row in values
+    ]
+    wanted, used, chosen = set(range(len(numbers))), Counter[int](), list[int]()
     while wanted:
-        best = max(left, key=gain)
+        left = set(range(len(rows))).difference(chosen)
+        best = max(left, key=lambda each: (len(parts[each] & wanted), -sum(map(used.__getitem__, values[each])), -each))
         chosen.append(best)
-        left.remove(best)
-        wanted -= parts(best)
-        used.update((index, repr(value)) for index, value in enumerate(best))
-    return chosen
+        wanted -= parts[best]
+        used.update(values[best])
+    return [rows[each] for each in chosen]
 
 
 def _name(value: Any) -> str | None:
