@@ -25,7 +25,7 @@ ready: $(VENV)/.installed
 serve: ready  ## Install, then serve the embedded model on 127.0.0.1:$(PORT)
 	@exec $(BIN)/quire serve smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
-test: ready $(VENV)/.installed-dev  ## Install, then run the quick test suite; ARGS="-k name" to choose
+test: ready $(VENV)/.installed-dev  ## Install, then run the short test suite; ARGS="-k name" to choose
 	$(BIN)/python scripts/tests.py $(ARGS)
 
 test-full: ready $(VENV)/.installed-dev  ## The whole suite: more random examples, whole matrices, slow tests

@@ -3,11 +3,11 @@
 
     scripts/tests.py [--seconds N] [--all | --since REVISION] [PYTEST ARGUMENT...]
 
-QUIRE_EFFORT sets the effort: quick (the default), full or night. Arguments go to pytest in both groups, for example
-`-k name`, `--seed N` or paths. --seconds skips tests that have not begun by then, over both groups. Exit status 0 if
-nothing failed. Ctrl-C ends it within seconds, with all processes of pytest, and exit status 130.
+QUIRE_EFFORT sets the effort: short (the default), quick, full or night. Arguments go to pytest in both groups, for
+example `-k name`, `--seed N` or paths. --seconds skips tests that have not begun by then, over both groups. Exit status
+0 if nothing failed. Ctrl-C ends it within seconds, with all processes of pytest, and exit status 130.
 
-A quick run without paths leaves out the folders of `tests/touched.json` whose files are unchanged since REVISION: the
+A short run without paths leaves out the folders of `tests/touched.json` whose files are unchanged since REVISION: the
 commit where this branch left its upstream branch or, without one, the last commit but one. --all runs them, too.
 
 Prints seconds and processor time of each folder of tests beside its budget.
@@ -56,7 +56,7 @@ ALONE_SHARE = 0.2
 
 
 BUDGETS: dict[str, int] = {}
-"""Processor seconds that each folder of tests may take in a quick run, on a machine of two cores with AVX2."""
+"""Processor seconds that each folder of tests may take in a short run, on a machine of two cores with AVX2."""
 
 
 @dataclass
@@ -84,9 +84,9 @@ def main() -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     pytest = [sys.executable, "-m", "pytest", "--durations=25"]
     cores = len(os.sched_getaffinity(0))
-    alone, is_quick = ["--alone=only"], os.environ.get("QUIRE_EFFORT", "quick") == "quick"
+    alone, effort = ["--alone=only"], os.environ.get("QUIRE_EFFORT", "short")
     if not any((ROOT / word.partition("::")[0]).exists() for word in arguments):
-        if is_quick and not given.all:
+        if effort == "short" and not given.all:
             for path in untouched(json.loads(TOUCHED.read_text()), changed_files(given.since)):
                 arguments.append(f"--ignore={path}")
                 print(f"left out, because nothing that they test has changed: {path} (--all runs them)")
@@ -107,13 +107,13 @@ def main() -> int:
                 return INTERRUPTED
             failed += failures(record)
             add_costs(record, costs)
-    if is_quick:
+    if effort in ("short", "quick"):
         print(*cost_table(costs), sep="\n")
     for name in failed:
         print(f"failed: {name}")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
-        f"{os.environ.get('QUIRE_EFFORT', 'quick')} suite: {time.monotonic() - begun:.0f} s,"
+        f"{effort} suite: {time.monotonic() - begun:.0f} s,"
         f" {used.ru_utime + used.ru_stime:.0f} s of processor time, load {os.getloadavg()[0]:.1f}"
     )
     return exit_status(codes)

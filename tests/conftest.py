@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seconds += time.time()
     if getattr(config.option, "timeout", 0) is None:  # 0 where pytest-timeout is not installed
         # A hang is told from a test that takes what the effort allows.
-        config.option.timeout = max(float(config.getini("timeout") or 0), 2 * LONGEST * FACTORS[EFFORT])
+        config.option.timeout = max(float(config.getini("timeout") or 0), 2 * LONGEST * max(1, FACTORS[EFFORT]))
     config.option.hypothesis_seed = str(config.option.seed)
     if hasattr(config, "workerinput"):
         # A core for each process and for what it starts: threads that two processes have together wait for each other.
@@ -101,6 +101,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Files, and tests within each: mixed, every test would make its file's fixtures anew.
         draw, places = random.Random(config.option.seed), dict[str, float]()
         items.sort(key=lambda item: (places.setdefault(item.nodeid.partition("::")[0], draw.random()), draw.random()))
+    if EFFORT == "short":
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: left to QUIRE_EFFORT=quick"))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -166,7 +170,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     begun = time.perf_counter()
     yield
-    seconds, most = time.perf_counter() - begun, LONGEST * FACTORS[EFFORT]
+    seconds, most = time.perf_counter() - begun, LONGEST * max(1, FACTORS[EFFORT])
     # Where other programs keep the cores, or coverage follows every line, seconds say nothing of the test.
     is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1) or sys.gettrace() is not None
     # Tests on a GPU mostly wait for its compiler.

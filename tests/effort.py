@@ -1,16 +1,18 @@
 """The effort of a test run: one setting, `QUIRE_EFFORT`, for random examples, matrices and slow tests.
 
-    quick  what `make test` runs: some examples of every property, every pair of values in a matrix
+    short  what `make test` runs: few examples of every property, every value of a matrix, no slow tests
+    quick  what continuous integration runs: some examples of every property, every pair of values in a matrix
     full   what `make test-full` runs: several times as many examples, whole matrices, slow tests
     night  many times as many examples
 
 A test states the number of examples of a quick run; the effort multiplies it. No test sets a number of examples in
-any other way (tests/unit/test_effort.py).
+any other way (tests/scripts/test_effort.py).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -18,15 +20,18 @@ from typing import Any
 
 import pytest
 
-FACTORS = {"quick": 1, "full": 5, "night": 50}
-EFFORT = os.environ.get("QUIRE_EFFORT", "quick")
+FACTORS = {"short": 0.3, "quick": 1, "full": 5, "night": 50}
+EFFORT = os.environ.get("QUIRE_EFFORT", "short")
 if EFFORT not in FACTORS:
     raise pytest.UsageError(f"QUIRE_EFFORT is {EFFORT!r}; it must be one of {', '.join(FACTORS)}")
+
+IS_FULL = EFFORT in ("full", "night")
+"""Whether tests do what takes too long for continuous integration."""
 
 
 def tries(quick: int) -> int:
     """How many random cases to try where a quick run tries `quick`."""
-    return quick * FACTORS[EFFORT]
+    return math.ceil(quick * FACTORS[EFFORT])
 
 
 def examples(quick: int, **more: Any) -> Any:
@@ -38,23 +43,23 @@ def examples(quick: int, **more: Any) -> Any:
 
 def full_only(reason: str) -> Any:
     """Marks a test that a quick run leaves out: it is slow, or says what faster tests say on fewer cases."""
-    return pytest.mark.skipif(EFFORT == "quick", reason=f"left to QUIRE_EFFORT=full: {reason}")
+    return pytest.mark.skipif(not IS_FULL, reason=f"left to QUIRE_EFFORT=full: {reason}")
 
 
 def whole(values: Sequence[Any], quick: int) -> Sequence[Any]:
-    """All values, in a quick run the first `quick`: put those first that tell most."""
-    return values[:quick] if EFFORT == "quick" else values
+    """All values, in a quick run the first `quick`, in a short run half as many: put those first that tell most."""
+    return values if IS_FULL else values[: -(-quick // 2)] if EFFORT == "short" else values[:quick]
 
 
 def combine(strength: int = 2, **axes: Sequence[Any]) -> Any:
     """Parametrizes a test over the product of its axes, in a quick run over rows that hold every pair of values.
 
-    Most defects of a combination need two of its values. With a strength of 1 every value stands in some row. The first
-    values of all axes are the first row.
+    Most defects of a combination need two of its values. With a strength of 1, as in a short run, every value stands in
+    some row. The first values of all axes are the first row.
     """
     rows = list(itertools.product(*axes.values()))
-    if EFFORT == "quick":
-        rows = covering(rows, strength)
+    if not IS_FULL:
+        rows = covering(rows, 1 if EFFORT == "short" else strength)
     return pytest.mark.parametrize(",".join(axes), [row[0] if len(axes) == 1 else row for row in rows], ids=_name)
 
 

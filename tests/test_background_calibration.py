@@ -303,6 +303,7 @@ def test_where_the_codec_cannot_change_the_start_waits_and_says_why(
     assert said in caplog.text
 
 
+@pytest.mark.slow
 def test_the_process_has_the_lowest_priority_and_ends_with_the_engine(folder: Path) -> None:
     async def body(llm: AsyncLLM) -> None:
         background_calibration = llm._calibrating

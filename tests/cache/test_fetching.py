@@ -17,7 +17,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.llm import merge_delta
 
 from ..codecs import EVERY, TOY, options_of
-from ..effort import EFFORT, combine, tries, whole
+from ..effort import IS_FULL, combine, tries, whole
 from ..engines import GREEDY, drain, generate, make_engine
 from ..store_helpers import put_store
 from ..tiny_models import tiny_shape
@@ -47,7 +47,7 @@ CHUNKS = {
 }
 """Of dense pages in the arena: what a few prompts take."""
 
-LONGEST = 40 if EFFORT == "quick" else 90
+LONGEST = 90 if IS_FULL else 40
 """Tokens of the longest answers."""
 
 SLOW = {name for name, options in CACHES.items() if options.get("attention.backend") == "reference"}
@@ -191,7 +191,7 @@ def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_sam
     for number in range(1 if cache in SLOW else tries(1)):
         rng = random.Random(seed + number)
         prompts = [[rng.randrange(VOCABULARY) for _ in range(130 + 7 * index)] for index in range(4)]
-        params = replace(GREEDY, max_tokens=80 if cache in SLOW or EFFORT == "quick" else 150)
+        params = replace(GREEDY, max_tokens=80 if cache in SLOW or not IS_FULL else 150)
         roomy = [generate(make_engine(SHAPE, **options), [prompt], params)[0] for prompt in prompts]
         store = ToyStore(seed + number, delay=0.002, failing=failing)
         engine = with_store(store, chunks=40, **options)

@@ -609,6 +609,7 @@ sys.exit(main(["serve", *sys.argv[2:]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("presses", whole([1, 2], 1))
 def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(presses: int, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", head_dim=16, num_hidden_layers=12, max_position_embeddings=128)

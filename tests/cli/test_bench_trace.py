@@ -13,7 +13,7 @@ import pytest
 from quire.cli import main
 from quire.errors import ConfigError
 from quire.planning.traces import count_chunks, count_matches, make_prompts, read_trace, scaled
-from tests.effort import EFFORT, full_only, tries
+from tests.effort import IS_FULL, full_only, tries
 from tests.tiny_models import save_tiny
 
 IDS = range(64, 129)
@@ -168,7 +168,7 @@ def test_no_answer_can_pass_for_a_prompt(folder: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("seed_", range(3))
 def test_random_forks_match_what_was_counted(folder: str, tmp_path: Path, seed_: int) -> None:
-    trace = write(tmp_path / "trace", random_trace(random.Random(seed_), 30 if EFFORT == "quick" else 60))
+    trace = write(tmp_path / "trace", random_trace(random.Random(seed_), 60 if IS_FULL else 30))
     status, row = bench(folder, trace, "--block-tokens", str((32, 48, 64)[seed_]))
     assert status == 0 and row["is_exact"] and row["differing_requests"] == 0
     assert row["matched_tokens"] == row["expected_tokens"] > 0

@@ -711,6 +711,7 @@ def alive(cluster: Cluster, name: str) -> None:
     cluster.supervisor._handle(name, InstanceLoad(name, 0, 0, 0, 0, 1, 1))
 
 
+@pytest.mark.slow
 def test_an_instance_that_cannot_be_started_again_is_tried_again(model: Path, short: None) -> None:
     async def scenario() -> None:
         processes = Nobody()

@@ -479,6 +479,7 @@ def test_instances_are_restarted_and_change_their_roles_without_a_failed_request
         assert running.call(scenario()) == tokens(single_engine.generate(prompts, params))
 
 
+@pytest.mark.slow
 def test_an_engine_that_stops_by_itself_ends_its_instance(model: Path, single_engine: LLM, seed: int) -> None:
     rng = random.Random(seed)
     prompts, params = asked(rng, 6, max_tokens=100)

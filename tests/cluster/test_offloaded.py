@@ -109,6 +109,7 @@ def test_weights_on_the_disk_of_both_instances_change_no_token(
         check(cluster, drawn_prompts(seed), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_all_five_answer_like_one_plain_engine_with_the_same_pages_and_kept_tokens(
     model: Path, transport: str, seed: int

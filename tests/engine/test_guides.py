@@ -19,7 +19,7 @@ from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
 from quire.structured.guide import GuideProposal
 
-from ..effort import EFFORT, tries
+from ..effort import IS_FULL, tries
 from ..engines import GREEDY, drain, generate, make_engine
 from ..tiny_models import tiny_shape
 from ..toy_guide import ToyGuide, bits
@@ -90,7 +90,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str
         params = [
             replace(
                 SAMPLING[sampling],
-                max_tokens=rng.randrange(1, 80 if EFFORT == "quick" else 140),
+                max_tokens=rng.randrange(1, 140 if IS_FULL else 80),
                 logprobs=None if is_exact else 5,
             )
             for _ in prompts

@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.llm import merge_delta
 from tests import engines
 from tests.codecs import ENCODING, row_of
-from tests.effort import EFFORT, whole
+from tests.effort import IS_FULL, whole
 from tests.engines import drain, generate
 from tests.tiny_models import tiny_shape
 
@@ -26,7 +26,7 @@ RULES = pytest.mark.parametrize(
     "rule", [{}, {"retain.threshold": "off", "retain.budget": 0.5}], ids=["threshold", "budget"]
 )
 LONG = SamplingParams(max_tokens=140, temperature=0.0, ignore_eos=True)
-USUAL = LONG if EFFORT != "quick" else replace(LONG, max_tokens=70)
+USUAL = LONG if IS_FULL else replace(LONG, max_tokens=70)
 """All sequences seal a chunk, in a full run two."""
 
 
@@ -53,7 +53,7 @@ def dropped(engine: Engine) -> int:
 def test_both_backends_keep_and_answer_alike(codec: str, rule: dict[str, object]) -> None:
     """The reference decodes every page in every step. A quick run has two prompts, which are about to seal a chunk."""
     prompts, params = PROMPTS, LONG
-    if EFFORT == "quick":
+    if not IS_FULL:
         prompts, params = [ids(245, 1), ids(55, 2)], replace(LONG, max_tokens=30)
     made = [make_engine(codec, **rule, **{"attention.backend": backend}) for backend in ("reference", "cpu")]
     answers = [generate(engine, prompts, params) for engine in made]
@@ -87,7 +87,7 @@ def test_a_preemption_changes_no_token(codec: str, rule: dict[str, object]) -> N
     for index, prompt in enumerate(PROMPTS):
         engine.add(str(index), prompt, USUAL)
     outputs: dict[str, RequestOutput] = {}
-    every = 15 if EFFORT == "quick" else 30
+    every = 30 if IS_FULL else 15
     for step in range(3 * every + 5):
         for delta in engine.step():
             merge_delta(outputs, delta)

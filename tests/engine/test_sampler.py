@@ -15,7 +15,7 @@ from quire.engine import candidates
 from quire.engine.candidates import best_ids, descending_order, lane_maxima, num_above
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed, uniform
-from tests.effort import EFFORT, examples
+from tests.effort import IS_FULL, examples
 from tests.toy_guide import bits
 
 EOS = 1
@@ -214,7 +214,7 @@ def test_draws_follow_the_filtered_softmax(name):
     """Chi-square over 20,000 draws (6,000 in a quick run), one seed each. The seeds are fixed, so p > 1e-4 is
     deterministic.
     """
-    num_draws = 6_000 if EFFORT == "quick" else 20_000
+    num_draws = 20_000 if IS_FULL else 6_000
     logits = np.array([2.0, 1.5, 1.5, 1.0, 0.2, 0.0, -0.5, -1.0, -2.0, -5.0, 1.9, -30.0], np.float32)
     reference = Reference(SamplingParams(**FILTERS[name]), [0, 3], [1, 1, 5])
     ids, probs = reference.kept(logits)

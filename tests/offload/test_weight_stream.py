@@ -482,6 +482,7 @@ print(*(int(next(line for line in lines if line.startswith(name)).split()[1]) fo
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_disk_is_no_second_memory(tmp_path: Path) -> None:
     """81 MB of weights in 24 MiB: at least 50 MB less of the process's own memory, and none of it as a mapped file."""

@@ -388,6 +388,7 @@ def real_server(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @examples(25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=st.lists(

@@ -65,6 +65,7 @@ def instances(url):
     return {each["role"]: each for each in json.loads(ask(url, "/v1/cluster"))["instances"]}
 
 
+@pytest.mark.slow
 async def test_the_instances_are_seen_and_restarted(folder, capsys, tmp_path):
     pins = tmp_path / "pins.jsonl"
     pins.write_text(json.dumps({"prompt": "p" * 70}))

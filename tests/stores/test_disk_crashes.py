@@ -28,7 +28,7 @@ from quire.stores.writer_folder import GROW_SECONDS
 
 from ..disk_child import fake_of, start_child
 from ..disk_runs import MIB, NAMESPACE, FakeRun, disk_usage, fetch, holds
-from ..effort import EFFORT, tries
+from ..effort import EFFORT, IS_FULL, tries
 
 CAP = 64 * MIB
 
@@ -58,7 +58,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_index_and_right_bytes(
     tmp_path: Path, opened: Callable[[], DiskStore], seed: int
 ) -> None:
     rng, folder, num_found = random.Random(seed), tmp_path / "store", 0
-    for round_number in range({"quick": 6, "full": 10, "night": 50}[EFFORT]):
+    for round_number in range({"short": 2, "quick": 6, "full": 10, "night": 50}[EFFORT]):
         extent_bytes = rng.choice([5000, 100_000, 700_000])
         child, count, _ = start_child(folder, CAP, 1000 * round_number, extent_bytes)
         wait_until(lambda count=count: count.value > 0)  # type: ignore[misc]
@@ -97,7 +97,7 @@ def test_two_processes_share_a_folder_within_its_cap(
     assert int(store.stats()["bytes"] or 0) > 30 * MIB, "alone it may have more than half"
     child, count, stop = start_child(folder, CAP, 0, 600_000, pause=0.05)
     theirs: set[int] = set()
-    end = time.monotonic() + (4 if EFFORT == "quick" else 8)
+    end = time.monotonic() + (8 if IS_FULL else 4)
     while time.monotonic() < end or (len(theirs) < 5 and time.monotonic() < end + 20):
         assert disk_usage(folder) <= CAP
         fake = random.choice(mine)

@@ -848,6 +848,7 @@ def test_a_trial_that_takes_too_much_memory_is_refused(monkeypatch: pytest.Monke
     assert grammars.prepare(StructuredOutputsParams(**WAYS["json"])).result() is not None
 
 
+@pytest.mark.slow
 def test_a_process_of_trials_that_was_killed_is_replaced() -> None:
     tokenizer = load_tokenizer(resolve_model("smollm2"))
     grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)

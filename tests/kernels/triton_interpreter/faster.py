@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tests.effort import EFFORT
+from tests.effort import IS_FULL
 
 
 class _NoScope:
@@ -43,7 +43,7 @@ def install() -> None:
     tl.core.tensor.__init__ = _tensor
     TritonSemantic.broadcast_impl_value = _broadcast
     TritonSemantic.binary_op_type_checking_impl = _operands
-    if EFFORT == "quick":
+    if not IS_FULL:
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
         interpreter.TensorHandle.__post_init__ = lambda self: None

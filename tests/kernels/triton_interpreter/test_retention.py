@@ -13,7 +13,7 @@ from quire.engine.graphs import DecodeGraphs
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 
-from ...effort import EFFORT, whole
+from ...effort import IS_FULL, whole
 from ...retention_cases import BOS, Bench, Head, HeadWeights
 from ...retention_oracle import Rules
 from ...tiny_models import tiny_shape
@@ -41,7 +41,7 @@ def test_pages_with_masks_are_attended_to_and_profiled_like_the_reference(
 
 @each_shape
 def test_prompts_are_profiled_like_the_reference(shape: Shape, seed: int) -> None:
-    steps = HISTORY[:3] if EFFORT != "quick" else HISTORY[1:3] if shape is SHAPES[0] else HISTORY[2:3]
+    steps = HISTORY[:3] if IS_FULL else HISTORY[1:3] if shape is SHAPES[0] else HISTORY[2:3]
     check_history(TritonAttention, shape, None, steps, seed=seed % 100)
 
 
@@ -192,7 +192,7 @@ def test_an_engine_keeps_and_answers_like_the_oracle(
     random = np.random.default_rng(seed)
     common = random_prompt(random, 70)
     outputs: dict[str, RequestOutput] = {}
-    params = SamplingParams(max_tokens=8 if EFFORT == "quick" else 70, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=70 if IS_FULL else 8, temperature=0.0, ignore_eos=True)
     for name, length in (("first", 118), ("second", 119)):
         # A special token late in the prompt would have its page kept, and with it everything.
         bench.witness.add(name, common + random_prompt(random, length)[budget is not None :], params)
