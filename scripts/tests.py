@@ -56,7 +56,7 @@ ALONE_SHARE = 0.2
 
 
 BUDGETS: dict[str, int] = {}
-"""Processor seconds that each folder of tests may take in a short run, on a machine of two cores with AVX2."""
+"""Processor seconds that the tests of each folder may take in a short run, on two cores with AVX2."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ def main() -> int:
             failed += failures(record)
             add_costs(record, costs)
     if effort in ("short", "quick"):
-        print(*cost_table(costs), sep="\n")
+        print(*cost_table(costs, BUDGETS if effort == "short" else {}), sep="\n")
     for name in failed:
         print(f"failed: {name}")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -162,7 +162,8 @@ def _is_below(file: str, paths: Iterable[str]) -> bool:
 def add_costs(record: Path, costs: dict[str, Cost]) -> None:
     """Adds the tests of a JUnit record to the costs of their folders; adds nothing without a record."""
     for case in _cases(record):
-        cost = costs["/".join(case.get("classname", "").split(".")[:2])]
+        folder, *inner = case.get("classname", "").split(".")[1:]
+        cost = costs[folder if inner and not inner[0].startswith("Test") else "root"]
         cost.num_tests += 1
         cost.seconds += float(case.get("time", 0))
         cost.processor_seconds += sum(
@@ -170,14 +171,14 @@ def add_costs(record: Path, costs: dict[str, Cost]) -> None:
         )
 
 
-def cost_table(costs: Mapping[str, Cost]) -> Iterator[str]:
+def cost_table(costs: Mapping[str, Cost], budgets: Mapping[str, int]) -> Iterator[str]:
     """Lines with the cost of each folder and its budget, the most expensive first."""
     yield f"{'folder':24}{'tests':>8}{'seconds':>10}{'processor':>11}{'budget':>8}"
     for folder, cost in sorted(costs.items(), key=lambda each: -each[1].processor_seconds):
-        budget = BUDGETS.get(folder)
-        mark = "  over" if budget is None or cost.processor_seconds > budget else ""
+        budget = budgets.get(folder)
+        mark = "  over" if budget is not None and cost.processor_seconds > budget else ""
         seconds = f"{cost.seconds:10.0f}{cost.processor_seconds:11.0f}"
-        yield f"{folder:24}{cost.num_tests:8}{seconds}{'none' if budget is None else budget:>8}{mark}"
+        yield f"{folder:24}{cost.num_tests:8}{seconds}{'' if budget is None else budget:>8}{mark}"
 
 
 def run(command: Sequence[str], *, is_typed: bool = False) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +23,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "tests.py"
 def script() -> ModuleType:
     specification = importlib.util.spec_from_file_location("tests_script", SCRIPT)
     assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
+    module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
 
@@ -55,6 +57,98 @@ def test_the_last_lines_name_what_failed(script: ModuleType, tmp_path: Path) -> 
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", "/dev/null"]
     subprocess.run([*command, f"--junitxml={record}", str(tests)], cwd=tmp_path, capture_output=True, text=True)
     assert script.failures(record) == ["test_some::test_bad[2]", "test_some::test_error"]
+
+
+TOUCHED = {
+    "kernels": {"tests": ["tests/kernels", "tests/test_one.py"], "sources": ["src/kernels", "src/cache/table.py"]},
+    "plans": {"tests": ["tests/plans"], "sources": ["src/plans"]},
+}
+
+
+@pytest.mark.parametrize(
+    "changed, left_out",
+    [
+        ([], ["tests/kernels", "tests/test_one.py", "tests/plans"]),
+        (["docs/one.md"], ["tests/kernels", "tests/test_one.py", "tests/plans"]),
+        (["src/kernels/deep/one.py"], ["tests/plans"]),
+        (["src/cache/table.py"], ["tests/plans"]),
+        (["src/cache/table.pyi", "src/kernels_too/one.py"], ["tests/kernels", "tests/test_one.py", "tests/plans"]),
+        (["tests/test_one.py"], ["tests/plans"]),
+        (["src/plans/one.py", "docs/one.md"], ["tests/kernels", "tests/test_one.py"]),
+        (["tests/conftest.py"], []),
+        (["constraints.txt"], []),
+        (None, []),
+    ],
+)
+def test_a_group_is_left_out_if_nothing_that_it_runs_has_changed(
+    script: ModuleType, changed: list[str] | None, left_out: list[str]
+) -> None:
+    assert script.untouched(TOUCHED, changed) == left_out
+
+
+def test_changes_are_those_since_the_upstream_branch_and_what_is_not_committed(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(name: str) -> None:
+        (tmp_path / name).write_text("")
+        git("add", name)
+        git("commit", "-m", name)
+
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    assert script.changed_files(None) is None, "there is no repository"
+    git("init")
+    commit("first")
+    assert script.changed_files(None) is None, "there is one commit only"
+    commit("second")
+    (tmp_path / "new").write_text("")
+    assert script.changed_files(None) == {"second", "new"}
+    git("checkout", "-b", "own")
+    git("branch", "--set-upstream-to", "main")
+    assert script.changed_files(None) == {"new"}
+    commit("third")
+    commit("fourth")
+    (tmp_path / "first").write_text("changed")
+    assert script.changed_files(None) == {"first", "third", "fourth", "new"}
+    assert script.changed_files("HEAD~1") == {"first", "fourth", "new"}
+    assert script.changed_files("nowhere") is None
+
+
+def test_the_groups_and_budgets_name_what_there_is(script: ModuleType) -> None:
+    root = SCRIPT.parents[1]
+    for group in json.loads(script.TOUCHED.read_text()).values():
+        assert set(group["declared"]) < set(group["sources"])
+        assert all((root / each).exists() for each in (*group["tests"], *group["sources"]))
+    folders = {file.relative_to(root).parts[1] for file in (root / "tests").rglob("test_*.py")}
+    names = {"root" if each.endswith(".py") else each for each in folders}
+    assert set(script.BUDGETS) == names - {"gpu"}
+
+
+def test_the_cost_of_each_folder_is_added_up(script: ModuleType, tmp_path: Path) -> None:
+    record = tmp_path / "record.xml"
+    costs = defaultdict(script.Cost)
+    script.add_costs(record, costs)
+    assert not costs
+    case = (
+        '<testcase classname="tests.{}" time="{}"><properties><property name="{}" value="{}"/></properties></testcase>'
+    )
+    cases = [
+        case.format("cache.test_tree.TestTree", 2, "processor_seconds", 3.5),
+        case.format("cache.test_ledger", 1, "processor_seconds", 0.5),
+        case.format("test_llm", 7, "processor_seconds", 1),
+        case.format("test_llm", 7, "other", 100),
+    ]
+    record.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    script.add_costs(record, costs)
+    assert costs == {"cache": script.Cost(2, 3.0, 4.0), "root": script.Cost(2, 14.0, 1.0)}
+    lines = list(script.cost_table(costs, {"cache": 3, "root": 2}))
+    assert [line.split() for line in lines[1:]] == [
+        ["cache", "2", "3", "4", "3", "over"],
+        ["root", "2", "14", "1", "2"],
+    ]
 
 
 def test_both_groups_share_the_seconds(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
