@@ -196,7 +196,8 @@ class _ChoiceReader:
 
     def read(self, output: CompletionOutput) -> ChoiceDelta:
         """What an output adds to the choice."""
-        parser, text, reason = self._parser, output.text, output.finish_reason
+        parser, text = self._parser, output.text
+        reason: str | None = output.finish_reason
         if parser.is_plain:
             parts: Sequence[AnswerDelta] = (TextDelta(text),) if text else ()
             return ChoiceDelta(self._choice, text, parts, output.token_ids, output.logprobs, reason, output.stop_reason)

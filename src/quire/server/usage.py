@@ -76,9 +76,11 @@ class StreamChunks:
 
     def head(self) -> shapes.ChunkBase:
         """What the next chunk has besides its choices."""
-        if self._is_continuous:
-            return {**self._head, "usage": self._usage.as_dict()}
-        return {**self._head, "usage": None} if self._includes_usage else {**self._head}
+        usage = self._usage.as_dict() if self._is_continuous else None
+        found: shapes.ChunkBase = {**self._head, "usage": usage}
+        if usage is None and not self._includes_usage:
+            del found["usage"]
+        return found
 
     def event(self, choice: shapes.CompletionDelta | shapes.ChatDelta) -> bytes:
         """The server-sent event of a choice's news."""
