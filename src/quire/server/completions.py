@@ -206,7 +206,7 @@ class CompletionRenderer(Renderer):
         choice.text += event.text
         if self.body.return_token_ids:
             choice.token_ids += event.token_ids
-        if (lists := self._logprobs(event)) is not None:
+        if event.logprobs and (lists := self._logprobs(event)) is not None:
             self.grow(choice.extend(lists))
         choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
 

@@ -135,10 +135,10 @@ class ResponseRenderer(Renderer):
     async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
         """See Renderer."""
         taken = list(events)
+        make = functools.partial(self._sent, itertools.chain.from_iterable(map(self._events, taken)))
         # The last ones have all log-probabilities, several times.
-        num_scores = self.num_scores if any(map(_is_last, taken)) else 0
-        named = itertools.chain.from_iterable(map(self._events, taken))
-        news = await self.service.make_answer(num_scores, functools.partial(self._sent, named))
+        is_large = self.num_scores and any(map(_is_last, taken))
+        news = await self.service.make_answer(self.num_scores, make) if is_large else make()
         return (news,) if news else ()
 
     async def end(self) -> bytes:
