@@ -41,7 +41,7 @@ from ..stores import put_store
 from ..tiny_models import BYTE_VOCAB, save_tiny
 from ..toy_guide import members
 from ..toy_store import ToyStore
-from .test_guides import CACHES, SHAPE
+from ..unit.test_guides import CACHES, SHAPE
 
 SCHEMA = {
     "type": "object",
