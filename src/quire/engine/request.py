@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quire.cache.keys import ChunkKeys
 from quire.cache.namespace import Namespace
 from quire.cache.path import Path, SwappedPath
@@ -13,7 +15,6 @@ from quire.engine.outputs import Logprob
 from quire.engine.params import CacheHints, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from quire.engine.step import Slice
