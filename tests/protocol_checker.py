@@ -54,6 +54,7 @@ from quire.cluster.messages import (
     TokenSampled,
 )
 from quire.cluster.protocol import ReceiverPhase, RequestPhase, SourcePhase
+from tests.protocol_table import NO_TEXT
 
 SOURCE, RECEIVER, NOBODY = "p", "d", "nobody"
 PAIRS = (
@@ -655,7 +656,7 @@ class _Step:
 
 def _sampled(state: Any, is_last: bool, parts: frozenset[int] = frozenset()) -> TokenSampled:
     """The next token of an engine, which does not count positions."""
-    return TokenSampled(Token(state.attempt, is_last=is_last), parts)
+    return TokenSampled(Token(state.attempt, NO_TEXT, is_last=is_last), parts)
 
 
 def _used(states: list[Any]) -> int:

@@ -32,13 +32,17 @@ from quire.cluster.messages import (
     TokenSampled,
 )
 from quire.cluster.protocol import ReceiverPhase, ReceiverState, RequestPhase, RequestState, SourcePhase, SourceState
+from quire.engine.outputs import CompletionOutput
+
+NO_TEXT = CompletionOutput(0, "", [])
+"""The output of tokens whose text does not matter."""
 
 AT, PARTS = Attempt(0, 1), frozenset({0, 1})
-TOKEN, LAST = Token(AT), Token(AT, is_last=True)
+TOKEN, LAST = Token(AT, NO_TEXT), Token(AT, NO_TEXT, is_last=True)
 UNKNOWN = "unknown"
 
 ROUTE_EVENTS = (
-    Begin("p", "d"), Token(AT, 0), Token(AT, 0, is_last=True), HandedOver(AT), Failed(AT, "reason"), InstanceDown("p"),
+    Begin("p", "d"), TOKEN, LAST, HandedOver(AT), Failed(AT, "reason"), InstanceDown("p"),
     InstanceDown("d"), Expired(), Abort(),
 )  # fmt: skip
 SOURCE_EVENTS = (

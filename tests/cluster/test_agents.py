@@ -78,7 +78,7 @@ SEAL = ExtentSigner(bytes(32))
 
 
 def token(token_id: int, attempt: Attempt = ATTEMPT, position: int = 0, is_last: bool = False) -> Token:
-    return Token(attempt, position, is_last, CompletionOutput(0, "", [token_id], None, None, None, None))
+    return Token(attempt, CompletionOutput(0, "", [token_id], None, None, None, None), position, is_last)
 
 
 def exported(attempt: Attempt = ATTEMPT) -> ExportedCache:
@@ -528,7 +528,7 @@ def test_tokens_of_an_attempt_that_has_failed_are_not_those_of_the_next_one() ->
         await asyncio.sleep(0)
         assert request.state.number == 2
         router.handle(token(6, Attempt(1, 2), 1))
-        assert [each.delta.token_ids for each in answers] == [[5], [6]]
+        assert [each.output.token_ids for each in answers] == [[5], [6]]
         assert not request.state.early
 
     asyncio.run(scenario())

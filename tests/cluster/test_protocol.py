@@ -35,10 +35,11 @@ from quire.cluster.messages import (
 from quire.cluster.protocol import ReceiverPhase, ReceiverState, RequestPhase, RequestState, SourcePhase, SourceState
 from tests.effort import full_only
 from tests.protocol_checker import Budget, ModelChecker, Violation, changed
-from tests.protocol_table import tables
+from tests.protocol_table import NO_TEXT, tables
 
 ROOT = Path(__file__).parents[2]
 FIRST = Attempt(0, 1)
+TOKEN = Token(FIRST, NO_TEXT)
 
 
 def explore(budget: Budget, **more: Any) -> ModelChecker:
@@ -136,7 +137,7 @@ def source_sends_what_is_not_computed(state: Any, sender: str, event: Any) -> An
     """And says before that it is."""
     after, sent = protocol.advance_source(state, sender, event)
     if isinstance(event, ManifestRequest) and after is not None and after.phase is SourcePhase.RUNNING:
-        return after, [Envelope(sender, Manifest(event.attempt, frozenset({0, 1}), Token(event.attempt)))]
+        return after, [Envelope(sender, Manifest(event.attempt, frozenset({0, 1}), Token(event.attempt, NO_TEXT)))]
     if isinstance(event, PartsRequest) and after is not None and after.phase is SourcePhase.RUNNING:
         return after, [Envelope(sender, CachePart(event.attempt, part)) for part in sorted(event.parts)]
     return after, sent
@@ -309,7 +310,7 @@ def test_a_loss_alone_costs_no_attempt_while_the_cache_is_pulled() -> None:
 
 
 def test_a_part_that_has_not_come_is_asked_for_again() -> None:
-    state = ReceiverState(FIRST, ReceiverPhase.PULLING, "p", 2, frozenset({0, 1}), frozenset({0, 1}), 1, Token(FIRST))
+    state = ReceiverState(FIRST, ReceiverPhase.PULLING, "p", 2, frozenset({0, 1}), frozenset({0, 1}), 1, TOKEN)
     after, _ = protocol.advance_receiver(state, CachePart(FIRST, 1))
     assert after is not None and after.missing == {0}
     again, sent = protocol.advance_receiver(after, Expired())
@@ -323,13 +324,24 @@ def test_only_what_the_receiver_lacks_is_sent() -> None:
     assert sent == [Envelope("p", PartsRequest(FIRST, frozenset({3})))] and after is not None and after.missing == {3}
 
 
+@pytest.mark.parametrize("token", [replace(TOKEN, attempt=Attempt(FIRST.request, 2)), replace(TOKEN, is_last=True)])
+def test_a_manifest_whose_token_is_not_the_attempts_fails_it(token: Token) -> None:
+    state = ReceiverState(FIRST, ReceiverPhase.ASKED, "p", 2)
+    ended, sent = protocol.advance_receiver(state, Manifest(FIRST, frozenset({0, 1}), token))
+    assert ended is not None and ended.phase is ReceiverPhase.ENDED
+    assert [(each.to, type(each.message)) for each in sent] == [(ROUTER, Failed), ("p", Cancel)]
+
+
 def test_nothing_is_promised_before_retention_has_decided() -> None:
     state = found(protocol.advance_source(None, "d", ManifestRequest(FIRST)))
     for event in (Compute(FIRST, 0, "d"), Admitted(), ManifestRequest(FIRST)):
         state, sent = protocol.advance_source(state, "d", event)
         assert not sent
-    state, sent = protocol.advance_source(state, "", TokenSampled(Token(FIRST), frozenset({0, 1})))
-    assert sent == [Envelope(ROUTER, Token(FIRST, 0)), Envelope("d", Manifest(FIRST, frozenset({0, 1}), Token(FIRST)))]
+    state, sent = protocol.advance_source(state, "", TokenSampled(TOKEN, frozenset({0, 1})))
+    assert sent == [
+        Envelope(ROUTER, TOKEN),
+        Envelope("d", Manifest(FIRST, frozenset({0, 1}), TOKEN)),
+    ]
     assert found((state, sent)).phase is SourcePhase.HELD
 
 
@@ -339,7 +351,7 @@ def found(answer: tuple[Any, list[Envelope]]) -> Any:
 
 
 def test_a_receiver_that_has_everything_asks_for_nothing() -> None:
-    state = ReceiverState(FIRST, ReceiverPhase.QUEUED, "p", parts=frozenset({0}), num_tokens=1, token=Token(FIRST))
+    state = ReceiverState(FIRST, ReceiverPhase.QUEUED, "p", parts=frozenset({0}), num_tokens=1, token=TOKEN)
     after, sent = protocol.advance_receiver(state, Admitted(frozenset({0})))
     assert found((after, sent)).phase is ReceiverPhase.RUNNING
     assert [type(each.message) for each in sent] == [Ack, HandedOver, Token]
@@ -350,8 +362,8 @@ def test_an_attempt_without_a_source_is_computed_by_its_receiver() -> None:
     assert sent == [Envelope("d", Receive(state.attempt, "", 3))] and state.is_handed_over
     receiver = found(protocol.advance_receiver(None, sent[0].message))
     assert receiver.phase is ReceiverPhase.RUNNING
-    assert protocol.advance_receiver(receiver, TokenSampled(Token(state.attempt)))[1] == [
-        Envelope(ROUTER, Token(state.attempt, 3))
+    assert protocol.advance_receiver(receiver, TokenSampled(Token(state.attempt, NO_TEXT)))[1] == [
+        Envelope(ROUTER, Token(state.attempt, NO_TEXT, 3))
     ]
     assert [each.to for each in protocol.advance_request(state, Expired())[1]][:1] == ["d"]
 
@@ -361,7 +373,7 @@ def test_what_has_ended_holds_nothing_and_begins_nothing() -> None:
         Cancel(FIRST),
         Ack(FIRST),
         Expired(),
-        TokenSampled(Token(FIRST, is_last=True)),
+        TokenSampled(Token(FIRST, NO_TEXT, is_last=True)),
         Admitted(),
         Failed(FIRST, ""),
     ):

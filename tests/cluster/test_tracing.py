@@ -67,7 +67,7 @@ class World:
 
     def token(self, position: int, is_last: bool = False, seconds: float | None = None) -> Token:
         first = None if seconds is None else FirstTokenInfo(None, 0, {}, None, None, seconds)
-        return Token(self.attempt, position, is_last, CompletionOutput(0, "x", [7], None), first)
+        return Token(self.attempt, CompletionOutput(0, "x", [7], None), position, is_last, first)
 
 
 @pytest.fixture(autouse=True)

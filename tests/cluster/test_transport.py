@@ -32,6 +32,7 @@ from quire.cluster.transport import connection as link_module
 from quire.cluster.transport import shm, transport_of
 from quire.cluster.transport.channel import EXTENT, MESSAGE, MOST_EXTENTS, Channel, Credentials, authenticate
 from quire.cluster.transport.stream import ByteStream, TransportError
+from quire.engine.outputs import CompletionOutput
 from quire.errors import ConfigError
 
 from .. import links_child
@@ -212,10 +213,11 @@ def test_messages_arrive_in_order_in_both_directions_of_one_connection(cluster: 
     for number in range(200):
         assert a.send("b", ask(number))
     from_a.wait(200)
-    assert b.send("a", Manifest(Attempt(7, 1), frozenset((1, 2)), Token(Attempt(7, 1), 2)))
+    manifest = Manifest(Attempt(7, 1), frozenset((1, 2)), Token(Attempt(7, 1), CompletionOutput(0, "", [3]), 2))
+    assert b.send("a", manifest)
     from_b.wait(1)
     assert from_a.messages == [("a", ask(number)) for number in range(200)]
-    assert from_b.messages == [("b", Manifest(Attempt(7, 1), frozenset((1, 2)), Token(Attempt(7, 1), 2)))]
+    assert from_b.messages == [("b", manifest)]
     assert from_a.extents == [[]] * 200
 
 

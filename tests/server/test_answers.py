@@ -238,6 +238,21 @@ async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monk
     assert fourth.status == 200
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_tools_that_are_too_large_for_an_answer_are_refused_before_the_engine_is_asked(is_stream, monkeypatch):
+    engine = FakeEngine()
+    app = application(engine)
+    tool = {"type": "function", "name": "look", "description": "x" * 2000, "parameters": {"type": "object"}}
+    asked = {"input": "a", "tools": [tool], "tool_choice": "none", "stream": is_stream, "store": False}
+    monkeypatch.setattr(json_encoding, "UNCOUNTED_BYTES", 0)
+    monkeypatch.setattr(json_encoding, "UNSENT_BYTES", 1000)
+    refused = RawCall(app, "/v1/responses", asked)
+    await refused.task
+    assert refused.status == 400 and json.loads(refused.body)["error"]["code"] == "answer_too_large"
+    assert not engine.prompts and app.state.service.answer_limiter.num_bytes == 0
+
+
 CHOICES = {
     "completions": {"prompt": "a", "logprobs": 20},
     "chat/completions": {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20},

@@ -19,7 +19,7 @@ class Reservations:
     calls `update`; `check` adds the sum up again.
 
     eviction, retention  as in `CacheManager`
-    live                 the outstanding demand of each sequence
+    live                 the outstanding demand of each sequence, without what retention expects of undecided ones
     """
 
     def __init__(self, eviction: Eviction, retention: RetentionProtocol) -> None:

@@ -84,7 +84,7 @@ def request_output(
     """A token of a sequence as a client gets it. first: what is known of the prompt."""
     own = token.first if token.first is first else None
     prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
-    output = dataclasses.replace(token.delta, index=index)
+    output = dataclasses.replace(token.output, index=index)
     return RequestOutput(
         request_id, request.text, request.prompt_ids, prompt_logprobs, [output], finished, first.num_cached_tokens,
         first.cached_by_tier, first.num_pinned_tokens, first.kept_fraction, embedding,

@@ -248,13 +248,14 @@ def swapped_of(
 
 
 def _check_private(run: Run, shape: tuple[int, int], num_kinds: int) -> None:
+    _check(run.kinds.ndim == run.tokens.ndim == 1, "rows or tokens of another shape")
     n, attached = len(run.kinds), run.num_attached
     is_private = not run.is_shared and not len(run.tokens) and run.namespace is None and not run.is_divisible
     _check(is_private and not run.start and not run.parent, "a run that others may share")
     _check([len(name) for name in run.names] == [KEY_BYTES], f"a private run of {len(run.names)} names")
     _check(0 <= attached <= n and n > 0, f"{n} rows, {attached} attached")
     _check(run.masks.shape == run.placed.shape == (n, *shape), "masks of another shape")
-    _check(run.kinds.ndim == 1 and bool((run.kinds < num_kinds).all()), "a page format that is not known")
+    _check(bool((run.kinds < num_kinds).all()), "a page format that is not known")
     _check(run.bases.shape == run.has_sidecar.shape == (n,), "rows that are described in part")
 
 

@@ -238,9 +238,9 @@ class EngineAttempts:
 
     def _adopt(self, work: EngineAttempt, state: CacheState, token: Token) -> None:
         """Queues the sequence that a manifest describes. token: that the source has sampled."""
-        tokens = (*work.job.token_ids, *token.delta.token_ids)
+        tokens = (*work.job.token_ids, *token.output.token_ids)
         num_tokens = len(work.job.prompt_ids) + len(tokens) - 1
-        cumulative = token.delta.cumulative_logprob or 0.0
+        cumulative = token.output.cumulative_logprob or 0.0
         work.phase = EngineAttemptPhase.ADOPTED
         try:
             swapped = swapped_of(state, num_tokens, self._shape, self._num_kinds, self._digest)
@@ -400,7 +400,8 @@ class EngineAttempts:
                 output.embedding,
             )  # fmt: skip
         work.has_begun = True
-        token = Token(work.attempt, 0, export is None and completion.finish_reason is not None, completion, first)
+        is_last = export is None and completion.finish_reason is not None
+        token = Token(work.attempt, completion, is_last=is_last, first=first)
         if work.phase is EngineAttemptPhase.PULLING:
             work.phase = EngineAttemptPhase.DECODING
             self._notices.append(Ack(work.attempt))

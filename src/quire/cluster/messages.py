@@ -5,7 +5,7 @@ Dataclasses, not named tuples: these are equal if their fields are, whatever the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire.engine.outputs import CompletionOutput, Logprob
@@ -35,27 +35,21 @@ class FirstTokenInfo:
 class Token:
     """A token, from the engine that samples it to the client's stream. To the router, a message.
 
+    output    what the client gets: text, log-probabilities, why the answer ends
     position  in the answer. The protocol counts it; an engine leaves it at 0
     is_last   the answer ends with it: one message says both, so that none is left if the other one is lost
-    output    what the client gets: text, log-probabilities, why the answer ends
     first     what is known of the prompt; only with the first token of the instance that computed it
     """
 
     attempt: Attempt
+    output: CompletionOutput = field(hash=False)
     position: int = 0
     is_last: bool = False
-    output: CompletionOutput | None = None
-    first: FirstTokenInfo | None = None
-
-    @property
-    def delta(self) -> CompletionOutput:
-        """Its output, which an engine sets."""
-        assert self.output is not None, f"{self.attempt} has a token without an output"
-        return self.output
+    first: FirstTokenInfo | None = field(default=None, hash=False)
 
     def at(self, position: int) -> Token:
         """The same token at a position."""
-        return Token(self.attempt, position, self.is_last, self.output, self.first)
+        return replace(self, position=position)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,8 @@ class InstanceLifecycle:
                 raise ModelError(f"instance {name} did not start; see the log")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def relaunch(self, place: str) -> None:
-        """Starts another instance at a place whose instance was told to end, and waits until it serves."""
+    async def launch(self, place: str) -> None:
+        """Starts an instance at a place, and waits until it serves."""
         await self.wait_until_serving(place, self._supervisor.launch(place))
 
     async def end(self, place: str, *, pauses: bool = False) -> None:
@@ -129,7 +129,7 @@ class InstanceLifecycle:
         self.check_open()
         self._places.assign(place, spec)
         try:
-            await self.relaunch(place)
+            await self.launch(place)
         except ModelError:
             if before is None:
                 del self._places.specs[place]
@@ -265,7 +265,7 @@ class ClusterOperations:
         if not await self._lifecycle.finish(member):  # it is started again
             await self._lifecycle.wait_until_serving(place)
         elif restart:
-            await self._lifecycle.relaunch(place)
+            await self._lifecycle.launch(place)
         else:
             await self._lifecycle.wait_until_ended(member.name)
 

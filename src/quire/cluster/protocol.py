@@ -340,6 +340,9 @@ def advance_receiver(
         case Failed():
             return _ended_receiver(state), [Envelope(ROUTER, event), *_released(state)]
         case Manifest(_, parts, token) if phase is ReceiverPhase.ASKED:
+            if token.attempt != attempt or token.is_last:
+                reason = "a manifest with a token of another attempt, or with the last one"
+                return _ended_receiver(state), [Envelope(ROUTER, Failed(attempt, reason)), *_released(state)]
             queued = replace(state, phase=ReceiverPhase.QUEUED, parts=parts, tries=PULL_TRIES)
             return replace(queued, num_tokens=token.position + 1, token=token), []
         case Admitted(has) if phase is ReceiverPhase.QUEUED:

@@ -310,7 +310,7 @@ class Router:
             self._send(to, message)
 
     def _deliver(self, request: RoutedRequest, token: Token) -> None:
-        output = token.delta
+        output = token.output
         request.deadline = self._clock() + self._timeout  # not with tokens behind one that is lost
         request.token_ids += output.token_ids
         request.known += output.token_ids

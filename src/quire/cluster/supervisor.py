@@ -1,4 +1,4 @@
-"""Starts the instances of a cluster, hears them, and starts those again that fail."""
+"""Starts the instances of a cluster, watches them, and starts those again that fail."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class InstancePlaces:
         check_settings(specs, self._model)
 
 
-class Liveness:
+class InstanceWatch:
     """Watches instances.
 
     heartbeat  most seconds between two signs of life
@@ -201,7 +201,7 @@ class Supervisor:
             tracer=tracer,
         )  # fmt: skip
         self.members = self.router.members
-        self._liveness = Liveness(self.members, self.processes, settings.heartbeat, self._fail)
+        self._watch = InstanceWatch(self.members, self.processes, settings.heartbeat, self._fail)
         self.cluster_prefixes = ClusterPrefixes(self.members, self.places.specs, self.send)
         self._connections = PeerConnections(
             ROUTER, self._secret, self, self._transport, compatibility_tag=compatibility_tag()
@@ -224,7 +224,7 @@ class Supervisor:
         self._address = self._connections.listen(host)
         for place in self.places.specs:
             self.launch(place)
-        self._watching = asyncio.create_task(self._liveness.watch(self.router.tick))
+        self._watching = asyncio.create_task(self._watch.watch(self.router.tick))
         found = ", ".join(self.places.specs)
         log.info("starting %s: %s; each loads the model", format_count(len(self.places.specs), "instance"), found)
         async with asyncio.timeout(START_SECONDS):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
-from quire.engine.engine import Engine
 from quire.engine.explain import num_same_tokens
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
 
 SHOWN_TOKENS = 320
 """Tokens shown of a prefix. Copying all of them would delay the engine's next step."""

@@ -1,6 +1,6 @@
 """Collects what an engine says of a request: a flat sequence of events, which a renderer turns into an answer.
 
-Knows the engine's outputs, token counts and the parts of an answer; knows neither JSON nor the endpoints.
+Knows the engine's outputs, token counts and the parts of an answer; what endpoints answer is known to renderers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,11 @@ class Renderer(ABC):
         self.head = service.head(kind, what)
         self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
         self.token_texts = TokenTextCache(service.engine.tokenizer)
-        self.grow: Callable[[int], None] = lambda num_bytes: None
+        self.grow: Callable[[int], None]
+
+    def begin(self, grow: Callable[[int], None]) -> None:
+        """Called before the engine is asked."""
+        self.grow = grow
 
     @abstractmethod
     async def prepare(self, prompt: int, logprobs: list[dict[int, Logprob] | None]) -> None:
@@ -136,7 +140,7 @@ class AnswerCollector:
     async def whole(self) -> Response:
         """The answer in one piece."""
         with ExitStack() as held:
-            self._renderer.grow = held.enter_context(self._service.answer_limiter.hold(*self._renderer.large))
+            self._renderer.begin(held.enter_context(self._service.answer_limiter.hold(*self._renderer.large)))
             async with aclosing(self._outputs()) as outputs:
                 async for prompt, output in outputs:
                     self._add(prompt, output)
@@ -145,7 +149,7 @@ class AnswerCollector:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         async with AsyncExitStack() as held:
-            self._renderer.grow = held.enter_context(self._service.answer_limiter.hold(*self._renderer.large))
+            self._renderer.begin(held.enter_context(self._service.answer_limiter.hold(*self._renderer.large)))
             outputs = await held.enter_async_context(aclosing(self._outputs()))
             async for prompt, output in outputs:
                 for data in await self._renderer.render(self._events(prompt, output)):

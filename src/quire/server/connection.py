@@ -319,8 +319,7 @@ class HttpConnection(HttpToolsProtocol):
                 cycle.message_event.set()
         self.flow.resume_writing()
         self.pipeline.clear()
-        self.ahead.waits = False
-        self.ahead.count()
+        self.ahead.cancel()
 
     def _count_freed(self) -> None:
         self.manager.freed(self.received)

@@ -44,8 +44,8 @@ class ApiDocument:
             return await answer(request)
 
         path, *others = paths.split()
-        told = {"name": name, "description": about, **self.operation(*described, **more)}
-        self._app.add_api_route(path, endpoint, methods=[method], **told)
+        route = {"name": name, "description": about, **self.operation(*described, **more)}
+        self._app.add_api_route(path, endpoint, methods=[method], **route)
         for other in others:
             self._app.add_api_route(other, endpoint, methods=[method], include_in_schema=False)
 

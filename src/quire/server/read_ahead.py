@@ -48,6 +48,11 @@ class ReadAhead:
 
         return begin
 
+    def cancel(self) -> None:
+        """The client has gone: no request waits, and no body is kept."""
+        self.waits = False
+        self.count()
+
     def count(self) -> None:
         """Counts the bytes again. If there are more and too many in all, a connection is refused."""
         connection, manager = self._connection, self._connection.manager

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,9 +117,13 @@ class ResponseRenderer(Renderer):
         self.scores: list[TokenLogprob] = []
         self.num_sent = self.num_scores = 0
 
-    async def prepare(self, prompt: int, logprobs: list[Any]) -> None:
+    def begin(self, grow: Callable[[int], None]) -> None:
         """See Renderer. Many events have the tools."""
-        self.grow(sum(map(len, self.tools.parts)))
+        super().begin(grow)
+        grow(sum(map(len, self.tools.parts)))
+
+    async def prepare(self, prompt: int, logprobs: list[Any]) -> None:
+        """See Renderer. A response has no part that is a prompt's."""
 
     def add(self, event: ChoiceDelta) -> None:
         """See Renderer."""

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
     from quire.structured.masks import TokenBitmask
 
-if TYPE_CHECKING:
     Mask = Callable[[], TokenBitmask]
     """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Computes it, or
     waits for it. Raises QuireError if it cannot be computed."""

@@ -1,5 +1,5 @@
-"""Packs the tokens that retention has left of a path into fewer pages. Knows the chunk table, the tree and paths;
-neither the rules of policies nor requests.
+"""Packs the tokens that retention has left of a path into fewer pages. Knows the chunk table, the tree, paths and
+eviction; neither the rules of policies nor requests.
 
 A sealed row of a path holds a page or nothing of every layer and head. A page's mask says which of its slots count.
 Dropped tokens leave holes, which other tokens of the same head fill:

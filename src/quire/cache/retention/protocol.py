@@ -70,7 +70,8 @@ class Profiling(NamedTuple):
 
 
 class RetentionProtocol(Protocol):
-    """Answers for heads that keep every token (`KeepAll`), or not (`Retainer`). Nobody asks which.
+    """Answers for heads that keep every token (`KeepAll`), or not (`Retainer`). Neither the cache nor
+    the scheduler asks which.
 
     per_chunk    the demand of a running sequence for one more chunk
     bytes_freed  bytes of the pages that retention took from requests since start
@@ -96,7 +97,9 @@ class RetentionProtocol(Protocol):
         ...
 
     def expected(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
-        """The demand of undecided sequences beyond what is reserved for their prompts without retention."""
+        """The demand of undecided sequences beyond what is reserved for their prompts without retention. Its chunks may
+        be fewer than none: sequences that shrink one after the other need less than all prompts at once.
+        """
         ...
 
     def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
