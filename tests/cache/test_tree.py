@@ -37,7 +37,7 @@ from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.engine.explain import explain
 from quire.prefixes.listing import prefixes
-from tests.effort import IS_FULL, examples
+from tests.effort import IS_FULL, examples, tries
 
 from ..nuq_tables import random_tables
 
@@ -851,7 +851,7 @@ class EncodedChurn(Churn):
 def test_thousands_of_operations_lose_nothing(churn: type[Churn]) -> None:
     """In a full run a hundred thousand for each, with 450 examples; their lengths are random."""
     churn.operations = churn.tokens = 0
-    number, least = (90, 100_000) if IS_FULL else (30, 3_500)
+    number, least = (90, 100_000) if IS_FULL else (30, tries(3_500))
     run_state_machine_as_test(
         churn, settings=examples(number, stateful_step_count=200, suppress_health_check=list(HealthCheck))
     )

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from quire import load
 from quire.async_llm import AsyncLLM
 from quire.cache.demotion import Demotion
 from quire.cache.manager import CacheManager
@@ -166,7 +167,7 @@ def test_a_start_that_fails_leaves_no_thread_of_the_disk(where: str, tmp_path: P
         (tmp_path / "pins").write_text(json.dumps({"prompt": "x" * 3000}) + "\n")
         options |= {"cache.pin": str(tmp_path / "pins")}
     else:
-        monkeypatch.setattr(Engine, "measure", break_down)
+        monkeypatch.setattr(load, "measure_prefill", break_down)
     with pytest.raises((ConfigError, RuntimeError), match="pin over 50%|on purpose"):
         LLM(str(save_tiny(tmp_path / "tiny")), options)
     assert not disk_threads()
@@ -286,6 +287,7 @@ def test_closing_writes_what_is_still_in_the_arena_alone(tmp_path: Path, monkeyp
 KILLED = """
 import json, os, signal, sys
 from quire.engine.params import SamplingParams
+from quire import load
 from quire.llm import LLM
 llm = LLM(sys.argv[1], json.loads(sys.argv[2]))
 (output,) = llm.generate([json.loads(sys.argv[3])], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True))
