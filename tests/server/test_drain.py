@@ -71,6 +71,7 @@ def test_a_signal_lets_running_requests_finish_and_exits_with_zero(ending):
         assert re.fullmatch(last, process.stdout.read())
 
 
+@pytest.mark.slow
 def test_a_drain_that_takes_too_long_is_cut_off_with_an_error_event():
     with server(drain_seconds=0.2) as (process, http):
         reader = Reader(str(http.base_url).rstrip("/"), max_tokens=2000)
@@ -81,6 +82,7 @@ def test_a_drain_that_takes_too_long_is_cut_off_with_an_error_event():
         assert re.search(r"s: 0 prompts answered, 1 cut off, \d+ tokens generated\n", process.stdout.read())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP]])
 def test_an_idle_server_ends_at_once(signals):
     with server(drain_seconds=20) as (process, http):
@@ -91,6 +93,7 @@ def test_an_idle_server_ends_at_once(signals):
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_under_nohup_a_terminal_that_closes_ends_nothing():
     with server(20, "nohup") as (process, http):
         process.send_signal(signal.SIGHUP)

@@ -6,6 +6,7 @@ import random
 import jsonschema
 import pytest
 
+from tests.effort import whole
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import OPTIONS, client, error_of, events, real_server
 from tests.tiny_models import save_tiny
@@ -185,7 +186,7 @@ def drawn_messages(draw):
     return messages
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", whole(list(TEMPLATES), len(TEMPLATES)))
 async def test_random_conversations_with_tools_never_fail(folder, tmp_path, name, seed):
     """75 for each format. They are answered, or refused by what is wrong with them."""
     draw, statuses = random.Random(seed), []
@@ -205,7 +206,7 @@ async def test_random_conversations_with_tools_never_fail(folder, tmp_path, name
     assert 10 < statuses.count(200) < 75
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", whole(list(TEMPLATES), len(TEMPLATES)))
 async def test_with_a_form_an_answer_is_calls_or_that_form(folder, tmp_path, name, seed):
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
               "additionalProperties": False}  # fmt: skip
