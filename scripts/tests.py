@@ -55,8 +55,14 @@ ALONE_SHARE = 0.2
 """Share of --seconds reserved for the tests that run alone; otherwise the first group would use all."""
 
 
-BUDGETS: dict[str, int] = {}
-"""Processor seconds that the tests of each folder may take in a short run, on two cores with AVX2."""
+BUDGETS = {
+    "engine": 105, "server": 105, "kernels": 60, "cache": 50, "cluster": 50, "structured": 35, "models": 35, "cli": 30,
+    "offload": 25, "calibrate": 20, "root": 20, "stores": 20, "scripts": 20, "tools": 15, "benchmarks": 10,
+    "attention": 2, "prefixes": 1,
+    "planning": 30, "simulation": 30, "evaluation": 30,
+}  # fmt: skip
+"""Processor seconds that the tests of each folder may take in a short run. Without the last row they add up to ten
+minutes, which two cores do in five. root: tests of modules outside packages."""
 
 
 @dataclass
