@@ -229,7 +229,7 @@ class SimulatedCluster:
             answered.taken = max(answered.first, request.handed_over or first or answered.first)
             ended(answered)
         else:
-            answered.token_ids += item.delta.token_ids
+            answered.token_ids += item.output.token_ids
             if answered.first == math.inf:
                 answered.first = self._events.now
                 answered.cached = {} if item.first is None else item.first.cached_by_tier
