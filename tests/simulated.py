@@ -400,7 +400,7 @@ def run_cluster(
 
     def end(index: int, item: Any) -> None:
         nonlocal left
-        tokens = None if item is None or isinstance(item, Exception) else tuple(item.delta.token_ids)
+        tokens = None if item is None or isinstance(item, Exception) else tuple(item.output.token_ids)
         notes.append(("answer", events.now, index, tokens, isinstance(item, Exception)))
         left -= item is None or isinstance(item, Exception)
 
