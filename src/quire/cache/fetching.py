@@ -24,7 +24,7 @@ from quire.cache.path import Path
 from quire.cache.reservations import Reservations
 from quire.cache.retention.protocol import PromptLimits
 from quire.cache.run import Run, run_bytes
-from quire.cache.store import NullStore, Transfer
+from quire.cache.store import Transfer
 from quire.cache.table import ChunkTable
 
 log = logging.getLogger("quire")
@@ -109,7 +109,7 @@ class Fetching:
 
     def prefetch(self, holder: Holder, limits: PromptLimits) -> None:
         """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
-        if isinstance(self.store, NullStore) or holder in self.prefetches:
+        if holder in self.prefetches:
             return
         keys, table = holder.keys, self.table
         near = sum(count for _, count in self.tree.walk(keys, limits.num_fetchable))

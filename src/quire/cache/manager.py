@@ -179,8 +179,10 @@ class CacheManager:
 
     def prefetch(self, holder: Holder) -> None:
         """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
+        if isinstance(self.fetching.store, NullStore) or not (self.tree.shares and holder.reads_cache):
+            return
         limits = self.retention.limits(holder)
-        if limits.may_prefetch and self.tree.shares and holder.reads_cache:
+        if limits.may_prefetch:
             self.fetching.prefetch(holder, limits)
 
     def _start_fetch(self, holder: Holder) -> None:

@@ -4,6 +4,7 @@ grows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -46,12 +47,16 @@ class PathReservation:
     """What is reserved for a path, and what it is about to take.
 
     num_reserved  number of tokens that admission reserved room for
+    num_chunks    number of sealed chunks for them
+    num_shareable number of chunks that the tree may get: see `PromptLimits`
     free_until    number of tokens up to which nothing is allocated, encoded or freed
     filled        open chunk that this step fills and encodes into another chunk, which replaces it in `chunks`; -1:
                   none
     """
 
     num_reserved: int = 0
+    num_chunks: int = 0
+    num_shareable: int = sys.maxsize
     free_until: int = 0
     filled: int = -1
 
@@ -98,6 +103,11 @@ class Path:
         return len(self.chunks) + self.retention.num_dropped
 
     @property
+    def num_unsealed(self) -> int:
+        """Number of reserved sealed chunks that it has not taken."""
+        return max(0, self.reservation.num_chunks - self.num_stored)
+
+    @property
     def has_open(self) -> bool:
         """Whether its last chunk is open and has another codec than sealed chunks."""
         return self.num_begun > self.num_stored
@@ -129,6 +139,8 @@ class Path:
     def own_rows(self) -> Int32s:
         """All rows of this sequence alone: the chunk that is being filled, its other chunks, and its sums."""
         filled = self.reservation.filled
+        if filled < 0 and not len(self.retention.sums):
+            return self.private
         return np.concatenate(([filled] if filled >= 0 else NO_ROWS, self.private, self.retention.sums), dtype=np.int32)
 
     def append(self, chunks: Int32s) -> None:

@@ -120,7 +120,7 @@ class PathManager:
             self.table.free(np.array([path.reservation.filled], np.int32))
             path.reservation.filled = -1
         if path.retention.retained is None:
-            end = min(path.num_sealed, self.retention.limits(holder).num_shareable)
+            end = min(path.num_sealed, path.reservation.num_shareable)
             if end > path.num_shared:
                 self.table.free(self.tree.publish(path, holder.keys, end))
         self.retention.seal(holder, lambda demand: self.reservations.make_room(demand, holder))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import bisect
 
-import numpy as np
-
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
-from quire.cache.path import Path, PathReservation
-from quire.cache.retention.protocol import Newcomer, PromptLimits, RetentionProtocol, num_unsealed
+from quire.cache.path import Path
+from quire.cache.retention.protocol import Newcomer, PromptLimits, RetentionProtocol
 from quire.cache.segment import PrefixMatch
 
 
@@ -37,13 +35,15 @@ class Reservations:
 
         def is_too_much(count: int) -> bool:
             demand = table.demand(num_chunks + count, int(table.encodes), num_firsts + 1)
-            return not table.fits(demand + self.retention.expected(newcomer=_newcomer(count * PAGE_TOKENS, [])))
+            return not table.fits(demand + self.retention.expected(newcomer=(count * PAGE_TOKENS, [])))
 
         return bisect.bisect_left(range(1, table.capacity + 1), True, key=is_too_much)
 
     def reserve(self, holder: Holder) -> None:
         """Reserves room for an admitted sequence: for its tokens so far, or for its prompt with retention."""
-        holder.path.reservation.num_reserved = self.retention.limits(holder).num_reserved
+        limits, reservation = self.retention.limits(holder), holder.path.reservation
+        reservation.num_reserved, reservation.num_shareable = limits.num_reserved, limits.num_shareable
+        reservation.num_chunks = self.table.num_sealed_for(limits.num_reserved)
         self.live[holder] = self.table.zero_demand
         self.update(holder)
 
@@ -59,12 +59,13 @@ class Reservations:
         self._outstanding -= self.live.pop(holder)
 
     def outstanding(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
-        """The outstanding demand of all live sequences, or of all but one, with that of a newcomer."""
+        """The outstanding demand of all live sequences, or of all but one.
+
+        newcomer  beside which more may be expected of them; its own reservation does not count
+        """
         total, expected = self._outstanding, self.retention.expected(apart_from, newcomer)
         if expected is not self.table.zero_demand:
             total += expected
-        if newcomer is not None:
-            total += self._outstanding_of(newcomer[0])
         return total if apart_from is None else total - self.live[apart_from]
 
     def growth(self) -> Demand:
@@ -80,8 +81,10 @@ class Reservations:
         """Whether there is room for a sequence that finds these chunks in the tree. They will be locked, and cannot be
         evicted.
         """
-        beside = self.growth() + self.eviction.evictable_of(found)
-        return self.eviction.fits(beside + self.outstanding(newcomer=_newcomer(limits.num_reserved, found)))
+        table, count = self.table, sum(each for _, each in found)
+        num_chunks = max(0, table.num_sealed_for(limits.num_reserved) - count)
+        demand = table.demand(num_chunks, table.encodes, not count) + self.growth() + self.eviction.evictable_of(found)
+        return self.eviction.fits(demand + self.outstanding(newcomer=(limits.num_reserved, found)))
 
     def make_room(self, demand: Demand, holder: Holder) -> bool:
         """Makes room for a demand of a sequence, by eviction if needed. False, and nothing is evicted, if it does not
@@ -107,10 +110,4 @@ class Reservations:
         """What a path has not taken of its reservation: sealed chunks, an open one, the first one's sidecar."""
         table = self.table
         wants_open = table.encodes and not path.has_open and path.reservation.filled < 0
-        return table.demand(num_unsealed(table, path), wants_open, not path.num_stored)
-
-
-def _newcomer(num_reserved: int, found: PrefixMatch) -> Newcomer:
-    count = sum(each for _, each in found)
-    chunks = np.empty(count, np.int32)
-    return Path(num_shared=count, num_stored=count, chunks=chunks, reservation=PathReservation(num_reserved)), found
+        return table.demand(path.num_unsealed, wants_open, not path.num_stored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -14,8 +15,8 @@ from quire.cache.path import Path
 from quire.cache.segment import PrefixMatch
 from quire.cache.tree import PrefixTree
 
-Newcomer = tuple[Path, PrefixMatch]
-"""A path without locks of a sequence that may be admitted, and the chunks that it finds in the tree."""
+Newcomer = tuple[int, PrefixMatch]
+"""Number of tokens to reserve room for, for a sequence that may be admitted, and the chunks it finds in the tree."""
 
 
 class PromptLimits(NamedTuple):
@@ -145,17 +146,21 @@ class KeepAll:
     def __init__(self, table: ChunkCounts, replays: bool) -> None:
         self.table, self.replays = table, replays
         self.per_chunk = table.demand(1)
+        self._limits = functools.lru_cache(4096)(self._limits_of)
 
     def limits(self, holder: Holder) -> PromptLimits:
         """Everything but the last token. Where sealed chunks are encoded, their tokens read each other exactly: a part
         of a chunk cannot be computed again.
         """
-        num_tokens, num_prompt = len(holder.token_ids), holder.num_prompt
+        return self._limits(len(holder.token_ids), holder.num_prompt)
+
+    def _limits_of(self, num_tokens: int, num_prompt: int) -> PromptLimits:
+        num_shareable = sys.maxsize
         last, copies = num_tokens - 1, not self.table.encodes and num_tokens % PAGE_TOKENS == 0
-        if not self.replays:
-            return PromptLimits(num_tokens, last // PAGE_TOKENS, copies, may_prefetch=True)
-        copies, shareable = copies and num_tokens <= num_prompt, num_prompt // PAGE_TOKENS
-        return PromptLimits(num_tokens, min(last, num_prompt) // PAGE_TOKENS, copies, shareable, may_prefetch=True)
+        if self.replays:
+            last, copies = min(last, num_prompt), copies and num_tokens <= num_prompt
+            num_shareable = num_prompt // PAGE_TOKENS
+        return PromptLimits(num_tokens, last // PAGE_TOKENS, copies, num_shareable, False, True)
 
     def slice_limits(self, holder: Holder) -> SliceLimits:
         """All tokens. Behind the prompt, each replayed token is a slice."""
@@ -183,8 +188,3 @@ class KeepAll:
         """Does nothing."""
 
     enter = resume = extend = seal = leave = ignore
-
-
-def num_unsealed(table: ChunkCounts, path: Path) -> int:
-    """Number of reserved sealed chunks that a path has not taken."""
-    return max(0, table.num_sealed_for(path.reservation.num_reserved) - path.num_stored)

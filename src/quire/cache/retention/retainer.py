@@ -18,10 +18,10 @@ from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
-from quire.cache.path import Path
+from quire.cache.path import Path, PathReservation
 from quire.cache.retention.decisions import PageBytes, Recover, Retention, RetentionDecision
 from quire.cache.retention.packing import PathPacker
-from quire.cache.retention.protocol import Newcomer, Profiling, PromptLimits, SliceLimits, num_unsealed
+from quire.cache.retention.protocol import Newcomer, Profiling, PromptLimits, SliceLimits
 from quire.cache.retention.retained import RetainedTokens
 from quire.cache.retention.shared_sums import SharedSums
 
@@ -120,12 +120,16 @@ class Retainer:
             if each is not apart_from
         ]
         if newcomer is not None:
-            reads.append(newcomer)
+            num_reserved, found = newcomer
+            count = sum(each for _, each in found)
+            reservation = PathReservation(num_reserved, self.table.num_sealed_for(num_reserved))
+            path = Path(num_shared=count, num_stored=count, chunks=np.empty(count, np.int32), reservation=reservation)
+            reads.append((path, found))
         if not reads:
             return self.table.zero_demand
         ratio, most, before, reserved, num_sums, num_rows = self._ratio, 0.0, 0.0, 0, 0, 0
         for path, found in reads:
-            own, lacking = path.num_stored - path.num_shared, num_unsealed(self.table, path)
+            own, lacking = path.num_stored - path.num_shared, path.num_unsealed
             # Packing copies a part of the found chunks. These are idle then, if nobody else reads them.
             num_readers = path.tip is not None
             idle = sum([count for segment, count in found if not segment.pins and segment.most_locks <= num_readers])
