@@ -5,7 +5,7 @@ Dataclasses, not named tuples: these are equal if their fields are, whatever the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.outputs import CompletionOutput, Logprob
@@ -49,7 +49,7 @@ class Token:
 
     def at(self, position: int) -> Token:
         """The same token at a position."""
-        return replace(self, position=position)
+        return Token(self.attempt, self.output, position, self.is_last, self.first)
 
 
 @dataclass(frozen=True, slots=True)

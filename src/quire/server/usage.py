@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -72,7 +73,10 @@ class StreamChunks:
         self._is_continuous = options is not None and bool(options.continuous_usage_stats)
         self._includes_usage = options is not None and bool(options.include_usage)
         self._head = head
-        self._begin = encode(self.head())[:-1]
+
+    @functools.cached_property
+    def _begin(self) -> str:
+        return encode(self.head())[:-1]
 
     def head(self) -> shapes.ChunkBase:
         """What the next chunk has besides its choices."""
