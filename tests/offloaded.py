@@ -46,7 +46,7 @@ def poisoned() -> Iterator[None]:
     ) -> IoTicket:
         for ticket in after:
             ticket.wait()
-        start = self.buffers.own(batch, count)[layer]
+        start = self.buffers.own(layer, batch, count)
         self.arena.data[start : start + self.memory_plan.own_bytes] = POISON
         return load(self, layer, batch, count, placed, *after)
 

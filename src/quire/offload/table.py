@@ -56,14 +56,17 @@ class LayerBuffers:
 
     def __init__(self, plan: MemoryPlan, num_layers: int) -> None:
         self._layers = np.arange(num_layers)
-        self._own = np.array([0, plan.own_bytes])
+        self._own = (0, plan.own_bytes)
         self.shared: Int64s = 2 * plan.own_bytes + self._layers % 2 * plan.shared_bytes
         self.num_bytes = 2 * (plan.own_bytes + plan.shared_bytes)
 
-    def own(self, batch: int, num_batches: int) -> Int64s:
+    def own(self, layer: int, batch: int, num_batches: int) -> int:
+        """The buffer of a micro-batch in a layer."""
+        return self._own[(layer * num_batches + batch) % 2]
+
+    def own_of_layers(self, batch: int, num_batches: int) -> Int64s:
         """The buffer of a micro-batch in each layer, int64 [L]."""
-        found: Int64s = self._own[(self._layers * num_batches + batch) % 2]
-        return found
+        return np.array([self.own(layer, batch, num_batches) for layer in self._layers.tolist()])
 
 
 class HostArena(Arena):
@@ -252,12 +255,12 @@ class OffloadedTable(ChunkCounts, PageTable):
 
     def load(self, layer: int, batch: int, num_batches: int, placed: FarChunks, *after: IoTicket) -> IoTicket:
         """Starts to load a layer of the far chunks of a micro-batch."""
-        buffer = self.arena.data[self.buffers.own(batch, num_batches)[layer] :]
+        buffer = self.arena.data[self.buffers.own(layer, batch, num_batches) :]
         return self.mover.read(self.slots.layer_parts(layer, buffer, placed.loads), *after)
 
     def store(self, layer: int, batch: int, num_batches: int, placed: FarChunks) -> IoTicket:
         """Starts to store the chunks that a micro-batch has filled in a layer."""
-        buffer = self.arena.data[self.buffers.own(batch, num_batches)[layer] :]
+        buffer = self.arena.data[self.buffers.own(layer, batch, num_batches) :]
         parts = [*self.slots.layer_parts(layer, buffer, placed.stores)]
         if self.host is not None and self.sinks is not None:
             filled = [row for run in placed.stores for row in placed.rows[run.first : run.first + run.length].tolist()]
@@ -275,7 +278,7 @@ class OffloadedTable(ChunkCounts, PageTable):
         """
         renamed = placed.rows[placed.repeated]
         if len(renamed):
-            starts = self.buffers.own(batch, num_batches)[layer] + placed.repeated * self.sealed.layer_bytes[layer]
+            starts = self.buffers.own(layer, batch, num_batches) + placed.repeated * self.sealed.layer_bytes[layer]
             self.pages[renamed, layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
             self.takes[renamed] += 1
         return renamed
@@ -396,7 +399,7 @@ class OffloadedTable(ChunkCounts, PageTable):
             both = np.concatenate((own, new))
             stores = [SlotRange(first + len(own), slot, count) for first, slot, count in slots.runs(new)]
             found.append(FarChunks(both, slots.runs(own), stores, np.flatnonzero(np.isin(own, several))))
-            self._name(both, self.buffers.own(batch, len(far)))
+            self._name(both, self.buffers.own_of_layers(batch, len(far)))
             slots.is_stored[new] = True  # by the end of the step
             self.num_layers_loaded += num_layers * len(own)
             self.num_layers_stored += num_layers * len(new)
