@@ -109,7 +109,9 @@ class StepBuilder:
             count,
             path.chunks,
             filled=path.reservation.filled,
-            profiled=None if profiling is None else Profiled(path.retention.sums, *profiling[:3]),
+            profiled=None
+            if profiling is None
+            else Profiled(path.retention.sums, profiling.last_rows, profiling.peaks, profiling.near),
             num_dropped=path.retention.num_dropped,
             reads_all=end <= sequence.num_prompt,
             sequence_id=sequence.sequence_id,
