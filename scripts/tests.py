@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[1]
 TOUCHED = ROOT / "tests" / "touched.json"
 """Groups of tests, and the sources that they run. `scripts/touching.py` measures it."""
 
-EVERYTHING = ("constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/effort.py", "tests/touched.json")
-"""Files that every test depends on."""
+EVERYTHING = ("constraints.txt", "pyproject.toml", "tests/touched.json")
+"""Files that every test depends on. So does any file of tests that is no test: fixtures, oracles, doubles."""
 
 NOTHING_RAN = 5
 """pytest's exit status when its arguments chose no test."""
@@ -153,12 +153,19 @@ def untouched(touched: Mapping[str, Mapping[str, Sequence[str]]], changed: Itera
     if changed is None:
         return []
     known = list(changed)
+    if any(file in EVERYTHING or _is_shared_by_tests(file) for file in known):
+        return []
     return [
         path
         for group in touched.values()
-        if not any(_is_below(file, (*group["tests"], *group["sources"], *EVERYTHING)) for file in known)
+        if not any(_is_below(file, (*group["tests"], *group["sources"])) for file in known)
         for path in group["tests"]
     ]
+
+
+def _is_shared_by_tests(file: str) -> bool:
+    folder, _, name = file.rpartition("/")
+    return folder.split("/")[0] == "tests" and name.endswith(".py") and not name.startswith("test_")
 
 
 def _is_below(file: str, paths: Iterable[str]) -> bool:

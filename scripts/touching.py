@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = "src/quire"
 TOUCHED = ROOT / "tests" / "touched.json"
-"""Groups of tests that a quick run may leave out. Of each: "tests", their files and folders; "declared", sources that
+"""Groups of tests that a short run may leave out. Of each: "tests", their files and folders; "declared", sources that
 they depend on and coverage does not see, as kernels that a compiler reads; "sources", these and what coverage saw."""
 
 SUITE = ("-p", "per_test", "-p", "no:cacheprovider", "--seed", "0")
