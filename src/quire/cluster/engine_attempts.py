@@ -132,7 +132,7 @@ class ExportedCache:
 
 
 Notice = TokenSampled | Pull | AdmittedNotice | Ack | ExportedCache | PrefillProgress | Failed
-"""What the agent hears of the engine: events of the protocol, and messages.
+"""What the engine notifies the agent of: events of the protocol, and messages.
 
 Pull             something is wanted from another instance, beside the protocol
 Ack              a receiver has all that it needs

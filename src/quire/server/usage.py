@@ -86,7 +86,7 @@ class StreamChunks:
         return head
 
     def event(self, choice: shapes.CompletionDelta | shapes.ChatDelta) -> bytes:
-        """The server-sent event of a choice's news."""
+        """The server-sent event of what is new in a choice."""
         begin = encode(self.head())[:-1] if self._is_continuous else self._begin
         text = f'data: {begin},"choices":[{encode(choice)}]}}\n\n'
         return text.encode(errors="backslashreplace")

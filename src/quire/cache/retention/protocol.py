@@ -71,8 +71,7 @@ class Profiling(NamedTuple):
 
 
 class RetentionProtocol(Protocol):
-    """Answers for heads that keep every token (`KeepAll`), or not (`Retainer`). Neither the cache nor
-    the scheduler asks which.
+    """Answers for heads that keep every token (`KeepAll`), or not (`Retainer`). Neither cache nor scheduler asks which.
 
     per_chunk    the demand of a running sequence for one more chunk
     bytes_freed  bytes of the pages that retention took from requests since start
