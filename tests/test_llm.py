@@ -438,10 +438,12 @@ def test_the_kernels_of_a_level_are_those_that_run(level: str, folder: Path, cap
 
 
 def test_a_level_that_this_processor_lacks_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.kernels.supported_levels", lambda: ("v2",))
+    best = supported_levels()[0]
+    lacking = next(level for level in LEVELS if level != best)
+    monkeypatch.setattr("quire.kernels.supported_levels", lambda: (best,))
     # Another test may have loaded the level.
     monkeypatch.setattr(runtime, "_kernels", runtime._kernels.__wrapped__)
     before = runtime.kernels()
-    with pytest.raises(ConfigError, match="CPU level 'v4' does not run on this processor; it has v2"):
-        LLM(str(folder), OPTIONS | {"runtime.cpu_level": "v4"})
+    with pytest.raises(ConfigError, match=f"CPU level '{lacking}' does not run on this processor; it has {best}"):
+        LLM(str(folder), OPTIONS | {"runtime.cpu_level": lacking})
     assert runtime.kernels() is before
