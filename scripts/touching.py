@@ -16,6 +16,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,17 +126,24 @@ class Touching:
                 found.add(context)
         return found
 
-    def sources_of(self, paths: Sequence[str]) -> set[str]:
-        """The source files in which a test below one of `paths` runs a line, from the root of the tree."""
+    def sources_of(self, tree: Path, paths: Sequence[str]) -> set[str]:
+        """The source files, from the root of the tree, of which a test below one of `paths` runs a function's body or,
+        if a file has no function, that it imports: nearly everything is imported by everything.
+
+        tree  the tree that was measured, or one with the same sources
+        """
         rows = self._data.execute(
-            "select distinct context, path from line_bits join context on context.id = context_id"
+            "select context, path, numbits from line_bits join context on context.id = context_id"
             " join file on file.id = file_id"
         )
-        return {
-            SOURCES + path.removeprefix(self._source)
-            for context, path in rows
-            if any(context.startswith((f"{each}/", f"{each}::")) for each in paths)
-        }
+        lines = defaultdict[str, set[int]](set)
+        for context, path, bits in rows:
+            if any(context.startswith((f"{each}/", f"{each}::")) for each in paths):
+                name = SOURCES + path.removeprefix(self._source)
+                lines[name] |= {
+                    8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
+                }
+        return {name for name, run in lines.items() if not run.isdisjoint(bodies((tree / name).read_text()) or run)}
 
 
 def main() -> int:
@@ -147,7 +155,7 @@ def main() -> int:
         if known.failed:
             print(*known.failed, file=sys.stderr, sep="\n")
             return 1
-        group["sources"] = sorted({*group["declared"], *known.sources_of(group["tests"])})
+        group["sources"] = sorted({*group["declared"], *known.sources_of(ROOT, group["tests"])})
     TOUCHED.write_text(json.dumps(groups, indent=1) + "\n")
     return 0
 
@@ -200,21 +208,26 @@ def body_of(source: str, name: str) -> range:
     raise KeyError(name)
 
 
+def bodies(source: str) -> set[int]:
+    """The lines of the bodies of all functions."""
+    functions = [node for _, node in _functions(ast.parse(source))]
+    return {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
+
+
 def run_lines(source: str, changed: Iterable[int]) -> set[int]:
     """The lines, numbered from 1, that show which tests run any changed line: the lines of its statement; for a
     function's head, its body; for code that runs only on import, all functions of the module.
     """
-    module = ast.parse(source)
+    module, all_bodies = ast.parse(source), bodies(source)
     functions = [node for _, node in _functions(module)]
-    bodies = {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
     found: set[int] = set()
     for line in changed:
         inside = [node for node in ast.walk(module) if isinstance(node, ast.stmt) and _spans(node, line)]
         statement = max(inside, key=lambda node: node.lineno, default=None)
-        if line not in bodies:
+        if line not in all_bodies:
             heads = [node for node in functions if _spans(node, line)]
             own = heads[-1] if heads else None
-            found |= set(range(own.body[0].lineno, (own.end_lineno or 0) + 1)) if own else bodies
+            found |= set(range(own.body[0].lineno, (own.end_lineno or 0) + 1)) if own else all_bodies
         elif statement is not None:
             body = getattr(statement, "body", None)
             end = body[0].lineno - 1 if body else statement.end_lineno or line

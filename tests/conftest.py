@@ -126,25 +126,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         load(level)
 
 
-_frozen: dict[str, Any] = {"file": None, "num_modules": 0, "is_thawed": True}
-"""The file of the last test, how many modules were loaded when their objects were last frozen, and whether a server has
-ended the freeze since then.
+_frozen: dict[str, Any] = {"file": None, "most_blocks": 0, "is_thawed": True}
+"""The file of the last test, how many blocks of memory may be in use before their objects are frozen again, and whether
+a server has ended the freeze since then.
 """
+
+FREEZE_BLOCKS = 50_000
+"""Blocks of memory of objects that live on: some hundred modules, or the routes of ten applications, which FastAPI keeps
+in caches."""
 
 
 def _freeze_modules(item: pytest.Item) -> None:
-    """Freezes the objects of loaded modules, so that the garbage collector skips them.
+    """Freezes the objects that live longer than a test, so that the garbage collector skips them.
 
     `LLM.close` runs the collector. With all libraries loaded, this takes half a second, longer than most tests take.
     """
     is_new, _frozen["file"] = _frozen["file"] != item.path, item.path
-    if (is_new and _frozen["is_thawed"]) or len(sys.modules) > _frozen["num_modules"] + 300:
+    has_grown = sys.getallocatedblocks() > _frozen["most_blocks"]
+    if (is_new and _frozen["is_thawed"]) or has_grown:
         gc.collect()
     elif _frozen["is_thawed"]:
         gc.collect(1)  # Only objects younger than the freeze may be garbage.
     else:
         return
-    _frozen.update(num_modules=len(sys.modules), is_thawed=False)
+    _frozen.update(most_blocks=sys.getallocatedblocks() + FREEZE_BLOCKS, is_thawed=False)
     gc.freeze()
 
 

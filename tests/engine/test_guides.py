@@ -19,7 +19,7 @@ from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
 from quire.structured.guide import GuideProposal
 
-from ..effort import IS_FULL, tries
+from ..effort import IS_FULL, combine, tries
 from ..engines import GREEDY, drain, generate, make_engine
 from ..tiny_models import tiny_shape
 from ..toy_guide import ToyGuide, bits
@@ -80,8 +80,7 @@ def assert_near(one: CompletionOutput, other: CompletionOutput, tolerance: float
             break
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("cache", CACHES)
+@combine(cache=list(CACHES), sampling=list(SAMPLING))
 def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str, seed: int) -> None:
     for number in range(tries(1)):
         rng = random.Random(seed + number)

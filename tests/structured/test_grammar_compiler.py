@@ -36,7 +36,7 @@ from quire.structured.masks import TOO_COMPLEX
 from quire.structured.params import StructuredOutputsParams
 from tests.engine.test_guides import CACHES, SHAPE
 
-from ..effort import tries
+from ..effort import combine, tries
 from ..engines import generate, make_engine
 from ..store_helpers import put_store
 from ..tiny_models import BYTE_VOCAB, save_tiny
@@ -586,8 +586,7 @@ ASCII = dict.fromkeys((*range(10), *range(127, BYTE_VOCAB)), -100.0)
 """Biases that leave characters: bytes alone may be none."""
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("cache", CACHES)
+@combine(cache=list(CACHES), share=[True, False])
 def test_a_grammar_that_allows_everything_changes_no_text(cache: str, share: bool, seed: int) -> None:
     draw = random.Random(seed)
     shared = draw.choices(range(BYTE_VOCAB), k=130)

@@ -20,6 +20,7 @@ from quire.tools.formats import FORMATS, format_of
 from quire.tools.formats.generic import GENERIC
 from quire.tools.parser import CallParser
 
+from ..effort import tries
 from ..toy_guide import members
 
 EVERY = {each.name: each for each in (*FORMATS, GENERIC)}
@@ -354,7 +355,7 @@ def test_any_nesting_is_read_in_linear_time(name: str, opens: str, closes: str, 
     draw, format_ = random.Random(seed), EVERY[name]
     for opener in {format_.opener, ""}:
         close = closes + (CLOSES[name] if opener else "")
-        count = 100_000 // len(opener + opens + close)
+        count = tries(100_000) // len(opener + opens + close)
         text = format_.write([Call("", "add", '{"a": 1}')]) * format_.at_start
         text += (opener + opens) * count + close * count
         parser, at, begun, found = CallParser(format_, NAMES), 0, time.process_time(), list[AnswerDelta]()
