@@ -139,10 +139,8 @@ class Touching:
         lines = defaultdict[str, set[int]](set)
         for context, path, bits in rows:
             if any(context.startswith((f"{each}/", f"{each}::")) for each in paths):
-                name = SOURCES + path.removeprefix(self._source)
-                lines[name] |= {
-                    8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
-                }
+                run = (8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
+                lines[SOURCES + path.removeprefix(self._source)] |= {*run}
         return {name for name, run in lines.items() if not run.isdisjoint(bodies((tree / name).read_text()) or run)}
 
 

@@ -132,8 +132,7 @@ a server has ended the freeze since then.
 """
 
 FREEZE_BLOCKS = 50_000
-"""Blocks of memory of objects that live on: some hundred modules, or the routes of ten applications, which FastAPI keeps
-in caches."""
+"""Blocks of memory of objects that live on: some hundred modules, or ten applications, whose routes FastAPI caches."""
 
 
 def _freeze_modules(item: pytest.Item) -> None:
