@@ -181,7 +181,7 @@ class RunningCluster:
     the settings say otherwise.
 
     processes  Threads or Apart
-    transport  local, for Threads alone, shm or tcp
+    transport  shm or tcp
     single_engine     one engine of the same settings, if somebody has put it here
     """
 

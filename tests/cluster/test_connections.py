@@ -16,7 +16,8 @@ import pytest
 
 from quire.cluster.connections import MOST_STRANGERS, PeerConnections
 from quire.cluster.transport import shm, sockets, transport_of
-from quire.cluster.transport.stream import ByteStream, TransportError
+from quire.cluster.transport.sockets import SocketStream
+from quire.cluster.transport.stream import TransportError
 from quire.rate_limited_warning import RateLimitedWarning
 from tests.cluster.test_transport import PATIENCE, SECRET, Inbox, ask, eventually, until_the_end
 
@@ -65,7 +66,7 @@ def joins(address: str, inbox: Inbox, number: int = 0) -> float:
         instance.close()
 
 
-def dialled(address: str) -> ByteStream:
+def dialled(address: str) -> SocketStream:
     transport, place = transport_of(address)
     return transport.dial(place, PATIENCE, PATIENCE)
 
@@ -125,12 +126,12 @@ def test_a_dialer_waits_for_its_place_in_a_full_queue(monkeypatch: pytest.Monkey
     """A listener that others flood has a full queue at most times."""
     monkeypatch.setattr(sockets, "_BACKLOG", 0)
     transport = shm.ShmTransport()
-    listener = transport.listen("router", "", PATIENCE)
+    listener = transport.listen("", PATIENCE)
     place = listener.address.removeprefix("shm://")
     first = transport.dial(place, PATIENCE, PATIENCE)
     with pytest.raises(TransportError, match="nothing answers"):
         transport.dial(place, PATIENCE, 0.05)
-    later: list[ByteStream] = []
+    later: list[SocketStream] = []
     waiting = threading.Thread(target=lambda: later.append(transport.dial(place, PATIENCE, PATIENCE)))
     waiting.start()
     time.sleep(0.05)
@@ -147,7 +148,7 @@ def test_a_dialer_waits_for_its_place_in_a_full_queue(monkeypatch: pytest.Monkey
         listener.accept()
 
 
-@pytest.mark.parametrize("transport", ["local", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_stranger_that_says_nothing_gives_its_place_to_the_next(transport: str) -> None:
     with listening(transport) as (router, inbox, address):
         streams = [dialled(address) for _ in range(MOST_STRANGERS)]

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from quire.cluster.transport import TRANSPORTS, transport_of
 from quire.cluster.transport.channel import MOST_EXTENTS, MOST_META, Credentials
-from quire.cluster.transport.connection import MOST_QUEUED, TRAFFIC, Connection, QueuedMessage, finish_bulk
-from quire.cluster.transport.stream import ByteStream, StreamListener, TransportError
+from quire.cluster.transport.connection import MOST_QUEUED, Connection, QueuedMessage, finish_bulk
+from quire.cluster.transport.sockets import SocketListener, SocketStream
+from quire.cluster.transport.stream import TransportError
 from quire.cluster.wire import WireError, encode
 from quire.errors import ConfigError
 from quire.rate_limited_warning import RateLimitedWarning
@@ -88,17 +89,17 @@ class PeerConnections:
 
         name               of this process; no two of a cluster have the same one
         secret             that all processes of the cluster know
-        transport          where `listen` listens: tcp, shm or local. An address says how to dial it
+        transport          where `listen` listens: tcp or shm. An address says how to dial it
         compatibility_tag  what both sides must agree on, such as a digest of the model; a peer with another one is
                            refused
         """
         if transport not in TRANSPORTS:
             raise ConfigError(f"no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
         self._transport = TRANSPORTS[transport]
-        self._registry = _ConnectionRegistry(Credentials(name, secret, compatibility_tag), handler, handshake_seconds)
+        self._registry = ConnectionRegistry(Credentials(name, secret, compatibility_tag), handler, handshake_seconds)
         self._stall_seconds = stall_seconds
         self._addresses: dict[str, str] = {}
-        self._listener: StreamListener | None = None
+        self._listener: SocketListener | None = None
         self._listening: threading.Thread | None = None
 
     def listen(self, host: str = "127.0.0.1") -> str:
@@ -108,9 +109,7 @@ class PeerConnections:
         """
         with self._registry.changed:
             assert self._listener is None and not self._registry.is_closed, "it listens already, or is closed"
-            listener = self._listener = self._transport.listen(
-                self._registry.credentials.name, host, self._stall_seconds
-            )
+            listener = self._listener = self._transport.listen(host, self._stall_seconds)
             self._listening = threading.Thread(
                 target=self._accept, args=(listener,), name="quire-link-listen", daemon=True
             )
@@ -164,15 +163,6 @@ class PeerConnections:
                 finish_bulk(bulk)
         return is_queued
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        """By peer: messages and extents, and their bytes, sent and received since the start."""
-        with self._registry.changed:
-            found = {peer: dict(counts) for peer, counts in self._registry.traffic.items()}
-            for connection in self._registry.connections:
-                if connection.is_established and connection.peer is not None:
-                    _add(found.setdefault(connection.peer, {}), connection.traffic)
-        return found
-
     def close(self) -> None:
         """Ends all connections, threads and sockets. Messages that wait are dropped, and the handler hears no more."""
         with self._registry.changed:
@@ -205,7 +195,7 @@ class PeerConnections:
         dial = functools.partial(transport.dial, endpoint, self._stall_seconds, self._registry.handshake_seconds)
         return Connection(self._registry, name, dial)
 
-    def _accept(self, listener: StreamListener) -> None:
+    def _accept(self, listener: SocketListener) -> None:
         while True:
             try:
                 stream = listener.accept()
@@ -219,12 +209,11 @@ class PeerConnections:
                 stream.close()
 
 
-class _ConnectionRegistry:
-    """The connections of a process. See `connection.ConnectionRegistry`.
+class ConnectionRegistry:
+    """The connections of a process, and what they need of it.
 
     changed  guards everything else
     connections    whose threads have not ended; those with a connection in the order in which they got it
-    traffic  by peer, of connections that are gone
     """
 
     def __init__(self, credentials: Credentials, handler: Handler, handshake_seconds: float) -> None:
@@ -233,7 +222,6 @@ class _ConnectionRegistry:
         self.is_closed = False
         self.changed = threading.Condition()
         self.connections: dict[Connection, None] = {}
-        self.traffic: dict[str, dict[str, int]] = {}
         self.stranger_warnings = RateLimitedWarning(log)
 
     @property
@@ -269,7 +257,9 @@ class _ConnectionRegistry:
         )
 
     def on_established(self, connection: Connection, peer: str) -> None:
-        """See `connection.ConnectionRegistry`."""
+        """Gives the connection the name that the peer has proved. Raises TransportError if nobody wants the connection
+        any more.
+        """
         with self.changed:
             if self.is_closed or connection.is_ended:
                 raise TransportError("closed here")
@@ -278,11 +268,9 @@ class _ConnectionRegistry:
             connection.peer = peer
 
     def on_ended(self, connection: Connection) -> None:
-        """See `connection.ConnectionRegistry`."""
+        """Both threads have ended, but for a few instructions."""
         with self.changed:
             del self.connections[connection]
-            if connection.is_established and connection.peer is not None:
-                _add(self.traffic.setdefault(connection.peer, {}), connection.traffic)
             self.changed.notify_all()
 
 
@@ -295,11 +283,6 @@ def _encoded(message: Any, bulk: Bulk | None) -> QueuedMessage:
     return QueuedMessage(encoded, bulk, num_extents)
 
 
-def _given(stream: ByteStream) -> ByteStream:
+def _given(stream: SocketStream) -> SocketStream:
     """Opens what was accepted."""
     return stream
-
-
-def _add(totals: dict[str, int], counts: dict[str, int]) -> None:
-    for name in TRAFFIC:
-        totals[name] = totals.get(name, 0) + counts[name]

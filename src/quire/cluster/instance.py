@@ -24,9 +24,8 @@ from typing import Any
 from quire.cluster.agent import Agent
 from quire.cluster.attempt_states import deadlines_within
 from quire.cluster.bodies import AssignRole, InstanceReady, LoadingHeartbeat
-from quire.cluster.connections import TransportError
+from quire.cluster.connections import PeerConnections, TransportError
 from quire.cluster.engine_attempts import EngineAttempts
-from quire.cluster.faults import Faults
 from quire.cluster.messages import ROUTER
 from quire.cluster.peer_store import PeerStore
 from quire.cluster.prefixes import PrefixQuery, PrefixService
@@ -118,8 +117,7 @@ class Instance:
         self._failed = False
         self._ready: InstanceReady | None = None
         self._engine_attempts: EngineAttempts | None = None
-        self._faults = Faults.from_environment()
-        self._connections = self._faults.connections(
+        self._connections = PeerConnections(
             launch_config.name, secret, self, launch_config.transport, compatibility_tag=compatibility_tag()
         )
         config = EngineConfig.from_options(
@@ -191,7 +189,7 @@ class Instance:
         engine = self.thread.loaded.engine
         if engine.grammars is not None:
             engine.grammars.warm()
-        self._engine_attempts = self._faults.engine_attempts()(
+        self._engine_attempts = EngineAttempts(
             engine, self._peer_store, self._signer, self.agent.notice, self.thread.submit
         )
         if self.launch_config.pins:

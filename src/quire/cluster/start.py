@@ -15,7 +15,7 @@ from quire import parent_watch
 
 def main() -> int:
     """Runs the instance that the standard input describes. Returns the exit code."""
-    number = int(sys.argv[1])
+    number = int(sys.argv[-1])
     parent_watch.exit_with_parent(number)
     # Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests are
     # done.

@@ -51,7 +51,7 @@ class ShmStream(SocketStream):
     """A Unix socket that can pass descriptors."""
 
     def extent_channel(self, channel: Channel) -> RingExtentChannel:
-        """See ByteStream."""
+        """See SocketStream."""
         return RingExtentChannel(channel, self)
 
     def write_descriptors(self, *numbers: int) -> None:
@@ -195,14 +195,14 @@ class RingExtentChannel:
             raise TransportError(f"an extent of {frame.number} bytes cannot lie in the peer's segment")
         return self._incoming.receive(frame.number)
 
-    def skip(self, frame: Frame) -> int:
+    def skip(self, frame: Frame) -> None:
         """See ExtentChannel."""
         frame = self._after_segment(frame)
-        if frame.kind != RING:
-            return self._inline.skip(frame)
-        length = len(self.receive(frame))
-        self.free()
-        return length
+        if frame.kind == RING:
+            self.receive(frame)
+            self.free()
+        else:
+            self._inline.skip(frame)
 
     def free(self) -> None:
         """See ExtentChannel."""
@@ -236,7 +236,7 @@ class RingExtentChannel:
 class ShmTransport:
     """See Transport."""
 
-    def listen(self, name: str, host: str, stall_seconds: float) -> SocketListener:
+    def listen(self, host: str, stall_seconds: float) -> SocketListener:
         """See Transport. Processes that are not in the same network namespace do not see the address; `host` does not
         matter. Only processes of this process' user may connect, and the secret decides which of them.
         """
