@@ -225,13 +225,6 @@ class PeerStore(VolatileTier):
 
     # ---- a store: see Store ----------------------------------------------------------------------------------------
 
-    def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Nothing."""
-        return [False] * len(names)
-
-    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps nothing."""
-
     def find(self, name: bytes) -> Run | None:
         """The run of a source that has this chunk or handle."""
         offer = self._latest(name)

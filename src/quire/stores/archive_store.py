@@ -27,13 +27,6 @@ class ArchiveStore(VolatileTier):
         self._runs = {each.header.run: each for each in archive.runs}
         self._by_name = {name: run for run in self._runs for name in run.names}
 
-    def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Wants nothing."""
-        return [False] * len(names)
-
-    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Drops the run."""
-
     def find(self, name: bytes) -> Run | None:
         """The run with a chunk that is not hidden."""
         return None if name in self.hidden else self._by_name.get(name)

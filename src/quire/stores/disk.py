@@ -70,10 +70,7 @@ class DiskStore:
         self._writing = CircuitBreaker("writing to the disk tier", 1)
         self._reading = CircuitBreaker("the disk tier", FAILURES)
         self._writer = DiskWriter(self._writer_folder, self._catalog, self._writing, lifetime)
-        writer_folder = self._writer_folder
-        self._reader = DiskReader(
-            self._catalog, lambda: writer_folder.signer, self._throttle, self._reading, lambda: writer_folder.is_direct
-        )
+        self._reader = DiskReader(self._writer_folder, self._catalog, self._reading)
         self._is_closed = False
         self._chunk_bytes = 0
         """Of the last run, to guess what is still accepted."""

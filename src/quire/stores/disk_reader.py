@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.cache.run import layer_of
@@ -18,8 +17,7 @@ from quire.stores.catalog import Catalog, CatalogEntry, RunFile
 from quire.stores.circuit_breaker import CircuitBreaker
 from quire.stores.direct import AlignedBuffer, DirectFile, lower_thread_priority, padded
 from quire.stores.folder import DRAFT_SUFFIX, RUNS_SUFFIX
-from quire.stores.signer import ExtentSigner
-from quire.stores.throttle import Throttle
+from quire.stores.writer_folder import WriterFolder
 
 log = logging.getLogger("quire")
 
@@ -63,20 +61,12 @@ class DiskReader:
     A reader that hangs for ten seconds fails its transfer, and another one takes its place.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        signer: Callable[[], ExtentSigner],
-        throttle: Throttle,
-        circuit_breaker: CircuitBreaker,
-        is_direct: Callable[[], bool],
-    ) -> None:
+    def __init__(self, writer_folder: WriterFolder, catalog: Catalog, circuit_breaker: CircuitBreaker) -> None:
         self.num_read = self.num_failed = self.bytes_read = 0
         self.seconds = self.cpu_seconds = 0.0
         self.stuck_seconds = STUCK_SECONDS
         self._quiet_until = -math.inf
-        self._catalog, self._signer, self._throttle, self._circuit_breaker = catalog, signer, throttle, circuit_breaker
-        self._is_direct = is_direct
+        self._catalog, self._writer_folder, self._circuit_breaker = catalog, writer_folder, circuit_breaker
         self._queue: list[ReadRequest] = []
         self._changed = threading.Condition()
         self._ages, self._orders = itertools.count(), itertools.count()
@@ -195,7 +185,7 @@ class DiskReader:
         self._read(reader, request, view)
         self.seconds += time.monotonic() - begun
         self.bytes_read += len(view)
-        names, start, signer = b"".join(entry.run.names), 0, self._signer()
+        names, start, signer = b"".join(entry.run.names), 0, self._writer_folder.signer
         for layer, length in enumerate(lengths, request.layer):
             extent = view[start : start + length]
             signer.verify(names, extent)
@@ -207,7 +197,7 @@ class DiskReader:
     def _read(self, reader: ReaderThread, request: ReadRequest, view: memoryview) -> None:
         def pace(num_bytes: int) -> None:
             reader.call = None  # waiting for the throttle is no hanging
-            self._throttle.take(num_bytes)
+            self._writer_folder.throttle.take(num_bytes)
             reader.call = request, time.monotonic()
 
         entry = request.entry
@@ -227,14 +217,14 @@ class DiskReader:
             reader.call = None
 
     def _open(self, file: RunFile) -> DirectFile:
-        path = file.path
+        path, is_direct = file.path, self._writer_folder.is_direct
         try:
-            return DirectFile(path, is_direct=self._is_direct())
+            return DirectFile(path, is_direct=is_direct)
         except FileNotFoundError:
             if path.suffix != DRAFT_SUFFIX:
                 raise
             # It got its final name meanwhile, and `path` may not say so yet.
-            return DirectFile(path.with_suffix(RUNS_SUFFIX), is_direct=self._is_direct())
+            return DirectFile(path.with_suffix(RUNS_SUFFIX), is_direct=is_direct)
 
     def _fail(self, request: ReadRequest, reason: str, gone: RunFile | None) -> None:
         """Fails a transfer and forgets the run; of a file that is gone, all runs."""

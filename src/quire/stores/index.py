@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from quire.errors import ExtentError
 from quire.stores.folder import INDEX_NAME, allocated, remove_file
@@ -203,6 +203,12 @@ class RunIndex:
         """Closes it."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

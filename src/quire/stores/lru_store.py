@@ -46,7 +46,11 @@ class LruStore(VolatileTier, Generic[Content]):
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Whatever it lacks: older runs make room."""
         self._expire()
-        return [self._use(name) is None for name in names]
+        known = [self._runs.get(name) for name in names]
+        for run in known:
+            if run is not None:
+                self._touch(run)
+        return [run is None for run in known]
 
     def find(self, name: bytes) -> Run | None:
         """See Store."""
@@ -109,12 +113,6 @@ class LruStore(VolatileTier, Generic[Content]):
         for name in run.names:
             if self._runs.get(name) is run:
                 del self._runs[name]
-
-    def _use(self, name: bytes) -> Run | None:
-        run = self._runs.get(name)
-        if run is not None:
-            self._touch(run)
-        return run
 
     def _touch(self, run: Run) -> None:
         self._kept[run].used = self._clock()

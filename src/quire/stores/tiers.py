@@ -56,9 +56,18 @@ class Tier(Store, Protocol):
 
 
 class VolatileTier:
-    """The part of a tier of which nothing is there after a restart: it has no pins, and nothing is written."""
+    """The part of a tier of which nothing is there after a restart: it has no pins, and nothing is written. It takes
+    nothing, unless a subclass does.
+    """
 
     is_persistent = False
+
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """Nothing."""
+        return [False] * len(names)
+
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
+        """Keeps nothing."""
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """It has no pins."""
@@ -130,14 +139,13 @@ class Tiers:
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """In the store that outlives the process; see Tier."""
-        return any(tier.pin(names, until) for tier in self.tiers if tier.is_persistent)
+        return any(tier.pin(names, until) for tier in self.tiers)
 
     def unpin(self, names: Iterable[bytes]) -> None:
         """See Tier."""
         names = list(names)
         for tier in self.tiers:
-            if tier.is_persistent:
-                tier.unpin(names)
+            tier.unpin(names)
 
     def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[StoredRun]:
         """See Tier."""
