@@ -236,49 +236,6 @@ def remove_index(subfolder: Path) -> None:
         remove_file(subfolder / (INDEX_NAME + suffix))
 
 
-class IndexWatcher:
-    """The view of a sub-folder that another process writes. `poll` is cheap while nothing changes."""
-
-    def __init__(self, subfolder: Path) -> None:
-        self.subfolder = subfolder
-        self.index: RunIndex | None = None
-        self.is_damaged = False
-        self._inode = self._time = 0
-        self._version: int | None = None
-
-    def poll(self) -> bool | None:
-        """Whether the index has changed since the last time; None: there is none, or a new one. Raises as Index."""
-        try:
-            status = (self.subfolder / INDEX_NAME).stat()
-            inode, changed = status.st_ino, status.st_mtime_ns
-        except (FileNotFoundError, NotADirectoryError):
-            inode = changed = 0
-        # A new file may have the inode of a removed one that nobody has open.
-        if inode != self._inode or (self.is_damaged and changed != self._time):
-            self.close()
-            self._inode, self._time, self.is_damaged = inode, changed, False
-            return None
-        if not inode or self.is_damaged:
-            return False
-        if self.index is None:
-            self._time = changed
-            self.index = RunIndex(self.subfolder, is_writer=False)
-        version = self.index.data_version
-        has_changed, self._version = version != self._version, version
-        return has_changed
-
-    def give_up(self) -> None:
-        """Leaves a damaged index alone until there is a new one."""
-        self.close()
-        self.is_damaged = True
-
-    def close(self) -> None:
-        """Closes it."""
-        if self.index is not None:
-            self.index.close()
-        self.index, self._version = None, None
-
-
 def _check_files(subfolder: Path) -> None:
     """Raises DamagedIndexError if something other than a file has the name of one of the index's files."""
     for suffix in _SUFFIXES:
