@@ -73,7 +73,7 @@ class FaultyProcesses(Processes):
 
     def __init__(self, faults: str) -> None:
         super().__init__()
-        self.command = (sys.executable, "-m", "tests.faults", faults)
+        self.arguments = ("-m", "tests.faults", faults)
 
 
 class PoisoningAttempts(EngineAttempts):

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from quire.cluster.answers import AnswerStream
+from quire.cluster.answers import stream_answer
 from quire.cluster.members import Member
 from quire.cluster.operations import ClusterOperations
 from quire.cluster.placements import ServedModel, check_instances, shared_options
@@ -214,19 +214,17 @@ class Cluster:
             for _ in range(params.n):
                 replanning.note_arrival()
 
-    def generate(
+    async def generate(
         self,
         prompt: Prompt | AdmittedRequest,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the deltas of one request; the last one has `finished` set. Closing the generator aborts it."""
-        return self._generate(prompt, sampling_params or SamplingParams(), request_id)
-
-    async def _generate(
-        self, prompt: Prompt | AdmittedRequest, params: SamplingParams, request_id: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        request = prompt if isinstance(prompt, AdmittedRequest) else await self.admit(prompt, params)
+        if isinstance(prompt, AdmittedRequest):
+            request = prompt
+        else:
+            request = await self.admit(prompt, sampling_params or SamplingParams())
         params = request.params
         # The cluster may have been closed since the admission, and others may have filled the queue.
         self._check_running()
@@ -235,7 +233,7 @@ class Cluster:
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
         seed = self._seed if params.seed is None else params.seed
-        async with contextlib.aclosing(AnswerStream(self.router, request_id, request, seed).outputs()) as outputs:
+        async with contextlib.aclosing(stream_answer(self.router, request_id, request, seed)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.cluster.agent import Agent
 from quire.cluster.attempt_states import deadlines_within
 from quire.cluster.bodies import AssignRole, InstanceReady, LoadingHeartbeat
@@ -85,15 +87,13 @@ class LaunchConfig:
     salts: tuple[str, ...] = ("",)
 
     def to_json(self) -> str:
-        """One line."""
-        return json.dumps(dataclasses.asdict(self))
+        """One line. Values of options that JSON does not know become text, such as paths."""
+        return json.dumps(dataclasses.asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> LaunchConfig:
         """What `to_json` wrote."""
-        found = json.loads(text)
-        lists = {name: tuple(found[name]) for name in ("cores", "salts")}
-        return cls(**{**found, **lists, "pins": tuple(Pin(**each) for each in found["pins"])})
+        return msgspec.convert(json.loads(text), cls)
 
 
 def compatibility_tag(version: str = __version__) -> bytes:
@@ -195,8 +195,6 @@ class Instance:
         if self.launch_config.pins:
             pin_prefixes(engine, Path(self.launch_config.pin_file), self.launch_config.pins, self.launch_config.salts)
         found = measure_capacity(engine)
-        if self.launch_config.role == "prefill":
-            engine.scheduler.policy.prompt_rows = found.prompt_rows
         self._ready = InstanceReady(
             self.launch_config.name, self._connections.listen(self.launch_config.host), found.prompt_rows, found.batch,
             engine.limits, found.seconds_per_row, found.seconds_per_step,

@@ -19,7 +19,7 @@ from quire.cache.table import ChunkTable
 from quire.cluster.messages import Attempt
 from quire.errors import ExtentError, QuireError
 from quire.stores.signer import ExtentSigner
-from quire.stores.tiers import VolatileTier
+from quire.stores.tiers import Tier
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Pull:
         return frozenset(itertools.chain(*self.groups))
 
 
-class PeerStore(VolatileTier):
+class PeerStore(Tier):
     """Finds what sources offer, by the keys of chunks and by handles.
 
     ask  is called with each pull, on the engine's thread

@@ -158,15 +158,6 @@ def specs_of(
     return [InstanceSpec(each.role, settings) for each, settings in zip(each_of, all_settings, strict=True)]
 
 
-def check_settings(specs: Iterable[InstanceSpec], model: ServedModel) -> None:
-    """Raises ConfigError if the model cannot be loaded with the settings of an instance."""
-    for spec in dict.fromkeys(specs):
-        try:
-            model.check(EngineConfig.from_options({**model.options, **dict(spec.settings.options)}, model.config_file))
-        except ConfigError as error:
-            raise ConfigError(f"the placement's instances with the role {spec.role}: {error}") from None
-
-
 def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
     """The number of cores of each instance. Raises ConfigError if there are too few.
 

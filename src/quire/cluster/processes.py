@@ -33,12 +33,12 @@ class Processes:
 
     transport  how caches travel between them, unless a setting says otherwise
     is_local   whether they share the cores and the memory of this machine
-    command    starts one, with the number of a pipe as last argument; see `cluster.start`
+    arguments  of Python, which start one; the number of a pipe follows them, see `cluster.start`
     """
 
     transport = "shm"
     is_local = True
-    command: tuple[str, ...] = (sys.executable, "-m", "quire.cluster.start")
+    arguments: tuple[str, ...] = ("-m", "quire.cluster.start")
 
     def __init__(self) -> None:
         self._running: dict[str, _Instance] = {}
@@ -67,7 +67,7 @@ class Processes:
         with open(os.memfd_create("quire-launch-config"), "w+b") as file:
             file.write(launch_config.to_json().encode() + b"\n")
             file.seek(0)
-            started = parent_watch.start(self.command, stdin=file, env=environment)
+            started = parent_watch.start([sys.executable, *self.arguments], stdin=file, env=environment)
             self._running[launch_config.name] = _Instance(*started)
 
     def kill(self, name: str) -> None:

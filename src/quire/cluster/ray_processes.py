@@ -78,6 +78,7 @@ class InstanceActor:
         return code
 
 
+@dataclasses.dataclass(eq=False)
 class _ActorState:
     """An actor.
 
@@ -85,11 +86,10 @@ class _ActorState:
     pid, node where it runs, once it does
     """
 
-    def __init__(self) -> None:
-        self.actor: Any = None
-        self.pid: int | None = None
-        self.node: str | None = None
-        self.has_ended = False
+    actor: Any = None
+    pid: int | None = None
+    node: str | None = None
+    has_ended: bool = False
 
 
 class RayProcesses(Processes):
@@ -272,7 +272,7 @@ class RayProcesses(Processes):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         try:
-            options = {key: _plain(value) for key, value in self._config.to_options().items()} | launch_config.options
+            options = self._config.to_options() | launch_config.options
             if self._config.runtime.threads is None:
                 options["runtime.threads"] = self._cores
             group, index = self._bundles[launch_config.name.rpartition(".")[0]]
@@ -373,10 +373,6 @@ def _cache_bytes(launch_config: LaunchConfig, share: int) -> int:
         _, alone = resolve(config, checkpoint.shape, checkpoint, find_calibration(path, config))
     least = int(alone.cache_bytes * LEAST_CACHE_SHARE)
     return min(alone.cache_bytes, max(least, share - alone.weight_bytes))
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _described(nodes: Sequence[Mapping[str, Any]]) -> str:

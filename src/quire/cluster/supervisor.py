@@ -23,7 +23,6 @@ from quire.cluster.placements import (
     InstanceSpec,
     MachineCapacity,
     ServedModel,
-    check_settings,
     plan_switch,
     specs_of,
 )
@@ -32,7 +31,7 @@ from quire.cluster.processes import Processes, places_of
 from quire.cluster.ray_processes import RayProcesses
 from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
-from quire.config import ClusterConfig
+from quire.config import ClusterConfig, EngineConfig
 from quire.engine.admission import RequestLimits, narrowest
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError
 from quire.options import format_count
@@ -104,7 +103,12 @@ class InstancePlaces:
 
     def check(self, specs: Iterable[InstanceSpec]) -> None:
         """Raises ConfigError if the model cannot be loaded with the settings of an instance. Reads the model."""
-        check_settings(specs, self._model)
+        for spec in dict.fromkeys(specs):
+            options = {**self._model.options, **dict(spec.settings.options)}
+            try:
+                self._model.check(EngineConfig.from_options(options, self._model.config_file))
+            except ConfigError as error:
+                raise ConfigError(f"the placement's instances with the role {spec.role}: {error}") from None
 
 
 class InstanceWatch:
@@ -275,7 +279,7 @@ class Supervisor:
         if model.pins:
             options["cache.pin"] = None  # the file is here, and the instance may be elsewhere
         launch_config = LaunchConfig(
-            name, self._address, self._secret.hex(), model.name, {key: _plain(each) for key, each in options.items()},
+            name, self._address, self._secret.hex(), model.name, options,
             None if model.config_file is None else str(model.config_file), role, self._transport,
             "127.0.0.1", self.places.cores[place], self._settings.timeout, log.getEffectiveLevel(),
             model.config.cache.pin or "", model.pins, model.salts,
@@ -327,7 +331,9 @@ class Supervisor:
         if member is None:
             return
         if ready.error:
-            self._fail_to_start(member, ready.error)
+            if not self._all_ready.is_set():
+                self._start_error = ConfigError(ready.error)
+            self._fail(member, ready.error)
             return
         member.set_ready(ready)
         member.health, member.seen = Health.SERVING, time.monotonic()
@@ -351,11 +357,6 @@ class Supervisor:
         found = [limits for _, limits in known if limits is not None]
         pinning = [limits for role, limits in known if limits is not None and role != "decode"]
         self.limits = narrowest(found or [self.limits], pinning or [self.limits])
-
-    def _fail_to_start(self, member: Member, reason: str) -> None:
-        if not self._all_ready.is_set():
-            self._start_error = ConfigError(reason)
-        self._fail(member, reason)
 
     # ---- links: on their threads -----------------------------------------------------------------------------------
 
@@ -394,10 +395,6 @@ class Supervisor:
     def send(self, name: str, message: Any) -> bool:
         """Sends a message to an instance. Returns whether it is on its way."""
         return self._connections.send(name, message)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _role_rank(spec: InstanceSpec) -> int:

@@ -9,10 +9,10 @@ from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import QuireError
 from quire.stores.archive import RunArchive
-from quire.stores.tiers import VolatileTier
+from quire.stores.tiers import Tier
 
 
-class ArchiveStore(VolatileTier):
+class ArchiveStore(Tier):
     """The runs of an open archive. They come at once, in the caller's thread.
 
     hidden  chunks that it does not find

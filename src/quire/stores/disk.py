@@ -21,6 +21,7 @@ from quire.stores.headers import common_digest
 from quire.stores.listing import StoredRun, list_stored
 from quire.stores.staging import StagingBuffer, StagingPool
 from quire.stores.throttle import Throttle
+from quire.stores.tiers import Tier
 from quire.stores.writer_folder import WriterFolder
 
 STAGING_BYTES = 64 << 20
@@ -28,7 +29,7 @@ FLUSH_SECONDS = 3.0
 """At most, while it closes."""
 
 
-class DiskStore:
+class DiskStore(Tier):
     """Keeps runs in a folder. It may lose any of them; it never gives wrong bytes, and never waits for the disk in the
     engine's thread.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from quire.cache.run import layer_of
 from quire.cache.store import Transfer
 from quire.errors import ExtentError, QuireError
+from quire.rate_limited_warning import RateLimitedWarning
 from quire.stores.catalog import Catalog, CatalogEntry, RunFile
 from quire.stores.circuit_breaker import CircuitBreaker
 from quire.stores.direct import AlignedBuffer, DirectFile, lower_thread_priority, padded
@@ -30,8 +30,6 @@ MAX_STUCK = 8
 """Readers that may hang before nobody takes their place."""
 FAILURES = 8
 """Failed reads in a row that turn the tier off."""
-QUIET_SECONDS = 60.0
-"""After a warning about a lost run, in which the log gets further ones at its level debug only."""
 
 
 @dataclass(order=True)
@@ -65,7 +63,7 @@ class DiskReader:
         self.num_read = self.num_failed = self.bytes_read = 0
         self.seconds = self.cpu_seconds = 0.0
         self.stuck_seconds = STUCK_SECONDS
-        self._quiet_until = -math.inf
+        self._lost_runs = RateLimitedWarning(log)
         self._catalog, self._writer_folder, self._circuit_breaker = catalog, writer_folder, circuit_breaker
         self._queue: list[ReadRequest] = []
         self._changed = threading.Condition()
@@ -237,11 +235,7 @@ class DiskReader:
         if is_collected:
             log.debug("a run was collected before it was read: %s", reason)
         else:
-            now = time.monotonic()
-            level = logging.DEBUG if now < self._quiet_until else logging.WARNING
-            if level == logging.WARNING:
-                self._quiet_until = now + QUIET_SECONDS
-            log.log(level, "the disk tier lost a run, which is computed again: %s", reason)
+            self._lost_runs.warn(f"the disk tier lost a run, which is computed again: {reason}")
             self._circuit_breaker.fail(f"reads fail ({reason})")
         request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"), request.entry.run)
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import QuireError
-from quire.stores.tiers import VolatileTier
+from quire.stores.tiers import Tier
 
 Content = TypeVar("Content")
 
@@ -25,7 +25,7 @@ class _Kept(Generic[Content]):
     used: float
 
 
-class LruStore(VolatileTier, Generic[Content]):
+class LruStore(Tier, Generic[Content]):
     """Keeps the runs that fit `cap` bytes. The least recently used ones make room.
 
     Content   what is kept of a run
