@@ -202,11 +202,9 @@ class RunningCluster:
         self._thread = threading.Thread(target=self._loop.run_forever, name="cluster-loop", daemon=True)
         self._thread.start()
         wanted = {"prefill": 1, "decode": 1} if not {"prefill", "decode", "mixed"} & settings.keys() else {}
-        config = ClusterConfig(**wanted, **settings)
+        config = ClusterConfig(transport=transport or "auto", **wanted, **settings)
         try:
-            self.cluster = Cluster(
-                str(model), options, settings=config, salts=salts, processes=processes, transport=transport
-            )
+            self.cluster = Cluster(str(model), options, settings=config, salts=salts, processes=processes)
             self.call(self.cluster.start())
         except BaseException:
             self._end_loop()

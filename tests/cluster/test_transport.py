@@ -641,7 +641,7 @@ def test_strangers_reach_nobody_and_cost_nothing(cluster: Cluster) -> None:
     inbox.wait(1)
     for stream in waiting:
         until_the_end(stream)
-    eventually(lambda: b._registry.num_strangers == 0)
+    eventually(lambda: b.num_strangers == 0)
     assert inbox.messages == [("a", ask())] and inbox.losses == []
     for stream in (*gone, *waiting):
         stream.close()
@@ -662,14 +662,14 @@ def until_the_end(stream: SocketStream) -> bytes:
 def test_there_is_an_end_to_strangers(cluster: Cluster) -> None:
     b, _ = cluster.add("b")
     streams = [cluster.dial("b") for _ in range(MOST_STRANGERS)]
-    eventually(lambda: b._registry.num_strangers == MOST_STRANGERS)
+    eventually(lambda: b.num_strangers == MOST_STRANGERS)
     streams.append(cluster.dial("b"))
     assert until_the_end(streams[0]) == b"", "the oldest one keeps its place"
-    eventually(lambda: b._registry.num_strangers == MOST_STRANGERS)
+    eventually(lambda: b.num_strangers == MOST_STRANGERS)
     for stream in streams:
         stream.shut()
         stream.close()
-    eventually(lambda: b._registry.num_strangers == 0)
+    eventually(lambda: b.num_strangers == 0)
 
 
 class Recorder:

@@ -53,7 +53,7 @@ class Cluster:
     settings                     numbers of instances, and how they work together
     salts                        for each of which the prefixes of cache.pin are pinned
     slo                          latency targets, for cluster.replan
-    processes, transport         where instances run, and how caches travel, in place of the settings': for tests
+    processes                    where instances run, in place of the settings': for tests
     `async with Cluster(...) as cluster` starts and ends the instances.
     """
 
@@ -66,7 +66,6 @@ class Cluster:
         *,
         salts: Sequence[str] = ("",),
         processes: Processes | None = None,
-        transport: str = "",
         slo: SloConfig | None = None,
     ) -> None:
         file = None if config_file is None else Path(config_file)
@@ -96,7 +95,7 @@ class Cluster:
         limits = RequestLimits(
             self.shape.vocab_size, sizes.max_context, "model.max_context", self.config.scheduler.max_queue, PinLimits(0)
         )
-        supervisor = Supervisor(started_with, settings, limits, processes, transport, self._tracer, placement)
+        supervisor = Supervisor(started_with, settings, limits, processes, self._tracer, placement)
         self.supervisor, self.router = supervisor, supervisor.router
         self.operations = ClusterOperations(supervisor, placement)
         self._closing = False

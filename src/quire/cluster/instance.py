@@ -96,9 +96,9 @@ class LaunchConfig:
         return msgspec.convert(json.loads(text), cls)
 
 
-def compatibility_tag(version: str = __version__) -> bytes:
+def compatibility_tag() -> bytes:
     """What all processes of a cluster have in common."""
-    return f"quire {version}".encode()
+    return f"quire {__version__}".encode()
 
 
 class Instance:
@@ -151,7 +151,9 @@ class Instance:
         while not self._started.wait(HELLO_SECONDS):
             self._connections.send(ROUTER, LoadingHeartbeat(self.launch_config.name))
         if self._error is not None:
-            self._connections.send(ROUTER, _failed(self.launch_config.name, self._error))
+            reason = str(self._error) or type(self._error).__name__
+            failed = InstanceReady(self.launch_config.name, "", 0, 0, None, 0.0, 0.0, error=reason)
+            self._connections.send(ROUTER, failed)
             self._is_alone.wait(DIAL_SECONDS)  # the router ends the connection once it has read why
             self._connections.close()
             return 1
@@ -235,11 +237,6 @@ class Instance:
         assert self.thread.loaded is not None and self._ready is not None
         scheduler = self.thread.loaded.engine.scheduler
         scheduler.policy.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
-
-
-def _failed(name: str, error: BaseException) -> InstanceReady:
-    text = str(error) or type(error).__name__
-    return InstanceReady(name, "", 0, 0, None, 0.0, 0.0, error=text)
 
 
 def run(is_ready: Callable[[], None]) -> int:

@@ -209,19 +209,16 @@ class PeerStore(Tier):
         self._counts["bytes_read"] += num_bytes
 
     def _note_end(self, pull: Pull) -> None:
-        self._counts["num_read"] += len(pull.runs)
-        for run in pull.runs:
-            self._note_pages(run)
-
-    def _note_pages(self, run: Run) -> None:
         """Counts pages, with their positions, and column sums, which are in the rows at the end. The rest of the bytes
         that are read are headers, masks and exact first tokens.
         """
         assert self.table is not None
-        num_bytes, first = run_bytes(self.table, run), len(run.kinds) - run.num_attached
-        sums = int(self.table.sizes[run.kinds[first:]][run.masks[first:] != 0].sum())
-        self._counts["bytes_sums"] += sums
-        self._counts["bytes_pages"] += num_bytes - sums
+        self._counts["num_read"] += len(pull.runs)
+        for run in pull.runs:
+            num_bytes, first = run_bytes(self.table, run), len(run.kinds) - run.num_attached
+            sums = int(self.table.sizes[run.kinds[first:]][run.masks[first:] != 0].sum())
+            self._counts["bytes_sums"] += sums
+            self._counts["bytes_pages"] += num_bytes - sums
 
     # ---- a store: see Store ----------------------------------------------------------------------------------------
 

@@ -452,11 +452,12 @@ class _SwitchPlanner:
     def _settling(self) -> Iterator[Action]:
         """Gives all their roles. The first one does both meanwhile if no change alone leaves prompts and decoding."""
         while changing := [place for place, spec in self.here.items() if spec.role != self.goal[place]]:
-            place = next((each for each in changing if self._covers_with(each)), None)
-            yield self._with_role(place or changing[0], "mixed" if place is None else self.goal[place])
-
-    def _covers_with(self, place: str) -> bool:
-        return covers_both_phases([self.goal[place], *(spec.role for spec in self._without(place).values())])
+            for place in changing:
+                if covers_both_phases([self.goal[place], *(spec.role for spec in self._without(place).values())]):
+                    yield self._with_role(place, self.goal[place])
+                    break
+            else:
+                yield self._with_role(changing[0], "mixed")
 
     def _with_role(self, place: str, role: str) -> SetRole:
         self.here[place] = self.here[place]._replace(role=role)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -111,61 +111,11 @@ class InstancePlaces:
                 raise ConfigError(f"the placement's instances with the role {spec.role}: {error}") from None
 
 
-class InstanceWatch:
-    """Watches instances.
-
-    heartbeat  most seconds between two signs of life
-    failed     is called with an instance that has failed, and the reason
-    """
-
-    def __init__(
-        self,
-        members: Mapping[str, Member],
-        processes: Processes,
-        heartbeat: float,
-        failed: Callable[[Member, str], None],
-    ) -> None:
-        self._members, self._processes = members, processes
-        self._heartbeat, self._failed = heartbeat, failed
-
-    async def watch(self, tick: Callable[[], None]) -> None:
-        """Looks at the instances until it is cancelled. tick: is called after each look."""
-        looked = time.monotonic()
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
-            late, looked = now - looked - TICK_SECONDS, now
-            try:
-                self._look(now, late)
-                tick()
-            except Exception:  # nobody else would find what fails from now on
-                log.exception("watching the instances")
-
-    def _look(self, now: float, late: float) -> None:
-        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
-        yet.
-        """
-        ended = self._processes.ended()
-        for member in list(self._members.values()):
-            if late > TICK_SECONDS:
-                member.seen += late
-            if member.name in ended:
-                self._failed(member, "it ended")
-            elif now - member.seen > self._patience(member):
-                self._failed(member, "it gave no sign of life")
-
-    def _patience(self, member: Member) -> float:
-        """Most seconds between two signs of life."""
-        if member.health is not Health.STARTING:
-            return self._heartbeat
-        return max(LOADING_SECONDS, self._heartbeat) if member.is_loading else START_SECONDS
-
-
 class Supervisor:
     """The instances of a cluster, and the router that knows them.
 
-    processes, transport  in place of the settings': for tests
-    placement             which instances there are at first, in place of the settings' numbers
+    processes  in place of the settings': for tests
+    placement  which instances there are at first, in place of the settings' numbers
 
     limits      what requests may ask for: as long as no instance is ready, this; then what every one accepts
     places      what instances are started with
@@ -178,7 +128,6 @@ class Supervisor:
         settings: ClusterConfig,
         limits: RequestLimits,
         processes: Processes | None = None,
-        transport: str = "",
         tracer: Tracer | None = None,
         placement: Placement | None = None,
     ) -> None:
@@ -197,15 +146,13 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._all_ready = asyncio.Event()
         self._start_error: QuireError | None = None
-        usual = self.processes.transport if settings.transport == "auto" else settings.transport
-        self._transport = transport or usual
+        self._transport = self.processes.transport if settings.transport == "auto" else settings.transport
         self.router = Router(
             self.send, timeout=settings.timeout, tries=settings.tries, routing=settings.routing,
             shares=model.config.cache.share, fetches=model.config.cache.share and not model.config.retain.is_on,
             tracer=tracer,
         )  # fmt: skip
         self.members = self.router.members
-        self._watch = InstanceWatch(self.members, self.processes, settings.heartbeat, self._fail)
         self.cluster_prefixes = ClusterPrefixes(self.members, self.places.specs, self.send)
         self._connections = PeerConnections(
             ROUTER, self._secret, self, self._transport, compatibility_tag=compatibility_tag()
@@ -228,7 +175,7 @@ class Supervisor:
         self._address = self._connections.listen(host)
         for place in self.places.specs:
             self.launch(place)
-        self._watching = asyncio.create_task(self._watch.watch(self.router.tick))
+        self._watching = asyncio.create_task(self._watch())
         found = ", ".join(self.places.specs)
         log.info("starting %s: %s; each loads the model", format_count(len(self.places.specs), "instance"), found)
         async with asyncio.timeout(START_SECONDS):
@@ -313,6 +260,38 @@ class Supervisor:
             self._pauses[member.place] = min(2 * pause, MOST_PAUSE)
             assert self._loop is not None
             self._loop.call_later(pause, partial(self._relaunch, member.place))
+
+    async def _watch(self) -> None:
+        """Looks at the instances and at the requests until it is cancelled."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            late, looked = now - looked - TICK_SECONDS, now
+            try:
+                self._look(now, late)
+                self.router.tick()
+            except Exception:  # nobody else would find what fails from now on
+                log.exception("watching the instances")
+
+    def _look(self, now: float, late: float) -> None:
+        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
+        yet.
+        """
+        ended = self.processes.ended()
+        for member in list(self.members.values()):
+            if late > TICK_SECONDS:
+                member.seen += late
+            if member.name in ended:
+                self._fail(member, "it ended")
+            elif now - member.seen > self._patience(member):
+                self._fail(member, "it gave no sign of life")
+
+    def _patience(self, member: Member) -> float:
+        """Most seconds between two signs of life."""
+        if member.health is not Health.STARTING:
+            return self._settings.heartbeat
+        return max(LOADING_SECONDS, self._settings.heartbeat) if member.is_loading else START_SECONDS
 
     def _relaunch(self, place: str) -> None:
         is_there = any(each.place == place for each in self.members.values())

@@ -16,7 +16,7 @@ from quire.cluster.wire import decode
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
-    from quire.cluster.connections import Bulk, ConnectionRegistry
+    from quire.cluster.connections import Bulk, PeerConnections
 
 log = logging.getLogger("quire")
 
@@ -39,12 +39,12 @@ class Connection:
     threads  that it has started
     """
 
-    def __init__(self, registry: ConnectionRegistry, peer: str | None, open_stream: Callable[[], SocketStream]) -> None:
+    def __init__(self, owner: PeerConnections, peer: str | None, open_stream: Callable[[], SocketStream]) -> None:
         """peer: who is dialled, None at a listener. open_stream: dials, or gives what was accepted."""
         self.peer = peer
         self.threads: list[threading.Thread] = []
         self.is_established = self.is_ended = False
-        self._registry = registry
+        self._owner = owner
         self._open = open_stream
         self._changed = threading.Condition()
         self._queue: deque[QueuedMessage] = deque()
@@ -128,7 +128,7 @@ class Connection:
         if isinstance(error, PeerClosedError):  # a peer that ends closes its connections
             log.debug("%s", text)
         elif self.peer is None:
-            self._registry.stranger_warnings.warn(text)
+            self._owner.stranger_warnings.warn(text)
         else:
             log.warning("%s", text)
 
@@ -143,9 +143,9 @@ class Connection:
 
     def _tell_lost(self) -> None:
         assert self.peer is not None, "a stranger is lost"
-        if not self._registry.is_closed:
+        if not self._owner.is_closed:
             try:
-                self._registry.handler.connection_lost(self.peer)
+                self._owner.handler.connection_lost(self.peer)
             except Exception:
                 log.exception("link to %s: the handler failed when it was lost", self.peer)
 
@@ -159,7 +159,7 @@ class Connection:
             if self._stream is not None:
                 self._stream.close()
         self._drop_waiting()  # some are left if there was no thread to send them
-        self._registry.on_ended(self)
+        self._owner.on_ended(self)
 
     def _establish(self) -> None:
         stream = self._open()
@@ -167,9 +167,9 @@ class Connection:
             self._stream = stream
             if self.is_ended:
                 raise TransportError(self._reason)
-        channel = authenticate(stream, self._registry.credentials, self._registry.handshake_seconds, expected=self.peer)
+        channel = authenticate(stream, self._owner.credentials, self._owner.handshake_seconds, expected=self.peer)
         self._channel, self._extent_channel = channel, stream.extent_channel(channel)
-        self._registry.on_established(self, channel.peer)
+        self._owner.on_established(self, channel.peer)
         with self._changed:
             self.is_established = True
             self._changed.notify_all()
@@ -227,7 +227,7 @@ class Connection:
                 )
             extents = IncomingExtents(self._channel, self._extent_channel, frame.number)
             try:
-                self._registry.handler.receive(self.peer, decode(frame.meta), extents)
+                self._owner.handler.receive(self.peer, decode(frame.meta), extents)
             finally:
                 extents.free()
             extents.skip()
