@@ -201,8 +201,10 @@ class RunningCluster:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cluster-loop", daemon=True)
         self._thread.start()
-        wanted = {"prefill": 1, "decode": 1} if not {"prefill", "decode", "mixed"} & settings.keys() else {}
-        config = ClusterConfig(transport=transport or "auto", **wanted, **settings)
+        wanted: dict[str, Any] = {"transport": transport or "auto"}
+        if not {"prefill", "decode", "mixed"} & settings.keys():
+            wanted |= {"prefill": 1, "decode": 1}
+        config = ClusterConfig(**wanted, **settings)
         try:
             self.cluster = Cluster(str(model), options, settings=config, salts=salts, processes=processes)
             self.call(self.cluster.start())

@@ -1,4 +1,4 @@
-"""Which instances share a machine, and what each needs there. Pure: Ray finds the machines, see `on_ray`."""
+"""Which instances share a machine, and what each needs there. Pure: Ray finds the machines, see `ray_processes`."""
 
 from __future__ import annotations
 

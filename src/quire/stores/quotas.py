@@ -159,9 +159,7 @@ class Quotas:
                 try:
                     lock = FileLock(subfolder / LOCK_NAME, waits=False)
                 except BlockingIOError:
-                    is_live = True
-                    with open(subfolder / LOCK_NAME, "rb") as file:
-                        record = _read(file.fileno(), writer_bytes(subfolder))
+                    is_live, record = True, _record_of(subfolder, writer_bytes(subfolder))
                 except FileNotFoundError:  # removed meanwhile
                     continue
                 else:
@@ -191,16 +189,15 @@ def lower_quota(descriptor: int, subfolder: Path) -> int:
 
 def cap_of(subfolder: Path) -> int:
     """The cap that the last writer of a sub-folder gave the whole folder; 0: not known. Raises OSError."""
-    with open(subfolder / LOCK_NAME, "rb") as file:
-        return _read(file.fileno(), 0).cap
+    return _record_of(subfolder, 0).cap
 
 
 def free_bytes(path: Path) -> int | None:
     """Bytes of a folder that no writer has; None if no writer says how many there are in all. Raises OSError."""
     records = []
     for subfolder in writer_subfolders(path / VERSION):
-        with contextlib.suppress(FileNotFoundError), open(subfolder / LOCK_NAME, "rb") as file:
-            records.append(_read(file.fileno(), writer_bytes(subfolder)))
+        with contextlib.suppress(FileNotFoundError):
+            records.append(_record_of(subfolder, writer_bytes(subfolder)))
     caps = [record.cap for record in records if record.cap]
     return max(0, min(caps) - SLACK_BYTES - sum(record.quota for record in records)) if caps else None
 
@@ -220,6 +217,11 @@ def _reclaim(subfolder: Path, wanted: int, collect: Collect) -> int:
             if wanted + used > 0:
                 collect(subfolder, wanted + used)
         return lower_quota(lock.descriptor, subfolder)
+
+
+def _record_of(subfolder: Path, used: int) -> QuotaRecord:
+    with open(subfolder / LOCK_NAME, "rb") as file:
+        return _read(file.fileno(), used)
 
 
 def _read(descriptor: int, used: int) -> QuotaRecord:
