@@ -85,12 +85,8 @@ def _request_output(
 
 def _hints(hints: CacheHints) -> dict[str, Any]:
     """The fields of hints that make equal ones."""
-    pin: Any = hints.cache_pin
-    if pin is not None and math.isinf(pin):
-        pin = True
-    if pin is not None and hints.pin_tier != "arena":
-        pin = {"tier": hints.pin_tier} if pin is True else {"tier": hints.pin_tier, "seconds": pin}
-    return {
-        "cache_salt": hints.cache_salt, "cache_pin": pin, "cache_priority": hints.cache_priority,
-        "cache_lifetime": hints.cache_lifetime,
-    }  # fmt: skip
+    found, pin = asdict(hints), hints.cache_pin
+    tier = found.pop("pin_tier")
+    if pin is not None:
+        found["cache_pin"] = {"tier": tier} if math.isinf(pin) else {"tier": tier, "seconds": pin}
+    return found
