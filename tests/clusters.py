@@ -173,7 +173,8 @@ class ProcessInstances(Processes):
 
 
 def _with(launch_config: LaunchConfig, options: ByRole) -> LaunchConfig:
-    return replace(launch_config, options={**launch_config.options, **options.get(launch_config.role, {})})
+    role = launch_config.name.rpartition("-")[0]
+    return replace(launch_config, options={**launch_config.options, **options.get(role, {})})
 
 
 class RunningCluster:
@@ -260,9 +261,8 @@ class RunningCluster:
     def instance(self, role: str) -> Poisoned:
         """The first one of a role."""
         assert isinstance(self.processes, ThreadedInstances), "in a process of its own"
-        members = self.cluster.router.members
-        names = (name for name, each in self.processes.instances.items() if each.launch_config.role == role)
-        return self.processes.instances[next(name for name in names if name in members)]
+        members = self.cluster.router.members.values()
+        return self.processes.instances[next(each.name for each in members if each.role == role)]
 
     def ask(self, role: str, question: Callable[[Engine], Answer]) -> Answer:
         """See Poisoned; of the first instance of a role."""

@@ -48,7 +48,7 @@ def test_a_start_says_what_is_still_loading(
 
     def late(launch_config: LaunchConfig) -> None:
         """The second instance loads only after a line about it."""
-        if launch_config.role == "decode":
+        if launch_config.name.startswith("decode-"):
             start(launch_config)
             return
         threading.Thread(target=lambda: started.wait(10) and start(launch_config)).start()

@@ -76,7 +76,6 @@ class LaunchConfig:
     model: str
     options: dict[str, Any]
     config_file: str | None = None
-    role: str = "mixed"
     transport: str = "shm"
     host: str = "127.0.0.1"
     cores: tuple[int, ...] = ()
@@ -239,14 +238,16 @@ class Instance:
         scheduler.policy.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
 
 
+def log_to_stderr(launch_config: LaunchConfig) -> None:
+    """Begins the lines of this process' log with the instance's name."""
+    line = f"%(asctime)s %(levelname)s {launch_config.name}: %(message)s"
+    logging.basicConfig(level=launch_config.log_level, format=line, stream=sys.stderr)
+
+
 def run(is_ready: Callable[[], None]) -> int:
     """Runs the instance that the standard input describes. is_ready: see Instance. Returns the exit code."""
     launch_config = LaunchConfig.from_json(sys.stdin.readline())
-    logging.basicConfig(
-        level=launch_config.log_level,
-        format=f"%(asctime)s %(levelname)s {launch_config.name}: %(message)s",
-        stream=sys.stderr,
-    )
+    log_to_stderr(launch_config)
     if launch_config.cores:
         os.sched_setaffinity(0, launch_config.cores)
     instance = Instance(launch_config, is_ready)

@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.colocation import STRATEGIES, InstanceResources, colocated_groups, most_cores
-from quire.cluster.instance import Instance, LaunchConfig
+from quire.cluster.instance import Instance, LaunchConfig, log_to_stderr
 from quire.cluster.processes import END_SECONDS, Processes
+from quire.cluster.start import ignore_terminal
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.extras import install_command
@@ -60,12 +60,8 @@ class InstanceActor:
         import ray
 
         wanted = dataclasses.replace(LaunchConfig.from_json(launch_config), host=ray.util.get_node_ip_address())
-        form = f"%(asctime)s %(levelname)s {wanted.name}: %(message)s"
-        logging.basicConfig(level=wanted.log_level, format=form, stream=sys.stderr)
-        # Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests
-        # are done.
-        for each in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN)
+        log_to_stderr(wanted)
+        ignore_terminal()
         if cache_share is not None:
             options = {**wanted.options, "cache.memory": _cache_bytes(wanted, cache_share)}
             wanted = dataclasses.replace(wanted, options=options)

@@ -227,9 +227,9 @@ class Supervisor:
             options["cache.pin"] = None  # the file is here, and the instance may be elsewhere
         launch_config = LaunchConfig(
             name, self._address, self._secret.hex(), model.name, options,
-            None if model.config_file is None else str(model.config_file), role, self._transport,
-            "127.0.0.1", self.places.cores[place], self._settings.timeout, log.getEffectiveLevel(),
-            model.config.cache.pin or "", model.pins, model.salts,
+            None if model.config_file is None else str(model.config_file), self._transport, "127.0.0.1",
+            self.places.cores[place], self._settings.timeout, log.getEffectiveLevel(), model.config.cache.pin or "",
+            model.pins, model.salts,
         )  # fmt: skip
         member = Member(name, place, role, seen=time.monotonic(), group=self.processes.group(place))
         self.members[name] = member

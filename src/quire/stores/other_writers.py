@@ -48,8 +48,8 @@ class WatchedFolder:
                 self.index = RunIndex(subfolder, is_writer=False)
             version = self.index.data_version
             if version != self._version:
-                self._version = version
                 self.view.update(self.index)
+                self._version = version
         except DamagedIndexError as error:
             log.warning("the index of %s is damaged, and its runs are not found: %s", subfolder, error)
             self.close()

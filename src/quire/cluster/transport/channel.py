@@ -112,21 +112,21 @@ class Channel:
         return Frame(kind, number, meta)
 
 
-class InlineExtentChannel:
-    """Extents that travel in the stream, after their frames."""
+class ExtentChannel:
+    """The bytes of extents, which travel in the stream after their frames. One thread sends while another receives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._buffer = np.empty(0, np.uint8)
 
     def send(self, extent: memoryview) -> None:
-        """See ExtentChannel."""
+        """Sends an extent. Its memory may change as soon as this returns. Raises TransportError."""
         if len(extent) > MOST_EXTENT:
             raise TransportError(f"an extent of {len(extent)} bytes; {MOST_EXTENT} are possible")
         self._channel.send(EXTENT, len(extent), payload=extent)
 
     def receive(self, frame: Frame) -> memoryview:
-        """See ExtentChannel. Extents of all messages come to lie in the same memory."""
+        """The extent that a frame announces, valid until `free`. Raises TransportError."""
         length = self._length(frame)
         if length > len(self._buffer):
             self._buffer = np.empty(length, np.uint8)
@@ -135,16 +135,16 @@ class InlineExtentChannel:
         return extent.toreadonly()
 
     def skip(self, frame: Frame) -> None:
-        """See ExtentChannel."""
+        """Passes over the extent that a frame announces."""
         length, scratch = self._length(frame), memoryview(bytearray(_PIECE))
         for start in range(0, length, _PIECE):
             self._channel.stream.read(scratch[: length - start])
 
     def free(self) -> None:
-        """See ExtentChannel. The next extent takes the memory."""
+        """The last extent received is not needed any more: the next one takes its memory."""
 
     def close(self) -> None:
-        """See ExtentChannel."""
+        """Frees what it has. Nobody uses it any more."""
 
     def _length(self, frame: Frame) -> int:
         if frame.kind != EXTENT or frame.number > MOST_EXTENT:

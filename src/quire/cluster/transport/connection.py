@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cluster.transport.channel import MESSAGE, MOST_EXTENTS, Channel, Frame, authenticate
+from quire.cluster.transport.channel import MESSAGE, MOST_EXTENTS, Channel, ExtentChannel, Frame, authenticate
 from quire.cluster.transport.sockets import SocketStream
-from quire.cluster.transport.stream import ExtentChannel, PeerClosedError, TransportError
+from quire.cluster.transport.stream import PeerClosedError, TransportError
 from quire.cluster.wire import decode
 from quire.errors import QuireError
 

@@ -9,8 +9,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from quire.cluster.transport.channel import Channel, InlineExtentChannel
-from quire.cluster.transport.stream import ExtentChannel, ForeignUserError, PeerClosedError, TransportError
+from quire.cluster.transport.channel import Channel, ExtentChannel
+from quire.cluster.transport.stream import ForeignUserError, PeerClosedError, TransportError
 from quire.rate_limited_warning import RateLimitedWarning
 
 log = logging.getLogger("quire")
@@ -96,7 +96,7 @@ class SocketStream:
 
     def extent_channel(self, channel: Channel) -> ExtentChannel:
         """How extents travel beside this stream."""
-        return InlineExtentChannel(channel)
+        return ExtentChannel(channel)
 
 
 class SocketListener:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
-    from quire.cluster.transport.channel import Frame
     from quire.cluster.transport.sockets import SocketListener, SocketStream
 
 
@@ -24,25 +23,6 @@ class PeerClosedError(TransportError):
 
 class ForeignUserError(TransportError):
     """The peer belongs to another user, who may not dial. The message names the user."""
-
-
-class ExtentChannel(Protocol):
-    """The bytes of extents. One thread sends while another one receives."""
-
-    def send(self, extent: memoryview) -> None:
-        """Sends an extent. Its memory may change as soon as this returns. Raises TransportError."""
-
-    def receive(self, frame: Frame) -> memoryview:
-        """The extent that a frame announces, valid until `free`. Raises TransportError."""
-
-    def skip(self, frame: Frame) -> None:
-        """Passes over the extent that a frame announces."""
-
-    def free(self) -> None:
-        """The last extent received is not needed any more."""
-
-    def close(self) -> None:
-        """Frees what it has. Nobody uses it any more."""
 
 
 class Transport(Protocol):
