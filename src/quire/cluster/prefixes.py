@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -98,18 +99,16 @@ class PrefixService(AsyncPrefixes):
         return self._thread.loaded
 
     async def _ask(self, question: Callable[[Engine], Item]) -> Item:
-        loop, found = asyncio.get_running_loop(), asyncio.Future[Item]()
+        found = Future[Item]()
 
         def run() -> None:
             try:
-                answer = question(self._parts.engine)
+                found.set_result(question(self._parts.engine))
             except BaseException as error:
-                loop.call_soon_threadsafe(found.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(found.set_result, answer)
+                found.set_exception(error)
 
         self._thread.submit(run)
-        return await found
+        return await asyncio.wrap_future(found)
 
     def handle(self, question: PrefixQuery) -> None:
         """Answers on a thread of its own: a disk is read, and the engine may be in a long step."""
