@@ -13,7 +13,6 @@ from quire.cluster.colocation import InstanceResources, colocated_groups, most_c
 from quire.cluster.instance import LaunchConfig
 from quire.cluster.members import Health, Member, PrefixIndex, ServingInstances, choose_instances
 from quire.cluster.messages import Attempt
-from quire.cluster.processes import places_of
 from quire.cluster.ray_processes import RayProcesses, _cache_bytes
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
@@ -22,7 +21,8 @@ from ..tiny_models import save_tiny
 
 
 def roles(prefill: int, decode: int, mixed: int = 0) -> dict[str, str]:
-    return dict(places_of([("prefill", prefill), ("decode", decode), ("mixed", mixed)]))
+    counts = {"prefill": prefill, "decode": decode, "mixed": mixed}
+    return {f"{role}-{index}": role for role, count in counts.items() for index in range(count)}
 
 
 def test_without_ray_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

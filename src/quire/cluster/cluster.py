@@ -76,10 +76,10 @@ class Cluster:
             is_local = settings.address is None if processes is None else processes.is_local
             options = shared_options(placement.instances, options, file, is_local=is_local)
         self.config = EngineConfig.from_options(options, file)
-        self._model, self._path = model, resolve_model(model)
+        self._model, self.model_path = model, resolve_model(model)
         resolved, self.shape, sizes = self._resolve(self.config)
         self.tokenizer: Tokenizer = load_tokenizer(
-            self._path, self.config.model.tokenizer, self.config.model.chat_template
+            self.model_path, self.config.model.tokenizer, self.config.model.chat_template
         )
         self._grammars = GrammarCompiler(self.tokenizer, self.shape.vocab_size, end_tokens(self.shape, self.tokenizer))
         self.model_name = resolved.model.name or short_name(model)
@@ -111,8 +111,8 @@ class Cluster:
 
     def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, EngineSizes]:
         """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
-        with open_model(self._path) as checkpoint:
-            calibration = find_calibration(self._path, config)
+        with open_model(self.model_path) as checkpoint:
+            calibration = find_calibration(self.model_path, config)
             resolved, sizes = resolve(config, checkpoint.shape, checkpoint, calibration)
         if sizes.disk_bytes:
             raise ConfigError(
@@ -174,14 +174,9 @@ class Cluster:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     @property
-    def model_path(self) -> Path:
-        """See Engine."""
-        return self._path
-
-    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """See Engine."""
-        return read_sampling_defaults(self._path, self._model)
+        return read_sampling_defaults(self.model_path, self._model)
 
     async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
         """See AsyncLLM.compile_grammar."""

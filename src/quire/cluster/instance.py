@@ -103,6 +103,10 @@ def compatibility_tag() -> bytes:
 class Instance:
     """Engine, connections and agent of one process."""
 
+    # Once the engine has started:
+    _engine_attempts: EngineAttempts
+    _ready: InstanceReady
+
     def __init__(self, launch_config: LaunchConfig, is_ready: Callable[[], None] = lambda: None) -> None:
         """is_ready: called before the router learns that the instance is ready."""
         self.launch_config = launch_config
@@ -114,8 +118,6 @@ class Instance:
         self._started, self._is_alone = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._failed = False
-        self._ready: InstanceReady | None = None
-        self._engine_attempts: EngineAttempts | None = None
         self._connections = PeerConnections(
             launch_config.name, secret, self, launch_config.transport, compatibility_tag=compatibility_tag()
         )
@@ -156,7 +158,6 @@ class Instance:
             self._is_alone.wait(DIAL_SECONDS)  # the router ends the connection once it has read why
             self._connections.close()
             return 1
-        assert self._engine_attempts is not None and self._ready is not None
         self._is_ready()
         self._connections.send(ROUTER, self._ready)
         self.agent.run(self._engine_attempts)
@@ -204,7 +205,6 @@ class Instance:
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
         """See EngineListener."""
-        assert self._engine_attempts is not None
         self._engine_attempts.has_stepped(outputs)
 
     def has_failed(self, reason: str) -> None:
@@ -233,7 +233,7 @@ class Instance:
                 os._exit(1)  # it still loads, and nobody waits for it
 
     def _set_role(self, role: str) -> None:
-        assert self.thread.loaded is not None and self._ready is not None
+        assert self.thread.loaded is not None
         scheduler = self.thread.loaded.engine.scheduler
         scheduler.policy.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
 

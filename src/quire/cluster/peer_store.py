@@ -88,15 +88,16 @@ class Pull:
 class PeerStore(Tier):
     """Finds what sources offer, by the keys of chunks and by handles.
 
-    ask  is called with each pull, on the engine's thread
+    table, ask  given by its engine, before there are offers: its chunks, and what is called with each pull, on the
+                engine's thread
     """
 
     name = "neighbour"
     keeps = False
+    table: ChunkTable
+    ask: Callable[[Pull], None]
 
     def __init__(self, signer: ExtentSigner) -> None:
-        self.ask: Callable[[Pull], None] = _nobody
-        self.table: ChunkTable | None = None
         self._signer = signer
         self._offers: dict[Attempt, Offer] = {}
         self._found: dict[bytes, list[Offer]] = {}  # by name, the latest one last
@@ -127,7 +128,6 @@ class PeerStore(Tier):
         is_cached  see Offer; a source that does not have them says so when it is asked
         """
         self.withdraw(attempt)
-        assert self.table is not None, "no engine"
         names, shared = tuple(keys.first(num_shared)), None
         if names:
             shared = complete_run(self.table, RunIdentity(names, keys.tokens(0, num_shared), keys.namespace))
@@ -212,7 +212,6 @@ class PeerStore(Tier):
         """Counts pages, with their positions, and column sums, which are in the rows at the end. The rest of the bytes
         that are read are headers, masks and exact first tokens.
         """
-        assert self.table is not None
         self._counts["num_read"] += len(pull.runs)
         for run in pull.runs:
             num_bytes, first = run_bytes(self.table, run), len(run.kinds) - run.num_attached
@@ -283,7 +282,3 @@ def _parts(offer: Offer, run: Run) -> Iterator[int]:
     indices = {name: index for index, name in enumerate(offer.keys.first(num_shared))}
     for name in run.names:
         yield indices[name]
-
-
-def _nobody(pull: Pull) -> None:
-    raise AssertionError("nobody is there to ask")

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire import parent_watch
@@ -99,8 +99,3 @@ class Processes:
         end = loop.time() + seconds
         while any(process.poll() is None for process in self._killed) and loop.time() < end:
             await asyncio.sleep(0.02)
-
-
-def places_of(counts: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
-    """Place and role of each instance, given the number for each role."""
-    return [(f"{role}-{index}", role) for role, count in counts for index in range(count)]

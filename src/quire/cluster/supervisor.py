@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from quire.cluster.placements import (
     specs_of,
 )
 from quire.cluster.prefixes import ClusterPrefixes, PrefixReply
-from quire.cluster.processes import Processes, places_of
+from quire.cluster.processes import Processes
 from quire.cluster.ray_processes import RayProcesses
 from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
@@ -80,10 +81,14 @@ class InstancePlaces:
         """What is needed for the instances of a placement. Raises ConfigError: see `placements.specs_of`."""
         return specs_of(instances, self._model, _num_cores(), is_local=self._is_local)
 
-    def open(self, specs: Iterable[tuple[str, InstanceSpec]]) -> None:
-        """The first instances, by place. On other machines there are no further places from now on."""
-        for place, spec in specs:
-            self.assign(place, spec)
+    def open(self, specs: Iterable[InstanceSpec]) -> None:
+        """The first instances: their places are named after roles. On other machines there are no further ones from now
+        on.
+        """
+        numbers = Counter[str]()
+        for spec in sorted(specs, key=_role_rank):
+            self.assign(f"{spec.role}-{numbers[spec.role]}", spec)
+            numbers[spec.role] += 1
         self._reserved = None if self._is_local else tuple(self.specs)
 
     def assign(self, place: str, spec: InstanceSpec) -> None:
@@ -164,13 +169,8 @@ class Supervisor:
     async def start(self) -> None:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         self._loop = asyncio.get_running_loop()
-        counts = [(role, getattr(self._settings, role)) for role in ROLES]
-        instances = tuple(Instances(role, count) for role, count in counts if count)
-        specs = self.places.specs_of(instances if self._placement is None else self._placement.instances)
-        named = list(zip(places_of(counts), sorted(specs, key=_role_rank), strict=True))
-        for (place, role), spec in named:
-            assert spec.role == role, f"{spec} at {place}"
-        self.places.open((place, spec) for (place, _), spec in named)
+        instances = tuple(Instances(role, count) for role in ROLES if (count := getattr(self._settings, role)))
+        self.places.open(self.places.specs_of(instances if self._placement is None else self._placement.instances))
         host = await self.processes.open(self.places.roles, self._model.config, self._model.weight_bytes)
         self._address = self._connections.listen(host)
         for place in self.places.specs:
