@@ -3,7 +3,7 @@
     python benchmarks/cluster_chaos.py --requests 400 --kills 20 --stops 20
 
 Half of the requests are sampled, each with a seed, and half of the prompts share their beginning. Every instance copies
-slowly and overwrites what it has let go (QUIRE_FAULTS). Prints what happened, and exits with 1 if a request is lost,
+slowly and overwrites what it has let go (--faults). Prints what happened, and exits with 1 if a request is lost,
 doubled, wrong, late or failed, or if bytes, processes, threads or files are left.
 """
 
@@ -40,6 +40,7 @@ from quire.cluster.members import Health, Member  # noqa: E402
 from quire.cluster.protocol import RequestPhase  # noqa: E402
 from quire.config import ClusterConfig  # noqa: E402
 from quire.errors import QuireError  # noqa: E402
+from tests.faults import FaultyProcesses  # noqa: E402
 
 SETTLE_SECONDS = 60.0
 """Time in which the instances must be whole and idle after the last answer."""
@@ -284,7 +285,7 @@ def cluster_of(args: argparse.Namespace, model: str, options: dict[str, Any]) ->
         prefill=args.prefill, decode=args.decode, mixed=args.mixed, transport=args.transport, tries=args.tries,
         timeout=args.timeout, heartbeat=args.heartbeat,
     )  # fmt: skip
-    return Cluster(model, options, settings=settings)
+    return Cluster(model, options, settings=settings, processes=FaultyProcesses(args.faults))
 
 
 async def under_fire(args: argparse.Namespace, cluster: Cluster) -> tuple[Chaos, str, float]:
@@ -352,7 +353,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--memory", default="16MiB", help="cache of an instance (default: 16MiB)")
     parser.add_argument("--max-running", type=int, default=16)
-    parser.add_argument("--faults", default="delay=0.05,poison", help="QUIRE_FAULTS of all instances")
+    parser.add_argument("--faults", default="delay=0.05,poison", help="of all instances, see tests/faults.py")
     parser.add_argument("--least-streamed", type=float, default=0.3, help="share of requests that must be hit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-level", default="ERROR")
@@ -369,7 +370,7 @@ def main() -> int:
 
             model = str(save_tiny(Path(folder), head_dim=16, max_position_embeddings=args.context))
             options["model.dtype"] = "float32"
-        os.environ["QUIRE_FAULTS"] = args.faults
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         cluster = cluster_of(args, model, options)  # the process that renders chats stays as long as this one
         before = resources()
         chaos, left, seconds = asyncio.run(under_fire(args, cluster))

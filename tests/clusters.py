@@ -173,7 +173,8 @@ class ProcessInstances(Processes):
 
 
 def _with(launch_config: LaunchConfig, options: ByRole) -> LaunchConfig:
-    return replace(launch_config, options={**launch_config.options, **options.get(launch_config.role, {})})
+    role = launch_config.name.rpartition("-")[0]
+    return replace(launch_config, options={**launch_config.options, **options.get(role, {})})
 
 
 class RunningCluster:
@@ -181,7 +182,7 @@ class RunningCluster:
     the settings say otherwise.
 
     processes  Threads or Apart
-    transport  local, for Threads alone, shm or tcp
+    transport  shm or tcp
     single_engine     one engine of the same settings, if somebody has put it here
     """
 
@@ -201,12 +202,12 @@ class RunningCluster:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cluster-loop", daemon=True)
         self._thread.start()
-        wanted = {"prefill": 1, "decode": 1} if not {"prefill", "decode", "mixed"} & settings.keys() else {}
+        wanted: dict[str, Any] = {"transport": transport or "auto"}
+        if not {"prefill", "decode", "mixed"} & settings.keys():
+            wanted |= {"prefill": 1, "decode": 1}
         config = ClusterConfig(**wanted, **settings)
         try:
-            self.cluster = Cluster(
-                str(model), options, settings=config, salts=salts, processes=processes, transport=transport
-            )
+            self.cluster = Cluster(str(model), options, settings=config, salts=salts, processes=processes)
             self.call(self.cluster.start())
         except BaseException:
             self._end_loop()
@@ -260,9 +261,8 @@ class RunningCluster:
     def instance(self, role: str) -> Poisoned:
         """The first one of a role."""
         assert isinstance(self.processes, ThreadedInstances), "in a process of its own"
-        members = self.cluster.router.members
-        names = (name for name, each in self.processes.instances.items() if each.launch_config.role == role)
-        return self.processes.instances[next(name for name in names if name in members)]
+        members = self.cluster.router.members.values()
+        return self.processes.instances[next(each.name for each in members if each.role == role)]
 
     def ask(self, role: str, question: Callable[[Engine], Answer]) -> Answer:
         """See Poisoned; of the first instance of a role."""

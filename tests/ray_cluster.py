@@ -23,7 +23,6 @@ from typing import Any
 
 from quire import RequestOutput, SamplingParams
 from quire.cluster.instance import LaunchConfig
-from quire.cluster.processes import places_of
 from quire.cluster.ray_processes import RayProcesses
 from quire.config import ClusterConfig, EngineConfig
 
@@ -209,7 +208,8 @@ def places(address: str, prefill: int, decode: int, **settings: Any) -> dict[str
     """The nodes that Ray finds for instances, without starting any."""
     from ray.util.placement_group import placement_group_table
 
-    roles = dict(places_of([("prefill", prefill), ("decode", decode)]))
+    counts = {"prefill": prefill, "decode": decode}
+    roles = {f"{role}-{index}": role for role, count in counts.items() for index in range(count)}
     config = EngineConfig.from_options(OPTIONS)
     processes = RayProcesses(ClusterConfig(address=address, prefill=prefill, decode=decode, **settings))
 

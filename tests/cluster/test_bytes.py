@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -18,8 +18,8 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cluster import wire
 from quire.cluster.bodies import CacheState, ManifestMessage, PullRequest, cache_state_of, swapped_of
 from quire.cluster.messages import Attempt, Manifest, Token
-from quire.cluster.transport import TRANSPORTS
-from quire.cluster.transport.local import LocalStream, LocalTransport
+from quire.cluster.transport.channel import Channel
+from quire.cluster.transport.sockets import SocketStream
 from quire.engine.admission import AdmittedRequest
 from quire.engine.engine import Engine
 from quire.engine.handover import Handover
@@ -38,6 +38,8 @@ cluster_bytes = benchmark("cluster_bytes")
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
 
+Ports = frozenset[int]
+
 HEADER_BYTES, FRAME_BYTES, HANDSHAKE_BYTES = 80, 40, 400
 """Of an extent (docs/reference/page-format.md); of a frame around a message or an extent; at most, of a connection."""
 
@@ -47,27 +49,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"), head_dim=16)
 
 
-class Counted(LocalTransport):
-    """Counts the bytes that are written to connections between instances, those of both directions."""
+class Written:
+    """Counts what is written to TCP connections, in both directions together, by the ports of each.
 
-    def __init__(self) -> None:
-        self.num_bytes = self.num_streams = 0
+    bytes    all of them
+    framed   those of messages and extents, with their frames
+    extents  those of extents alone
+    """
 
-    def dial(self, place: str, stall_seconds: float, seconds: float) -> LocalStream:
-        """See Transport."""
-        stream = super().dial(place, stall_seconds, seconds)
-        if place != "router":
-            self.num_streams += 1
-            for pipe in (stream._incoming, stream._outgoing):
-                pipe.write = self._counted(pipe.write)  # type: ignore[method-assign]
-        return stream
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes, self.framed, self.extents = Counter[Ports](), Counter[Ports](), Counter[Ports]()
+        write, send = SocketStream.write, Channel.send
 
-    def _counted(self, write: Callable[[memoryview, float], None]) -> Callable[[memoryview, float], None]:
-        def counted(piece: memoryview, seconds: float) -> None:
-            self.num_bytes += len(piece)
-            write(piece, seconds)
+        def counted_write(stream: SocketStream, *parts: bytes | memoryview) -> None:
+            self.bytes[ports_of(stream)] += sum(map(len, parts))
+            write(stream, *parts)
 
-        return counted
+        def counted_send(
+            channel: Channel, kind: int, number: int, meta: bytes = b"", payload: memoryview | None = None
+        ) -> None:
+            ports, extent_bytes = ports_of(channel.stream), 0 if payload is None else len(payload)
+            self.framed[ports] += FRAME_BYTES + len(meta) + extent_bytes
+            self.extents[ports] += extent_bytes
+            send(channel, kind, number, meta, payload)
+
+        monkeypatch.setattr(SocketStream, "write", counted_write)
+        monkeypatch.setattr(Channel, "send", counted_send)
+
+
+def ports_of(stream: SocketStream) -> Ports:
+    """Empty if the peer has gone."""
+    with contextlib.suppress(OSError):
+        return frozenset(port for _, port in (stream._socket.getsockname(), stream._socket.getpeername()))
+    return frozenset()
 
 
 def expected_bytes(engine: Engine, cache: CacheState | None, parts: frozenset[int], num_shared: int) -> int:
@@ -96,12 +110,11 @@ def expected_bytes(engine: Engine, cache: CacheState | None, parts: frozenset[in
 def test_bytes_on_the_wire_are_those_of_the_manifests(
     model: Path, codec: str, retention: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, transport = random.Random(seed), Counted()
-    monkeypatch.setitem(TRANSPORTS, "local", transport)
+    rng, written = random.Random(seed), Written(monkeypatch)
     options = engine_options(model, codec, **RETENTION[retention])
     prompts = [prompt_of(rng, length) for length in (1, 64, 100, 300)]
     prompts.append([*prompts[-1][:256], *prompt_of(rng, 70)])
-    with RunningCluster(model, options, ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, options, ThreadedInstances(), "tcp") as cluster:
         source, receiver = cluster.instance("prefill"), cluster.instance("decode")
         for prompt in prompts:
             cluster.generate([prompt], replace(GREEDY, max_tokens=4))
@@ -127,18 +140,19 @@ def test_bytes_on_the_wire_are_those_of_the_manifests(
         attached = [(own.masks != 0)[len(own.kinds) - own.num_attached :] for own in owns]
         assert told["bytes_sums"] == 4 * PAGE_TOKENS * sum(int(each.sum()) for each in attached)
         assert (told["bytes_sums"] > 0) >= (retention == "budget") and told["bytes_state"] > 0
-        source_traffic, traffic = (each._connections.stats() for each in (source, receiver))
-        there, back = source_traffic[receiver.launch_config.name], traffic[source.launch_config.name]
-    assert there["extent_bytes_sent"] == back["extent_bytes_received"] == right
-    num_frames = sum(each[name] for each in (there, back) for name in ("messages_sent", "extents_sent"))
-    framed = right + there["message_bytes_sent"] + back["message_bytes_sent"] + FRAME_BYTES * num_frames
-    assert framed <= transport.num_bytes <= framed + HANDSHAKE_BYTES * transport.num_streams
+        router = int(cluster.cluster.supervisor._address.rpartition(":")[2])
+        between = [ports for ports in written.bytes if ports and router not in ports]
+        total, framed, extents = (
+            sum(counts[ports] for ports in between) for counts in (written.bytes, written.framed, written.extents)
+        )
+    assert extents == right
+    assert framed <= total <= framed + HANDSHAKE_BYTES * len(between)
 
 
 def test_a_second_request_with_the_prefix_sends_only_its_suffix(model: Path, seed: int) -> None:
     rng = random.Random(seed)
     shared = prompt_of(rng, 320)
-    with RunningCluster(model, engine_options(model), ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, engine_options(model), ThreadedInstances(), "shm") as cluster:
         pulled = []
         for length in (0, 70, 64):
             sent = cluster.instance("decode").sent
@@ -234,7 +248,7 @@ def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(retention: st
                 del options["cache.calibration"]
             else:
                 options |= RETENTION[retention]
-            with RunningCluster(folder, options, ThreadedInstances(), "local") as cluster:
+            with RunningCluster(folder, options, ThreadedInstances(), "shm") as cluster:
                 cluster.generate([prompt], replace(GREEDY, max_tokens=2))
                 told = cluster.ask("decode", Engine.stats)["tiers"]["neighbour"]
             sent.append(told["bytes_read"] - told["bytes_sums"])
@@ -243,7 +257,7 @@ def test_encoded_and_retained_caches_send_a_fraction_of_dense_ones(retention: st
 
 def test_an_idle_receiver_fetches_chunks_while_the_prompt_is_computed(model: Path, seed: int) -> None:
     options = {**engine_options(model), "scheduler.token_budget": 72}
-    with RunningCluster(model, options, ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, options, ThreadedInstances(), "shm") as cluster:
         source, prompt = cluster.instance("prefill").engine, prompt_of(random.Random(seed), 450)
         step = source.step
 

@@ -16,7 +16,8 @@ import pytest
 
 from quire.cluster.connections import MOST_STRANGERS, PeerConnections
 from quire.cluster.transport import shm, sockets, transport_of
-from quire.cluster.transport.stream import ByteStream, TransportError
+from quire.cluster.transport.sockets import SocketStream
+from quire.cluster.transport.stream import TransportError
 from quire.rate_limited_warning import RateLimitedWarning
 from tests.cluster.test_transport import PATIENCE, SECRET, Inbox, ask, eventually, until_the_end
 
@@ -65,7 +66,7 @@ def joins(address: str, inbox: Inbox, number: int = 0) -> float:
         instance.close()
 
 
-def dialled(address: str) -> ByteStream:
+def dialled(address: str) -> SocketStream:
     transport, place = transport_of(address)
     return transport.dial(place, PATIENCE, PATIENCE)
 
@@ -91,7 +92,7 @@ def test_a_connection_of_another_user_is_closed_before_it_takes_a_place(
             stream = dialled(address)
             assert until_the_end(stream) == b""
             stream.close()
-            assert router._registry.num_strangers == 0
+            assert router.num_strangers == 0
         assert joins(address, inbox) < PATIENCE
     told = warnings_of(caplog)
     assert len(told) == 2, told
@@ -110,7 +111,7 @@ def test_a_flood_of_another_user_keeps_no_instance_out(caplog: pytest.LogCapture
             seconds, strangers = [], []
             for number in range(5):
                 seconds.append(joins(address, inbox, number))
-                strangers.append(router._registry.num_strangers)
+                strangers.append(router.num_strangers)
                 time.sleep(0.05)
         finally:
             router.close()
@@ -125,12 +126,12 @@ def test_a_dialer_waits_for_its_place_in_a_full_queue(monkeypatch: pytest.Monkey
     """A listener that others flood has a full queue at most times."""
     monkeypatch.setattr(sockets, "_BACKLOG", 0)
     transport = shm.ShmTransport()
-    listener = transport.listen("router", "", PATIENCE)
+    listener = transport.listen("", PATIENCE)
     place = listener.address.removeprefix("shm://")
     first = transport.dial(place, PATIENCE, PATIENCE)
     with pytest.raises(TransportError, match="nothing answers"):
         transport.dial(place, PATIENCE, 0.05)
-    later: list[ByteStream] = []
+    later: list[SocketStream] = []
     waiting = threading.Thread(target=lambda: later.append(transport.dial(place, PATIENCE, PATIENCE)))
     waiting.start()
     time.sleep(0.05)
@@ -147,14 +148,14 @@ def test_a_dialer_waits_for_its_place_in_a_full_queue(monkeypatch: pytest.Monkey
         listener.accept()
 
 
-@pytest.mark.parametrize("transport", ["local", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_stranger_that_says_nothing_gives_its_place_to_the_next(transport: str) -> None:
     with listening(transport) as (router, inbox, address):
         streams = [dialled(address) for _ in range(MOST_STRANGERS)]
-        eventually(lambda: router._registry.num_strangers == MOST_STRANGERS)
+        eventually(lambda: router.num_strangers == MOST_STRANGERS)
         assert joins(address, inbox) < PATIENCE
         assert until_the_end(streams[0]) == b""
-        eventually(lambda: router._registry.num_strangers == MOST_STRANGERS - 1)
+        eventually(lambda: router.num_strangers == MOST_STRANGERS - 1)
         for stream in streams:
             stream.shut()
             stream.close()
@@ -170,7 +171,7 @@ def test_strangers_of_the_same_user_write_one_line_however_many_they_are(
             stream.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: nobody\r\n\r\n")
             until_the_end(stream)
             stream.close()
-        eventually(lambda: router._registry.num_strangers == 0)
+        eventually(lambda: router.num_strangers == 0)
     told = warnings_of(caplog)
     assert len(told) == 2, told
     assert "link to a stranger: no process of a cluster" in told[0]

@@ -24,7 +24,7 @@ from ..tiny_models import save_tiny
 PARAMS = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(params=["local", "shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp"])
 def turns(request: pytest.FixtureRequest, model: Path) -> Iterator[RunningCluster]:
     """One instance computes prompts and one decodes, so a second turn begins where its first was not decoded."""
     with RunningCluster(model, SMALL, ThreadedInstances(), request.param) as running:
@@ -73,7 +73,7 @@ def test_chunks_in_codes_travel_as_they_are(tmp_path: Path, seed: int) -> None:
     options = SMALL | {"cache.codec": "g4", "cache.check": False}
     model = save_tiny(tmp_path, head_dim=64, max_position_embeddings=1024)
     first = [rng.randrange(3, 250) for _ in range(200)]
-    with RunningCluster(model, options, ThreadedInstances(), "local") as running:
+    with RunningCluster(model, options, ThreadedInstances(), "shm") as running:
         running.ask("prefill", always_fetches)
         second = [*first, *ids_of(answer(running, first)), *(rng.randrange(3, 250) for _ in range(30))]
         found = answer(running, second)

@@ -23,7 +23,6 @@ import pytest
 
 from quire import LLM
 from quire.cluster.cluster import Cluster
-from quire.cluster.faults import VARIABLE, FaultyConnections
 from quire.cluster.members import Member
 from quire.cluster.protocol import RequestPhase
 from quire.cluster.router import RoutedRequest
@@ -32,8 +31,9 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import InstancesFailedError, QueueFullError, RequestError
 
-from ..clusters import SECONDS, SMALL, ProcessInstances, RunningCluster, ThreadedInstances
+from ..clusters import SECONDS, SMALL, RunningCluster, ThreadedInstances
 from ..effort import combine, tries
+from ..faults import Faults, FaultyConnections, FaultyProcesses
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
 
@@ -41,10 +41,9 @@ PARAMS = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
 @pytest.fixture(scope="module")
 def apart(model: Path) -> Iterator[RunningCluster]:
     """Real processes: one computes prompts, two decode. They copy slowly, and overwrite what they have let go."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "delay=0.05,poison")
-        with RunningCluster(model, SMALL, ProcessInstances(), "", prefill=1, decode=2, tries=6) as running:
-            yield running
+    processes = FaultyProcesses("delay=0.05,poison")
+    with RunningCluster(model, SMALL, processes, "", prefill=1, decode=2, tries=6) as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -53,8 +52,8 @@ def threads(
 ) -> Iterator[RunningCluster]:
     """Instances in threads of this process, which end with nothing held."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, faults)
-        with RunningCluster(model, SMALL | (options or {}), ThreadedInstances(), "local", **settings) as running:
+        Faults.read(faults).install(patch.setattr)
+        with RunningCluster(model, SMALL | (options or {}), ThreadedInstances(), "shm", **settings) as running:
             yield running
             running.settle()
 

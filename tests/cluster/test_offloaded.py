@@ -105,7 +105,7 @@ def test_weights_on_the_disk_of_both_instances_change_no_token(
     options = IN_MEMORY | CODECS[codec] | RETENTION[retention] | {"cache.share": share}
     expected = alone(model, tuple(options.items()), seed)
     offloaded = OFFLOADED | ({} if micro_batch is None else {"offload.micro_batch": micro_batch})
-    with RunningCluster(model, options | offloaded, ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, options | offloaded, ThreadedInstances(), "shm") as cluster:
         check(cluster, drawn_prompts(seed), expected)
 
 

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def running(model: Path) -> Iterator[RunningCluster]:
-    with RunningCluster(model, OPTIONS, ThreadedInstances(), "local") as found:
+    with RunningCluster(model, OPTIONS, ThreadedInstances(), "shm") as found:
         yield found
 
 
@@ -48,7 +48,7 @@ def test_a_start_says_what_is_still_loading(
 
     def late(launch_config: LaunchConfig) -> None:
         """The second instance loads only after a line about it."""
-        if launch_config.role == "decode":
+        if launch_config.name.startswith("decode-"):
             start(launch_config)
             return
         threading.Thread(target=lambda: started.wait(10) and start(launch_config)).start()
@@ -60,7 +60,7 @@ def test_a_start_says_what_is_still_loading(
 
     monkeypatch.setattr(threads, "start", late)
     caplog.handler.addFilter(told)
-    with RunningCluster(model, OPTIONS, threads, "local"):
+    with RunningCluster(model, OPTIONS, threads, "shm"):
         caplog.handler.removeFilter(told)
         said = [each.getMessage() for each in caplog.records]
     assert "starting 2 instances: prefill-0, decode-0; each loads the model" in said

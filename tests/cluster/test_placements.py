@@ -474,13 +474,13 @@ def right(single_engine: LLM) -> list[list[int]]:
 @pytest.fixture
 def running(model: Path, cores: int) -> Iterator[RunningCluster]:
     """One instance computes prompts and one decodes."""
-    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as found:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm") as found:
         yield found
 
 
 def started_with(model: Path, file: Path, found: Placement, **settings: Any) -> RunningCluster:
     found.write(file)
-    return RunningCluster(model, SMALL, ThreadedInstances(), "local", mixed=0, placement=str(file), **settings)
+    return RunningCluster(model, SMALL, ThreadedInstances(), "shm", mixed=0, placement=str(file), **settings)
 
 
 def roles(running: RunningCluster) -> dict[str, str]:
@@ -615,7 +615,7 @@ def test_a_switch_ends_at_an_instance_that_does_not_start_and_the_cluster_serves
     good, bad = {**threads, "cache.memory": "5MiB"}, {**threads, "cache.memory": "3MiB"}
     file = tmp_path / "plan.json"
     placement(("prefill", 1, threads), ("decode", 1, threads)).write(file)
-    with RunningCluster(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
+    with RunningCluster(model, SMALL, Failing(), "shm", mixed=0, placement=str(file)) as running:
         operations = running.cluster.operations
 
         async def work() -> None:
@@ -641,7 +641,7 @@ def test_a_switch_whose_first_instance_does_not_start_leaves_the_placement(
     threads, file = {"runtime.threads": 1}, tmp_path / "plan.json"
     bad = {**threads, "cache.memory": "3MiB"}
     placement(("prefill", 1, threads), ("decode", 1, threads), name="good").write(file)
-    with RunningCluster(model, SMALL, Failing(), "local", mixed=0, placement=str(file)) as running:
+    with RunningCluster(model, SMALL, Failing(), "shm", mixed=0, placement=str(file)) as running:
         operations = running.cluster.operations
         with pytest.raises(ModelError, match="after 0 of"):
             running.call(operations.switch(placement(("prefill", 1, bad), ("decode", 1, bad), name="bad")))
@@ -653,7 +653,7 @@ def test_a_switch_whose_first_instance_does_not_start_leaves_the_placement(
 def test_after_a_pause_an_instance_that_does_not_start_gets_its_settings_back(
     model: Path, cores: int, right: list[list[int]]
 ) -> None:
-    with RunningCluster(model, SMALL, Failing(), "local") as running:
+    with RunningCluster(model, SMALL, Failing(), "shm") as running:
         operations = running.cluster.operations
         bad = placement(("mixed", 1, {"runtime.threads": 4, "cache.memory": "3MiB"}))
 
@@ -775,7 +775,7 @@ def test_elsewhere_roles_and_options_change_at_the_places_that_are_reserved(
 ) -> None:
     file = tmp_path / "plan.json"
     placement(("prefill", 1, {"scheduler.max_running": 6}), ("decode", 2)).write(file)
-    with RunningCluster(model, SMALL, Elsewhere(), "local", mixed=0, placement=str(file)) as running:
+    with RunningCluster(model, SMALL, Elsewhere(), "shm", mixed=0, placement=str(file)) as running:
         assert engine_of(running, "prefill-0").scheduler.policy.max_running == 6
         assert all(not each["cores"] for each in running.cluster.operations.state()["instances"])
         switch_to(running, placement(("mixed", 1)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from quire.cluster.colocation import InstanceResources, colocated_groups, most_c
 from quire.cluster.instance import LaunchConfig
 from quire.cluster.members import Health, Member, PrefixIndex, ServingInstances, choose_instances
 from quire.cluster.messages import Attempt
-from quire.cluster.processes import places_of
-from quire.cluster.ray_processes import RayProcesses, _cache_bytes, _plain
+from quire.cluster.ray_processes import RayProcesses, _cache_bytes
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 
@@ -23,7 +21,8 @@ from ..tiny_models import save_tiny
 
 
 def roles(prefill: int, decode: int, mixed: int = 0) -> dict[str, str]:
-    return dict(places_of([("prefill", prefill), ("decode", decode), ("mixed", mixed)]))
+    counts = {"prefill": prefill, "decode": decode, "mixed": mixed}
+    return {f"{role}-{index}": role for role, count in counts.items() for index in range(count)}
 
 
 def test_without_ray_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,8 +142,8 @@ def test_all_settings_travel_to_another_machine(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('[cache]\nmemory = "8MiB"\ncodec = "g4"\n[retain]\nthreshold = 0.95\n')
     config = EngineConfig.from_options({"model.max_context": 256, "runtime.device": "cpu"}, file)
-    sent = json.loads(json.dumps({key: _plain(value) for key, value in config.to_options().items()}))
-    assert EngineConfig.from_options(sent) == config
+    launch_config = LaunchConfig("mixed-0.1", "", "", "", config.to_options())
+    assert EngineConfig.from_options(LaunchConfig.from_json(launch_config.to_json()).options) == config
 
 
 def test_a_cache_gets_its_share_of_a_node(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def running(model: Path) -> Iterator[RunningCluster]:
-    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as running:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm") as running:
         yield running
         running.settle()
 

@@ -318,7 +318,7 @@ def test_a_cluster_whose_prompts_grow_tenfold_switches_while_it_answers(
     given = [prompts(20), *(prompts(200) for _ in range(60))]
     settings = {"mixed": 0, "placement": str(file), "replan": str(tmp_path / "machines.toml")}
     answers: list[list[int]] = []
-    with RunningCluster(model, SMALL, ThreadedInstances(), "local", **settings) as running:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm", **settings) as running:
         operations = running.cluster.operations
         for each in given:
             answers += [found.outputs[0].token_ids for found in running.generate(each, params)]

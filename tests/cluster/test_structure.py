@@ -40,8 +40,7 @@ def tokens(answer: RequestOutput) -> list[list[int]]:
     return [output.token_ids for output in answer.outputs]
 
 
-@pytest.mark.parametrize("transport", ["local", "shm"])
-def test_tokens_are_those_of_one_engine(model: Path, single_engine: LLM, transport: str, seed: int) -> None:
+def test_tokens_are_those_of_one_engine(model: Path, single_engine: LLM, seed: int) -> None:
     prompts: list[Any] = [[1 + seed % 50, *range(2, 2 + length)] for length in (3, 70, 140)]
     params = [
         SamplingParams(n=2, max_tokens=120, temperature=1.0, seed=seed, structured_outputs={"json": SCHEMA}),
@@ -53,7 +52,7 @@ def test_tokens_are_those_of_one_engine(model: Path, single_engine: LLM, transpo
     last_alone = [[1 + seed % 50, *range(2, 130)]]
     forced = SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"choice": ["on the left"]})
     (of_forced,) = single_engine.generate(last_alone, forced, use_tqdm=False)
-    with RunningCluster(model, SMALL, ThreadedInstances(), transport) as cluster:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm") as cluster:
         assert [tokens(each) for each in cluster.generate(last_alone, forced)] == [tokens(of_forced)]
         answers = cluster.generate(prompts, params)
         assert [tokens(each) for each in answers] == expected
@@ -80,14 +79,14 @@ def test_tokens_are_those_of_one_engine(model: Path, single_engine: LLM, transpo
 def test_only_the_router_checks_a_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instances take what the router has admitted. They compile its grammar, which does not travel, without a trial."""
     params = SamplingParams(max_tokens=9, temperature=0.0, structured_outputs={"choice": ["left", "right"]})
-    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm") as cluster:
         calls = count_admission(monkeypatch)
         cluster.generate([[1, 2, 3]], params)
     assert calls == {"tokenized": 1, "check": 1, "prepare": 1}
 
 
 def test_a_pin_that_no_instance_takes_is_refused_by_the_router(model: Path) -> None:
-    with RunningCluster(model, SMALL, ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, SMALL, ThreadedInstances(), "shm") as cluster:
         limits = cluster.cluster.supervisor.limits
         assert limits.pins.most_chunks and not limits.pins.has_disk
         for length, pin, words in ((5, True, "whole chunks"), (70, {"tier": "disk"}, "there is none")):
@@ -96,7 +95,7 @@ def test_a_pin_that_no_instance_takes_is_refused_by_the_router(model: Path) -> N
 
 
 def test_a_queue_that_filled_up_after_the_admission_refuses(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RunningCluster(model, {**SMALL, "scheduler.max_queue": 2}, ThreadedInstances(), "local") as running:
+    with RunningCluster(model, {**SMALL, "scheduler.max_queue": 2}, ThreadedInstances(), "shm") as running:
         cluster = running.cluster
         request = running.call(cluster.admit([1, 2, 3], GREEDY))
         monkeypatch.setattr(type(cluster.router), "num_waiting", 2)

@@ -131,7 +131,7 @@ def disks(roles: tuple[str, ...], folder: Path) -> ByRole:
     codec=CODECS,
     retention=list(RETENTION),
     sharing=list(SHARING),
-    transport=["local", "shm", "tcp"],
+    transport=["shm", "tcp"],
 )
 def test_tokens_are_those_of_one_engine(
     model: Path, tmp_path: Path, codec: str, retention: str, sharing: str, transport: str, seed: int
@@ -309,7 +309,7 @@ def test_what_a_salt_keeps_apart_is_neither_found_nor_left_out_of_a_transfer(
 def test_wishes_for_the_cache_hold_on_both_sides(model: Path, hint: str, value: float, seed: int) -> None:
     """A chunk that is dropped when its request ends is dropped by the receiver, too."""
     prompt: Any = {"prompt_token_ids": prompt_of(random.Random(seed), 200), hint: value}
-    with RunningCluster(model, engine_options(model), ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, engine_options(model), ThreadedInstances(), "shm") as cluster:
         cluster.generate([prompt], replace(GREEDY, max_tokens=70))
         cluster.settle()
         for role in ("prefill", "decode"):
@@ -330,7 +330,7 @@ def test_log_probabilities_of_a_prompt_come_with_the_first_answer(model: Path, s
     """Of several answers one computes them, and those that have the prompt from the cache are faster."""
     prompt = prompt_of(random.Random(seed), 200)
     params = replace(GREEDY, n=3, max_tokens=4, prompt_logprobs=1)
-    with RunningCluster(model, engine_options(model), ThreadedInstances(), "local") as cluster:
+    with RunningCluster(model, engine_options(model), ThreadedInstances(), "shm") as cluster:
         cluster.generate([prompt], GREEDY)
         deltas = cluster.deltas({"prompt_token_ids": prompt}, params)
         cluster.settle()
@@ -342,7 +342,7 @@ def test_caches_of_another_calibration_are_refused(model: Path) -> None:
     options = engine_options(model, "nuq3")
     other = {"cache.calibration": str(calibration(model, "nuq3", seed=1))}
     with (
-        RunningCluster(model, options, ThreadedInstances({"decode": other}), "local", tries=1) as cluster,
+        RunningCluster(model, options, ThreadedInstances({"decode": other}), "shm", tries=1) as cluster,
         pytest.raises(InstancesFailedError, match="another model, codec or calibration"),
     ):
         cluster.generate([[1] * 200], GREEDY)
@@ -351,7 +351,7 @@ def test_caches_of_another_calibration_are_refused(model: Path) -> None:
 def test_an_instance_that_cannot_load_says_why(model: Path) -> None:
     wrong = {"decode": {"cache.share": False, "tiers.disk": "/nowhere:64MiB"}}
     with pytest.raises(ConfigError, match=r"cache\.share is false"):
-        RunningCluster(model, engine_options(model), ThreadedInstances(wrong), "local")
+        RunningCluster(model, engine_options(model), ThreadedInstances(wrong), "shm")
 
 
 @pytest.mark.parametrize("retention", ["threshold", "budget"])
@@ -363,7 +363,7 @@ def test_another_source_decides_as_the_first_one_did(model: Path, retention: str
     params = replace(DRAWN, seed=5, max_tokens=80)
     right = alone(model, tuple(options.items())).generate([prompt], params)
     manifests: list[ManifestMessage] = []
-    with RunningCluster(model, options, threads := ThreadedInstances(), "local", prefill=2, decode=1) as cluster:
+    with RunningCluster(model, options, threads := ThreadedInstances(), "shm", prefill=2, decode=1) as cluster:
 
         def survives(name: str, to: str, message: Any) -> bool:
             if not isinstance(message, ManifestMessage):

@@ -265,7 +265,7 @@ def test_two_instances_hold_the_sequences_that_real_ones_have_begun_at_once(mode
         first = itertools.islice(asked(load, 256), counted.sequences + 4)
         await asyncio.gather(*(ask(pair, each.prompt, each.num_out) for each in first))
 
-    with RunningCluster(model, options, ThreadedInstances(), "local") as pair:
+    with RunningCluster(model, options, ThreadedInstances(), "shm") as pair:
         pair.call(ask_all(pair))
     assert abs(counted.sequences - most) <= (name == "retention")
     # A prompt that waits for the other instance needs no room to grow.

@@ -33,8 +33,7 @@ def run(letters: str, start: int = 0, used: float = 0.0, pinned_until: float = 0
     """A run of the last chunks of a sequence, a letter each."""
     names = tuple(name(letters[: count + 1]) for count in range(start, len(letters)))
     parent = name(letters[:start]) if start else b"namespace......."
-    tokens = 64 * len(names)
-    return StoredRun("", names, parent, start, tokens, num_bytes * len(names), used, pinned_until, Path("f"), True)
+    return StoredRun("", names, parent, start, num_bytes * len(names), used, pinned_until, True)
 
 
 def segment(letters: str, start: int = 0, idle: float = 0.0, pinned: float | None = None) -> Prefix:

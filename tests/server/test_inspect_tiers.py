@@ -28,8 +28,8 @@ def test_what_a_disk_would_hold_is_what_one_holds(tmp_path, codec, capsys):
         assert llm.flush()
         stored = llm.engine.tiering.tiers.stored()
         chunk_bytes = llm.engine.scheduler.manager.statistics.chunk_bytes
-        per_token = sum(path.stat().st_size for path in {run.path for run in stored}) / (16 * 64)
-    assert sum(run.num_tokens for run in stored) == 16 * 64
+        per_token = sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*.runs")) / (16 * 64)
+    assert sum(len(run.names) for run in stored) == 16
     assert per_token == pytest.approx(disk_bytes_per_token(chunk_bytes, 2, 2), rel=0.1)
     words = ["inspect", folder, "--tiers", "--json", "--tiers.disk", f"{tmp_path / 'new'}:1GiB", *SMALL]
     assert main([*words, "--model.dtype", "float32", "--cache.codec", codec]) == 0

@@ -8,6 +8,7 @@ import random
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from quire.stores.circuit_breaker import CircuitBreaker
 from quire.stores.direct import BLOCK_BYTES, AlignedBuffer, DirectFile, allows_direct, padded
-from quire.stores.index import DamagedIndexError, FileRow, IndexWatcher, RunIndex, remove_index
+from quire.stores.index import DamagedIndexError, FileRow, RunIndex, remove_index
+from quire.stores.other_writers import WatchedFolder
 from quire.stores.staging import StagingBuffer, StagingPool
 from quire.stores.throttle import BURST_SECONDS, Throttle
 
@@ -162,30 +164,55 @@ def test_an_outage_waits_longer_each_time_and_says_it_once(caplog: Any) -> None:
     assert circuit_breaker.is_on and len(caplog.records) == 2 and circuit_breaker.reason is None
 
 
+class View:
+    """Stands for the view of a sub-folder, and remembers what it is told."""
+
+    def __init__(self, subfolder: Path) -> None:
+        self.subfolder = subfolder
+        self.told: list[str] = []
+
+    def update(self, index: RunIndex) -> None:
+        self.told.append("update")
+
+    def clear(self) -> None:
+        self.told.append("clear")
+
+    def after(self, poll: Callable[[], None]) -> list[str]:
+        """What a poll tells it."""
+        self.told.clear()
+        poll()
+        return self.told
+
+
+def watch(subfolder: Path) -> tuple[View, WatchedFolder]:
+    view: Any = View(subfolder)
+    return view, WatchedFolder(view)
+
+
 def test_an_index_keeps_what_was_entered_and_mirrors_see_it(tmp_path: Path) -> None:
-    index, watcher = RunIndex(tmp_path, is_writer=True), IndexWatcher(tmp_path)
-    assert watcher.poll() is None and watcher.poll() is True and watcher.poll() is False
+    index, (view, watched) = RunIndex(tmp_path, is_writer=True), watch(tmp_path)
+    assert view.after(watched.poll) == ["clear", "update"] and view.after(watched.poll) == []
     ids = index.add(FileRow(7, 100, 5.0), [(0, b"d", b"head0"), (50, b"e", b"head1")])
-    assert watcher.poll() is True and watcher.poll() is False
-    assert watcher.index is not None
-    assert [(row.id, row.file, row.offset, row.digest) for row in watcher.index.runs()] == [
+    assert view.after(watched.poll) == ["update"] and view.after(watched.poll) == []
+    assert watched.index is not None
+    assert [(row.id, row.file, row.offset, row.digest) for row in watched.index.runs()] == [
         (ids[0], 7, 0, b"d"),
         (ids[1], 7, 50, b"e"),
     ]
-    assert watcher.index.header(ids[1]) == b"head1" and watcher.index.header(99) == b""
+    assert watched.index.header(ids[1]) == b"head1" and watched.index.header(99) == b""
     index.use([(7, 9.0)])
     index.set_pins({b"n": 3.0})
-    assert watcher.index.files() == [FileRow(7, 100, 9.0)] and watcher.index.pins() == {b"n": 3.0}
+    assert watched.index.files() == [FileRow(7, 100, 9.0)] and watched.index.pins() == {b"n": 3.0}
     index.remove_runs(ids[:1])
-    assert [row.id for row in watcher.index.runs()] == ids[1:]
+    assert [row.id for row in watched.index.runs()] == ids[1:]
     index.remove_files([7])
-    assert watcher.index.runs() == [] and index.add(FileRow(8, 1, 1.0), [(0, b"d", b"h")])[0] > ids[1]
+    assert watched.index.runs() == [] and index.add(FileRow(8, 1, 1.0), [(0, b"d", b"h")])[0] > ids[1]
     with pytest.raises(OSError, match="readonly"):
-        watcher.index.set_pins({})
+        watched.index.set_pins({})
     index.close()
     remove_index(tmp_path)
-    assert watcher.poll() is None and watcher.poll() is False
-    watcher.close()
+    assert view.after(watched.poll) == ["clear"] and view.after(watched.poll) == []
+    watched.close()
 
 
 def test_what_an_index_has_committed_is_on_the_disk(tmp_path: Path) -> None:
@@ -196,30 +223,29 @@ def test_what_an_index_has_committed_is_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_mirror_waits_for_an_index_that_is_just_made(tmp_path: Path) -> None:
-    watcher = IndexWatcher(tmp_path)
+    view, watched = watch(tmp_path)
     (tmp_path / "index.db").touch()
-    assert watcher.poll() is None
     with pytest.raises(FileNotFoundError, match="just making it"):
-        watcher.poll()
+        watched.poll()
     index = RunIndex(tmp_path, is_writer=True)
-    assert watcher.poll() is True
+    assert view.after(watched.poll) == ["update"]
     index.close()
-    watcher.close()
+    watched.close()
 
 
-def test_a_mirror_looks_at_an_index_that_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
-    path, watcher = tmp_path / "index.db", IndexWatcher(tmp_path)
+def test_a_mirror_looks_at_an_index_that_takes_the_place_of_a_damaged_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, (view, watched) = tmp_path / "index.db", watch(tmp_path)
     path.write_bytes(b"junk" * 5000)
     os.utime(path, (1e9, 1e9))
-    assert watcher.poll() is None
-    with pytest.raises(DamagedIndexError):
-        watcher.poll()
-    watcher.give_up()
-    assert watcher.poll() is False, "it is left alone"
+    assert view.after(watched.poll) == ["clear", "clear"]
+    assert view.after(watched.poll) == [], "it is left alone"
+    assert len(caplog.records) == 1 and "is damaged, and its runs are not found" in caplog.text
     path.unlink()
     RunIndex(tmp_path, is_writer=True).close()  # file systems may give it the inode of the old one
-    assert watcher.poll() is None and watcher.poll() is True
-    watcher.close()
+    assert view.after(watched.poll) == ["clear", "update"]
+    watched.close()
 
 
 @pytest.mark.parametrize("how", ["junk", "version", "flipped"])

@@ -76,6 +76,8 @@ class Agent:
     timers     what is due later, on its clock
     """
 
+    _engine_attempts: EngineAttempts  # from `begin` on
+
     def __init__(
         self,
         name: str,
@@ -89,7 +91,6 @@ class Agent:
         self.connections = connections
         self._peer_store = peer_store
         self._submit = submit
-        self._engine_attempts: EngineAttempts | None = None
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.timers = timers = Timers(clock)
         self._sources = AttemptStates[SourceState](
@@ -217,7 +218,6 @@ class Agent:
         attempt, job = message.message.attempt, message.job
         self._names[attempt] = job.described(attempt.number)
         if attempt not in states.by_attempt or states.is_in(attempt, SourcePhase.EXPECTED):
-            assert self._engine_attempts is not None
             self._engine_attempts.prepare(attempt, job)  # this need not hold up the engine's steps
             self._command(message)
 
@@ -290,7 +290,6 @@ class Agent:
 
     def _command(self, command: Command) -> None:
         """Has the engine's attempts do their part of a message."""
-        assert self._engine_attempts is not None
         self._submit(partial(self._engine_attempts.run, command))
 
     def _send(self, sent: Envelope) -> None:
@@ -313,7 +312,6 @@ class Agent:
 
     def _pack(self, to: str, wanted: PullRequest) -> None:
         """Sends what the engine's attempts find. On the engine's thread."""
-        assert self._engine_attempts is not None
         self._send_pages(to, wanted.attempt, wanted.pull, self._engine_attempts.find_pages(wanted, self._release))
 
     def _send_pages(self, to: str, attempt: Attempt, pull: int, pages: OutgoingPages | None) -> None:

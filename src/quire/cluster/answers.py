@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from quire.cluster.bodies import SequenceJob
 from quire.cluster.messages import FirstTokenInfo, Token
-from quire.cluster.router import RoutedRequest, Router
+from quire.cluster.router import Router
 from quire.cluster.tracing import trace_of
 from quire.engine.admission import AdmittedRequest
 from quire.engine.outputs import RequestOutput
@@ -23,62 +23,54 @@ Item = Token | Exception | None
 """What a router answers with: see `RoutedRequest.answer`."""
 
 
-class AnswerStream:
-    """A request that was admitted, and its tokens.
+async def stream_answer(
+    router: Router, request_id: str, request: AdmittedRequest, seed: int
+) -> AsyncGenerator[RequestOutput, None]:
+    """Begins a request that was admitted, and yields its deltas. Closing the generator aborts the request.
 
     seed  of all its sequences together
     """
+    items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
 
-    def __init__(self, router: Router, request_id: str, request: AdmittedRequest, seed: int) -> None:
-        self._router, self._request_id, self._request, self._seed = router, request_id, request, seed
-        self._items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
+    def put(index: int, item: Item) -> None:
+        items.put_nowait((index, item))
 
-    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """Begins the request, and yields its deltas. Closing the generator aborts the request."""
-        request, params = self._request, self._request.params
-        routed = self._begin()
-        first, left = None, params.n
-        held: list[tuple[int, Token]] = []  # until the answer that has the prompt's log-probabilities begins
-        try:
-            while left:
-                index, item = held.pop(0) if held and first is not None else await self._items.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    continue
-                if first is None and index and params.prompt_logprobs is not None:
-                    held.append((index, item))
-                    continue
-                first = first or item.first
-                assert first is not None, f"{self._request_id} begins without what is known of its prompt"
-                left -= item.is_last
-                yield request_output(self._request_id, request, index, item, first, finished=left == 0)
-        finally:
-            for each in routed:
-                if not each.is_over:
-                    self._router.abort(each)
-
-    def _begin(self) -> list[RoutedRequest]:
-        request, params = self._request, self._request.params
-        hints, trace = _hints(request.hints), trace_of(self._request_id)
-        found: list[RoutedRequest] = []
-        for index in range(params.n):
-            name = self._request_id if params.n == 1 else f"{self._request_id}/{index}"
-            own = dataclasses.replace(
-                params, n=1, seed=None, prompt_logprobs=params.prompt_logprobs if index == 0 else None
-            )
-            job = SequenceJob(
-                name, request.prompt_ids, asdict(own), hints, sequence_seed(self._seed, index) % (1 << 64),
-                trace=trace.trace_id,
-            )  # fmt: skip
-            found.append(self._router.begin(job, partial(self._put, index), trace))
-        return found
-
-    def _put(self, index: int, item: Item) -> None:
-        self._items.put_nowait((index, item))
+    trace, params = trace_of(request_id), request.params
+    jobs = _jobs(request_id, request, seed, trace.trace_id)
+    routed = [router.begin(job, partial(put, index), trace) for index, job in enumerate(jobs)]
+    first, left = None, params.n
+    held: list[tuple[int, Token]] = []  # until the answer that has the prompt's log-probabilities begins
+    try:
+        while left:
+            index, item = held.pop(0) if held and first is not None else await items.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                continue
+            if first is None and index and params.prompt_logprobs is not None:
+                held.append((index, item))
+                continue
+            first = first or item.first
+            assert first is not None, f"{request_id} begins without what is known of its prompt"
+            left -= item.is_last
+            yield _request_output(request_id, request, index, item, first, finished=left == 0)
+    finally:
+        for each in routed:
+            if not each.is_over:
+                router.abort(each)
 
 
-def request_output(
+def _jobs(request_id: str, request: AdmittedRequest, seed: int, trace: str) -> Iterator[SequenceJob]:
+    """One for each sequence of a request."""
+    params, hints = request.params, _hints(request.hints)
+    for index in range(params.n):
+        name = request_id if params.n == 1 else f"{request_id}/{index}"
+        own = dataclasses.replace(params, n=1, seed=None, prompt_logprobs=None if index else params.prompt_logprobs)
+        own_seed = sequence_seed(seed, index) % (1 << 64)
+        yield SequenceJob(name, request.prompt_ids, asdict(own), hints, own_seed, trace=trace)
+
+
+def _request_output(
     request_id: str, request: AdmittedRequest, index: int, token: Token, first: FirstTokenInfo, *, finished: bool
 ) -> RequestOutput:
     """A token of a sequence as a client gets it. first: what is known of the prompt."""
@@ -93,12 +85,8 @@ def request_output(
 
 def _hints(hints: CacheHints) -> dict[str, Any]:
     """The fields of hints that make equal ones."""
-    pin: Any = hints.cache_pin
-    if pin is not None and math.isinf(pin):
-        pin = True
-    if pin is not None and hints.pin_tier != "arena":
-        pin = {"tier": hints.pin_tier} if pin is True else {"tier": hints.pin_tier, "seconds": pin}
-    return {
-        "cache_salt": hints.cache_salt, "cache_pin": pin, "cache_priority": hints.cache_priority,
-        "cache_lifetime": hints.cache_lifetime,
-    }  # fmt: skip
+    found, pin = asdict(hints), hints.cache_pin
+    tier = found.pop("pin_tier")
+    if pin is not None:
+        found["cache_pin"] = {"tier": tier} if math.isinf(pin) else {"tier": tier, "seconds": pin}
+    return found

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from quire.cluster.answers import AnswerStream
+from quire.cluster.answers import stream_answer
 from quire.cluster.members import Member
 from quire.cluster.operations import ClusterOperations
 from quire.cluster.placements import ServedModel, check_instances, shared_options
@@ -53,7 +53,7 @@ class Cluster:
     settings                     numbers of instances, and how they work together
     salts                        for each of which the prefixes of cache.pin are pinned
     slo                          latency targets, for cluster.replan
-    processes, transport         where instances run, and how caches travel, in place of the settings': for tests
+    processes                    where instances run, in place of the settings': for tests
     `async with Cluster(...) as cluster` starts and ends the instances.
     """
 
@@ -66,7 +66,6 @@ class Cluster:
         *,
         salts: Sequence[str] = ("",),
         processes: Processes | None = None,
-        transport: str = "",
         slo: SloConfig | None = None,
     ) -> None:
         file = None if config_file is None else Path(config_file)
@@ -77,10 +76,10 @@ class Cluster:
             is_local = settings.address is None if processes is None else processes.is_local
             options = shared_options(placement.instances, options, file, is_local=is_local)
         self.config = EngineConfig.from_options(options, file)
-        self._model, self._path = model, resolve_model(model)
+        self._model, self.model_path = model, resolve_model(model)
         resolved, self.shape, sizes = self._resolve(self.config)
         self.tokenizer: Tokenizer = load_tokenizer(
-            self._path, self.config.model.tokenizer, self.config.model.chat_template
+            self.model_path, self.config.model.tokenizer, self.config.model.chat_template
         )
         self._grammars = GrammarCompiler(self.tokenizer, self.shape.vocab_size, end_tokens(self.shape, self.tokenizer))
         self.model_name = resolved.model.name or short_name(model)
@@ -96,7 +95,7 @@ class Cluster:
         limits = RequestLimits(
             self.shape.vocab_size, sizes.max_context, "model.max_context", self.config.scheduler.max_queue, PinLimits(0)
         )
-        supervisor = Supervisor(started_with, settings, limits, processes, transport, self._tracer, placement)
+        supervisor = Supervisor(started_with, settings, limits, processes, self._tracer, placement)
         self.supervisor, self.router = supervisor, supervisor.router
         self.operations = ClusterOperations(supervisor, placement)
         self._closing = False
@@ -112,8 +111,8 @@ class Cluster:
 
     def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, EngineSizes]:
         """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
-        with open_model(self._path) as checkpoint:
-            calibration = find_calibration(self._path, config)
+        with open_model(self.model_path) as checkpoint:
+            calibration = find_calibration(self.model_path, config)
             resolved, sizes = resolve(config, checkpoint.shape, checkpoint, calibration)
         if sizes.disk_bytes:
             raise ConfigError(
@@ -175,14 +174,9 @@ class Cluster:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     @property
-    def model_path(self) -> Path:
-        """See Engine."""
-        return self._path
-
-    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """See Engine."""
-        return read_sampling_defaults(self._path, self._model)
+        return read_sampling_defaults(self.model_path, self._model)
 
     async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
         """See AsyncLLM.compile_grammar."""
@@ -214,19 +208,17 @@ class Cluster:
             for _ in range(params.n):
                 replanning.note_arrival()
 
-    def generate(
+    async def generate(
         self,
         prompt: Prompt | AdmittedRequest,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the deltas of one request; the last one has `finished` set. Closing the generator aborts it."""
-        return self._generate(prompt, sampling_params or SamplingParams(), request_id)
-
-    async def _generate(
-        self, prompt: Prompt | AdmittedRequest, params: SamplingParams, request_id: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        request = prompt if isinstance(prompt, AdmittedRequest) else await self.admit(prompt, params)
+        if isinstance(prompt, AdmittedRequest):
+            request = prompt
+        else:
+            request = await self.admit(prompt, sampling_params or SamplingParams())
         params = request.params
         # The cluster may have been closed since the admission, and others may have filled the queue.
         self._check_running()
@@ -235,7 +227,7 @@ class Cluster:
         request_id = request_id or f"request-{next(self._ids)}"
         self._seed += 1
         seed = self._seed if params.seed is None else params.seed
-        async with contextlib.aclosing(AnswerStream(self.router, request_id, request, seed).outputs()) as outputs:
+        async with contextlib.aclosing(stream_answer(self.router, request_id, request, seed)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -1,9 +1,11 @@
-"""Which instances share a machine, and what each needs there. Pure: Ray finds the machines, see `on_ray`."""
+"""Which instances share a machine, and what each needs there. Pure: Ray finds the machines, see `ray_processes`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from quire.options import format_count
 
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "pairs": "STRICT_PACK"}
 """Ray's name of each value of `cluster.placement`."""
@@ -29,7 +31,7 @@ class InstanceResources:
 
     def described(self, roles: Sequence[str]) -> str:
         """For an error: what instances with these roles need."""
-        parts = [_counted(self.cores, "core"), *([_counted(self.gpus, "GPU")] if self.gpus else [])]
+        parts = [format_count(self.cores, "core"), *([format_count(self.gpus, "GPU")] if self.gpus else [])]
         if self.memory:
             parts.append(f"{self.memory / 2**30:.2f} GiB of memory")
         needs = f"{'each ' if len(roles) > 1 else ''}needs {', '.join(parts)}"
@@ -75,7 +77,3 @@ def most_cores(sizes: Sequence[int], cpus: Sequence[int]) -> int:
         if min(room) >= 0:
             return cores
     return 1
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

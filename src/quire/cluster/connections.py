@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from quire.cluster.transport import TRANSPORTS, transport_of
 from quire.cluster.transport.channel import MOST_EXTENTS, MOST_META, Credentials
-from quire.cluster.transport.connection import MOST_QUEUED, TRAFFIC, Connection, QueuedMessage, finish_bulk
-from quire.cluster.transport.stream import ByteStream, StreamListener, TransportError
+from quire.cluster.transport.connection import MOST_QUEUED, Connection, QueuedMessage, finish_bulk
+from quire.cluster.transport.sockets import SocketListener, SocketStream
+from quire.cluster.transport.stream import TransportError
 from quire.cluster.wire import WireError, encode
 from quire.errors import ConfigError
 from quire.rate_limited_warning import RateLimitedWarning
@@ -88,17 +89,22 @@ class PeerConnections:
 
         name               of this process; no two of a cluster have the same one
         secret             that all processes of the cluster know
-        transport          where `listen` listens: tcp, shm or local. An address says how to dial it
+        transport          where `listen` listens: tcp or shm. An address says how to dial it
         compatibility_tag  what both sides must agree on, such as a digest of the model; a peer with another one is
                            refused
         """
         if transport not in TRANSPORTS:
             raise ConfigError(f"no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
         self._transport = TRANSPORTS[transport]
-        self._registry = _ConnectionRegistry(Credentials(name, secret, compatibility_tag), handler, handshake_seconds)
+        self.credentials, self.handler = Credentials(name, secret, compatibility_tag), handler
+        self.handshake_seconds = handshake_seconds
+        self.is_closed = False
+        self.stranger_warnings = RateLimitedWarning(log)
         self._stall_seconds = stall_seconds
+        self._changed = threading.Condition()  # guards everything else
+        self._connections: dict[Connection, None] = {}  # established ones in the order in which they became so
         self._addresses: dict[str, str] = {}
-        self._listener: StreamListener | None = None
+        self._listener: SocketListener | None = None
         self._listening: threading.Thread | None = None
 
     def listen(self, host: str = "127.0.0.1") -> str:
@@ -106,11 +112,9 @@ class PeerConnections:
 
         host  for tcp; with a port, as in 10.0.0.1:4711, or without one
         """
-        with self._registry.changed:
-            assert self._listener is None and not self._registry.is_closed, "it listens already, or is closed"
-            listener = self._listener = self._transport.listen(
-                self._registry.credentials.name, host, self._stall_seconds
-            )
+        with self._changed:
+            assert self._listener is None and not self.is_closed, "it listens already, or is closed"
+            listener = self._listener = self._transport.listen(host, self._stall_seconds)
             self._listening = threading.Thread(
                 target=self._accept, args=(listener,), name="quire-link-listen", daemon=True
             )
@@ -122,14 +126,14 @@ class PeerConnections:
         address.
         """
         transport_of(address)
-        with self._registry.changed:
+        with self._changed:
             self._addresses[name] = address
 
     def forget(self, name: str) -> None:
         """Ends all connections to a peer, and forgets where it listens."""
-        with self._registry.changed:
+        with self._changed:
             self._addresses.pop(name, None)
-            connections = [connection for connection in self._registry.connections if connection.peer == name]
+            connections = [connection for connection in self._connections if connection.peer == name]
         for connection in connections:
             connection.end("forgotten")
 
@@ -137,11 +141,11 @@ class PeerConnections:
         """Connects to a peer unless there is a connection. Raises TransportError with the reason if there is none in
         time. A dial that takes longer goes on.
         """
-        with self._registry.changed:
-            if (connection := self._registry.newest(name)) is None:
+        with self._changed:
+            if (connection := self._newest(name)) is None:
                 if (connection := self._new_connection(name)) is None:
                     raise TransportError(f"nobody has said where {name!r} listens, or these links are closed")
-                self._registry.begin(connection)
+                self._begin(connection)
         connection.wait(seconds)
 
     def send(self, to: str, message: Any, bulk: Bulk | None = None) -> bool:
@@ -151,97 +155,66 @@ class PeerConnections:
         is_queued = False
         try:
             queued = _encoded(message, bulk)
-            with self._registry.changed:
-                connection = self._registry.newest(to)
+            with self._changed:
+                connection = self._newest(to)
                 is_queued = connection is not None and connection.put(queued)
                 if (connection is None or connection.is_ended) and (connection := self._new_connection(to)) is not None:
                     # Before it begins: a dial may fail at once.
                     connection.put(queued)
-                    self._registry.begin(connection)
+                    self._begin(connection)
                     is_queued = True
         finally:
             if bulk is not None and not is_queued:
                 finish_bulk(bulk)
         return is_queued
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        """By peer: messages and extents, and their bytes, sent and received since the start."""
-        with self._registry.changed:
-            found = {peer: dict(counts) for peer, counts in self._registry.traffic.items()}
-            for connection in self._registry.connections:
-                if connection.is_established and connection.peer is not None:
-                    _add(found.setdefault(connection.peer, {}), connection.traffic)
-        return found
-
     def close(self) -> None:
         """Ends all connections, threads and sockets. Messages that wait are dropped, and the handler hears no more."""
-        with self._registry.changed:
-            self._registry.is_closed = True
+        with self._changed:
+            self.is_closed = True
             connections = [
-                connection
-                for connection in self._registry.connections
-                if threading.current_thread() not in connection.threads
+                connection for connection in self._connections if threading.current_thread() not in connection.threads
             ]
-            for connection in self._registry.connections:
+            for connection in self._connections:
                 connection.end("closed here")
             if self._listener is not None:
                 self._listener.close()
             until = time.monotonic() + CLOSE_SECONDS
-            self._registry.changed.wait_for(
-                lambda: self._registry.connections.keys().isdisjoint(connections), CLOSE_SECONDS
-            )
+            self._changed.wait_for(lambda: self._connections.keys().isdisjoint(connections), CLOSE_SECONDS)
         threads = [thread for connection in connections for thread in connection.threads]
         for thread in [*threads, *([self._listening] if self._listening is not None else [])]:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
                 log.warning("%s has not ended %g s after its link was closed", thread.name, CLOSE_SECONDS)
-        self._registry.stranger_warnings.end()
+        self.stranger_warnings.end()
 
     def _new_connection(self, name: str) -> Connection | None:
         """A connection that will dial. None if the peer's address is not known."""
-        if self._registry.is_closed or (address := self._addresses.get(name)) is None:
+        if self.is_closed or (address := self._addresses.get(name)) is None:
             return None
         transport, endpoint = transport_of(address)
-        dial = functools.partial(transport.dial, endpoint, self._stall_seconds, self._registry.handshake_seconds)
-        return Connection(self._registry, name, dial)
+        dial = functools.partial(transport.dial, endpoint, self._stall_seconds, self.handshake_seconds)
+        return Connection(self, name, dial)
 
-    def _accept(self, listener: StreamListener) -> None:
+    def _accept(self, listener: SocketListener) -> None:
         while True:
             try:
                 stream = listener.accept()
             except TransportError:
                 return
             try:
-                with self._registry.changed:
-                    self._registry.admit(Connection(self._registry, None, functools.partial(_given, stream)))
+                with self._changed:
+                    self._admit(Connection(self, None, functools.partial(_given, stream)))
             except (TransportError, RuntimeError) as error:
-                self._registry.stranger_warnings.warn(f"a connection is refused: {error}")
+                self.stranger_warnings.warn(f"a connection is refused: {error}")
                 stream.close()
-
-
-class _ConnectionRegistry:
-    """The connections of a process. See `connection.ConnectionRegistry`.
-
-    changed  guards everything else
-    connections    whose threads have not ended; those with a connection in the order in which they got it
-    traffic  by peer, of connections that are gone
-    """
-
-    def __init__(self, credentials: Credentials, handler: Handler, handshake_seconds: float) -> None:
-        self.credentials, self.handler = credentials, handler
-        self.handshake_seconds = handshake_seconds
-        self.is_closed = False
-        self.changed = threading.Condition()
-        self.connections: dict[Connection, None] = {}
-        self.traffic: dict[str, dict[str, int]] = {}
-        self.stranger_warnings = RateLimitedWarning(log)
 
     @property
     def num_strangers(self) -> int:
         """Connections whose peers have not proved who they are, those that end included."""
-        return sum(connection.peer is None for connection in self.connections)
+        return sum(connection.peer is None for connection in self._connections)
 
-    def admit(self, connection: Connection) -> None:
+    def _admit(self, connection: Connection) -> None:
         """Starts a connection to a stranger. If there are too many, the oldest one ends: a peer that knows the secret
         needs milliseconds to prove it, so it gets through however many others dial and say nothing. Raises
         TransportError if these connections are closed or have no thread left, RuntimeError if the system has none.
@@ -250,40 +223,42 @@ class _ConnectionRegistry:
             raise TransportError("closed here")
         if (num_threads := self.num_strangers) >= MOST_STRANGER_THREADS:
             raise TransportError(f"{num_threads} strangers have not said who they are")
-        strangers = [each for each in self.connections if each.peer is None and not each.is_ended]
+        strangers = [each for each in self._connections if each.peer is None and not each.is_ended]
         if len(strangers) >= MOST_STRANGERS:
             strangers[0].end("another connection took its place")
             self.stranger_warnings.warn(f"more than {MOST_STRANGERS} strangers have not said who they are")
-        self.begin(connection)
+        self._begin(connection)
 
-    def begin(self, connection: Connection) -> None:
+    def _begin(self, connection: Connection) -> None:
         """Starts a connection. Raises RuntimeError if there can be no more threads."""
         connection.start()
-        self.connections[connection] = None
+        self._connections[connection] = None
 
-    def newest(self, peer: str) -> Connection | None:
+    def _newest(self, peer: str) -> Connection | None:
         """The connection that takes messages for a peer."""
-        found = [connection for connection in self.connections if connection.peer == peer and not connection.is_ended]
+        found = [connection for connection in self._connections if connection.peer == peer and not connection.is_ended]
         return next(
             (connection for connection in reversed(found) if connection.is_established), found[-1] if found else None
         )
 
+    # ---- for its connections, on their threads ---------------------------------------------------------------------
+
     def on_established(self, connection: Connection, peer: str) -> None:
-        """See `connection.ConnectionRegistry`."""
-        with self.changed:
+        """Gives the connection the name that the peer has proved. Raises TransportError if nobody wants the connection
+        any more.
+        """
+        with self._changed:
             if self.is_closed or connection.is_ended:
                 raise TransportError("closed here")
-            del self.connections[connection]
-            self.connections[connection] = None
+            del self._connections[connection]
+            self._connections[connection] = None
             connection.peer = peer
 
     def on_ended(self, connection: Connection) -> None:
-        """See `connection.ConnectionRegistry`."""
-        with self.changed:
-            del self.connections[connection]
-            if connection.is_established and connection.peer is not None:
-                _add(self.traffic.setdefault(connection.peer, {}), connection.traffic)
-            self.changed.notify_all()
+        """Both threads have ended, but for a few instructions."""
+        with self._changed:
+            del self._connections[connection]
+            self._changed.notify_all()
 
 
 def _encoded(message: Any, bulk: Bulk | None) -> QueuedMessage:
@@ -295,11 +270,6 @@ def _encoded(message: Any, bulk: Bulk | None) -> QueuedMessage:
     return QueuedMessage(encoded, bulk, num_extents)
 
 
-def _given(stream: ByteStream) -> ByteStream:
+def _given(stream: SocketStream) -> SocketStream:
     """Opens what was accepted."""
     return stream
-
-
-def _add(totals: dict[str, int], counts: dict[str, int]) -> None:
-    for name in TRAFFIC:
-        totals[name] = totals.get(name, 0) + counts[name]

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, cast
 
 import numpy as np
 
 from quire.cache.exports import shared_pages
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.run import HeldPages, RunIdentity
+from quire.cache.table import ChunkTable
 from quire.cluster.bodies import (
     CacheState,
     ComputeJob,
@@ -169,10 +169,11 @@ class EngineAttempts:
         self._changing: dict[Attempt, EngineAttempt] = {}  # those at which a step may change something
         self._asked: list[Pull] = []
         self._notices: list[Notice] = []
-        self._shape: tuple[int, int] = engine.scheduler.manager.table.shape
-        self._num_kinds = len(engine.scheduler.manager.table.sizes)
+        table = engine.scheduler.manager.table
+        assert isinstance(table, ChunkTable), "a cache that cannot travel"
+        self._table = table
         self._digest = common_digest(engine.namespace)
-        peer_store.table = cast(Any, engine.scheduler.manager.table)
+        peer_store.table = table
         peer_store.ask = self._asked.append
 
     # ---- commands --------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ class EngineAttempts:
         cumulative = token.output.cumulative_logprob or 0.0
         work.phase = EngineAttemptPhase.ADOPTED
         try:
-            swapped = swapped_of(state, num_tokens, self._shape, self._num_kinds, self._digest)
+            swapped = swapped_of(state, num_tokens, self._table.shape, len(self._table.sizes), self._digest)
         except QuireError as error:
             self._fail(work, str(error))
             return
@@ -282,14 +283,14 @@ class EngineAttempts:
             if work is not None and work.outgoing_export is not None:
                 return work.outgoing_export.outgoing_pages(wanted.groups)  # the prompt's last step has ended meanwhile
             pages = None if work is None or work.sequence is None else self._prompt_pages(work.sequence, wanted.groups)
-        return None if pages is None else OutgoingPages(pages, self._shape[0], self._signer, release)
+        return None if pages is None else OutgoingPages(pages, self._table.shape[0], self._signer, release)
 
     def _prompt_pages(self, sequence: Sequence, groups: list[list[int]]) -> list[HeldPages] | None:
         """Chunks of a prompt that is still computed."""
-        path, table = sequence.path, cast(Any, self.engine.scheduler.manager.table)
+        path = sequence.path
         if not self._has_all(groups, path.num_shared):
             return None
-        return [shared_pages(table, sequence.keys, path, sorted(group)) for group in groups]
+        return [shared_pages(self._table, sequence.keys, path, sorted(group)) for group in groups]
 
     def _cached_pages(self, names: list[bytes], groups: list[list[int]]) -> list[HeldPages] | None:
         """Chunks of the prefix tree, by index in a prefix."""
@@ -301,8 +302,7 @@ class EngineAttempts:
         rows = np.concatenate([segment.chunks[:count] for segment, count in found])
         tokens = np.concatenate([segment.tokens[: count * PAGE_TOKENS] for segment, count in found])
         whole = RunIdentity(tuple(names[:num_found]), tokens, found[0][0].namespace)
-        table = cast(Any, manager.table)
-        return [HeldPages.of(table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
+        return [HeldPages.of(self._table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
 
     def _has_all(self, groups: list[list[int]], num_chunks: int) -> bool:
         """Whether groups of chunks are among the first ones, and these are complete."""
@@ -411,8 +411,8 @@ class EngineAttempts:
                 self.end(work.attempt)
             return
         release = partial(self._submit, partial(self.engine.end_export, work.request_id))
-        work.outgoing_export = OutgoingExport(export, self._shape[0], self._signer, release)
-        state = cache_state_of(export.swapped, self._shape, self._digest)
+        work.outgoing_export = OutgoingExport(export, self._table.shape[0], self._signer, release)
+        state = cache_state_of(export.swapped, self._table.shape, self._digest)
         self._notices.append(ExportedCache(TokenSampled(token, export.parts), state, work.outgoing_export))
 
     # ---- sequences -------------------------------------------------------------------------------------------------

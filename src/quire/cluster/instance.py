@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.cluster.agent import Agent
 from quire.cluster.attempt_states import deadlines_within
 from quire.cluster.bodies import AssignRole, InstanceReady, LoadingHeartbeat
-from quire.cluster.connections import TransportError
+from quire.cluster.connections import PeerConnections, TransportError
 from quire.cluster.engine_attempts import EngineAttempts
-from quire.cluster.faults import Faults
 from quire.cluster.messages import ROUTER
 from quire.cluster.peer_store import PeerStore
 from quire.cluster.prefixes import PrefixQuery, PrefixService
@@ -75,7 +76,6 @@ class LaunchConfig:
     model: str
     options: dict[str, Any]
     config_file: str | None = None
-    role: str = "mixed"
     transport: str = "shm"
     host: str = "127.0.0.1"
     cores: tuple[int, ...] = ()
@@ -86,24 +86,26 @@ class LaunchConfig:
     salts: tuple[str, ...] = ("",)
 
     def to_json(self) -> str:
-        """One line."""
-        return json.dumps(dataclasses.asdict(self))
+        """One line. Values of options that JSON does not know become text, such as paths."""
+        return json.dumps(dataclasses.asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> LaunchConfig:
         """What `to_json` wrote."""
-        found = json.loads(text)
-        lists = {name: tuple(found[name]) for name in ("cores", "salts")}
-        return cls(**{**found, **lists, "pins": tuple(Pin(**each) for each in found["pins"])})
+        return msgspec.convert(json.loads(text), cls)
 
 
-def compatibility_tag(version: str = __version__) -> bytes:
+def compatibility_tag() -> bytes:
     """What all processes of a cluster have in common."""
-    return f"quire {version}".encode()
+    return f"quire {__version__}".encode()
 
 
 class Instance:
     """Engine, connections and agent of one process."""
+
+    # Once the engine has started:
+    _engine_attempts: EngineAttempts
+    _ready: InstanceReady
 
     def __init__(self, launch_config: LaunchConfig, is_ready: Callable[[], None] = lambda: None) -> None:
         """is_ready: called before the router learns that the instance is ready."""
@@ -116,10 +118,7 @@ class Instance:
         self._started, self._is_alone = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._failed = False
-        self._ready: InstanceReady | None = None
-        self._engine_attempts: EngineAttempts | None = None
-        self._faults = Faults.from_environment()
-        self._connections = self._faults.connections(
+        self._connections = PeerConnections(
             launch_config.name, secret, self, launch_config.transport, compatibility_tag=compatibility_tag()
         )
         config = EngineConfig.from_options(
@@ -153,11 +152,12 @@ class Instance:
         while not self._started.wait(HELLO_SECONDS):
             self._connections.send(ROUTER, LoadingHeartbeat(self.launch_config.name))
         if self._error is not None:
-            self._connections.send(ROUTER, _failed(self.launch_config.name, self._error))
+            reason = str(self._error) or type(self._error).__name__
+            failed = InstanceReady(self.launch_config.name, "", 0, 0, None, 0.0, 0.0, error=reason)
+            self._connections.send(ROUTER, failed)
             self._is_alone.wait(DIAL_SECONDS)  # the router ends the connection once it has read why
             self._connections.close()
             return 1
-        assert self._engine_attempts is not None and self._ready is not None
         self._is_ready()
         self._connections.send(ROUTER, self._ready)
         self.agent.run(self._engine_attempts)
@@ -191,14 +191,12 @@ class Instance:
         engine = self.thread.loaded.engine
         if engine.grammars is not None:
             engine.grammars.warm()
-        self._engine_attempts = self._faults.engine_attempts()(
+        self._engine_attempts = EngineAttempts(
             engine, self._peer_store, self._signer, self.agent.notice, self.thread.submit
         )
         if self.launch_config.pins:
             pin_prefixes(engine, Path(self.launch_config.pin_file), self.launch_config.pins, self.launch_config.salts)
         found = measure_capacity(engine)
-        if self.launch_config.role == "prefill":
-            engine.scheduler.policy.prompt_rows = found.prompt_rows
         self._ready = InstanceReady(
             self.launch_config.name, self._connections.listen(self.launch_config.host), found.prompt_rows, found.batch,
             engine.limits, found.seconds_per_row, found.seconds_per_step,
@@ -207,7 +205,6 @@ class Instance:
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
         """See EngineListener."""
-        assert self._engine_attempts is not None
         self._engine_attempts.has_stepped(outputs)
 
     def has_failed(self, reason: str) -> None:
@@ -236,24 +233,21 @@ class Instance:
                 os._exit(1)  # it still loads, and nobody waits for it
 
     def _set_role(self, role: str) -> None:
-        assert self.thread.loaded is not None and self._ready is not None
+        assert self.thread.loaded is not None
         scheduler = self.thread.loaded.engine.scheduler
         scheduler.policy.prompt_rows = self._ready.prompt_rows if role == "prefill" else None
 
 
-def _failed(name: str, error: BaseException) -> InstanceReady:
-    text = str(error) or type(error).__name__
-    return InstanceReady(name, "", 0, 0, None, 0.0, 0.0, error=text)
+def log_to_stderr(launch_config: LaunchConfig) -> None:
+    """Begins the lines of this process' log with the instance's name."""
+    line = f"%(asctime)s %(levelname)s {launch_config.name}: %(message)s"
+    logging.basicConfig(level=launch_config.log_level, format=line, stream=sys.stderr)
 
 
 def run(is_ready: Callable[[], None]) -> int:
     """Runs the instance that the standard input describes. is_ready: see Instance. Returns the exit code."""
     launch_config = LaunchConfig.from_json(sys.stdin.readline())
-    logging.basicConfig(
-        level=launch_config.log_level,
-        format=f"%(asctime)s %(levelname)s {launch_config.name}: %(message)s",
-        stream=sys.stderr,
-    )
+    log_to_stderr(launch_config)
     if launch_config.cores:
         os.sched_setaffinity(0, launch_config.cores)
     instance = Instance(launch_config, is_ready)

@@ -102,10 +102,6 @@ class Member:
         """It has computed the prompt of an attempt, or will not."""
         self.num_rows -= self.rows.pop(attempt, 0)
 
-    def queue_seconds(self) -> float:
-        """Time to compute the prompts that it has."""
-        return self.num_rows * self.seconds_per_row
-
     @property
     def machine(self) -> str:
         """Where it runs; empty: on the router's machine. Instances on one machine have one disk."""
@@ -273,7 +269,8 @@ def choose_instances(
             return (comes_last, member.num_rows, len(member.sequences))
         if routing == "affinity":
             return (comes_last, -cached.get(member.name, 0), member.num_rows)
-        return (comes_last, member.queue_seconds() + work_of(member).seconds, member.fullness())
+        queue_seconds = member.num_rows * member.seconds_per_row  # to compute the prompts that it has
+        return (comes_last, queue_seconds + work_of(member).seconds, member.fullness())
 
     def first_of(candidates: list[Member]) -> Member:
         if routing == "expected" and not others and not avoided:

@@ -31,6 +31,9 @@ from quire.planning.placement_file import Placement
 log = logging.getLogger("quire")
 
 
+MEASURED = ("prompt_rows", "seconds_per_row", "batch", "seconds_per_step", "cache_bytes")
+"""What an instance has measured before it is ready."""
+
 LOOK_SECONDS = 0.02
 """Interval at which something that is waited for is looked at."""
 
@@ -236,11 +239,7 @@ class ClusterOperations:
             "pid": self._supervisor.processes.pid(member.name),
             "attempts": self._supervisor.router.num_attempts(member.name),
             "cores": list(self._supervisor.places.cores.get(member.place, ())),
-            "prompt_rows": None if ready is None else ready.prompt_rows,
-            "seconds_per_row": None if ready is None else ready.seconds_per_row,
-            "batch": None if ready is None else ready.batch,
-            "seconds_per_step": None if ready is None else ready.seconds_per_step,
-            "cache_bytes": None if ready is None else ready.cache_bytes,
+            **{name: None if ready is None else getattr(ready, name) for name in MEASURED},
             "load": None if load is None else asdict(dataclasses.replace(load, stats=None)),
         }
 

@@ -19,7 +19,7 @@ from quire.cache.table import ChunkTable
 from quire.cluster.messages import Attempt
 from quire.errors import ExtentError, QuireError
 from quire.stores.signer import ExtentSigner
-from quire.stores.tiers import VolatileTier
+from quire.stores.tiers import Tier
 
 
 @dataclass(eq=False)
@@ -85,18 +85,19 @@ class Pull:
         return frozenset(itertools.chain(*self.groups))
 
 
-class PeerStore(VolatileTier):
+class PeerStore(Tier):
     """Finds what sources offer, by the keys of chunks and by handles.
 
-    ask  is called with each pull, on the engine's thread
+    table, ask  given by its engine, before there are offers: its chunks, and what is called with each pull, on the
+                engine's thread
     """
 
     name = "neighbour"
     keeps = False
+    table: ChunkTable
+    ask: Callable[[Pull], None]
 
     def __init__(self, signer: ExtentSigner) -> None:
-        self.ask: Callable[[Pull], None] = _nobody
-        self.table: ChunkTable | None = None
         self._signer = signer
         self._offers: dict[Attempt, Offer] = {}
         self._found: dict[bytes, list[Offer]] = {}  # by name, the latest one last
@@ -127,7 +128,6 @@ class PeerStore(VolatileTier):
         is_cached  see Offer; a source that does not have them says so when it is asked
         """
         self.withdraw(attempt)
-        assert self.table is not None, "no engine"
         names, shared = tuple(keys.first(num_shared)), None
         if names:
             shared = complete_run(self.table, RunIdentity(names, keys.tokens(0, num_shared), keys.namespace))
@@ -209,28 +209,17 @@ class PeerStore(VolatileTier):
         self._counts["bytes_read"] += num_bytes
 
     def _note_end(self, pull: Pull) -> None:
-        self._counts["num_read"] += len(pull.runs)
-        for run in pull.runs:
-            self._note_pages(run)
-
-    def _note_pages(self, run: Run) -> None:
         """Counts pages, with their positions, and column sums, which are in the rows at the end. The rest of the bytes
         that are read are headers, masks and exact first tokens.
         """
-        assert self.table is not None
-        num_bytes, first = run_bytes(self.table, run), len(run.kinds) - run.num_attached
-        sums = int(self.table.sizes[run.kinds[first:]][run.masks[first:] != 0].sum())
-        self._counts["bytes_sums"] += sums
-        self._counts["bytes_pages"] += num_bytes - sums
+        self._counts["num_read"] += len(pull.runs)
+        for run in pull.runs:
+            num_bytes, first = run_bytes(self.table, run), len(run.kinds) - run.num_attached
+            sums = int(self.table.sizes[run.kinds[first:]][run.masks[first:] != 0].sum())
+            self._counts["bytes_sums"] += sums
+            self._counts["bytes_pages"] += num_bytes - sums
 
     # ---- a store: see Store ----------------------------------------------------------------------------------------
-
-    def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Nothing."""
-        return [False] * len(names)
-
-    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps nothing."""
 
     def find(self, name: bytes) -> Run | None:
         """The run of a source that has this chunk or handle."""
@@ -293,7 +282,3 @@ def _parts(offer: Offer, run: Run) -> Iterator[int]:
     indices = {name: index for index, name in enumerate(offer.keys.first(num_shared))}
     for name in run.names:
         yield indices[name]
-
-
-def _nobody(pull: Pull) -> None:
-    raise AssertionError("nobody is there to ask")

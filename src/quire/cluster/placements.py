@@ -158,15 +158,6 @@ def specs_of(
     return [InstanceSpec(each.role, settings) for each, settings in zip(each_of, all_settings, strict=True)]
 
 
-def check_settings(specs: Iterable[InstanceSpec], model: ServedModel) -> None:
-    """Raises ConfigError if the model cannot be loaded with the settings of an instance."""
-    for spec in dict.fromkeys(specs):
-        try:
-            model.check(EngineConfig.from_options({**model.options, **dict(spec.settings.options)}, model.config_file))
-        except ConfigError as error:
-            raise ConfigError(f"the placement's instances with the role {spec.role}: {error}") from None
-
-
 def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
     """The number of cores of each instance. Raises ConfigError if there are too few.
 
@@ -461,11 +452,12 @@ class _SwitchPlanner:
     def _settling(self) -> Iterator[Action]:
         """Gives all their roles. The first one does both meanwhile if no change alone leaves prompts and decoding."""
         while changing := [place for place, spec in self.here.items() if spec.role != self.goal[place]]:
-            place = next((each for each in changing if self._covers_with(each)), None)
-            yield self._with_role(place or changing[0], "mixed" if place is None else self.goal[place])
-
-    def _covers_with(self, place: str) -> bool:
-        return covers_both_phases([self.goal[place], *(spec.role for spec in self._without(place).values())])
+            for place in changing:
+                if covers_both_phases([self.goal[place], *(spec.role for spec in self._without(place).values())]):
+                    yield self._with_role(place, self.goal[place])
+                    break
+            else:
+                yield self._with_role(changing[0], "mixed")
 
     def _with_role(self, place: str, role: str) -> SetRole:
         self.here[place] = self.here[place]._replace(role=role)

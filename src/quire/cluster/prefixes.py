@@ -8,7 +8,8 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -98,18 +99,16 @@ class PrefixService(AsyncPrefixes):
         return self._thread.loaded
 
     async def _ask(self, question: Callable[[Engine], Item]) -> Item:
-        loop, found = asyncio.get_running_loop(), asyncio.Future[Item]()
+        found = Future[Item]()
 
         def run() -> None:
             try:
-                answer = question(self._parts.engine)
+                found.set_result(question(self._parts.engine))
             except BaseException as error:
-                loop.call_soon_threadsafe(found.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(found.set_result, answer)
+                found.set_exception(error)
 
         self._thread.submit(run)
-        return await found
+        return await asyncio.wrap_future(found)
 
     def handle(self, question: PrefixQuery) -> None:
         """Answers on a thread of its own: a disk is read, and the engine may be in a long step."""
@@ -203,10 +202,8 @@ class ClusterPrefixes:
         if all(each.dropped is None for each in answers.values()):
             return None
         total = Counter[str]()
-        for own in group_by_machine([(self._machine(name), answer.dropped or {}) for name, answer in answers.items()]):
-            total.update(
-                {tier: machine_total(tier, [each[tier] for each in own if tier in each]) for tier in _keys(own)}
-            )
+        for tier, counts in _by_tier((self._machine(name), answer.dropped or {}) for name, answer in answers.items()):
+            total[tier] += machine_total(tier, counts)
         return dict(total)
 
     def _machine(self, name: str) -> str:
@@ -260,15 +257,13 @@ def merge_prefixes(found: Sequence[tuple[str, Sequence[CachedPrefix]]]) -> list[
 def _tiers(found: Sequence[tuple[str, CachedPrefix]]) -> dict[str, TierCopy]:
     """What all instances have of a prefix."""
     total: dict[str, TierCopy] = {}
-    for own in group_by_machine([(machine, each.tiers) for machine, each in found]):
-        for tier in _keys(own):
-            held = [each[tier] for each in own if tier in each]
-            known = total.get(tier, TierCopy(0, 0.0, 0.0))
-            total[tier] = TierCopy(
-                known.num_bytes + machine_total(tier, [each.num_bytes for each in held]),
-                max(known.used, *(each.used for each in held)),
-                max(known.pinned_until, *(each.pinned_until for each in held)),
-            )
+    for tier, held in _by_tier((machine, each.tiers) for machine, each in found):
+        known = total.get(tier, TierCopy(0, 0.0, 0.0))
+        total[tier] = TierCopy(
+            known.num_bytes + machine_total(tier, [each.num_bytes for each in held]),
+            max(known.used, *(each.used for each in held)),
+            max(known.pinned_until, *(each.pinned_until for each in held)),
+        )
     return total
 
 
@@ -280,8 +275,11 @@ def group_by_machine(found: Iterable[tuple[str, Item]]) -> list[list[Item]]:
     return list(groups.values())
 
 
-def _keys(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for each in found for key in each))
+def _by_tier(found: Iterable[tuple[str, Mapping[str, Item]]]) -> Iterator[tuple[str, list[Item]]]:
+    """What the instances of each machine have in each tier."""
+    for own in group_by_machine(found):
+        for tier in dict.fromkeys(tier for each in own for tier in each):
+            yield tier, [each[tier] for each in own if tier in each]
 
 
 def machine_total(tier: str, amounts: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire import parent_watch
@@ -33,10 +33,12 @@ class Processes:
 
     transport  how caches travel between them, unless a setting says otherwise
     is_local   whether they share the cores and the memory of this machine
+    arguments  of Python, which start one; the number of a pipe follows them, see `cluster.start`
     """
 
     transport = "shm"
     is_local = True
+    arguments: tuple[str, ...] = ("-m", "quire.cluster.start")
 
     def __init__(self) -> None:
         self._running: dict[str, _Instance] = {}
@@ -65,8 +67,8 @@ class Processes:
         with open(os.memfd_create("quire-launch-config"), "w+b") as file:
             file.write(launch_config.to_json().encode() + b"\n")
             file.seek(0)
-            command = [sys.executable, "-m", "quire.cluster.start"]
-            self._running[launch_config.name] = _Instance(*parent_watch.start(command, stdin=file, env=environment))
+            started = parent_watch.start([sys.executable, *self.arguments], stdin=file, env=environment)
+            self._running[launch_config.name] = _Instance(*started)
 
     def kill(self, name: str) -> None:
         """Ends an instance at once, also a stopped one. The system may take a while to free its memory."""
@@ -97,8 +99,3 @@ class Processes:
         end = loop.time() + seconds
         while any(process.poll() is None for process in self._killed) and loop.time() < end:
             await asyncio.sleep(0.02)
-
-
-def places_of(counts: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
-    """Place and role of each instance, given the number for each role."""
-    return [(f"{role}-{index}", role) for role, count in counts for index in range(count)]

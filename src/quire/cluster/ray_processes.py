@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.colocation import STRATEGIES, InstanceResources, colocated_groups, most_cores
-from quire.cluster.instance import Instance, LaunchConfig
+from quire.cluster.instance import Instance, LaunchConfig, log_to_stderr
 from quire.cluster.processes import END_SECONDS, Processes
+from quire.cluster.start import ignore_terminal
 from quire.config import ClusterConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.extras import install_command
@@ -60,12 +60,8 @@ class InstanceActor:
         import ray
 
         wanted = dataclasses.replace(LaunchConfig.from_json(launch_config), host=ray.util.get_node_ip_address())
-        form = f"%(asctime)s %(levelname)s {wanted.name}: %(message)s"
-        logging.basicConfig(level=wanted.log_level, format=form, stream=sys.stderr)
-        # Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests
-        # are done.
-        for each in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN)
+        log_to_stderr(wanted)
+        ignore_terminal()
         if cache_share is not None:
             options = {**wanted.options, "cache.memory": _cache_bytes(wanted, cache_share)}
             wanted = dataclasses.replace(wanted, options=options)
@@ -78,6 +74,7 @@ class InstanceActor:
         return code
 
 
+@dataclasses.dataclass(eq=False)
 class _ActorState:
     """An actor.
 
@@ -85,11 +82,10 @@ class _ActorState:
     pid, node where it runs, once it does
     """
 
-    def __init__(self) -> None:
-        self.actor: Any = None
-        self.pid: int | None = None
-        self.node: str | None = None
-        self.has_ended = False
+    actor: Any = None
+    pid: int | None = None
+    node: str | None = None
+    has_ended: bool = False
 
 
 class RayProcesses(Processes):
@@ -272,7 +268,7 @@ class RayProcesses(Processes):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         try:
-            options = {key: _plain(value) for key, value in self._config.to_options().items()} | launch_config.options
+            options = self._config.to_options() | launch_config.options
             if self._config.runtime.threads is None:
                 options["runtime.threads"] = self._cores
             group, index = self._bundles[launch_config.name.rpartition(".")[0]]
@@ -373,10 +369,6 @@ def _cache_bytes(launch_config: LaunchConfig, share: int) -> int:
         _, alone = resolve(config, checkpoint.shape, checkpoint, find_calibration(path, config))
     least = int(alone.cache_bytes * LEAST_CACHE_SHARE)
     return min(alone.cache_bytes, max(least, share - alone.weight_bytes))
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _described(nodes: Sequence[Mapping[str, Any]]) -> str:

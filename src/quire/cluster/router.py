@@ -207,15 +207,13 @@ class Router:
     # ---- instances -------------------------------------------------------------------------------------------------
 
     def handle_load(self, load: InstanceLoad) -> None:
-        """A sign of life."""
-        if (member := self.members.get(load.instance)) is not None:
-            member.set_load(load, self._clock())
-            member.stats = load.stats or member.stats
-            self._renew(load)
-
-    def _renew(self, load: InstanceLoad) -> None:
-        """Whoever waits for its turn on an instance that goes on is not given up."""
-        deadline = self._clock() + self._timeout
+        """A sign of life. Whoever waits for its turn on an instance that goes on is not given up."""
+        if (member := self.members.get(load.instance)) is None:
+            return
+        now = self._clock()
+        deadline = now + self._timeout
+        member.set_load(load, now)
+        member.stats = load.stats or member.stats
         for attempt in load.at_work:
             request = self._requests.get(attempt.request)
             if request is not None and request.state.phase is RequestPhase.RUNNING and request.state.attempt == attempt:

@@ -13,14 +13,19 @@ import sys
 from quire import parent_watch
 
 
-def main() -> int:
-    """Runs the instance that the standard input describes. Returns the exit code."""
-    number = int(sys.argv[1])
-    parent_watch.exit_with_parent(number)
-    # Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests are
-    # done.
+def ignore_terminal() -> None:
+    """Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests are
+    done.
+    """
     for each in (signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
+
+
+def main() -> int:
+    """Runs the instance that the standard input describes. Returns the exit code."""
+    number = int(sys.argv[-1])
+    parent_watch.exit_with_parent(number)
+    ignore_terminal()
     from quire.cluster.instance import run
 
     return run(functools.partial(parent_watch.outlive_parent, number))

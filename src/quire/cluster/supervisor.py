@@ -9,7 +9,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,16 +24,15 @@ from quire.cluster.placements import (
     InstanceSpec,
     MachineCapacity,
     ServedModel,
-    check_settings,
     plan_switch,
     specs_of,
 )
 from quire.cluster.prefixes import ClusterPrefixes, PrefixReply
-from quire.cluster.processes import Processes, places_of
+from quire.cluster.processes import Processes
 from quire.cluster.ray_processes import RayProcesses
 from quire.cluster.router import TICK_SECONDS, Router
 from quire.cluster.tracing import Tracer
-from quire.config import ClusterConfig
+from quire.config import ClusterConfig, EngineConfig
 from quire.engine.admission import RequestLimits, narrowest
 from quire.errors import ConfigError, EngineStoppedError, ModelError, QuireError
 from quire.options import format_count
@@ -81,10 +81,14 @@ class InstancePlaces:
         """What is needed for the instances of a placement. Raises ConfigError: see `placements.specs_of`."""
         return specs_of(instances, self._model, _num_cores(), is_local=self._is_local)
 
-    def open(self, specs: Iterable[tuple[str, InstanceSpec]]) -> None:
-        """The first instances, by place. On other machines there are no further places from now on."""
-        for place, spec in specs:
-            self.assign(place, spec)
+    def open(self, specs: Iterable[InstanceSpec]) -> None:
+        """The first instances: their places are named after roles. On other machines there are no further ones from now
+        on.
+        """
+        numbers = Counter[str]()
+        for spec in sorted(specs, key=_role_rank):
+            self.assign(f"{spec.role}-{numbers[spec.role]}", spec)
+            numbers[spec.role] += 1
         self._reserved = None if self._is_local else tuple(self.specs)
 
     def assign(self, place: str, spec: InstanceSpec) -> None:
@@ -104,64 +108,19 @@ class InstancePlaces:
 
     def check(self, specs: Iterable[InstanceSpec]) -> None:
         """Raises ConfigError if the model cannot be loaded with the settings of an instance. Reads the model."""
-        check_settings(specs, self._model)
-
-
-class InstanceWatch:
-    """Watches instances.
-
-    heartbeat  most seconds between two signs of life
-    failed     is called with an instance that has failed, and the reason
-    """
-
-    def __init__(
-        self,
-        members: Mapping[str, Member],
-        processes: Processes,
-        heartbeat: float,
-        failed: Callable[[Member, str], None],
-    ) -> None:
-        self._members, self._processes = members, processes
-        self._heartbeat, self._failed = heartbeat, failed
-
-    async def watch(self, tick: Callable[[], None]) -> None:
-        """Looks at the instances until it is cancelled. tick: is called after each look."""
-        looked = time.monotonic()
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
-            late, looked = now - looked - TICK_SECONDS, now
+        for spec in dict.fromkeys(specs):
+            options = {**self._model.options, **dict(spec.settings.options)}
             try:
-                self._look(now, late)
-                tick()
-            except Exception:  # nobody else would find what fails from now on
-                log.exception("watching the instances")
-
-    def _look(self, now: float, late: float) -> None:
-        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
-        yet.
-        """
-        ended = self._processes.ended()
-        for member in list(self._members.values()):
-            if late > TICK_SECONDS:
-                member.seen += late
-            if member.name in ended:
-                self._failed(member, "it ended")
-            elif now - member.seen > self._patience(member):
-                self._failed(member, "it gave no sign of life")
-
-    def _patience(self, member: Member) -> float:
-        """Most seconds between two signs of life."""
-        if member.health is not Health.STARTING:
-            return self._heartbeat
-        return max(LOADING_SECONDS, self._heartbeat) if member.is_loading else START_SECONDS
+                self._model.check(EngineConfig.from_options(options, self._model.config_file))
+            except ConfigError as error:
+                raise ConfigError(f"the placement's instances with the role {spec.role}: {error}") from None
 
 
 class Supervisor:
     """The instances of a cluster, and the router that knows them.
 
-    processes, transport  in place of the settings': for tests
-    placement             which instances there are at first, in place of the settings' numbers
+    processes  in place of the settings': for tests
+    placement  which instances there are at first, in place of the settings' numbers
 
     limits      what requests may ask for: as long as no instance is ready, this; then what every one accepts
     places      what instances are started with
@@ -174,7 +133,6 @@ class Supervisor:
         settings: ClusterConfig,
         limits: RequestLimits,
         processes: Processes | None = None,
-        transport: str = "",
         tracer: Tracer | None = None,
         placement: Placement | None = None,
     ) -> None:
@@ -193,15 +151,13 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._all_ready = asyncio.Event()
         self._start_error: QuireError | None = None
-        usual = self.processes.transport if settings.transport == "auto" else settings.transport
-        self._transport = transport or usual
+        self._transport = self.processes.transport if settings.transport == "auto" else settings.transport
         self.router = Router(
             self.send, timeout=settings.timeout, tries=settings.tries, routing=settings.routing,
             shares=model.config.cache.share, fetches=model.config.cache.share and not model.config.retain.is_on,
             tracer=tracer,
         )  # fmt: skip
         self.members = self.router.members
-        self._watch = InstanceWatch(self.members, self.processes, settings.heartbeat, self._fail)
         self.cluster_prefixes = ClusterPrefixes(self.members, self.places.specs, self.send)
         self._connections = PeerConnections(
             ROUTER, self._secret, self, self._transport, compatibility_tag=compatibility_tag()
@@ -213,18 +169,13 @@ class Supervisor:
     async def start(self) -> None:
         """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
         self._loop = asyncio.get_running_loop()
-        counts = [(role, getattr(self._settings, role)) for role in ROLES]
-        instances = tuple(Instances(role, count) for role, count in counts if count)
-        specs = self.places.specs_of(instances if self._placement is None else self._placement.instances)
-        named = list(zip(places_of(counts), sorted(specs, key=_role_rank), strict=True))
-        for (place, role), spec in named:
-            assert spec.role == role, f"{spec} at {place}"
-        self.places.open((place, spec) for (place, _), spec in named)
+        instances = tuple(Instances(role, count) for role in ROLES if (count := getattr(self._settings, role)))
+        self.places.open(self.places.specs_of(instances if self._placement is None else self._placement.instances))
         host = await self.processes.open(self.places.roles, self._model.config, self._model.weight_bytes)
         self._address = self._connections.listen(host)
         for place in self.places.specs:
             self.launch(place)
-        self._watching = asyncio.create_task(self._watch.watch(self.router.tick))
+        self._watching = asyncio.create_task(self._watch())
         found = ", ".join(self.places.specs)
         log.info("starting %s: %s; each loads the model", format_count(len(self.places.specs), "instance"), found)
         async with asyncio.timeout(START_SECONDS):
@@ -275,10 +226,10 @@ class Supervisor:
         if model.pins:
             options["cache.pin"] = None  # the file is here, and the instance may be elsewhere
         launch_config = LaunchConfig(
-            name, self._address, self._secret.hex(), model.name, {key: _plain(each) for key, each in options.items()},
-            None if model.config_file is None else str(model.config_file), role, self._transport,
-            "127.0.0.1", self.places.cores[place], self._settings.timeout, log.getEffectiveLevel(),
-            model.config.cache.pin or "", model.pins, model.salts,
+            name, self._address, self._secret.hex(), model.name, options,
+            None if model.config_file is None else str(model.config_file), self._transport, "127.0.0.1",
+            self.places.cores[place], self._settings.timeout, log.getEffectiveLevel(), model.config.cache.pin or "",
+            model.pins, model.salts,
         )  # fmt: skip
         member = Member(name, place, role, seen=time.monotonic(), group=self.processes.group(place))
         self.members[name] = member
@@ -310,6 +261,38 @@ class Supervisor:
             assert self._loop is not None
             self._loop.call_later(pause, partial(self._relaunch, member.place))
 
+    async def _watch(self) -> None:
+        """Looks at the instances and at the requests until it is cancelled."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            late, looked = now - looked - TICK_SECONDS, now
+            try:
+                self._look(now, late)
+                self.router.tick()
+            except Exception:  # nobody else would find what fails from now on
+                log.exception("watching the instances")
+
+    def _look(self, now: float, late: float) -> None:
+        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
+        yet.
+        """
+        ended = self.processes.ended()
+        for member in list(self.members.values()):
+            if late > TICK_SECONDS:
+                member.seen += late
+            if member.name in ended:
+                self._fail(member, "it ended")
+            elif now - member.seen > self._patience(member):
+                self._fail(member, "it gave no sign of life")
+
+    def _patience(self, member: Member) -> float:
+        """Most seconds between two signs of life."""
+        if member.health is not Health.STARTING:
+            return self._settings.heartbeat
+        return max(LOADING_SECONDS, self._settings.heartbeat) if member.is_loading else START_SECONDS
+
     def _relaunch(self, place: str) -> None:
         is_there = any(each.place == place for each in self.members.values())
         if not self.is_closing and place in self.places and not is_there:
@@ -327,7 +310,9 @@ class Supervisor:
         if member is None:
             return
         if ready.error:
-            self._fail_to_start(member, ready.error)
+            if not self._all_ready.is_set():
+                self._start_error = ConfigError(ready.error)
+            self._fail(member, ready.error)
             return
         member.set_ready(ready)
         member.health, member.seen = Health.SERVING, time.monotonic()
@@ -351,11 +336,6 @@ class Supervisor:
         found = [limits for _, limits in known if limits is not None]
         pinning = [limits for role, limits in known if limits is not None and role != "decode"]
         self.limits = narrowest(found or [self.limits], pinning or [self.limits])
-
-    def _fail_to_start(self, member: Member, reason: str) -> None:
-        if not self._all_ready.is_set():
-            self._start_error = ConfigError(reason)
-        self._fail(member, reason)
 
     # ---- links: on their threads -----------------------------------------------------------------------------------
 
@@ -394,10 +374,6 @@ class Supervisor:
     def send(self, name: str, message: Any) -> bool:
         """Sends a message to an instance. Returns whether it is on its way."""
         return self._connections.send(name, message)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _role_rank(spec: InstanceSpec) -> int:

@@ -9,10 +9,10 @@ from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import QuireError
 from quire.stores.archive import RunArchive
-from quire.stores.tiers import VolatileTier
+from quire.stores.tiers import Tier
 
 
-class ArchiveStore(VolatileTier):
+class ArchiveStore(Tier):
     """The runs of an open archive. They come at once, in the caller's thread.
 
     hidden  chunks that it does not find
@@ -26,13 +26,6 @@ class ArchiveStore(VolatileTier):
         self._archive = archive
         self._runs = {each.header.run: each for each in archive.runs}
         self._by_name = {name: run for run in self._runs for name in run.names}
-
-    def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Wants nothing."""
-        return [False] * len(names)
-
-    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Drops the run."""
 
     def find(self, name: bytes) -> Run | None:
         """The run with a chunk that is not hidden."""

@@ -33,37 +33,32 @@ def collect_abandoned(subfolder: Path, num_bytes: int, catalog: Catalog) -> None
     """Removes files of a sub-folder without a writer, the least recently used first and pinned ones last, until so many
     bytes are gone, or all. Under the lock of the sub-folder. Raises OSError.
     """
-    goal = writer_bytes(subfolder) - num_bytes
+    goal, paths = writer_bytes(subfolder) - num_bytes, dict[int, Path]()
     known = catalog.files_of_others.get(subfolder, {})
     try:
-        index = RunIndex(subfolder, is_writer=True)
+        with RunIndex(subfolder, is_writer=True) as index:
+            rows = {row.number: row for row in index.files()}
+            for number, path in run_files(subfolder):
+                if number in rows:
+                    paths[number] = path
+                else:
+                    remove_file(path)
+
+            def rank(number: int) -> tuple[bool, float]:
+                file = known.get(number)
+                used = max(rows[number].used, used_by_others(paths[number]))
+                return file is not None and catalog.is_pinned(file), used
+
+            for number in sorted(paths, key=rank):
+                if writer_bytes(subfolder) <= goal:
+                    break
+                index.remove_files([number])
+                remove_file(paths.pop(number))
+                if (file := known.get(number)) is not None:
+                    catalog.drop_file(file)
     except DamagedIndexError as error:
         log.warning("the index of %s is damaged, and its runs are lost: %s", subfolder, error)
-        clear_subfolder(subfolder)
-        return
-    try:
-        rows = {row.number: row for row in index.files()}
-        for number, path in run_files(subfolder):
-            if number not in rows:
-                remove_file(path)
-        paths = {number: path for number, path in run_files(subfolder) if number in rows}
-
-        def rank(number: int) -> tuple[bool, float]:
-            file = known.get(number)
-            used = max(rows[number].used, used_by_others(paths[number]))
-            return file is not None and catalog.is_pinned(file), used
-
-        for number in sorted(paths, key=rank):
-            if writer_bytes(subfolder) <= goal:
-                break
-            index.remove_files([number])
-            remove_file(paths.pop(number))
-            if (file := known.get(number)) is not None:
-                catalog.drop_file(file)
-    except DamagedIndexError:
         paths = {}
-    finally:
-        index.close()
     if not paths:
         clear_subfolder(subfolder)
 

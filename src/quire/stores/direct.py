@@ -23,6 +23,9 @@ REQUEST_BYTES = 4 << 20
 
 MEASURE_PREFIX = ".quire-measure-"
 
+_REFUSED = errno.EINVAL, errno.EOPNOTSUPP
+"""Errors of a file system that takes no direct requests."""
+
 _MAX_VIEWS = 512  # of one pwritev; Linux takes 1,024
 
 
@@ -57,21 +60,17 @@ def allows_direct(folder: Path) -> bool:
     path = folder / f"{MEASURE_PREFIX}{os.getpid()}.tmp"
     try:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            return os.pwrite(file, AlignedBuffer().view(BLOCK_BYTES), 0) == BLOCK_BYTES
+        finally:
+            os.close(file)
     except OSError as error:
-        path.unlink(missing_ok=True)
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno in _REFUSED:
             return False
-        raise
-    try:
-        return os.pwrite(file, AlignedBuffer().view(BLOCK_BYTES), 0) == BLOCK_BYTES
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and path.exists():
             return True
         raise
     finally:
-        os.close(file)
         path.unlink(missing_ok=True)
 
 
@@ -79,18 +78,14 @@ def reads_direct(path: Path) -> bool:
     """Whether a file takes direct reads. Its folder need not be writable. Raises OSError."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            os.preadv(file, [AlignedBuffer().view(BLOCK_BYTES)], 0)
+        finally:
+            os.close(file)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno in _REFUSED:
             return False
         raise
-    try:
-        os.preadv(file, [AlignedBuffer().view(BLOCK_BYTES)], 0)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        raise
-    finally:
-        os.close(file)
     return True
 
 

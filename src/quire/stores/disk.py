@@ -21,6 +21,7 @@ from quire.stores.headers import common_digest
 from quire.stores.listing import StoredRun, list_stored
 from quire.stores.staging import StagingBuffer, StagingPool
 from quire.stores.throttle import Throttle
+from quire.stores.tiers import Tier
 from quire.stores.writer_folder import WriterFolder
 
 STAGING_BYTES = 64 << 20
@@ -28,7 +29,7 @@ FLUSH_SECONDS = 3.0
 """At most, while it closes."""
 
 
-class DiskStore:
+class DiskStore(Tier):
     """Keeps runs in a folder. It may lose any of them; it never gives wrong bytes, and never waits for the disk in the
     engine's thread.
 
@@ -70,10 +71,7 @@ class DiskStore:
         self._writing = CircuitBreaker("writing to the disk tier", 1)
         self._reading = CircuitBreaker("the disk tier", FAILURES)
         self._writer = DiskWriter(self._writer_folder, self._catalog, self._writing, lifetime)
-        writer_folder = self._writer_folder
-        self._reader = DiskReader(
-            self._catalog, lambda: writer_folder.signer, self._throttle, self._reading, lambda: writer_folder.is_direct
-        )
+        self._reader = DiskReader(self._writer_folder, self._catalog, self._reading)
         self._is_closed = False
         self._chunk_bytes = 0
         """Of the last run, to guess what is still accepted."""

@@ -5,21 +5,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.cache.run import layer_of
 from quire.cache.store import Transfer
 from quire.errors import ExtentError, QuireError
+from quire.rate_limited_warning import RateLimitedWarning
 from quire.stores.catalog import Catalog, CatalogEntry, RunFile
 from quire.stores.circuit_breaker import CircuitBreaker
 from quire.stores.direct import AlignedBuffer, DirectFile, lower_thread_priority, padded
 from quire.stores.folder import DRAFT_SUFFIX, RUNS_SUFFIX
-from quire.stores.signer import ExtentSigner
-from quire.stores.throttle import Throttle
+from quire.stores.writer_folder import WriterFolder
 
 log = logging.getLogger("quire")
 
@@ -32,8 +30,6 @@ MAX_STUCK = 8
 """Readers that may hang before nobody takes their place."""
 FAILURES = 8
 """Failed reads in a row that turn the tier off."""
-QUIET_SECONDS = 60.0
-"""After a warning about a lost run, in which the log gets further ones at its level debug only."""
 
 
 @dataclass(order=True)
@@ -63,20 +59,12 @@ class DiskReader:
     A reader that hangs for ten seconds fails its transfer, and another one takes its place.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        signer: Callable[[], ExtentSigner],
-        throttle: Throttle,
-        circuit_breaker: CircuitBreaker,
-        is_direct: Callable[[], bool],
-    ) -> None:
+    def __init__(self, writer_folder: WriterFolder, catalog: Catalog, circuit_breaker: CircuitBreaker) -> None:
         self.num_read = self.num_failed = self.bytes_read = 0
         self.seconds = self.cpu_seconds = 0.0
         self.stuck_seconds = STUCK_SECONDS
-        self._quiet_until = -math.inf
-        self._catalog, self._signer, self._throttle, self._circuit_breaker = catalog, signer, throttle, circuit_breaker
-        self._is_direct = is_direct
+        self._lost_runs = RateLimitedWarning(log)
+        self._catalog, self._writer_folder, self._circuit_breaker = catalog, writer_folder, circuit_breaker
         self._queue: list[ReadRequest] = []
         self._changed = threading.Condition()
         self._ages, self._orders = itertools.count(), itertools.count()
@@ -195,7 +183,7 @@ class DiskReader:
         self._read(reader, request, view)
         self.seconds += time.monotonic() - begun
         self.bytes_read += len(view)
-        names, start, signer = b"".join(entry.run.names), 0, self._signer()
+        names, start, signer = b"".join(entry.run.names), 0, self._writer_folder.signer
         for layer, length in enumerate(lengths, request.layer):
             extent = view[start : start + length]
             signer.verify(names, extent)
@@ -207,7 +195,7 @@ class DiskReader:
     def _read(self, reader: ReaderThread, request: ReadRequest, view: memoryview) -> None:
         def pace(num_bytes: int) -> None:
             reader.call = None  # waiting for the throttle is no hanging
-            self._throttle.take(num_bytes)
+            self._writer_folder.throttle.take(num_bytes)
             reader.call = request, time.monotonic()
 
         entry = request.entry
@@ -227,14 +215,14 @@ class DiskReader:
             reader.call = None
 
     def _open(self, file: RunFile) -> DirectFile:
-        path = file.path
+        path, is_direct = file.path, self._writer_folder.is_direct
         try:
-            return DirectFile(path, is_direct=self._is_direct())
+            return DirectFile(path, is_direct=is_direct)
         except FileNotFoundError:
             if path.suffix != DRAFT_SUFFIX:
                 raise
             # It got its final name meanwhile, and `path` may not say so yet.
-            return DirectFile(path.with_suffix(RUNS_SUFFIX), is_direct=self._is_direct())
+            return DirectFile(path.with_suffix(RUNS_SUFFIX), is_direct=is_direct)
 
     def _fail(self, request: ReadRequest, reason: str, gone: RunFile | None) -> None:
         """Fails a transfer and forgets the run; of a file that is gone, all runs."""
@@ -247,11 +235,7 @@ class DiskReader:
         if is_collected:
             log.debug("a run was collected before it was read: %s", reason)
         else:
-            now = time.monotonic()
-            level = logging.DEBUG if now < self._quiet_until else logging.WARNING
-            if level == logging.WARNING:
-                self._quiet_until = now + QUIET_SECONDS
-            log.log(level, "the disk tier lost a run, which is computed again: %s", reason)
+            self._lost_runs.warn(f"the disk tier lost a run, which is computed again: {reason}")
             self._circuit_breaker.fail(f"reads fail ({reason})")
         request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"), request.entry.run)
 

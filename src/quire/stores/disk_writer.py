@@ -167,8 +167,9 @@ class DiskWriter:
                 self._prepare()
                 if entry is not None:
                     waits = not self._write(entry) and self._waits_for_room()
-                elif is_urgent or time.monotonic() >= self._written + IDLE_SECONDS:
-                    self._commit()
+                elif self._writer_folder.has_draft and (is_urgent or time.monotonic() >= self._written + IDLE_SECONDS):
+                    self._writer_folder.commit()
+                    self._circuit_breaker.succeed()
                 if is_urgent or time.monotonic() >= self._ticked + TICK_SECONDS:
                     self._tick()
             elif time.monotonic() >= self._ticked + TICK_SECONDS:
@@ -226,11 +227,6 @@ class DiskWriter:
         if now > self._room_until + FULL_SECONDS:
             self._room_until = now + ROOM_SECONDS
         return self._writer_folder.quotas.is_short_of_room and now < self._room_until
-
-    def _commit(self) -> None:
-        if self._writer_folder.has_draft:
-            self._writer_folder.commit()
-            self._circuit_breaker.succeed()
 
     def _tick(self) -> None:
         self._ticked = time.monotonic()

@@ -35,7 +35,7 @@ from quire.stores.folder import (
 from quire.stores.folder_view import used_by_others
 from quire.stores.headers import RunHeader
 from quire.stores.index import DamagedIndexError, RunIndex
-from quire.stores.quotas import cap_of, note_cleared
+from quire.stores.quotas import cap_of, lower_quota
 from quire.stores.signer import SECRET_BYTES, ExtentSigner
 
 SHOWN_NAMES = 5
@@ -127,17 +127,11 @@ class FolderReader:
         """Every run that is whole in some index. What is not is a problem."""
         for subfolder in writer_subfolders(self.root):
             try:
-                index = RunIndex(subfolder, is_writer=False)
+                with RunIndex(subfolder, is_writer=False) as index:
+                    yield from self._runs_of(subfolder, index)
             except (DamagedIndexError, OSError) as error:
                 if (subfolder / INDEX_NAME).exists():
                     self.problems.append(f"{subfolder / INDEX_NAME}: {error}")
-                continue
-            try:
-                yield from self._runs_of(subfolder, index)
-            except (DamagedIndexError, OSError) as error:
-                self.problems.append(f"{subfolder / INDEX_NAME}: {error}")
-            finally:
-                index.close()
 
     def usages(self) -> list[NamespaceUsage]:
         """Runs by namespace, those used last first."""
@@ -188,15 +182,14 @@ class FolderReader:
                             self._remove(subfolder, chosen)
                         except (DamagedIndexError, OSError) as error:
                             self.problems.append(f"{subfolder / INDEX_NAME}: {error}")
-                    note_cleared(lock.descriptor, subfolder)
+                    lower_quota(lock.descriptor, subfolder)
                     freed += before - writer_bytes(subfolder)
         return freed, live
 
     def _remove(self, subfolder: Path, chosen: Callable[[Namespace], bool]) -> None:
         if not (subfolder / INDEX_NAME).exists():
             return
-        index = RunIndex(subfolder, is_writer=False)
-        try:
+        with RunIndex(subfolder, is_writer=False) as index:
             kept, rows = set[int](), index.runs()
             known = {row.file for row in rows}
             for row, _, header in index.headers(rows, self.signer):
@@ -205,16 +198,11 @@ class FolderReader:
                 namespace = header.run.namespace
                 if not (isinstance(namespace, Namespace) and chosen(namespace)):
                     kept.add(row.file)
-        finally:
-            index.close()
         gone = known - kept
         if not gone:
             return
-        writer = RunIndex(subfolder, is_writer=True)
-        try:
-            writer.remove_files(gone)
-        finally:
-            writer.close()
+        with RunIndex(subfolder, is_writer=True) as index:
+            index.remove_files(gone)
         for number, path in run_files(subfolder):
             if number in gone:
                 remove_file(path)

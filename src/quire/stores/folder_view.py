@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from quire.errors import ExtentError
+from quire.options import format_count
 from quire.stores.catalog import Catalog, CatalogEntry, RunFile
 from quire.stores.direct import BLOCK_BYTES
 from quire.stores.folder import RUNS_SUFFIX
@@ -51,7 +52,7 @@ class FolderView:
                 self._last_id = max(self._last_id, row.id)
         if lost := list(self.damaged.values())[before:]:
             log.warning(
-                "lost %s in the index of %s, the first in %s", counted(len(lost), "run"), self.subfolder, lost[0]
+                "lost %s in the index of %s, the first in %s", format_count(len(lost), "run"), self.subfolder, lost[0]
             )
         if index.num_runs != len(self._known):  # some were removed
             ids = index.ids()
@@ -96,11 +97,6 @@ class FolderView:
             header = ExtentError("it lies outside of the file")
         self.damaged[row.id] = f"{file.path.name}: {header}"
         return None
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, in words."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def used_by_others(path: Path) -> float:

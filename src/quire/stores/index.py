@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from quire.errors import ExtentError
 from quire.stores.folder import INDEX_NAME, allocated, remove_file
@@ -204,6 +204,12 @@ class RunIndex:
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         with _errors():
@@ -228,49 +234,6 @@ def remove_index(subfolder: Path) -> None:
     """Removes an index with all its files. Only under the lock of the sub-folder."""
     for suffix in _SUFFIXES:
         remove_file(subfolder / (INDEX_NAME + suffix))
-
-
-class IndexWatcher:
-    """The view of a sub-folder that another process writes. `poll` is cheap while nothing changes."""
-
-    def __init__(self, subfolder: Path) -> None:
-        self.subfolder = subfolder
-        self.index: RunIndex | None = None
-        self.is_damaged = False
-        self._inode = self._time = 0
-        self._version: int | None = None
-
-    def poll(self) -> bool | None:
-        """Whether the index has changed since the last time; None: there is none, or a new one. Raises as Index."""
-        try:
-            status = (self.subfolder / INDEX_NAME).stat()
-            inode, changed = status.st_ino, status.st_mtime_ns
-        except (FileNotFoundError, NotADirectoryError):
-            inode = changed = 0
-        # A new file may have the inode of a removed one that nobody has open.
-        if inode != self._inode or (self.is_damaged and changed != self._time):
-            self.close()
-            self._inode, self._time, self.is_damaged = inode, changed, False
-            return None
-        if not inode or self.is_damaged:
-            return False
-        if self.index is None:
-            self._time = changed
-            self.index = RunIndex(self.subfolder, is_writer=False)
-        version = self.index.data_version
-        has_changed, self._version = version != self._version, version
-        return has_changed
-
-    def give_up(self) -> None:
-        """Leaves a damaged index alone until there is a new one."""
-        self.close()
-        self.is_damaged = True
-
-    def close(self) -> None:
-        """Closes it."""
-        if self.index is not None:
-            self.index.close()
-        self.index, self._version = None, None
 
 
 def _check_files(subfolder: Path) -> None:

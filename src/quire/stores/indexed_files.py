@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from quire.options import format_count
 from quire.stores.catalog import Catalog, CatalogEntry, RunFile
 from quire.stores.collect import clear_subfolder
 from quire.stores.folder import INDEX_NAME, remove_file, run_files
-from quire.stores.folder_view import FolderView, counted, used_by_others
+from quire.stores.folder_view import FolderView, used_by_others
 from quire.stores.index import DamagedIndexError, FileRow, RunIndex
 from quire.stores.signer import ExtentSigner
 
@@ -55,7 +56,7 @@ class IndexedFiles:
         if lost:
             file, size = lost[0], on_disk.get(lost[0].number)
             reason = "is gone" if size is None else f"has {size} bytes and not {file.num_bytes}"
-            log.warning("lost %s of runs, the first %s: it %s", counted(len(lost), "file"), file.path, reason)
+            log.warning("lost %s of runs, the first %s: it %s", format_count(len(lost), "file"), file.path, reason)
         empty = [file for file in self.files.values() if not (file.entries or file.others)]
         self.remove({*lost, *empty})
 

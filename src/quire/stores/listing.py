@@ -26,7 +26,6 @@ class StoredRun:
     num_bytes     on the disk
     used          time of the last use of its file, in seconds since the epoch
     pinned_until  likewise; 0: not pinned
-    path          its file
     is_own_namespace  whether this engine can read it
     """
 
@@ -34,11 +33,9 @@ class StoredRun:
     names: tuple[bytes, ...]
     parent: bytes
     start: int
-    num_tokens: int
     num_bytes: int
     used: float
     pinned_until: float
-    path: Path
     is_own_namespace: bool
 
 
@@ -48,12 +45,8 @@ def list_stored(
     """All runs in the indexes of a folder whose salts are visible, the last used first. Skips what is damaged."""
     found: list[StoredRun] = []
     for subfolder in folder.subfolders():
-        with contextlib.suppress(DamagedIndexError, OSError):
-            index = RunIndex(subfolder, is_writer=False)
-            try:
-                found += _list_subfolder(subfolder, index, signer, digest, visible)
-            finally:
-                index.close()
+        with contextlib.suppress(DamagedIndexError, OSError), RunIndex(subfolder, is_writer=False) as index:
+            found += _list_subfolder(subfolder, index, signer, digest, visible)
     return sorted(found, key=lambda stored: -stored.used)
 
 
@@ -72,6 +65,6 @@ def _list_subfolder(
             num_bytes = sum(map(padded, header.lengths))
             used = max(file.used, used_by_others(path))
             until = max((pins.get(name, 0.0) for name in run.names), default=0.0)
-            named = salt, run.names, run.parent, run.start, len(run.tokens)
-            found.append(StoredRun(*named, num_bytes, used, until, path, row.digest == digest))
+            is_ours = row.digest == digest
+            found.append(StoredRun(salt, run.names, run.parent, run.start, num_bytes, used, until, is_ours))
     return found

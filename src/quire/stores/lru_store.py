@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import QuireError
-from quire.stores.tiers import VolatileTier
+from quire.stores.tiers import Tier
 
 Content = TypeVar("Content")
 
@@ -25,7 +25,7 @@ class _Kept(Generic[Content]):
     used: float
 
 
-class LruStore(VolatileTier, Generic[Content]):
+class LruStore(Tier, Generic[Content]):
     """Keeps the runs that fit `cap` bytes. The least recently used ones make room.
 
     Content   what is kept of a run
@@ -46,7 +46,11 @@ class LruStore(VolatileTier, Generic[Content]):
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Whatever it lacks: older runs make room."""
         self._expire()
-        return [self._use(name) is None for name in names]
+        known = [self._runs.get(name) for name in names]
+        for run in known:
+            if run is not None:
+                self._touch(run)
+        return [run is None for run in known]
 
     def find(self, name: bytes) -> Run | None:
         """See Store."""
@@ -109,12 +113,6 @@ class LruStore(VolatileTier, Generic[Content]):
         for name in run.names:
             if self._runs.get(name) is run:
                 del self._runs[name]
-
-    def _use(self, name: bytes) -> Run | None:
-        run = self._runs.get(name)
-        if run is not None:
-            self._touch(run)
-        return run
 
     def _touch(self, run: Run) -> None:
         self._kept[run].used = self._clock()

@@ -8,11 +8,59 @@ import os
 from pathlib import Path
 
 from quire.stores.catalog import Catalog
+from quire.stores.folder import INDEX_NAME
 from quire.stores.folder_view import FolderView
-from quire.stores.index import DamagedIndexError, IndexWatcher
+from quire.stores.index import DamagedIndexError, RunIndex
 from quire.stores.writer_folder import WriterFolder
 
 log = logging.getLogger("quire")
+
+
+class WatchedFolder:
+    """The view of a sub-folder that another process writes, and its index, which stays open."""
+
+    def __init__(self, view: FolderView) -> None:
+        self.view = view
+        self.index: RunIndex | None = None
+        self._is_damaged = False
+        self._inode = self._time = 0
+        self._version: int | None = None
+
+    def poll(self) -> None:
+        """Takes over what has changed; cheap while nothing does. A damaged index is left alone until there is a new
+        one. Raises OSError for what cannot be read now.
+        """
+        subfolder = self.view.subfolder
+        try:
+            status = (subfolder / INDEX_NAME).stat()
+            inode, changed = status.st_ino, status.st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            inode = changed = 0
+        # A new file may have the inode of a removed one that nobody has open.
+        if inode != self._inode or (self._is_damaged and changed != self._time):
+            self.close()
+            self._inode, self._time, self._is_damaged = inode, changed, False
+        if not inode or self._is_damaged:
+            return
+        try:
+            if self.index is None:
+                self._time = changed
+                self.index = RunIndex(subfolder, is_writer=False)
+            version = self.index.data_version
+            if version != self._version:
+                self.view.update(self.index)
+                self._version = version
+        except DamagedIndexError as error:
+            log.warning("the index of %s is damaged, and its runs are not found: %s", subfolder, error)
+            self.close()
+            self._is_damaged = True
+
+    def close(self) -> None:
+        """Forgets everything."""
+        if self.index is not None:
+            self.index.close()
+        self.index, self._version = None, None
+        self.view.clear()
 
 
 class OtherWriters:
@@ -20,42 +68,25 @@ class OtherWriters:
 
     def __init__(self, writer_folder: WriterFolder, catalog: Catalog) -> None:
         self._writer_folder, self._catalog = writer_folder, catalog
-        self._watchers: dict[Path, tuple[IndexWatcher, FolderView]] = {}
+        self._watched: dict[Path, WatchedFolder] = {}
 
     def poll(self) -> None:
         """Takes over what other processes have changed. What cannot be read now is looked at again later."""
-        writer_folder = self._writer_folder
-        subfolders = [
-            subfolder for subfolder in writer_folder.folder.subfolders() if subfolder != writer_folder.subfolder
-        ]
-        for subfolder in self._watchers.keys() - set(subfolders):
+        own = self._writer_folder
+        subfolders = [subfolder for subfolder in own.folder.subfolders() if subfolder != own.subfolder]
+        for subfolder in self._watched.keys() - set(subfolders):
             self._forget(subfolder)
         for subfolder in subfolders:
-            if subfolder not in self._watchers:
-                view = FolderView(subfolder, self._catalog, writer_folder.signer, writer_folder.digest, is_own=False)
-                self._watchers[subfolder] = IndexWatcher(subfolder), view
-            watcher, view = self._watchers[subfolder]
+            if subfolder not in self._watched:
+                view = FolderView(subfolder, self._catalog, own.signer, own.digest, is_own=False)
+                self._watched[subfolder] = WatchedFolder(view)
             with contextlib.suppress(OSError):
-                self._poll(watcher, view)
-
-    def _poll(self, watcher: IndexWatcher, view: FolderView) -> None:
-        try:
-            has_changed = watcher.poll()
-            if has_changed is None:
-                view.clear()
-                has_changed = watcher.poll()
-            if has_changed and watcher.index is not None:
-                view.update(watcher.index)
-        except DamagedIndexError as error:
-            if not watcher.is_damaged:
-                log.warning("the index of %s is damaged, and its runs are not found: %s", watcher.subfolder, error)
-            watcher.give_up()
-            view.clear()
+                self._watched[subfolder].poll()
 
     def note_uses(self) -> None:
         """Tells whoever collects their files, by the files' times, which of them were used here."""
-        for _, view in self._watchers.values():
-            for file in list(view.files.values()):
+        for watched in self._watched.values():
+            for file in list(watched.view.files.values()):
                 if file.used > file.noted:
                     file.noted = file.used
                     with contextlib.suppress(OSError):
@@ -63,11 +94,9 @@ class OtherWriters:
 
     def close(self) -> None:
         """Forgets all of them."""
-        for subfolder in list(self._watchers):
+        for subfolder in list(self._watched):
             self._forget(subfolder)
 
     def _forget(self, subfolder: Path) -> None:
-        watcher, view = self._watchers.pop(subfolder)
-        watcher.close()
-        view.clear()
+        self._watched.pop(subfolder).close()
         self._catalog.files_of_others.pop(subfolder, None)

@@ -53,14 +53,12 @@ class PrivateFiles:
             if entry.private_file is not None:
                 entry.private_file.close()
                 entry.private_file = None
-        self._sizes = {entry: size for entry, size in self._sizes.items() if _has_file(entry)}
+        # Those that are not dropped have a file, or will have one.
+        self._sizes = {
+            entry: size for entry, size in self._sizes.items() if entry.private_file is not None or not entry.is_dropped
+        }
 
     def close(self) -> None:
         """Drops all of them."""
         self._catalog.drop(list(self._sizes))
         self.close_dropped()
-
-
-def _has_file(entry: CatalogEntry) -> bool:
-    """Whether a private run has a file, or will have it."""
-    return entry.private_file is not None or not entry.is_dropped

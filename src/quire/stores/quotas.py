@@ -75,8 +75,7 @@ class Quotas:
             used = writer_bytes(self.subfolder)
             self._record = replace(_read(self.lock.descriptor, used), cap=cap, requested_at=0.0)
             others = self._others()
-            limit, fair = self._shares(others)
-            free = limit - sum(record.quota for _, record, _ in others)
+            free, fair = self._shares(others)
             self._set(replace(self._record, quota=max(used, min(free, fair))))
 
     @property
@@ -95,10 +94,9 @@ class Quotas:
         """
         with self._folder.lock():
             others = self._others()
-            limit, fair = self._shares(others)
+            free, fair = self._shares(others)
             goal = min(wanted, fair)
             if self.bytes < goal:
-                free = limit - sum(record.quota for _, record, _ in others)
                 for subfolder, record, is_live in others if free < fair else ():
                     if not is_live:
                         free += record.quota - _reclaim(subfolder, goal - (free + record.quota), collect)
@@ -114,13 +112,12 @@ class Quotas:
         """
         with self._folder.lock():
             others = self._others()
-            limit, fair = self._shares(others)
+            free, fair = self._shares(others)
             if any(is_live and record.quota < fair for _, record, is_live in others):
                 self._set(replace(self._record, quota=min(self.bytes, max(fair, used))))
             since = time.time() - REQUEST_SECONDS
             is_needed = any(is_live and record.requested_at > since for _, record, is_live in others)
-            is_over = self.bytes + sum(record.quota for _, record, _ in others) > limit
-        return min(fair, self.bytes) if is_needed or is_over else self.bytes
+        return min(fair, self.bytes) if is_needed or self.bytes > free else self.bytes
 
     def shrink(self, quota: int) -> None:
         """Gives up what is above `quota`: the bytes are below it already."""
@@ -140,20 +137,19 @@ class Quotas:
         """Asserts the invariants of the whole folder."""
         with self._folder.lock():
             others = self._others()
-            limit, _ = self._shares(others)
-            total = self.bytes + sum(record.quota for _, record, _ in others)
+            free, _ = self._shares(others)
             used = writer_bytes(self.subfolder)
-        assert total <= limit, f"quotas of {total} bytes in all, and there are {limit}"
+        assert self.bytes <= free, f"a quota of {self.bytes} bytes, and others leave {free}"
         assert used <= self.bytes, f"{used} bytes with a quota of {self.bytes}"
 
     def _shares(self, others: list[tuple[Path, QuotaRecord, bool]]) -> tuple[int, int]:
-        """The bytes of all quotas together, and a live writer's fair share. The smallest cap counts."""
+        """The bytes that the quotas of others leave, and a live writer's fair share. The smallest cap counts."""
         now = time.monotonic()
         if now - self._others_time > OTHERS_SECONDS:
             self._others_bytes, self._others_time = self._folder.bytes_of_others(), now
         caps = [self._cap, *(record.cap for _, record, is_live in others if is_live and record.cap)]
         limit = max(min(caps) - SLACK_BYTES - self._others_bytes, 0)
-        return limit, limit // len(caps)
+        return limit - sum(record.quota for _, record, _ in others), limit // len(caps)
 
     def _others(self) -> list[tuple[Path, QuotaRecord, bool]]:
         """The other sub-folders, their records, and whether they have a live writer. Under the folder's lock."""
@@ -163,9 +159,7 @@ class Quotas:
                 try:
                     lock = FileLock(subfolder / LOCK_NAME, waits=False)
                 except BlockingIOError:
-                    is_live = True
-                    with open(subfolder / LOCK_NAME, "rb") as file:
-                        record = _read(file.fileno(), writer_bytes(subfolder))
+                    is_live, record = True, _record_of(subfolder, writer_bytes(subfolder))
                 except FileNotFoundError:  # removed meanwhile
                     continue
                 else:
@@ -181,27 +175,29 @@ class Quotas:
             self._record = record
 
 
-def note_cleared(descriptor: int, subfolder: Path) -> None:
-    """Lowers the quota of a sub-folder without a writer to the bytes that are left. Under its lock, and the folder's.
+def lower_quota(descriptor: int, subfolder: Path) -> int:
+    """Lowers the quota of a sub-folder without a writer to the bytes that are left, and returns it. Under its lock, and
+    the folder's. Other processes that read its index may have made SQLite's files meanwhile: that is in the slack.
 
     descriptor  of its lock file
     """
     used = writer_bytes(subfolder)
-    _write(descriptor, QuotaRecord(min(used, _read(descriptor, used).quota)))
+    quota = min(used, _read(descriptor, used).quota)
+    _write(descriptor, QuotaRecord(quota))
+    return quota
 
 
 def cap_of(subfolder: Path) -> int:
     """The cap that the last writer of a sub-folder gave the whole folder; 0: not known. Raises OSError."""
-    with open(subfolder / LOCK_NAME, "rb") as file:
-        return _read(file.fileno(), 0).cap
+    return _record_of(subfolder, 0).cap
 
 
 def free_bytes(path: Path) -> int | None:
     """Bytes of a folder that no writer has; None if no writer says how many there are in all. Raises OSError."""
     records = []
     for subfolder in writer_subfolders(path / VERSION):
-        with contextlib.suppress(FileNotFoundError), open(subfolder / LOCK_NAME, "rb") as file:
-            records.append(_read(file.fileno(), writer_bytes(subfolder)))
+        with contextlib.suppress(FileNotFoundError):
+            records.append(_record_of(subfolder, writer_bytes(subfolder)))
     caps = [record.cap for record in records if record.cap]
     return max(0, min(caps) - SLACK_BYTES - sum(record.quota for record in records)) if caps else None
 
@@ -220,11 +216,12 @@ def _reclaim(subfolder: Path, wanted: int, collect: Collect) -> int:
             used = writer_bytes(subfolder)
             if wanted + used > 0:
                 collect(subfolder, wanted + used)
-        used = writer_bytes(subfolder)
-        # Other processes that read its index may have made SQLite's files meanwhile: that is in the slack.
-        quota = min(used, _read(lock.descriptor, used).quota)
-        _write(lock.descriptor, QuotaRecord(quota))
-        return quota
+        return lower_quota(lock.descriptor, subfolder)
+
+
+def _record_of(subfolder: Path, used: int) -> QuotaRecord:
+    with open(subfolder / LOCK_NAME, "rb") as file:
+        return _read(file.fileno(), used)
 
 
 def _read(descriptor: int, used: int) -> QuotaRecord:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quire.cache.run import Run
 from quire.cache.store import Store, Transfer
@@ -13,71 +14,53 @@ if TYPE_CHECKING:
     from quire.stores.listing import StoredRun
 
 
-class Tier(Store, Protocol):
-    """A store with a name.
+class Tier(Store):
+    """A store with a name. Unless a subclass says otherwise, it takes nothing, and nothing of it is there after a
+    restart, so it has no pins.
 
-    keeps     whether it ever keeps what is put into it
+    keeps          whether it ever keeps what is put into it
     is_persistent  whether what it keeps is there after a restart; only such a store has pins
     """
 
     name: str
     keeps: bool
-    is_persistent: bool
+    is_persistent = False
+
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """Nothing."""
+        return [False] * len(names)
+
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
+        """Keeps nothing."""
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """Protects chunks until a time, in seconds since the epoch. False if it does not keep them or has no room."""
-        ...
+        return False
 
     def unpin(self, names: Iterable[bytes]) -> None:
         """Ends pins."""
-        ...
 
     def stored(self, visible: Callable[[str], bool]) -> list[StoredRun]:
         """What is there after a restart, where the salt is visible; the last used first. Reads the disk: not for the
         engine's thread.
         """
-        ...
-
-    def measure(self) -> float | None:
-        """Measures bytes a second; None if it did not."""
-        ...
-
-    def flush(self, seconds: float) -> bool:
-        """Waits until everything it took is where it stays. False if that takes longer than `seconds`."""
-        ...
-
-    def close(self) -> None:
-        """Ends its threads. A second call does nothing."""
-        ...
-
-    def stats(self) -> dict[str, Any]:
-        """Bytes, chunks and counts since start."""
-        ...
-
-
-class VolatileTier:
-    """The part of a tier of which nothing is there after a restart: it has no pins, and nothing is written."""
-
-    is_persistent = False
-
-    def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """It has no pins."""
-        return False
-
-    def unpin(self, names: Iterable[bytes]) -> None:
-        """It has no pins."""
-
-    def stored(self, visible: Callable[[str], bool]) -> list[StoredRun]:
-        """Nothing."""
         return []
 
     def measure(self) -> float | None:
-        """Not measured: the first transfers tell."""
+        """Measures bytes a second; None if it did not: then the first transfers tell."""
         return None
 
     def flush(self, seconds: float) -> bool:
-        """There is nothing to write."""
+        """Waits until everything it took is where it stays. False if that takes longer than `seconds`."""
         return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends its threads. A second call does nothing."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Bytes, chunks and counts since start."""
 
 
 class Tiers:
@@ -130,14 +113,13 @@ class Tiers:
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """In the store that outlives the process; see Tier."""
-        return any(tier.pin(names, until) for tier in self.tiers if tier.is_persistent)
+        return any(tier.pin(names, until) for tier in self.tiers)
 
     def unpin(self, names: Iterable[bytes]) -> None:
         """See Tier."""
         names = list(names)
         for tier in self.tiers:
-            if tier.is_persistent:
-                tier.unpin(names)
+            tier.unpin(names)
 
     def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[StoredRun]:
         """See Tier."""

@@ -112,7 +112,8 @@ class WriterFolder:
         header = encode_run_header(RunHeader(entry.run, tuple(entry.lengths)), self.signer)
         head_bytes = padded(len(header))
         size = head_bytes + entry.num_bytes
-        if self._draft is not None and self._draft.file.num_bytes + size > self._file_limit:
+        limit = min(RUNS_BYTES, max(self.quotas.bytes // 8, MIN_RUNS_BYTES))
+        if self._draft is not None and self._draft.file.num_bytes + size > limit:
             self.commit()
         beside = FILE_BYTES + 3 * len(header) + (0 if self.indexed.has_index else NEW_INDEX_BYTES)
         if not self.make_room(size + beside):
@@ -120,7 +121,10 @@ class WriterFolder:
         block = self._head.view(head_bytes)
         block[: len(header)], block[len(header) :] = header, bytes(head_bytes - len(header))
         try:
-            draft = self._open_draft()
+            if self._draft is None:
+                self._draft = RunFileWriter(self.subfolder, self._next_number, self._clock(), is_direct=self.is_direct)
+                self._next_number += 1
+            draft = self._draft
             with self._counted(size):
                 offset = draft.write([block, *(buffer.block for buffer in entry.staged)], self.throttle.take)
         except OSError:
@@ -222,16 +226,6 @@ class WriterFolder:
         self.indexed.check()
         assert not self.files or self.bytes <= self.quotas.bytes, f"{self.bytes} bytes, quota {self.quotas.bytes}"
         self.quotas.check()
-
-    @property
-    def _file_limit(self) -> int:
-        return min(RUNS_BYTES, max(self.quotas.bytes // 8, MIN_RUNS_BYTES))
-
-    def _open_draft(self) -> RunFileWriter:
-        if self._draft is None:
-            self._draft = RunFileWriter(self.subfolder, self._next_number, self._clock(), is_direct=self.is_direct)
-            self._next_number += 1
-        return self._draft
 
     @contextlib.contextmanager
     def _counted(self, num_bytes: int) -> Iterator[None]:

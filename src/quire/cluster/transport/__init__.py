@@ -1,4 +1,4 @@
-"""How processes reach each other: streams of bytes over TCP, over shared memory, or within a process.
+"""How processes reach each other: streams of bytes over TCP or over shared memory.
 
 A transport is a class with `listen` and `dial`, and a row of TRANSPORTS. Everything else is the same for all of them:
 `channel` makes frames out of a stream and `connection` messages out of frames.
@@ -6,12 +6,11 @@ A transport is a class with `listen` and `dial`, and a row of TRANSPORTS. Everyt
 
 from __future__ import annotations
 
-from quire.cluster.transport.local import LocalTransport
 from quire.cluster.transport.shm import ShmTransport
 from quire.cluster.transport.stream import Transport, TransportError
 from quire.cluster.transport.tcp import TcpTransport
 
-TRANSPORTS: dict[str, Transport] = {"tcp": TcpTransport(), "shm": ShmTransport(), "local": LocalTransport()}
+TRANSPORTS: dict[str, Transport] = {"tcp": TcpTransport(), "shm": ShmTransport()}
 """By the scheme of their addresses."""
 
 

@@ -22,12 +22,15 @@ import hmac
 import os
 import struct
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
-from quire.cluster.transport.stream import ByteStream, TransportError
+from quire.cluster.transport.stream import TransportError
+
+if TYPE_CHECKING:
+    from quire.cluster.transport.sockets import SocketStream
 
 MOST_META = 64 << 20
 """Bytes of a message."""
@@ -75,7 +78,7 @@ class Channel:
     peer  the name of the process at the other end
     """
 
-    def __init__(self, stream: ByteStream, peer: str, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, stream: SocketStream, peer: str, send_key: bytes, receive_key: bytes) -> None:
         self.peer = peer
         self.stream = stream
         self._send_key, self._receive_key = send_key, receive_key
@@ -109,21 +112,21 @@ class Channel:
         return Frame(kind, number, meta)
 
 
-class InlineExtentChannel:
-    """Extents that travel in the stream, after their frames."""
+class ExtentChannel:
+    """The bytes of extents, which travel in the stream after their frames. One thread sends while another receives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._buffer = np.empty(0, np.uint8)
 
     def send(self, extent: memoryview) -> None:
-        """See ExtentChannel."""
+        """Sends an extent. Its memory may change as soon as this returns. Raises TransportError."""
         if len(extent) > MOST_EXTENT:
             raise TransportError(f"an extent of {len(extent)} bytes; {MOST_EXTENT} are possible")
         self._channel.send(EXTENT, len(extent), payload=extent)
 
     def receive(self, frame: Frame) -> memoryview:
-        """See ExtentChannel. Extents of all messages come to lie in the same memory."""
+        """The extent that a frame announces, valid until `free`. Raises TransportError."""
         length = self._length(frame)
         if length > len(self._buffer):
             self._buffer = np.empty(length, np.uint8)
@@ -131,18 +134,17 @@ class InlineExtentChannel:
         self._channel.stream.read(extent)
         return extent.toreadonly()
 
-    def skip(self, frame: Frame) -> int:
-        """See ExtentChannel."""
+    def skip(self, frame: Frame) -> None:
+        """Passes over the extent that a frame announces."""
         length, scratch = self._length(frame), memoryview(bytearray(_PIECE))
         for start in range(0, length, _PIECE):
             self._channel.stream.read(scratch[: length - start])
-        return length
 
     def free(self) -> None:
-        """See ExtentChannel. The next extent takes the memory."""
+        """The last extent received is not needed any more: the next one takes its memory."""
 
     def close(self) -> None:
-        """See ExtentChannel."""
+        """Frees what it has. Nobody uses it any more."""
 
     def _length(self, frame: Frame) -> int:
         if frame.kind != EXTENT or frame.number > MOST_EXTENT:
@@ -150,7 +152,7 @@ class InlineExtentChannel:
         return frame.number
 
 
-def authenticate(stream: ByteStream, credentials: Credentials, seconds: float, *, expected: str | None) -> Channel:
+def authenticate(stream: SocketStream, credentials: Credentials, seconds: float, *, expected: str | None) -> Channel:
     """Makes a new stream a channel, or raises TransportError with the reason. The stream's owner closes it.
 
     expected  the name of the peer that was dialled; None at a listener
@@ -188,7 +190,7 @@ def authenticate(stream: ByteStream, credentials: Credentials, seconds: float, *
     return Channel(stream, peer, *(credentials.mac(b"frames ", role, both) for role in roles))
 
 
-def _hello(stream: ByteStream) -> tuple[str, bytes]:
+def _hello(stream: SocketStream) -> tuple[str, bytes]:
     """The peer's name, and its hello."""
     fixed = bytearray(_HELLO.size)
     stream.read(memoryview(fixed))

@@ -7,25 +7,21 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cluster.transport.channel import MESSAGE, MOST_EXTENTS, Channel, Credentials, Frame, authenticate
-from quire.cluster.transport.stream import ByteStream, ExtentChannel, PeerClosedError, TransportError
+from quire.cluster.transport.channel import MESSAGE, MOST_EXTENTS, Channel, ExtentChannel, Frame, authenticate
+from quire.cluster.transport.sockets import SocketStream
+from quire.cluster.transport.stream import PeerClosedError, TransportError
 from quire.cluster.wire import decode
 from quire.errors import QuireError
-from quire.rate_limited_warning import RateLimitedWarning
 
 if TYPE_CHECKING:
-    from quire.cluster.connections import Bulk, Handler
+    from quire.cluster.connections import Bulk, PeerConnections
 
 log = logging.getLogger("quire")
 
 MOST_QUEUED = 4096
 """Messages that may wait for a peer."""
-
-TRAFFIC = tuple(f"{what}_{way}" for way in ("sent", "received") for what in (
-    "messages", "message_bytes", "extents", "extent_bytes"))  # fmt: skip
-"""What a connection counts. Frames around messages and extents do not count."""
 
 
 class QueuedMessage(NamedTuple):
@@ -36,44 +32,24 @@ class QueuedMessage(NamedTuple):
     num_extents: int
 
 
-class ConnectionRegistry(Protocol):
-    """What a connection needs of the process it belongs to."""
-
-    credentials: Credentials
-    handler: Handler
-    handshake_seconds: float
-    is_closed: bool
-    stranger_warnings: RateLimitedWarning
-
-    def on_established(self, connection: Connection, peer: str) -> None:
-        """Gives the connection the name that the peer has proved. Raises TransportError if nobody wants the connection
-        any more.
-        """
-
-    def on_ended(self, connection: Connection) -> None:
-        """Both threads have ended, but for a few instructions."""
-
-
 class Connection:
     """One connection, also before it is made. It ends once, for a reason, and never begins again.
 
     peer     its name; None at a listener until the peer has proved who it is
     threads  that it has started
-    traffic  counts by the names of TRAFFIC
     """
 
-    def __init__(self, registry: ConnectionRegistry, peer: str | None, open_stream: Callable[[], ByteStream]) -> None:
+    def __init__(self, owner: PeerConnections, peer: str | None, open_stream: Callable[[], SocketStream]) -> None:
         """peer: who is dialled, None at a listener. open_stream: dials, or gives what was accepted."""
         self.peer = peer
         self.threads: list[threading.Thread] = []
-        self.traffic = dict.fromkeys(TRAFFIC, 0)
         self.is_established = self.is_ended = False
-        self._registry = registry
+        self._owner = owner
         self._open = open_stream
         self._changed = threading.Condition()
         self._queue: deque[QueuedMessage] = deque()
         self._reason = ""
-        self._stream: ByteStream | None = None
+        self._stream: SocketStream | None = None
         self._channel: Channel | None = None
         self._extent_channel: ExtentChannel | None = None
         self._num_running = 0
@@ -152,7 +128,7 @@ class Connection:
         if isinstance(error, PeerClosedError):  # a peer that ends closes its connections
             log.debug("%s", text)
         elif self.peer is None:
-            self._registry.stranger_warnings.warn(text)
+            self._owner.stranger_warnings.warn(text)
         else:
             log.warning("%s", text)
 
@@ -167,9 +143,9 @@ class Connection:
 
     def _tell_lost(self) -> None:
         assert self.peer is not None, "a stranger is lost"
-        if not self._registry.is_closed:
+        if not self._owner.is_closed:
             try:
-                self._registry.handler.connection_lost(self.peer)
+                self._owner.handler.connection_lost(self.peer)
             except Exception:
                 log.exception("link to %s: the handler failed when it was lost", self.peer)
 
@@ -183,7 +159,7 @@ class Connection:
             if self._stream is not None:
                 self._stream.close()
         self._drop_waiting()  # some are left if there was no thread to send them
-        self._registry.on_ended(self)
+        self._owner.on_ended(self)
 
     def _establish(self) -> None:
         stream = self._open()
@@ -191,9 +167,9 @@ class Connection:
             self._stream = stream
             if self.is_ended:
                 raise TransportError(self._reason)
-        channel = authenticate(stream, self._registry.credentials, self._registry.handshake_seconds, expected=self.peer)
+        channel = authenticate(stream, self._owner.credentials, self._owner.handshake_seconds, expected=self.peer)
         self._channel, self._extent_channel = channel, stream.extent_channel(channel)
-        self._registry.on_established(self, channel.peer)
+        self._owner.on_established(self, channel.peer)
         with self._changed:
             self.is_established = True
             self._changed.notify_all()
@@ -219,8 +195,6 @@ class Connection:
     def _send(self, queued: QueuedMessage) -> None:
         assert self._channel is not None and self._extent_channel is not None, "a connection that is not established"
         self._channel.send(MESSAGE, queued.num_extents, queued.message)
-        self.traffic["messages_sent"] += 1
-        self.traffic["message_bytes_sent"] += len(queued.message)
         if queued.bulk is None:
             return
         extents, left = queued.bulk.pack(), queued.num_extents
@@ -230,8 +204,6 @@ class Connection:
                     raise TransportError(f"more extents were packed than the {queued.num_extents} announced")
                 left -= 1
                 self._extent_channel.send(extent.cast("B") if extent.ndim != 1 or extent.format != "B" else extent)
-                self.traffic["extents_sent"] += 1
-                self.traffic["extent_bytes_sent"] += extent.nbytes
             if left:
                 raise TransportError(f"{left} fewer extents were packed than the {queued.num_extents} announced")
         finally:
@@ -253,11 +225,9 @@ class Connection:
                 raise TransportError(
                     f"a message was due, and a frame of kind {frame.kind} and number {frame.number} came"
                 )
-            self.traffic["messages_received"] += 1
-            self.traffic["message_bytes_received"] += len(frame.meta)
-            extents = IncomingExtents(self._channel, self._extent_channel, frame.number, self.traffic)
+            extents = IncomingExtents(self._channel, self._extent_channel, frame.number)
             try:
-                self._registry.handler.receive(self.peer, decode(frame.meta), extents)
+                self._owner.handler.receive(self.peer, decode(frame.meta), extents)
             finally:
                 extents.free()
             extents.skip()
@@ -266,10 +236,8 @@ class Connection:
 class IncomingExtents(Iterator[memoryview]):
     """The extents that come with a message. They have an end even if somebody keeps this for longer."""
 
-    def __init__(
-        self, channel: Channel, extent_channel: ExtentChannel, num_extents: int, traffic: dict[str, int]
-    ) -> None:
-        self._channel, self._extent_channel, self._traffic = channel, extent_channel, traffic
+    def __init__(self, channel: Channel, extent_channel: ExtentChannel, num_extents: int) -> None:
+        self._channel, self._extent_channel = channel, extent_channel
         self._left = num_extents
         self._extent: memoryview | None = None
 
@@ -279,7 +247,6 @@ class IncomingExtents(Iterator[memoryview]):
         if not self._left:
             raise StopIteration
         self._extent = extent = self._extent_channel.receive(self._next())
-        self._count(len(extent))
         return extent
 
     def free(self) -> None:
@@ -295,15 +262,11 @@ class IncomingExtents(Iterator[memoryview]):
     def skip(self) -> None:
         """Passes over what nobody has taken."""
         while self._left:
-            self._count(self._extent_channel.skip(self._next()))
+            self._extent_channel.skip(self._next())
 
     def _next(self) -> Frame:
         self._left -= 1
         return self._channel.receive()
-
-    def _count(self, num_bytes: int) -> None:
-        self._traffic["extents_received"] += 1
-        self._traffic["extent_bytes_received"] += num_bytes
 
 
 def finish_bulk(bulk: Bulk) -> None:

@@ -26,7 +26,7 @@ import struct
 
 import numpy as np
 
-from quire.cluster.transport.channel import Channel, Frame, InlineExtentChannel
+from quire.cluster.transport.channel import Channel, ExtentChannel, Frame
 from quire.cluster.transport.sockets import SocketListener, SocketStream
 from quire.cluster.transport.stream import ForeignUserError, TransportError
 
@@ -51,7 +51,7 @@ class ShmStream(SocketStream):
     """A Unix socket that can pass descriptors."""
 
     def extent_channel(self, channel: Channel) -> RingExtentChannel:
-        """See ByteStream."""
+        """See SocketStream."""
         return RingExtentChannel(channel, self)
 
     def write_descriptors(self, *numbers: int) -> None:
@@ -165,11 +165,12 @@ class _Incoming:
         _unmap(self._map)
 
 
-class RingExtentChannel:
-    """Extents that travel through shared memory, or through the socket if they are too large. See ExtentChannel."""
+class RingExtentChannel(ExtentChannel):
+    """Extents that travel through shared memory, or through the socket if they are too large."""
 
     def __init__(self, channel: Channel, stream: ShmStream) -> None:
-        self._channel, self._stream, self._inline = channel, stream, InlineExtentChannel(channel)
+        super().__init__(channel)
+        self._stream = stream
         self._outgoing: _Outgoing | None = None
         self._incoming: _Incoming | None = None
 
@@ -181,7 +182,7 @@ class RingExtentChannel:
             except OSError as error:
                 raise TransportError(f"there is no shared memory for extents: {error}") from None
         if len(extent) > self._outgoing.num_bytes // 2:
-            self._inline.send(extent)
+            super().send(extent)
         else:
             self._outgoing.put(extent)
             self._channel.send(RING, len(extent))
@@ -190,19 +191,19 @@ class RingExtentChannel:
         """See ExtentChannel."""
         frame = self._after_segment(frame)
         if frame.kind != RING:
-            return self._inline.receive(frame)
+            return super().receive(frame)
         if self._incoming is None or frame.number > self._incoming.num_bytes // 2:
             raise TransportError(f"an extent of {frame.number} bytes cannot lie in the peer's segment")
         return self._incoming.receive(frame.number)
 
-    def skip(self, frame: Frame) -> int:
+    def skip(self, frame: Frame) -> None:
         """See ExtentChannel."""
         frame = self._after_segment(frame)
-        if frame.kind != RING:
-            return self._inline.skip(frame)
-        length = len(self.receive(frame))
-        self.free()
-        return length
+        if frame.kind == RING:
+            self.receive(frame)
+            self.free()
+        else:
+            super().skip(frame)
 
     def free(self) -> None:
         """See ExtentChannel."""
@@ -236,7 +237,7 @@ class RingExtentChannel:
 class ShmTransport:
     """See Transport."""
 
-    def listen(self, name: str, host: str, stall_seconds: float) -> SocketListener:
+    def listen(self, host: str, stall_seconds: float) -> SocketListener:
         """See Transport. Processes that are not in the same network namespace do not see the address; `host` does not
         matter. Only processes of this process' user may connect, and the secret decides which of them.
         """

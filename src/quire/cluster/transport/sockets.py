@@ -9,14 +9,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from quire.cluster.transport.channel import Channel, InlineExtentChannel
-from quire.cluster.transport.stream import (
-    ExtentChannel,
-    ForeignUserError,
-    PeerClosedError,
-    StreamTimeout,
-    TransportError,
-)
+from quire.cluster.transport.channel import Channel, ExtentChannel
+from quire.cluster.transport.stream import ForeignUserError, PeerClosedError, TransportError
 from quire.rate_limited_warning import RateLimitedWarning
 
 log = logging.getLogger("quire")
@@ -26,21 +20,36 @@ _PAUSE = 0.1
 """Seconds after which a listener tries again that could not accept."""
 
 
-class SocketStream(StreamTimeout):
-    """A connected socket. Its timeouts are those of single calls, so a peer that is slow has not stalled."""
+class SocketStream:
+    """Bytes in both directions, in order. One thread may read while another one writes.
+
+    Timeouts are those of single calls, so a peer that is slow has not stalled.
+    """
 
     def __init__(self, connected: socket.socket, stall_seconds: float) -> None:
-        super().__init__(stall_seconds)
+        """stall_seconds: how long it waits for the peer's next bytes, unless there is a deadline for everything."""
+        self._stall_seconds = stall_seconds
+        self._until: float | None = None
         self._socket = connected
         connected.settimeout(stall_seconds)
 
     def set_deadline(self, until: float | None) -> None:
-        """See ByteStream."""
-        super().set_deadline(until)
+        """Everything that follows must end by a time of `time.monotonic`. None: every wait may take as long as a peer
+        may stall.
+        """
+        self._until = until
         self._socket.settimeout(self.seconds())
 
+    def seconds(self) -> float:
+        """How long the next wait may take. Raises TransportError if the deadline is over."""
+        if self._until is None:
+            return self._stall_seconds
+        if (left := self._until - time.monotonic()) <= 0:
+            raise TransportError("the peer takes too long to say who it is")
+        return left
+
     def read(self, into: memoryview, *, is_idle: bool = False) -> None:
-        """See ByteStream."""
+        """Fills `into`. Raises TransportError if the stream ends or stalls before. is_idle: the first byte has time."""
         done = 0
         while done < len(into):
             if self._until is not None:
@@ -58,7 +67,9 @@ class SocketStream(StreamTimeout):
             done += count
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """See ByteStream. The parts are not copied."""
+        """Sends all the parts without a copy. The peer never sees memory of theirs. Raises TransportError if the peer
+        stops taking them.
+        """
         left = [memoryview(part) for part in parts if len(part)]
         while left:
             if self._until is not None:
@@ -75,17 +86,17 @@ class SocketStream(StreamTimeout):
                 left[0] = left[0][count:]
 
     def shut(self) -> None:
-        """See ByteStream."""
+        """Ends the stream: whoever reads or writes at either end gets TransportError. Never blocks."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See ByteStream."""
+        """Frees the socket. Nobody uses it any more."""
         self._socket.close()
 
     def extent_channel(self, channel: Channel) -> ExtentChannel:
-        """See ByteStream."""
-        return InlineExtentChannel(channel)
+        """How extents travel beside this stream."""
+        return ExtentChannel(channel)
 
 
 class SocketListener:
@@ -102,7 +113,7 @@ class SocketListener:
         bound.listen(_BACKLOG)
 
     def accept(self) -> SocketStream:
-        """See StreamListener."""
+        """Waits for the next stream. Raises TransportError when the listener is closed."""
         while True:
             try:
                 accepted, _ = self._socket.accept()
@@ -123,6 +134,6 @@ class SocketListener:
                 accepted.close()
 
     def close(self) -> None:
-        """See StreamListener. `accept` closes the socket, so that its number cannot belong to another one meanwhile."""
+        """Wakes `accept`, which closes the socket, so that its number cannot belong to another one meanwhile."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

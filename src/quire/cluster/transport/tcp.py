@@ -21,7 +21,7 @@ _ENDPOINT = re.compile(r"(\[(?P<inner>[^]]+)\]|(?P<host>[^]:[]+|[0-9a-f:]+?:[0-9
 class TcpTransport:
     """See Transport."""
 
-    def listen(self, name: str, host: str, stall_seconds: float) -> SocketListener:
+    def listen(self, host: str, stall_seconds: float) -> SocketListener:
         """See Transport. host: may have a port, as in 10.0.0.1:4711 or [::1]:4711; otherwise any free one is taken."""
         inner, port = _split(host)
         family = socket.AF_INET6 if ":" in inner else socket.AF_INET

@@ -1,30 +1,30 @@
-"""Faults that tests switch on: an instance that copies slowly, overwrites what it has let go, damages extents, or loses
-and repeats messages.
+"""Instances with faults: they copy slowly, overwrite what they have let go, damage extents, or lose and repeat
+messages.
 
-QUIRE_FAULTS says which, as in `delay=0.05,poison`, when an instance starts. Without it nothing here has an effect.
+    python -m tests.faults FAULTS NUMBER      an instance with faults such as delay=0.05,poison; see `cluster.start`
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from quire.cache.ledger import UNIT
 from quire.cache.table import ChunkTable
+from quire.cluster import instance, start
 from quire.cluster.bodies import InstanceLoad, InstanceReady
 from quire.cluster.connections import Bulk, PeerConnections
 from quire.cluster.engine_attempts import EngineAttempts
 from quire.cluster.messages import ROUTER, Attempt
+from quire.cluster.processes import Processes
 
-VARIABLE = "QUIRE_FAULTS"
+from .poison import poison_free
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,31 @@ class Faults:
     seed: int = 0
 
     @classmethod
-    def from_environment(cls) -> Faults:
-        """Those that the environment names. Raises ValueError for others."""
+    def read(cls, text: str) -> Faults:
+        """Those that a text names. Raises ValueError for others."""
         found: dict[str, Any] = {}
         none: dict[str, Any] = dataclasses.asdict(cls())
-        for word in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        for word in filter(None, text.split(",")):
             name, _, value = word.partition("=")
             if name not in none:
-                raise ValueError(f"{VARIABLE}: there is no fault {name!r}; there are {', '.join(none)}")
+                raise ValueError(f"there is no fault {name!r}; there are {', '.join(none)}")
             found[name] = type(none[name])(value or True)
         return cls(**found)
 
-    def engine_attempts(self) -> type[EngineAttempts]:
-        """The class of an instance's attempts."""
-        return PoisoningAttempts if self.poison else EngineAttempts
+    def install(self, set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
+        """Gives them to all instances of this process that are made from now on."""
+        if self.poison:
+            set_attribute(instance, "EngineAttempts", PoisoningAttempts)
+        if self not in (Faults(), Faults(poison=True)):
+            set_attribute(instance, "PeerConnections", partial(FaultyConnections, self))
 
-    def connections(self, name: str, *given: Any, **more: Any) -> PeerConnections:
-        """An instance's connections."""
-        if self in (Faults(), Faults(poison=True)):
-            return PeerConnections(name, *given, **more)
-        return FaultyConnections(self, name, *given, **more)
+
+class FaultyProcesses(Processes):
+    """Instances with faults, in processes of their own. Started in the folder of the repository."""
+
+    def __init__(self, faults: str) -> None:
+        super().__init__()
+        self.arguments = ("-m", "tests.faults", faults)
 
 
 class PoisoningAttempts(EngineAttempts):
@@ -130,16 +135,11 @@ class _FaultyBulk:
             yield extent
 
 
-def poison_free(table: ChunkTable) -> int:
-    """Fills what no page of the table holds with 0xFF, also where pages lay before: NaN in every format. Returns the
-    bytes.
-    """
-    ledger = table.ledger
-    is_free = np.ones(ledger.num_bytes // UNIT, bool)
-    ids = ledger.allocated_ids()
-    if len(ids):
-        sizes = ledger.page_bytes(ids)
-        for size in np.unique(sizes).tolist():
-            is_free[ids[sizes == size][:, None] + np.arange(size // UNIT)] = False
-    table.arena.data.numpy()[: ledger.num_bytes].reshape(-1, UNIT)[is_free] = 0xFF
-    return int(is_free.sum()) * UNIT
+def main() -> int:
+    """Runs an instance."""
+    Faults.read(sys.argv[1]).install()
+    return start.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
