@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from quire import options as _options
 from quire.arguments import Arguments
@@ -355,8 +355,22 @@ class RuntimeConfig(SettingsGroup):
             raise ConfigError(f"runtime.threads is {self.threads}; it must be at most {MAX_THREADS}")
 
 
+class ServerGroup(SettingsGroup):
+    """A group of settings beside those of the engine."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> Self:
+        """The group's settings; see EngineConfig.from_options."""
+        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> Self:
+        """The group's settings from a command line and its --config."""
+        return cls.from_options(options_from(args, (cls.key,)), args.config)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(SettingsGroup):
+class ServeConfig(ServerGroup):
     """The HTTP server. These flags also work without their group: `--port 8000`."""
 
     key: ClassVar[str] = "serve"
@@ -416,14 +430,9 @@ class ServeConfig(SettingsGroup):
         if self.max_request_bytes < 1000:
             raise ConfigError(f"serve.max_request_bytes is {self.max_request_bytes}; it must be at least 1KB")
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
-        """The server's settings; see EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
-
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig(SettingsGroup):
+class ClusterConfig(ServerGroup):
     """Several instances behind one server (docs/guide/machines.md). Every instance has the settings of the engine; a
     placement may change some of them for a role.
     """
@@ -525,14 +534,9 @@ class ClusterConfig(SettingsGroup):
             found[key] = value
         return found
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ClusterConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
-
 
 @dataclass(frozen=True, kw_only=True)
-class SloConfig(SettingsGroup):
+class SloConfig(ServerGroup):
     """Latency targets of the server. Its metrics count the requests that meet both."""
 
     key: ClassVar[str] = "slo"
@@ -549,14 +553,9 @@ class SloConfig(SettingsGroup):
         if self.attainment > 1:
             raise ConfigError(f"slo.attainment is {self.attainment:g}; it is a share, at most 1")
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> SloConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
-
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(SettingsGroup):
+class CalibrateConfig(ServerGroup):
     """When `quire serve` calibrates a codec that has no calibration of the model yet."""
 
     key: ClassVar[str] = "calibrate"
@@ -565,11 +564,6 @@ class CalibrateConfig(SettingsGroup):
     """beside: serve at once with dense pages, calibrate meanwhile at low priority, and take the codec when it is there.
     start: calibrate before serving. Instances of a cluster, a GPU, tiers, offloading, cache.pin and runtime.step_log
     calibrate at start in any case."""
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> CalibrateConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,13 +591,18 @@ class EngineConfig:
         groups: dict[str, Any] = {group.key: _options.make(group, values) for group in ENGINE_GROUPS}
         return cls(**groups)
 
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> EngineConfig:
+        """The configuration from a command line and its --config."""
+        return cls.from_options(options_from(args), args.config)
+
     def to_options(self) -> dict[str, Any]:
         """Every setting by its key. from_options of these returns an equal configuration."""
         return {key: value for group in _groups(self) for key, value in group.to_options().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(SettingsGroup):
+class PlanConfig(ServerGroup):
     """What `quire plan` plans for: memory of the machine, and for `quire plan auto` the quality that may be lost."""
 
     key: ClassVar[str] = "plan"
@@ -619,11 +618,6 @@ class PlanConfig(SettingsGroup):
     """
     quality: Annotated[float, AtLeast(0)] = 0.01
     """Quality that may be lost: perplexity over that of the same model with a dense cache of all tokens, less 1."""
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> PlanConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
 
 
 ENGINE_GROUPS: tuple[type[SettingsGroup], ...] = (
@@ -644,18 +638,22 @@ _ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
     SloConfig,
     PlanConfig,
 )
+ENGINE_SECTIONS = tuple(group.key for group in ENGINE_GROUPS)
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 
 
-def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS, common: Sequence[str] = ()) -> None:
-    """Adds a flag such as `--cache.memory` for every setting of the sections. Those in `common` come first in help.
+def add_flags(
+    parser: Arguments, sections: Iterable[str] = SECTIONS, common: Sequence[str] = (), left_out: Collection[str] = ()
+) -> None:
+    """Adds a flag such as `--cache.memory` for every setting of the sections but those in `left_out`. Those in `common`
+    come first in help.
 
     Flags that are not given are absent from the namespace.
     """
-    _options.add_flags(parser, _groups_of(sections), common)
+    _options.add_flags(parser, _groups_of(sections), common, left_out)
 
 
-def options_from(namespace: argparse.Namespace, sections: Iterable[str] = SECTIONS) -> dict[str, Any]:
+def options_from(namespace: argparse.Namespace, sections: Iterable[str] = ENGINE_SECTIONS) -> dict[str, Any]:
     """The settings of the sections that were given as flags, by key, as text."""
     return _options.options_from(namespace, _groups_of(sections))
 
@@ -666,7 +664,9 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     return [word for key, value in options.items() for word in (f"--{key}", known[key].show(value))]
 
 
-def sources(options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = SECTIONS) -> dict[str, str]:
+def sources(
+    options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = ENGINE_SECTIONS
+) -> dict[str, str]:
     """The origin of every setting of the sections: `flag`, `file NAME` or `default`."""
     return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]
 

@@ -318,12 +318,19 @@ LEAST_BEGINNING = 3
 """Characters from which the beginning of a name counts as the name."""
 
 
-def add_flags(parser: Arguments, groups: Sequence[type[SettingsGroup]], common: Sequence[str] = ()) -> None:
+def add_flags(
+    parser: Arguments,
+    groups: Sequence[type[SettingsGroup]],
+    common: Sequence[str] = (),
+    left_out: Collection[str] = (),
+) -> None:
     """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace.
 
-    common  keys of settings that come first in help, if they are in the groups
+    common    keys of settings that come first in help, if they are in the groups
+    left_out  keys of settings that get no flag
     """
-    by_key = {setting.key: (group, setting) for group in groups for setting in settings_of(group)}
+    pairs = [(group, setting) for group in groups for setting in settings_of(group)]
+    by_key = {setting.key: (group, setting) for group, setting in pairs if setting.key not in left_out}
     first = [key for key in common if key in by_key]
     titles = dict.fromkeys(first, "common settings") | {
         key: f"{group.key} settings" for key, (group, _) in by_key.items() if key not in first

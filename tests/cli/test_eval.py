@@ -222,7 +222,7 @@ def test_retrieval_names_the_retention(folder: str, text: str, capsys: pytest.Ca
         (["ppl", "--text", "/nowhere"], "cannot read the text /nowhere"),
         (["ppl", "--text", "TEXT", "--depths", "0"], "--depths is for quire eval retrieval, not for ppl"),
         (["retrieval", "--context", "64"], "--context is for quire eval ppl, not for retrieval"),
-        (["retrieval", "--no-kl"], "--kl is for quire eval ppl, not for retrieval"),
+        (["retrieval", "--no-kl"], "--no-kl is for quire eval ppl, not for retrieval"),
         (["ppl", "--codecs", "dense", "--cache.codec", "dense"], "give --codecs or --cache.codec, not both"),
         (["ppl", "--text", "TEXT", "--codecs", "dense,zip9"], "cache.codec is 'zip9'"),
         (["ppl", "--text", "TEXT", "--context", "1"], "a window of 1 tokens has no token to score"),

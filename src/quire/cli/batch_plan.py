@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import shared
-from quire.config import EngineConfig, format_bytes, options_from
+from quire.config import EngineConfig, format_bytes
 from quire.errors import ConfigError
 from quire.options import format_number
 
@@ -61,7 +60,7 @@ def planned(args: argparse.Namespace, batch: BatchJob) -> Iterator[PlannedBatch]
     """Plans the lines that are left, if the configuration has a profile, and prints the placement. The policy's file is
     removed at the end. Raises ConfigError.
     """
-    config = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
+    config = EngineConfig.from_flags(args)
     if config.offload.profile is None:
         yield PlannedBatch()
         return

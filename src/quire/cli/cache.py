@@ -28,14 +28,14 @@ from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
 from quire.models.image_folder import Image, ImageDraft, ImageError
 
-ACTIONS = ("ls", "clear", "export", "import")
+CHOICES = ("ls", "clear", "export", "import")
 SECTIONS = ("model", "cache", "attention", "runtime")
 """Settings that decide what an imported page is, or how it is computed again."""
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    parser.add_argument("action", choices=ACTIONS, metavar="|".join(ACTIONS), help="what to do")
+    parser.add_argument("action", choices=CHOICES, metavar="|".join(CHOICES), help="what to do")
     parser.add_argument(
         "names",
         nargs="*",

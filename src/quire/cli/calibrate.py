@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cache.codecs import CODECS
 from quire.cli import shared
-from quire.config import CacheConfig, EngineConfig, options_from
+from quire.config import CacheConfig, EngineConfig
 from quire.errors import ConfigError
 from quire.safe_io import read_text
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Calibrates and prints the chosen widths and books."""
     if shared.printed_config(args):
         return 0
-    config = EngineConfig.from_options(options_from(args, SECTIONS), args.config)
+    config = EngineConfig.from_flags(args)
     text = None if args.text is None else _read(args.text)
     for file in (args.output, args.export):
         if file is not None:

@@ -26,7 +26,7 @@ from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
 from quire.options import format_number
 
-ACTIONS = ("status", "drain", "restart", "role", "place")
+CHOICES = ("status", "drain", "restart", "role", "place")
 PATHS = {"place": "placement"}
 """Ends of paths that are not the action's name."""
 COLUMNS = (
@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 4 * 3600.0
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    parser.add_argument("action", choices=ACTIONS, metavar="|".join(ACTIONS), help="what to do")
+    parser.add_argument("action", choices=CHOICES, metavar="|".join(CHOICES), help="what to do")
     parser.add_argument(
         "instance",
         nargs="?",

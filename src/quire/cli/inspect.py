@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.resolve import resolve_model
     from quire.models.weights import open_model
 
-    given = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
+    given = EngineConfig.from_flags(args)
     path = resolve_model(args.model)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
@@ -130,7 +130,7 @@ def _show_server(args: argparse.Namespace) -> int:
     if args.tree is not None and args.tiers is not None:
         raise ConfigError("give --tree or --tiers, not both")
     of_model = args.model is not None or args.config is not None or args.length or args.digest
-    if of_model or options_from(args, shared.ENGINE_SECTIONS):
+    if of_model or options_from(args):
         raise ConfigError(
             f"{flag} asks a running server: it takes no MODEL, no engine settings, no lengths and no --digest"
         )

@@ -101,7 +101,7 @@ def configuration(planner: Planner, found: Found, model: str, file: Path) -> str
     chosen, goal = found.chosen, planner.goal
     point = chosen.point
     options = {**planner.engine_options(point.settings), "cache.memory": point.room.cache}
-    origins = sources(options, planner.file, shared.ENGINE_SECTIONS) | sources({}, planner.file, ("serve", "cluster"))
+    origins = sources(options, planner.file) | sources({}, planner.file, ("serve", "cluster"))
     planned = {**point.settings.options, "cache.memory": None}
     given = {*planner.options, *(key for key, origin in origins.items() if origin.startswith("file"))}
     origins |= {key: "planned" for key in planned if key not in given}

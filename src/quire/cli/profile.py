@@ -51,7 +51,7 @@ def add_arguments(parser: Arguments) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profiles the prompts; prints, draws and writes the result."""
-    given = {**(read_toml(args.config) if args.config else {}), **options_from(args, shared.ENGINE_SECTIONS)}
+    given = {**(read_toml(args.config) if args.config else {}), **options_from(args)}
     origins: dict[str, str] = {}
     if all(given.get(key, "off") == "off" for key in ("retain.threshold", "retain.budget")):
         vars(args)["retain.threshold"] = DEFAULT_THRESHOLD
@@ -64,10 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json not in (None, "-"):
         shared.check_writable(Path(args.json))
     if args.plot is not None:
-        from quire.evaluation.plot import check_figure
-
-        check_figure(args.plot)
-        shared.check_writable(args.plot)
+        shared.check_plot(args.plot)
     from quire.engine.retention_report import as_json
 
     reports = _profile(args, prompts)
@@ -114,7 +111,7 @@ def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, Ret
     from quire.llm import LLM
 
     found: dict[str | int, RetentionReport] = {}
-    options = options_from(args, shared.ENGINE_SECTIONS)
+    options = options_from(args)
     llm: Any = LLM(args.model, options, args.config)
     with llm:
         ids = {}

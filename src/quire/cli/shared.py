@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.config import (
+    ENGINE_SECTIONS,
     CalibrateConfig,
     ClusterConfig,
     EngineConfig,
@@ -26,13 +27,16 @@ from quire.config import (
 )
 from quire.errors import ConfigError, RequestError
 from quire.gc_pause import gc_paused
+from quire.options import format_count
 
 if TYPE_CHECKING:
     import asyncio
 
+    from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
     from quire.async_llm import AsyncLLM
+    from quire.llm import LLM
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Default address of `quire serve`."""
@@ -45,9 +49,6 @@ PLAIN_SECONDS = 10.0
 
 WIDEST = 500
 """Maximum width of a table, in columns of the terminal."""
-
-ENGINE_SECTIONS = ("model", "cache", "tiers", "offload", "retain", "attention", "scheduler", "runtime")
-
 
 COMMON = (
     "serve.host", "serve.port", "serve.api_key_file", "model.name", "model.max_context", "model.weights",
@@ -74,15 +75,10 @@ def printed_config(args: argparse.Namespace, *, server: bool = False, origins: d
 
     origins  of settings that a command sets itself, by key
     """
-    options = options_from(args, ENGINE_SECTIONS)
-    config = EngineConfig.from_options(options, args.config)
-    text = describe(config, sources(options, args.config, ENGINE_SECTIONS) | (origins or {}))
-    if server:
-        for group in (CalibrateConfig, ServeConfig, ClusterConfig, SloConfig):
-            section = group.key
-            options = options_from(args, (section,))
-            settings = group.from_options(options, args.config)
-            text += "\n" + describe(settings, sources(options, args.config, (section,)))
+    text = describe(EngineConfig.from_flags(args), sources(options_from(args), args.config) | (origins or {}))
+    for group in (CalibrateConfig, ServeConfig, ClusterConfig, SloConfig) if server else ():
+        found = sources(options_from(args, (group.key,)), args.config, (group.key,))
+        text += "\n" + describe(group.from_flags(args), found)
     if args.print_config:
         print(text, end="")
     return bool(args.print_config)
@@ -102,8 +98,27 @@ def engine(
     """
     from quire.async_llm import AsyncLLM
 
-    given = (options, None) if options is not None else (options_from(args, ENGINE_SECTIONS), args.config)
+    given = (options, None) if options is not None else (options_from(args), args.config)
     return AsyncLLM(args.model, *given, pins_at_start=pins_at_start, calibrates_beside=calibrates_beside)
+
+
+@contextlib.contextmanager
+def measured_model(args: argparse.Namespace, console: Console, options: dict[str, Any] | None = None) -> Iterator[LLM]:
+    """The engine that a benchmark measures. Prints what it runs on. options: in place of flags."""
+    from quire.llm import LLM
+
+    with LLM(args.model, options_from(args) if options is None else options, args.config) as llm:
+        config = llm.config
+        on_cpu = config.runtime.device == "cpu"
+        threads = f", {format_count(config.runtime.threads or 0, 'thread')}" if on_cpu else ""
+        where = f"{config.runtime.device}, {config.attention.backend} attention{threads}"
+        console.print(f"{llm.model_name}: {config.model.dtype} on {where}")
+        yield llm
+
+
+def model_facts(llm: LLM) -> dict[str, Any]:
+    """What every row of a benchmark says about its model."""
+    return {"model": llm.model_name, "dtype": llm.config.model.dtype}
 
 
 def read_stdin() -> bytes:
@@ -127,6 +142,14 @@ def check_writable(path: Path) -> None:
     raise ConfigError(f"cannot write {path}: {reason}")
 
 
+def check_plot(path: Path) -> None:
+    """Raises ConfigError if no figure can be drawn into a file."""
+    from quire.evaluation.plot import check_figure
+
+    check_figure(path)
+    check_writable(path)
+
+
 def count(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     try:
@@ -136,6 +159,18 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return number
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A parser of comma-separated values, for argparse."""
+
+    def convert(text: str) -> list[Any]:
+        words = [word.strip() for word in text.split(",")]
+        if not all(words):
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty value beside a comma")
+        return [kind(word) for word in words]
+
+    return convert
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> None:

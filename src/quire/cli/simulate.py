@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
 from quire.cli.latencies import LatencyFiles
-from quire.config import ClusterConfig, add_flags, options_from
+from quire.config import ENGINE_SECTIONS, ClusterConfig, add_flags, options_from
 from quire.errors import ConfigError
 from quire.options import parse_bytes
 
@@ -50,7 +50,7 @@ REQUESTS = 500
 USUAL_RUNS = 20
 """Simulations of a search for the goodput, about."""
 
-SECTIONS = (*shared.ENGINE_SECTIONS, "cluster", "slo")
+SECTIONS = (*ENGINE_SECTIONS, "cluster", "slo")
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -85,9 +85,7 @@ def add_arguments(parser: Arguments) -> None:
     results = parser.add_argument_group("results")
     text = "search the highest rate at which enough requests meet both targets"
     results.add_argument("--goodput", action="store_true", help=text)
-    results.add_argument(
-        "--processes", type=shared.count, default=1, metavar="N", help="simulations at once (default: 1)"
-    )
+    simulation_common.add_processes(results)
     text = "draw times and attainment; the ending selects PNG, SVG or PDF"
     results.add_argument("--plot", type=Path, metavar="FILE", help=text)
     results.add_argument("--json", action="store_true", help="print JSON")
@@ -157,10 +155,7 @@ class SimulationScenario:
 def run(args: argparse.Namespace) -> int:
     """Simulates, and prints what came of it."""
     if args.plot is not None:
-        from quire.evaluation.plot import check_figure
-
-        check_figure(args.plot)
-        shared.check_writable(args.plot)
+        shared.check_plot(args.plot)
     scenario = _scenario(args)
     warnings = list(_warnings(scenario))
     if not args.json:
@@ -200,7 +195,7 @@ def _scenario(args: argparse.Namespace) -> SimulationScenario:
     if args.goodput:
         simulation_common.check_targets(slo, "--goodput")
     simulation_common.check_seed(args.seed)
-    settings = ClusterConfig.from_options(options_from(args, ("cluster",)), args.config)
+    settings = ClusterConfig.from_flags(args)
     placement = None
     if settings.placement_file is not None:
         from quire.planning.placement_file import read_placement
@@ -225,7 +220,7 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
 
     if args.model.lower() in MODELS and not Path(args.model).exists():
         raise ConfigError(f"{args.model} is a model in numbers, without weights; name GPUs for it with --hardware")
-    options, files = options_from(args, shared.ENGINE_SECTIONS), LatencyFiles(args.latency, args.model)
+    options, files = options_from(args), LatencyFiles(args.latency, args.model)
     return LocalModel(args.model, options, args.config, files.of).setup(settings, placement)
 
 
@@ -238,7 +233,7 @@ def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: P
 
     if args.latency:
         raise ConfigError("--latency is measured and --hardware is modelled; give one of them")
-    options, tp, pp = options_from(args, shared.ENGINE_SECTIONS), args.tp or 1, args.pp or 1
+    options, tp, pp = options_from(args), args.tp or 1, args.pp or 1
     device = device_named(args.hardware)
     target = Target(args.model, device, options, args.config)
     if placement is not None and placement.gpus is not None and placement.gpus.device.lower() == device.name:

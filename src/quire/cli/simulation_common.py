@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import SloConfig, options_from
+from quire.config import SloConfig
 from quire.errors import ConfigError
 from quire.options import format_number
 
@@ -52,11 +53,30 @@ def positives(text: str) -> list[float]:
     return [positive(word) for word in text.split(",")]
 
 
+def add_search_arguments(group: Arguments, seconds: float) -> None:
+    """The arguments of plans for the requests of a trace. seconds: default of --plan.seconds."""
+    text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
+    group.add_argument("--trace", type=Path, metavar="FILE", help=text)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="first seed of the requests (default: 0)")
+    text = (
+        "time for the search; one option of each role is tried in any case, and what is found is simulated as a whole"
+        f" afterwards (default: {seconds:g})"
+    )
+    group.add_argument("--plan.seconds", type=positive, default=seconds, dest="plan_seconds", metavar="X", help=text)
+    add_processes(group)
+
+
+def add_processes(group: Arguments) -> None:
+    """Adds --processes."""
+    text = "simulations at once (default: 1)"
+    group.add_argument("--processes", type=shared.count, default=1, metavar="N", help=text)
+
+
 def slo_of(args: argparse.Namespace) -> Slo:
     """The latency targets of the command line and its file; infinite where there is none."""
     from quire.planning.slo import Slo
 
-    given = SloConfig.from_options(options_from(args, ("slo",)), args.config)
+    given = SloConfig.from_flags(args)
     ttft, tpot = (math.inf if each is None else each for each in (given.ttft, given.tpot))
     return Slo(ttft, tpot, given.attainment)
 
