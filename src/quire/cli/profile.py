@@ -28,7 +28,7 @@ from quire.cli import shared
 from quire.config import format_bytes, options_from
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.options import read_toml
-from quire.safe_io import read_bytes
+from quire.safe_io import read_source
 
 if TYPE_CHECKING:
     from quire.engine.retention_report import RetentionReport
@@ -90,7 +90,7 @@ _Prompts = dict[str | int, dict[str, Any]]
 
 def _read(name: str, is_chat: bool) -> _Prompts:
     if name.endswith(".jsonl"):
-        from quire.cli.batch_lines import read_input
+        from quire.batch_files.lines import read_input
 
         if is_chat:
             raise ConfigError("--chat is for a text; lines of a .jsonl file have the key prompt or messages")
@@ -100,13 +100,14 @@ def _read(name: str, is_chat: bool) -> _Prompts:
         return {line.line_id: line.prompt for line in lines}
     label = "stdin" if name == "-" else name
     try:
-        text = (shared.read_stdin() if name == "-" else read_bytes(name)).decode("utf-8")
+        text = read_source(name).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the text {label}: {error}") from error
     return {label: {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}}
 
 
 def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, RetentionReport]:
+    from quire.batch_files.lines import in_tokens
     from quire.engine.params import SamplingParams
     from quire.llm import LLM
 
@@ -117,7 +118,7 @@ def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, Ret
         ids = {}
         for name, prompt in prompts.items():
             with _named(name, prompts):
-                ids[name] = _token_ids(llm.tokenizer, prompt)
+                ids[name] = in_tokens(llm.tokenizer, prompt)["prompt_token_ids"]
                 llm.engine.limits.check(ids[name], SamplingParams(max_tokens=1))
         with shared.progress("prompts") as progress:
             for name, token_ids in ids.items():
@@ -137,17 +138,6 @@ def _named(name: str | int, prompts: _Prompts) -> Iterator[None]:
         if len(prompts) == 1:
             raise
         raise RequestError(f"prompt {name!r}: {error}", error.param) from error
-
-
-def _token_ids(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
-    ids: list[int]
-    if "messages" in prompt:
-        ids = tokenizer.chat_ids(prompt["messages"])
-    elif "prompt" in prompt:
-        ids = tokenizer.encode(prompt["prompt"])
-    else:
-        ids = prompt["prompt_token_ids"]
-    return ids
 
 
 def _print_one(model: str, report: RetentionReport) -> None:

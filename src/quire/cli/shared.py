@@ -121,13 +121,6 @@ def model_facts(llm: LLM) -> dict[str, Any]:
     return {"model": llm.model_name, "dtype": llm.config.model.dtype}
 
 
-def read_stdin() -> bytes:
-    """Reads all of stdin. Raises ConfigError if it is closed."""
-    if sys.stdin is None:
-        raise ConfigError("- reads the standard input, but stdin is closed")
-    return sys.stdin.buffer.read()
-
-
 def check_writable(path: Path) -> None:
     """Raises ConfigError if a file cannot be appended to: before an hour of work, not after. Creates no file."""
     target = path if os.path.exists(path) else path.parent
