@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from quire.arguments import Arguments
 from quire.cli import bench_compose, bench_latency, bench_throughput, bench_trace, shared
@@ -40,7 +39,7 @@ ACTIONS = {
 def add_arguments(parser: Arguments) -> None:
     """The arguments of every benchmark."""
     shared.add_engine_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as JSON lines")
+    parser.add_file("--json", text="append the results as JSON lines")
 
 
 def run(args: argparse.Namespace) -> int:

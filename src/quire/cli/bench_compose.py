@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
@@ -36,28 +35,26 @@ def add_arguments(parser: Arguments) -> None:
     """The flags that only this benchmark has."""
     group = parser.add_argument_group("benchmark")
 
-    def add(flag: str, metavar: str, text: str, **more: Any) -> None:
-        group.add_argument(flag, metavar=metavar, help=text, **more)
-
     text = "memory of all processes together (default: 2GiB)"
-    add(f"--{MEMORY}", "SIZE", text, dest=MEMORY, type=_bytes, default=2 << 30)
-    add("--text", "FILE", "text on which the quality is measured; without it, it is not", type=Path)
-    add("--trace", "FILE", "a trace whose requests are sent, in place of prompts of equal length", type=Path)
-    add("--input-tokens", "N", "tokens of a prompt (default: 4096)", type=int)
+    group.add_argument(f"--{MEMORY}", dest=MEMORY, type=_bytes, default=2 << 30, metavar="SIZE", help=text)
+    group.add_file("--text", text="text on which the quality is measured; without it, it is not")
+    group.add_file("--trace", text="a trace whose requests are sent, in place of prompts of equal length")
+    group.add_argument("--input-tokens", type=int, metavar="N", help="tokens of a prompt (default: 4096)")
     text = "first tokens that prompts have in common (default: 7/8 of --input-tokens)"
-    add("--shared-tokens", "N", text, type=int)
-    add("--prefixes", "N", "different beginnings of prompts (default: 2)", type=shared.count, default=2)
-    add("--output-tokens", "N", "tokens per answer (default: 64)", type=int)
+    group.add_argument("--shared-tokens", type=int, metavar="N", help=text)
+    group.add_count("--prefixes", text="different beginnings of prompts", default=2)
+    group.add_argument("--output-tokens", type=int, metavar="N", help="tokens per answer (default: 64)")
     text = "clients at once, one number after the other, each for --seconds (default: 1 4)"
-    add("--clients", "N", text, nargs="+", type=shared.count)
-    add("--seconds", "X", "time for each number of clients (default: 50)", type=float)
-    add("--ttft", "X", "most seconds to the first token (default: 10 times those of a request alone)", type=float)
-    add("--tpot", "X", "most seconds per token after it (default: likewise)", type=float)
-    add("--windows", "N", "windows of the text (default: 4)", type=shared.count)
-    add("--only", "NAME", "configurations to run beside none, such as sharing, or all five", nargs="+")
-    text = "a load that is too small to compare, to see that all of it works"
-    group.add_argument("--quick", action="store_true", help=text)
-    add("--output", "FILE", "write the report as JSON", type=Path)
+    group.add_count("--clients", text=text, nargs="+")
+    group.add_argument("--seconds", type=float, metavar="X", help="time for each number of clients (default: 50)")
+    text = "most seconds to the first token (default: 10 times those of a request alone)"
+    group.add_argument("--ttft", type=float, metavar="X", help=text)
+    group.add_argument("--tpot", type=float, metavar="X", help="most seconds per token after it (default: likewise)")
+    group.add_count("--windows", text="windows of the text (default: 4)")
+    text = "configurations to run beside none, such as sharing, or all five"
+    group.add_argument("--only", nargs="+", metavar="NAME", help=text)
+    group.add_switch("--quick", text="a load that is too small to compare, to see that all of it works")
+    group.add_file("--output", text="write the report as JSON")
 
 
 def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:

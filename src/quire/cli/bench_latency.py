@@ -29,14 +29,13 @@ LARGE = 0.15
 def add_arguments(parser: Arguments) -> None:
     """The flags that only this benchmark has."""
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--output", type=Path, metavar="FILE", help="write the latency model as JSON")
-    text = "draw measured over predicted seconds; the ending selects PNG, SVG or PDF"
-    group.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    group.add_file("--output", text="write the latency model as JSON")
+    shared.add_plot(group, "measured over predicted seconds")
     group.add_argument("--seconds", type=float, default=120.0, metavar="X", help="time to measure for (default: 120)")
     text = "steps to measure: prompts, prompts behind cached tokens, decoding batches that prompts join (default: all)"
     group.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS), help=text)
     text = "logs of a server's steps (runtime.step_log), to be fitted in place of measuring"
-    group.add_argument("--steps", nargs="+", type=Path, metavar="FILE", help=text)
+    group.add_file("--steps", text=text, nargs="+")
 
 
 def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
@@ -22,16 +21,13 @@ SHOWN_DIFFERENCES = 5
 def add_arguments(parser: Arguments) -> None:
     """The flags that only this benchmark has."""
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="the trace; required")
-    text = "requests replayed, from the first (default: 500)"
-    group.add_argument("--requests", type=shared.count, default=500, metavar="N", help=text)
-    text = "tokens per 512 of the trace, a multiple of 4 (default: 32)"
-    group.add_argument("--block-tokens", type=shared.count, default=32, metavar="N", help=text)
+    group.add_file("--trace", text="the trace; required")
+    group.add_count("--requests", text="requests replayed, from the first", default=500)
+    group.add_count("--block-tokens", text="tokens per 512 of the trace, a multiple of 4", default=32)
     text = "tokens per answer (default: the trace's, scaled)"
     group.add_argument("--output-tokens", type=int, metavar="N", help=text)
     pace = group.add_mutually_exclusive_group()
-    text = "number of requests in flight (default: 1)"
-    pace.add_argument("--concurrency", type=shared.count, default=1, metavar="N", help=text)
+    pace.add_count("--concurrency", text="number of requests in flight", default=1)
     text = "follow the trace's timestamps, X times as fast"
     pace.add_argument("--speed", type=float, metavar="X", help=text)
 

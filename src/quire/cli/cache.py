@@ -36,27 +36,17 @@ SECTIONS = ("model", "cache", "attention", "runtime")
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     parser.add_argument("action", choices=CHOICES, metavar="|".join(CHOICES), help="what to do")
-    parser.add_argument(
-        "names",
-        nargs="*",
-        default=[],
-        metavar="NAME",
-        help="with clear: a model's name or path, or a file's name; with export and import: the FILE",
-    )
-    parser.add_argument("--json", action="store_true", help="with ls: print JSON instead of a table")
+    text = "with clear: a model's name or path, or a file's name; with export and import: the FILE"
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=text)
+    parser.add_switch("--json", text="with ls: print JSON instead of a table")
     parser.add_argument("--disk", metavar="DIR", help="the folder of --tiers.disk, with or without its size")
-    parser.add_argument(
-        "--model", metavar="MODEL", help="of clear and export: only what is of this model; of import: the model"
-    )
+    text = "of clear and export: only what is of this model; of import: the model"
+    parser.add_argument("--model", metavar="MODEL", help=text)
     parser.add_argument("--key", metavar="HEX", help="with export: only the prefix with this key")
-    parser.add_argument(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help='with export and --model: only prefixes of these prompts, lines as of cache.pin: {"prompt": "..."}',
-    )
-    parser.add_argument("--trust", action="store_true", help="with import: compute nothing again")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="with import: TOML file with settings of the model")
+    text = 'with export and --model: only prefixes of these prompts, lines as of cache.pin: {"prompt": "..."}'
+    parser.add_file("--prompt-file", text=text)
+    parser.add_switch("--trust", text="with import: compute nothing again")
+    parser.add_file("--config", text="with import: TOML file with settings of the model")
     add_flags(parser, SECTIONS)
 
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quire.arguments import Arguments
+from quire.arguments import Arguments, count
 from quire.cache.codecs import CODECS
 from quire.cli import shared
 from quire.config import CacheConfig, EngineConfig
 from quire.errors import ConfigError
-from quire.safe_io import read_text
 
 if TYPE_CHECKING:
     from quire.calibrate import CalibrationSettings
@@ -35,56 +35,40 @@ def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser, SECTIONS)
     group = parser.add_argument_group("calibration")
-
-    def add(flag: str, text: str, **options: Any) -> None:
-        group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
-
-    group.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write")
+    group.add_file("-o", "--output", text="file to write")
     travels = group.add_mutually_exclusive_group()
-    travels.add_argument(
-        "--export",
-        type=Path,
-        metavar="FILE",
-        help="write the kept calibration to a file; make it first if there is none",
-    )
-    travels.add_argument(
-        "--import", type=Path, metavar="FILE", dest="import_file", help="keep a calibration that was exported elsewhere"
-    )
-    group.add_argument(
-        "--text", type=Path, metavar="FILE", help="text to read (default: the model writes a text itself)"
-    )
+    travels.add_file("--export", text="write the kept calibration to a file; make it first if there is none")
+    travels.add_file("--import", text="keep a calibration that was exported elsewhere", dest="import_file")
+    group.add_file("--text", text="text to read (default: the model writes a text itself)")
     widths = ",".join(str(row.bits) for row in reversed(CODECS.values()) if row.is_calibrated)
-    add("--bits", f"bit widths to make tables for (default: {widths})", type=_numbers, metavar="N,...")
-    add(
-        "--outlier-slots",
-        "number of elements per vector stored exactly (default: cache.outlier_slots)",
-        type=int,
-        metavar="N",
-    )
-    add("--sink-tokens", "number of first tokens kept exact (default: cache.sink_tokens)", type=int, metavar="N")
-    add("--windows", "number of windows of text to read (default: 8)", type=shared.count, metavar="N")
-    add(
-        "--window",
-        "tokens per window (default: 1,024, for large models down to 256)",
-        type=shared.count,
-        metavar="TOKENS",
-    )
-    add("--seed", "seed of the text that the model writes (default: 0)", type=int, metavar="N")
-    add("--q-norm", "preserve the mean and deviation of keys and values", action="store_true")
-    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    text = f"bit widths to make tables for (default: {widths})"
+    group.add_argument("--bits", type=shared.list_of(count), metavar="N,...", help=text)
+    for flag, text in (
+        ("--outlier-slots", "number of elements per vector stored exactly (default: cache.outlier_slots)"),
+        ("--sink-tokens", "number of first tokens kept exact (default: cache.sink_tokens)"),
+        ("--seed", "seed of the text that the model writes (default: 0)"),
+    ):
+        group.add_argument(flag, type=int, metavar="N", help=text)
+    group.add_count("--windows", text="number of windows of text to read (default: 8)", dest="num_windows")
+    text = "tokens per window (default: 1,024, for large models down to 256)"
+    group.add_count("--window", text=text, dest="window_tokens", metavar="TOKENS")
+    group.add_switch("--q-norm", text="preserve the mean and deviation of keys and values")
+    group.add_switch("--json", text="print JSON instead of a table")
     group = parser.add_argument_group("for ablations")
     text = "kinds of books to choose from: uniform,plain,fisher,damped,own (default: all)"
-    group.add_argument("--books", type=_words, metavar="KIND,...", default=argparse.SUPPRESS, help=text)
+    group.add_argument("--books", type=shared.list_of(str), dest="kinds", metavar="KIND,...", help=text)
     text = "use the same bit width in all layers, heads and channels"
-    group.add_argument("--same-bits", action="store_true", default=argparse.SUPPRESS, help=text)
+    group.add_argument("--same-bits", action="store_false", dest="spends", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Calibrates and prints the chosen widths and books."""
     if shared.printed_config(args):
         return 0
+    from quire.evaluation.curves import Text
+
     config = EngineConfig.from_flags(args)
-    text = None if args.text is None else _read(args.text)
+    text = None if args.text is None else Text.read(args.text).content
     for file in (args.output, args.export):
         if file is not None:
             shared.check_writable(file)
@@ -94,13 +78,9 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.fingerprint import fingerprint
     from quire.models.resolve import resolve_model
 
-    names = {"windows": "num_windows", "window": "window_tokens", "books": "kinds"}
-    flags = ("bits", "outlier_slots", "sink_tokens", "windows", "window", "seed", "q_norm", "books")
-    given = {names.get(flag, flag): getattr(args, flag) for flag in flags if flag in args}
-    if "same_bits" in args:
-        given["spends"] = False
+    given = {each.name: getattr(args, each.name) for each in fields(CalibrationSettings)}
     cache = {"outlier_slots": config.cache.outlier_slots, "sink_tokens": config.cache.sink_tokens}
-    settings = CalibrationSettings(**{**cache, **given})
+    settings = CalibrationSettings(**cache | {name: value for name, value in given.items() if value is not None})
     path = resolve_model(args.model)
     model = fingerprint(path)
     if args.import_file is not None:
@@ -126,10 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace, made: Calibration) -> int:
     """Writes a calibration for another machine."""
-    try:
+    with shared.writing(args.export):
         made.save(args.export)
-    except OSError as error:
-        raise ConfigError(f"cannot write {args.export}: {error.strerror or error}") from None
     print(f"file: {args.export}\nhash: {made.hash}\nuse:  quire calibrate {args.model} --import {args.export.name}")
     return 0
 
@@ -158,10 +136,8 @@ def _import(args: argparse.Namespace, path: Path, model: str, settings: Calibrat
             )
     file = settings.file(model)
     replaces = file.exists()
-    try:
+    with shared.writing(file):
         made.save(file)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be written ({error.strerror or error})") from None
     print(f"file: {file}{', replaces the earlier one' if replaces else ''}\nhash: {made.hash}")
     print("use:  " + _use(args.model, made, settings, None))
     return 0
@@ -192,21 +168,3 @@ def _print(made: Calibration) -> None:
     columns = ("codec", "bits/element", "cost", "of", "widths", "books of layers")
     shared.print_table(columns, rows, left=columns[3:])
     print("cost: on held-out text, relative to the same bits everywhere")
-
-
-def _read(file: Path) -> str:
-    try:
-        return read_text(file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the text {file}: {error}") from error
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in _words(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of whole numbers") from None

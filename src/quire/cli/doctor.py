@@ -55,7 +55,7 @@ class Finding:
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_switch("--json", text="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

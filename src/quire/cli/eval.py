@@ -16,7 +16,6 @@ docs/guide/quality.md has the definitions.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from quire.arguments import Arguments
 from quire.cache.codecs import CODECS, DENSE
@@ -31,11 +30,10 @@ def add_arguments(parser: Arguments) -> None:
     """The arguments of every evaluation."""
     shared.add_engine_arguments(parser)
     group = parser.add_argument_group("every evaluation")
-    text = "text to read; required for ppl; retrieval has built-in filler text"
-    group.add_argument("--text", type=Path, metavar="FILE", help=text)
+    group.add_file("--text", text="text to read; required for ppl; retrieval has built-in filler text")
     text = "codecs to compare, such as dense,nuq4, each with its own cache; replaces --cache.codec"
     group.add_argument("--codecs", type=shared.list_of(str), metavar="NAME,...", help=text)
-    group.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
+    group.add_switch("--json", text="print JSON lines instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
@@ -20,19 +19,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: Arguments) -> None:
     """The flags that only this evaluation has."""
     group = parser.add_argument_group("perplexity")
-    text = "tokens per window (default: 2048)"
-    group.add_argument("--context", type=shared.count, default=2048, metavar="N", help=text)
+    group.add_count("--context", text="tokens per window", default=2048)
     text = (
         "score only the last N tokens of a window, computed one step each after a prompt (default: 256 with retention"
         " or sparse values)"
     )
-    group.add_argument("--continuation", type=shared.count, metavar="N", help=text)
-    group.add_argument("--tokens", type=shared.count, metavar="N", help="use only the first N tokens of the text")
-    group.add_argument("--windows", type=shared.count, metavar="N", help="use only the first N windows")
+    group.add_count("--continuation", text=text)
+    group.add_count("--tokens", text="use only the first N tokens of the text")
+    group.add_count("--windows", text="use only the first N windows")
     text = "compare with a dense cache that keeps every token (default: yes)"
     group.add_argument("--kl", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = "draw quality over cache bytes; the file's ending selects PNG, SVG or PDF"
-    group.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    shared.add_plot(group, "quality over cache bytes")
 
 
 def run(args: argparse.Namespace, common: dict[str, Any]) -> None:

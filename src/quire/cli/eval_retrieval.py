@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from quire.arguments import Arguments
+from quire.arguments import Arguments, count
 from quire.cli import shared
 
 if TYPE_CHECKING:
@@ -21,15 +21,11 @@ DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 def add_arguments(parser: Arguments) -> None:
     """The flags that only this evaluation has."""
     group = parser.add_argument_group("retrieval")
-
-    def add(flag: str, kind: Any, default: Any, metavar: str, text: str) -> None:
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
-
     text = "prompt lengths in tokens (default: 1024,2048,4096)"
-    add("--lengths", shared.list_of(shared.count), LENGTHS, "N,...", text)
+    group.add_argument("--lengths", type=shared.list_of(count), default=LENGTHS, metavar="N,...", help=text)
     text = "0: start, 1: end of the text (default: 0,0.25,0.5,0.75,1)"
-    add("--depths", shared.list_of(_depth), DEPTHS, "X,...", text)
-    add("--trials", shared.count, 2, "N", "trials per length and depth (default: 2)")
+    group.add_argument("--depths", type=shared.list_of(_depth), default=DEPTHS, metavar="X,...", help=text)
+    group.add_count("--trials", text="trials per length and depth", default=2)
 
 
 def run(args: argparse.Namespace, common: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text to continue; - reads it from stdin")
-    parser.add_argument("--chat", action="store_true", help="answer PROMPT as a chat message, with the chat template")
+    parser.add_switch("--chat", text="answer PROMPT as a chat message, with the chat template")
     parser.add_argument("--input", metavar="FILE", help="JSON lines with prompts; - reads them from stdin")
     text = "JSON lines with answers; - or none: stdout. Appends; removes failed lines and tries them again"
     parser.add_argument("--output", metavar="FILE", help=text)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
@@ -37,41 +36,19 @@ LENGTHS = (512, 2048, 8192)
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser, needs_model=False)
-    parser.add_argument(
-        "--length",
-        type=shared.count,
-        nargs="+",
-        metavar="N",
-        help=f"sequence lengths in tokens (default: {' '.join(map(str, LENGTHS))})",
+    text = f"sequence lengths in tokens (default: {' '.join(map(str, LENGTHS))})"
+    parser.add_count("--length", text=text, nargs="+")
+    text = f"show the prefixes in a running server's cache (default: {shared.DEFAULT_URL})"
+    parser.add_argument("--tree", nargs="?", const=shared.DEFAULT_URL, metavar="URL", help=text)
+    text = (
+        "with MODEL: show what a disk would hold; without: show the tiers of a running server"
+        f" (default: {shared.DEFAULT_URL})"
     )
-    parser.add_argument(
-        "--tree",
-        nargs="?",
-        const=shared.DEFAULT_URL,
-        metavar="URL",
-        help=f"show the prefixes in a running server's cache (default: {shared.DEFAULT_URL})",
-    )
-    parser.add_argument(
-        "--tiers",
-        nargs="?",
-        const="",
-        metavar="URL",
-        help="with MODEL: show what a disk would hold; without: show the tiers of a running server"
-        f" (default: {shared.DEFAULT_URL})",
-    )
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="with --tree or --tiers: send the first key of this file (default: the environment variable"
-        f" {shared.KEY_VARIABLE})",
-    )
-    parser.add_argument(
-        "--digest",
-        action="store_true",
-        help="print a hash of the weights and the model's configuration too; it is remembered until a file changes",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--tiers", nargs="?", const="", metavar="URL", help=text)
+    shared.add_api_key_file(parser, "with --tree or --tiers: ")
+    text = "print a hash of the weights and the model's configuration too; it is remembered until a file changes"
+    parser.add_switch("--digest", text=text)
+    parser.add_switch("--json", text="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -124,7 +124,7 @@ class CommandParser(Parser):
             module.add_arguments(self.arguments)
         if action is not None:
             actions[action].add_arguments(self.arguments)
-        self.arguments.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        self.arguments.add_switch("--debug", text="show the traceback of an error")
         words = [_usage_of(each) for each in self.arguments.added if not each.option_strings]
         self.usage = " ".join([self.prog, *words, "[--FLAG VALUE ...]"])
 

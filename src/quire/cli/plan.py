@@ -37,10 +37,9 @@ of it is modelled. --plot draws goodput over quality. --output writes a file for
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from quire.arguments import Arguments
-from quire.cli import plan_auto, plan_hardware, plan_offload, plan_placement
+from quire.cli import plan_auto, plan_hardware, plan_offload, plan_placement, shared
 
 ACTIONS = {
     "offload": plan_offload,
@@ -53,9 +52,9 @@ ACTIONS = {
 def add_arguments(parser: Arguments) -> None:
     """The arguments of every plan."""
     parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id, smollm2, or a config.json")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result: JSON, with auto TOML")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
+    parser.add_file("--output", text="write the result: JSON, with auto TOML")
+    parser.add_switch("--json", text="print JSON")
+    shared.add_config(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -45,15 +45,11 @@ def add_arguments(parser: Arguments) -> None:
     """The arguments of this action."""
     group = parser.add_argument_group("plan")
     simulation_common.add_search_arguments(group, 300.0)
-    text = "text to measure quality with; without it only curves of earlier plans are used"
-    group.add_argument("--text", type=Path, metavar="FILE", help=text)
-    text = "tokens of a window of the text (default: 1024)"
-    group.add_argument("--context", type=shared.count, metavar="N", help=text)
-    text = "windows of the text at most (default: 12)"
-    group.add_argument("--windows", type=shared.count, metavar="N", help=text)
+    group.add_file("--text", text="text to measure quality with; without it only curves of earlier plans are used")
+    group.add_count("--context", text="tokens of a window of the text (default: 1024)")
+    group.add_count("--windows", text="windows of the text at most (default: 12)")
     group.add_argument("--hardware", metavar="NAME", help="plan for these GPUs, which need not be here: t4, h100, ...")
-    text = "draw goodput over quality; the ending selects PNG, SVG or PDF"
-    group.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    shared.add_plot(group, "goodput over quality")
     add_flags(parser, (*ENGINE_SECTIONS, "plan", "slo"), left_out=OF_OFFLOAD)
 
 
@@ -71,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
         title = f"{args.model}, {planner.goal.load.workload.name}, {format_bytes(planner.goal.memory)}"
         save_frontier(args.plot, found, planner.space, planner.goal.quality, title, planner.unit)
     if args.output is not None:
-        _write(args.output, shown.configuration(planner, found, args.model, args.output))
+        with shared.writing(args.output):
+            text = shown.configuration(planner, found, args.model, args.output)
+            args.output.write_text(text, encoding="utf-8")
     if args.json:
         print(json.dumps(shown.facts(planner, found), indent=2, allow_nan=False))
     else:
@@ -168,10 +166,3 @@ def _teller() -> Callable[[str, int, int], None]:
             print(f"quire: {what}, {done}/{total} done", file=sys.stderr, flush=True)
 
     return told
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from None

@@ -22,10 +22,8 @@ SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "ru
 def add_arguments(parser: Arguments) -> None:
     """The arguments of this action."""
     group = parser.add_argument_group("measurement")
-    text = "measure the disk of this folder (default: that of layer images)"
-    group.add_argument("--folder", type=Path, metavar="DIR", help=text)
-    text = "how often everything is measured (default: 3)"
-    group.add_argument("--rounds", type=shared.count, default=3, metavar="N", help=text)
+    group.add_file("--folder", text="measure the disk of this folder (default: that of layer images)", metavar="DIR")
+    group.add_count("--rounds", text="how often everything is measured", default=3)
     add_flags(parser, SECTIONS)
 
 

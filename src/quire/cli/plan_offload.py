@@ -34,26 +34,20 @@ PAPER_CPU, PAPER_DISK = 64 * GIB, 500 * GIB
 def add_arguments(parser: Arguments) -> None:
     """The arguments of this action."""
     group = parser.add_argument_group("plan")
-
-    def count(flag: str, default: int | None, text: str) -> None:
-        group.add_argument(flag, type=shared.count, default=default, metavar="N", help=text)
-
     text = "needed: a file of quire plan hardware, or t4, FlexGen's machine"
     group.add_argument("--hardware", metavar="FILE", help=text)
-    count("--input-tokens", 512, "of a prompt (default: 512)")
-    count("--output-tokens", 32, "generated (default: 32)")
+    group.add_count("--input-tokens", text="of a prompt", default=512)
+    group.add_count("--output-tokens", text="generated", default=32)
     text = "first tokens that all prompts share (default: 0)"
     group.add_argument("--shared-tokens", type=int, default=0, metavar="N", help=text)
-    count("--micro-batch", None, "only micro-batches of N sequences")
-    count("--num-batches", None, "only blocks of N micro-batches")
-    text = "keep cache and activations where they are computed"
-    group.add_argument("--only-weights", action="store_true", help=text)
+    group.add_count("--micro-batch", text="only micro-batches of N sequences")
+    group.add_count("--num-batches", text="only blocks of N micro-batches")
+    group.add_switch("--only-weights", text="keep cache and activations where they are computed")
     text = "share of each tier that may be used (default: 0.8)"
     group.add_argument("--slack", type=float, default=0.8, help=text)
     text = "how a layer's stages combine with t4: as in the paper's public code, or as in the paper (default: sums)"
     group.add_argument("--form", choices=("sums", "max"), help=text)
-    text = "draw throughput; the ending selects PNG, SVG or PDF"
-    group.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    shared.add_plot(group, "throughput")
     add_flags(parser, SECTIONS, left_out=OF_AUTO)
 
 

@@ -63,23 +63,18 @@ ACCEPTED_SHARE = 0.02
 def add_arguments(parser: Arguments) -> None:
     """The arguments of this action."""
     group = parser.add_argument_group("plan")
-
-    def add(flag: str, text: str, **settings: Any) -> None:
-        dest = flag[2:].replace(".", "_").replace("-", "_")
-        group.add_argument(flag, dest=dest, default=DEFAULTS[dest], help=text, **settings)
-
     text = "TOML file with the machines: sections [nodes] and [network]"
-    add("--cluster.file", text, type=Path, metavar="FILE")
+    group.add_file("--cluster.file", text=text, dest="cluster_file")
     simulation_common.add_search_arguments(group, DEFAULTS["plan_seconds"])
     text = "requests/s to serve, with the instances that serve most per machine (default: as many as all can serve)"
-    add("--rate", text, type=simulation_common.positive, metavar="X")
-    text = "requests of a simulation, up to 20 times as many where targets are long against them (default: 300)"
-    add("--requests", text, type=shared.count, metavar="N")
+    group.add_argument("--rate", type=simulation_common.positive, metavar="X", help=text)
+    text = "requests of a simulation, up to 20 times as many where targets are long against them"
+    group.add_count("--requests", text=text, default=DEFAULTS["requests"])
     text = "latency model of instances on cores, or ROLE=FILE for a role; one for each number of threads"
-    add("--latency", text, action="append", metavar="FILE")
+    group.add_argument("--latency", action="append", default=[], metavar="FILE", help=text)
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
-    add("--algorithm", text, choices=(*ALGORITHMS, "auto"))
-    add("--ablation", "search with all algorithms, and show them beside each other", action="store_true")
+    group.add_argument("--algorithm", choices=(*ALGORITHMS, "auto"), default=DEFAULTS["algorithm"], help=text)
+    group.add_switch("--ablation", text="search with all algorithms, and show them beside each other")
     add_flags(parser, (*ENGINE_SECTIONS, "slo"))
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import format_bytes, options_from
-from quire.errors import ConfigError, QuireError, RequestError
+from quire.errors import ConfigError, RequestError
 from quire.options import read_toml
 from quire.safe_io import read_source
 
@@ -42,9 +42,8 @@ def add_arguments(parser: Arguments) -> None:
     shared.add_engine_arguments(parser)
     text = "a text (- reads it from stdin), or FILE.jsonl, JSON lines with prompts"
     parser.add_argument("--input", metavar="FILE", help=text)
-    parser.add_argument("--chat", action="store_true", help="read the text as a chat message, with the chat template")
-    text = "draw the heads of the first prompt; the file's ending selects PNG, SVG or PDF"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    parser.add_switch("--chat", text="read the text as a chat message, with the chat template")
+    shared.add_plot(parser, "the heads of the first prompt")
     text = "write kept tokens and recovery of every head as JSON; - prints it instead of a table"
     parser.add_argument("--json", metavar="FILE", help=text)
 
@@ -76,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_all(reports)
     if args.json not in (None, "-"):
-        _write(Path(args.json), json.dumps(facts) + "\n")
+        with shared.writing(Path(args.json)):
+            Path(args.json).write_text(json.dumps(facts) + "\n", encoding="utf-8")
     if args.plot is not None:
         from quire.evaluation.retention_plot import save_retention
 
@@ -174,10 +174,3 @@ def _print_all(reports: Mapping[str | int, RetentionReport]) -> None:
         for name, report in reports.items()
     ]
     shared.print_table(("prompt", "tokens", "kept", *names, "bytes", "of"), rows)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QuireError(f"cannot write {file}: {error.strerror or error}") from error

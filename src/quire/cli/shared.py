@@ -64,9 +64,25 @@ def add_engine_arguments(
     """Adds MODEL (optional unless needs_model), the settings of the sections, --config and --print-config."""
     nargs = None if needs_model else "?"
     parser.add_argument("model", metavar="MODEL", nargs=nargs, help="folder, .gguf file, hub id or smollm2")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
-    parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and exit")
+    add_config(parser)
+    parser.add_switch("--print-config", text="print every setting and its origin, and exit")
     add_flags(parser, sections, COMMON)
+
+
+def add_config(parser: Arguments) -> None:
+    """Adds --config."""
+    parser.add_file("--config", text="TOML file with settings; flags override it")
+
+
+def add_plot(parser: Arguments, what: str) -> None:
+    """Adds --plot. what: is drawn."""
+    parser.add_file("--plot", text=f"draw {what}; the file's ending selects PNG, SVG or PDF")
+
+
+def add_api_key_file(parser: Arguments, when: str = "") -> None:
+    """Adds --api-key-file. when: it is sent."""
+    text = f"{when}send the first key of this file (default: the environment variable {KEY_VARIABLE})"
+    parser.add_file("--api-key-file", text=text)
 
 
 def printed_config(args: argparse.Namespace, *, server: bool = False, origins: dict[str, str] | None = None) -> bool:
@@ -135,6 +151,15 @@ def check_writable(path: Path) -> None:
     raise ConfigError(f"cannot write {path}: {reason}")
 
 
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raises ConfigError if a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+
+
 def check_plot(path: Path) -> None:
     """Raises ConfigError if no figure can be drawn into a file."""
     from quire.evaluation.plot import check_figure
@@ -143,25 +168,14 @@ def check_plot(path: Path) -> None:
     check_writable(path)
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """A parser of comma-separated values, for argparse. Each counts once."""
 
-
-def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A parser of comma-separated values, for argparse."""
-
-    def convert(text: str) -> list[Any]:
+    def convert(text: str) -> tuple[Any, ...]:
         words = [word.strip() for word in text.split(",")]
         if not all(words):
             raise argparse.ArgumentTypeError(f"{text!r} has an empty value beside a comma")
-        return [kind(word) for word in words]
+        return tuple(dict.fromkeys(kind(word) for word in words))
 
     return convert
 

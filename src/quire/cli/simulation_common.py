@@ -56,20 +56,14 @@ def positives(text: str) -> list[float]:
 def add_search_arguments(group: Arguments, seconds: float) -> None:
     """The arguments of plans for the requests of a trace. seconds: default of --plan.seconds."""
     text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
-    group.add_argument("--trace", type=Path, metavar="FILE", help=text)
+    group.add_file("--trace", text=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="first seed of the requests (default: 0)")
     text = (
         "time for the search; one option of each role is tried in any case, and what is found is simulated as a whole"
         f" afterwards (default: {seconds:g})"
     )
     group.add_argument("--plan.seconds", type=positive, default=seconds, dest="plan_seconds", metavar="X", help=text)
-    add_processes(group)
-
-
-def add_processes(group: Arguments) -> None:
-    """Adds --processes."""
-    text = "simulations at once (default: 1)"
-    group.add_argument("--processes", type=shared.count, default=1, metavar="N", help=text)
+    group.add_count("--processes", text="simulations at once", default=1)
 
 
 def slo_of(args: argparse.Namespace) -> Slo:
@@ -125,7 +119,7 @@ def facts_of(load: Load) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": workload.name,
         "requests": load.count,
-        "rate": _finite(workload.rate),
+        "rate": finite(workload.rate),
         "cv": workload.cv,
         "mean_in": workload.mean_in,
         "mean_out": workload.mean_out,
@@ -221,7 +215,7 @@ def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str,
     has_targets = min(slo.ttft, slo.tpot) < math.inf
     used = outcome.used
     return {
-        "rate": _finite(rate),
+        "rate": finite(rate),
         "requests": len(outcome.arrived),
         "failed": outcome.num_failed,
         "attainment": outcome.attainment(slo) if has_targets else None,
@@ -229,7 +223,7 @@ def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str,
             f"{scale:g}": outcome.attainment(slo.scaled(scale)) for scale in (SCALES if has_targets else ())
         },
         **times_of(outcome),
-        "offered": _finite(outcome.offered),
+        "offered": finite(outcome.offered),
         "seconds": outcome.duration,
         "tokens_per_second": outcome.tokens_per_second,
         "utilisation": outcome.utilisation(),
@@ -287,5 +281,11 @@ def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
         )
 
 
-def _finite(value: float) -> float | None:
+def slo_facts(slo: Slo) -> dict[str, float | None]:
+    """The latency targets, for JSON. None: there is none."""
+    return {"ttft": finite(slo.ttft), "tpot": finite(slo.tpot), "attainment": slo.attainment}
+
+
+def finite(value: float) -> float | None:
+    """The value for JSON."""
     return value if math.isfinite(value) else None
