@@ -24,13 +24,7 @@ __all__ = ["COMMANDS", "main", "parse"]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """Errors of a disk that cannot be written. Any other unexpected OSError is a defect of ours."""
 
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+LEVELS = ("debug", "info", "warning", "error", "critical")
 """The values of QUIRE_LOG."""
 
 
@@ -92,9 +86,10 @@ def _set_up_output(command: str, log: logging.Logger) -> None:
         # A terminal without Unicode shows question marks instead of ending the answer.
         sys.stdout.reconfigure(errors="replace")
     level = os.environ.get("QUIRE_LOG") or ("info" if command in ("serve", "calibrate") else "warning")
-    if (number := LEVELS.get(level.lower())) is None:
+    if level.lower() not in LEVELS:
         *others, last = LEVELS
         raise ConfigError(f"QUIRE_LOG is {shown(level)}; it must be {', '.join(others)} or {last}")
+    number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(format="quire: %(asctime)s %(message)s", level=max(number, logging.WARNING))
     # Only our logger: libraries log every request they make.
     log.setLevel(number)

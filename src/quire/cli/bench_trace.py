@@ -42,8 +42,6 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]
         raise ConfigError(f"--speed is {args.speed}; it must be above 0")
     if args.output_tokens is not None and args.output_tokens < 1:
         raise ConfigError(f"--output-tokens is {args.output_tokens}; it must be at least 1")
-    from rich.table import Table
-
     from quire.evaluation.trace_replay import TraceReplay
 
     replay = TraceReplay(
@@ -60,10 +58,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]
     with shared.measured_model(args, console, replay.options) as llm, shared.progress("requests") as progress:
         row, wrong = replay.measure(llm, progress)
         row |= shared.model_facts(llm)
-    table = Table.grid(padding=(0, 3))
-    for words in _table(row, holds_all=replay.holds_all):
-        table.add_row(*words)
-    console.print(table)
+    shared.print_facts(_table(row, holds_all=replay.holds_all))
     for sent in wrong[:SHOWN_DIFFERENCES]:
         console.print(f"line {sent.request.line}: {sent.matched} tokens matched, {sent.expected} expected")
     return [row], not wrong

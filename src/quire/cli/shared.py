@@ -196,20 +196,32 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
     Console(highlight=False, width=max(width, console.width)).print(table)
 
 
-def progress_bar(what: str, *more: ProgressColumn) -> Progress:
-    """A bar on stderr with the amount done, the total, elapsed and remaining time, and the columns in `more`."""
+def print_facts(rows: Iterable[tuple[str, str, str]], *, name: str = "", about: str = "", last: str = "") -> None:
+    """Prints names, values and notes, below a line `name: about` and above a last line."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.table import Table
+    from rich.text import Text
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *more)
-    return Progress(*columns, console=Console(stderr=True))
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table.grid(padding=(0, 3))
+    for label, value, note in rows:
+        table.add_row(label, value, Text(note, "dim"))
+    if name:
+        console.print(Text(name, "bold") + Text(f": {about}"))
+    console.print(table)
+    if last:
+        console.print(last)
+
+
+def progress_bar(what: str, *more: ProgressColumn, in_bytes: bool = False) -> Progress:
+    """A bar on stderr with the amount done, the total, elapsed and remaining time, and the columns in `more`."""
+    from rich import progress
+    from rich.console import Console
+
+    amount = progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn()
+    pace = progress.TransferSpeedColumn() if in_bytes else progress.TimeElapsedColumn()
+    columns = progress.TextColumn(what), progress.BarColumn(), amount, pace, progress.TimeRemainingColumn(), *more
+    return progress.Progress(*columns, console=Console(stderr=True))
 
 
 @contextlib.contextmanager
@@ -229,11 +241,7 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield _now_and_then(lambda done, total: f"{what}, {format_bytes(done)} of {format_bytes(total)} done")
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = progress_bar(what, in_bytes=True)
 
     def report(done: int, total: int) -> None:
         if not bar.tasks:
@@ -244,8 +252,7 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     try:
         yield report
     finally:
-        if bar.tasks:
-            bar.stop()
+        bar.stop()
 
 
 def _now_and_then(text: Callable[[int, int], str]) -> Callable[[int, int], None]:
