@@ -22,7 +22,6 @@ from quire.arguments import Arguments, count
 from quire.cache.codecs import CODECS
 from quire.cli import shared
 from quire.config import CacheConfig, EngineConfig
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.calibrate import CalibrationSettings
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     for file in (args.output, args.export):
         if file is not None:
             shared.check_writable(file)
-    from quire.calibrate import CalibrationSettings, calibrate
+    from quire.calibrate import CalibrationSettings, calibrate, import_calibration
     from quire.calibrate.progress import progress_display
     from quire.load import kept_calibration
     from quire.models.fingerprint import fingerprint
@@ -83,63 +82,30 @@ def run(args: argparse.Namespace) -> int:
     settings = CalibrationSettings(**cache | {name: value for name, value in given.items() if value is not None})
     path = resolve_model(args.model)
     model = fingerprint(path)
+    file = settings.file(model) if args.output is None or args.import_file is not None else args.output
+    replaces = ", replaces the earlier one" * file.exists()
     if args.import_file is not None:
-        return _import(args, path, model, settings)
-    if args.export is not None and (kept := kept_calibration(model, settings)) is not None:
-        return _export(args, kept)
-    file = settings.file(model) if args.output is None else args.output
-    found = CalibrationSettings(outlier_slots=settings.outlier_slots, sink_tokens=settings.sink_tokens).file(model)
-    replaces = file.exists()
-    with progress_display() as progress:
-        made = calibrate(path, settings, file, text=text, config=config, progress=progress)
+        with shared.writing(file):
+            made = import_calibration(args.import_file, path, settings, file)
+    else:
+        made = kept_calibration(model, settings) if args.export is not None else None
+        if made is None:
+            with progress_display() as progress:
+                made = calibrate(path, settings, file, text=text, config=config, progress=progress)
     if args.export is not None:
-        return _export(args, made)
-    if args.json:
+        with shared.writing(args.export):
+            made.save(args.export)
+        print(f"file: {args.export}\nhash: {made.hash}\nuse:  quire calibrate {args.model} --import {args.export.name}")
+    elif args.json and args.import_file is None:
         facts = {"file": str(file), "hash": made.hash, "model": made.model, "settings": made.settings}
         print(json.dumps(facts | {"codecs": made.report}, indent=2))
     else:
-        _print(made)
-        print(f"file: {file}{', replaces the earlier one' if replaces else ''}\nhash: {made.hash}")
-        print("use:  " + _use(args.model, made, settings, None if file == found else file))
-    return 0
-
-
-def _export(args: argparse.Namespace, made: Calibration) -> int:
-    """Writes a calibration for another machine."""
-    with shared.writing(args.export):
-        made.save(args.export)
-    print(f"file: {args.export}\nhash: {made.hash}\nuse:  quire calibrate {args.model} --import {args.export.name}")
-    return 0
-
-
-def _import(args: argparse.Namespace, path: Path, model: str, settings: CalibrationSettings) -> int:
-    """Keeps a calibration from another machine where engines look for it. Raises ConfigError for one of another model,
-    or of other settings.
-    """
-    from quire.engine.calibration import Calibration, check_tables
-    from quire.models.weights import open_model
-
-    made = Calibration.load(args.import_file, model)
-    with open_model(path) as checkpoint:
-        shape = checkpoint.shape
-    for tables in made.tables.values():
-        check_tables(tables, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    wanted = {
-        "bits": sorted(settings.bits), "outlier_slots": settings.outlier_slots, "skipped": settings.skipped,
-        "books": list(settings.kinds), "same_bits": not settings.spends, "q_norm": settings.q_norm,
-    }  # fmt: skip
-    for name, value in wanted.items():
-        if (found := made.settings.get(name)) != value:
-            raise ConfigError(
-                f"{args.import_file}: made with {name} {found}, not {value}; give the same flags as to the command that"
-                " made it, or use it as it is with --cache.calibration"
-            )
-    file = settings.file(model)
-    replaces = file.exists()
-    with shared.writing(file):
-        made.save(file)
-    print(f"file: {file}{', replaces the earlier one' if replaces else ''}\nhash: {made.hash}")
-    print("use:  " + _use(args.model, made, settings, None))
+        if args.import_file is None:
+            _print(made)
+        usual = CalibrationSettings(outlier_slots=settings.outlier_slots, sink_tokens=settings.sink_tokens).file(model)
+        is_found = args.import_file is not None or file == usual
+        print(f"file: {file}{replaces}\nhash: {made.hash}")
+        print("use:  " + _use(args.model, made, settings, None if is_found else file))
     return 0
 
 
