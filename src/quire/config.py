@@ -1,7 +1,6 @@
-"""Every setting of the engine and of the server. Flags, the TOML file and the reference page are generated from these.
+"""Every setting of the engine and of the server. Flags, the TOML file and the reference page are made from these.
 
 A group is one frozen dataclass; the string below a field is its documentation. `quire.options` has the machinery.
-`python -m quire.config` prints the reference page (docs/reference/settings.md).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.options import AtLeast, Bytes, Count, OneOf, SettingsGroup, format_by
 __all__ = [
     "AttentionConfig", "CacheConfig", "ClusterConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig",
     "SchedulerConfig", "ServeConfig", "SloConfig", "TiersConfig",
-    "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "reference", "sources",
+    "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "sources",
 ]  # fmt: skip
 
 
@@ -361,7 +360,7 @@ class ServerGroup(SettingsGroup):
     @classmethod
     def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> Self:
         """The group's settings; see EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
+        return _options.make(cls, _options.collect([cls], options, file, ALL_GROUPS)[0])
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> Self:
@@ -587,7 +586,7 @@ class EngineConfig:
         setting's type. Server settings in the file are ignored.
         Raises ConfigError for an unknown key, naming the nearest valid one, and for an invalid value.
         """
-        values, _ = _options.collect(ENGINE_GROUPS, options, file, _ALL_GROUPS)
+        values, _ = _options.collect(ENGINE_GROUPS, options, file, ALL_GROUPS)
         groups: dict[str, Any] = {group.key: _options.make(group, values) for group in ENGINE_GROUPS}
         return cls(**groups)
 
@@ -630,7 +629,7 @@ ENGINE_GROUPS: tuple[type[SettingsGroup], ...] = (
     SchedulerConfig,
     RuntimeConfig,
 )
-_ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
+ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
     *ENGINE_GROUPS,
     CalibrateConfig,
     ServeConfig,
@@ -639,7 +638,7 @@ _ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
     PlanConfig,
 )
 ENGINE_SECTIONS = tuple(group.key for group in ENGINE_GROUPS)
-SECTIONS = tuple(group.key for group in _ALL_GROUPS)
+SECTIONS = tuple(group.key for group in ALL_GROUPS)
 
 
 def add_flags(
@@ -660,7 +659,7 @@ def options_from(namespace: argparse.Namespace, sections: Iterable[str] = ENGINE
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
     """Words of a command line that set these settings: what `options_from` reads back."""
-    known = {each.key: each for group in _ALL_GROUPS for each in _options.settings_of(group)}
+    known = {each.key: each for group in ALL_GROUPS for each in _options.settings_of(group)}
     return [word for key, value in options.items() for word in (f"--{key}", known[key].show(value))]
 
 
@@ -668,7 +667,7 @@ def sources(
     options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = ENGINE_SECTIONS
 ) -> dict[str, str]:
     """The origin of every setting of the sections: `flag`, `file NAME` or `default`."""
-    return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]
+    return _options.collect(_groups_of(sections), options, file, ALL_GROUPS)[1]
 
 
 def describe(config: EngineConfig | SettingsGroup, sources: Mapping[str, str]) -> str:
@@ -676,39 +675,10 @@ def describe(config: EngineConfig | SettingsGroup, sources: Mapping[str, str]) -
     return _options.describe(_groups(config), sources)
 
 
-def reference() -> str:
-    """The reference page of all settings, in Markdown."""
-    return _REFERENCE_HEAD + "\n" + _options.reference(_ALL_GROUPS)
-
-
 def _groups(config: EngineConfig | SettingsGroup) -> list[SettingsGroup]:
     return [config] if isinstance(config, SettingsGroup) else [getattr(config, each.name) for each in fields(config)]
 
 
 def _groups_of(sections: Iterable[str]) -> list[type[SettingsGroup]]:
-    by_key = {group.key: group for group in _ALL_GROUPS}
+    by_key = {group.key: group for group in ALL_GROUPS}
     return [by_key[section] for section in sections]
-
-
-_REFERENCE_HEAD = """\
-# Configuration
-
-Generated from `src/quire/config.py` by `make docs`; edit the docstrings there.
-
-A setting can be given in three places. The first in this list wins:
-
-1. a flag: `quire serve smollm2 --cache.memory 1GiB`; from Python `LLM("smollm2", options={"cache.memory": "1GiB"})`
-2. a TOML file: `--config quire.toml` with `[cache]` and, below it, `memory = "1GiB"`
-3. the default
-
-Quire rejects an unknown key and names a valid one that is near. `--print-config` prints every value and its origin, as
-a file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
-used as well: `QUIRE_LOG` sets the log level: debug, info, warning, error or critical. `QUIRE_API_KEY` is the key that
-`quire inspect --tree` and `quire cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds
-`quire/` with models, calibrations, layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster
-exports spans to (docs/guide/machines.md).
-"""
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

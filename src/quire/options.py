@@ -11,6 +11,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import functools
 import inspect
 import json
 import math
@@ -150,19 +151,13 @@ class SettingsGroup:
 AnyGroup = TypeVar("AnyGroup", bound=SettingsGroup)
 
 
-# Reading docstrings parses the source, which takes about a millisecond per group.
-_settings: dict[type[SettingsGroup], tuple[Setting, ...]] = {}
-
-
+@functools.cache  # reading docstrings parses the source, which takes about a millisecond per group
 def settings_of(group: type[SettingsGroup]) -> tuple[Setting, ...]:
     """The settings of a group, in the order of their declaration."""
-    if group not in _settings:
-        hints, docs = typing.get_type_hints(group, include_extras=True), _field_docs(group)
-        _settings[group] = tuple(
-            Setting(f"{group.key}.{each.name}", hints[each.name], each.default, docs[each.name])
-            for each in fields(group)
-        )
-    return _settings[group]
+    hints, docs = typing.get_type_hints(group, include_extras=True), _field_docs(group)
+    return tuple(
+        Setting(f"{group.key}.{each.name}", hints[each.name], each.default, docs[each.name]) for each in fields(group)
+    )
 
 
 def parse_bytes(value: str | int) -> int:
@@ -375,25 +370,6 @@ def describe(groups: Iterable[SettingsGroup], sources: Mapping[str, str]) -> str
             is_bare = isinstance(value, (bool, int, float)) and text == str(value).lower()
             line = f"{setting.name} = {text if is_bare else json.dumps(text, ensure_ascii=False)}"
             lines.append(f"{line:<40}  # {sources.get(setting.key, 'default')}")
-    return "\n".join(lines[1:]) + "\n"
-
-
-def reference(groups: Sequence[type[SettingsGroup]]) -> str:
-    """The reference of all settings in Markdown, one table per group."""
-    lines: list[str] = []
-    for group in groups:
-        lines += [
-            "",
-            f"## {group.key}",
-            "",
-            inspect.cleandoc(group.__doc__ or ""),
-            "",
-            "| key | value | default | meaning |",
-            "|---|---|---|---|",
-        ]
-        for setting in settings_of(group):
-            value = ", ".join(f"`{term}`" for term in setting.terms(in_words=False))
-            lines.append(f"| `{setting.key}` | {value} | `{setting.show(setting.default)}` | {setting.doc} |")
     return "\n".join(lines[1:]) + "\n"
 
 

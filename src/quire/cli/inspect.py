@@ -103,7 +103,7 @@ def _show_server(args: argparse.Namespace) -> int:
     from quire.cli import remote, tiers, tree
 
     url = args.tree if args.tree is not None else args.tiers or shared.DEFAULT_URL
-    answer = tree.fetch(url, remote.read_key(args.api_key_file), flag)
+    answer = remote.call_server(url, "/debug/cache", remote.read_key(args.api_key_file), flag, "prefixes")
     if flag == "--tiers":
         tiers.print_tiers(answer, as_json=args.json)
     elif args.json:

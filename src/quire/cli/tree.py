@@ -1,4 +1,4 @@
-"""`quire inspect --tree`: asks a running server for the prefixes in its cache and prints them as a tree.
+"""`quire inspect --tree`: prints the prefixes in the cache of a running server as a tree.
 
 Knows the format of GET /debug/cache; loads no model.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quire.cli.remote import call_server, known_format, plain
+from quire.cli.remote import known_format, plain
 from quire.config import format_bytes
 
 COLUMNS = ("prefix", "key", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
@@ -16,13 +16,6 @@ PIPED_WIDTH = 160
 SHOWN_KEY = 8
 KEYS_WIDTH = 100
 MIN_TEXT_WIDTH = 12
-
-
-def fetch(url: str, key: str | None, flag: str = "--tree") -> dict[str, Any]:
-    """The answer of a server's /debug/cache. Raises ConfigError for an invalid URL, and QuireError if no server
-    answers, if it refuses, or if it is not Quire. flag: the one that had the URL.
-    """
-    return call_server(url, "/debug/cache", key, flag, "prefixes")
 
 
 def print_tree(answer: dict[str, Any]) -> None:
