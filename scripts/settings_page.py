@@ -1,4 +1,4 @@
-"""Prints the reference page of all settings, docs/reference/settings.md. `make docs` writes it from their docstrings."""
+"""Prints the reference page of all settings, docs/reference/settings.md, from their docstrings; see `make docs`."""
 
 from __future__ import annotations
 

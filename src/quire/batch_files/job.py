@@ -33,7 +33,6 @@ class BatchJob:
     sampling     default parameters of a line
     output       file of the answers
     num_lines    number of lines that the output does not have at first
-    num_retried  number of lines that failed in an earlier run: removed from the output and tried again
     Raises ConfigError before it generates or writes anything: if a file cannot be read or written, if another run is
     writing the output, or if a line is invalid.
     """
@@ -46,7 +45,6 @@ class BatchJob:
         self.todo = deque(line for line in lines if line.line_id not in self.output.done)
         self.num_lines = len(self.todo)
         self.num_skipped = len(lines) - len(self.todo)
-        self.num_retried = self.output.num_retried
         self.num_done = 0
         self.num_failed = 0
         self.num_tokens = 0

@@ -28,7 +28,7 @@ class AnswerFile:
 
     wanted       ids of the input: only failed lines with these ids are removed from the file
     done         ids of the answers that stay in the file
-    num_retried  number of failed lines removed
+    num_retried  number of lines that failed in an earlier run: removed, so that they are tried again
     """
 
     def __init__(self, name: str, wanted: Collection[str | int]) -> None:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "ls":
             _show(image_folder.list_images(), image_folder.list_drafts(), as_json=args.json)
         else:
-            freed = image_folder.clear(_chosen(args.names) if args.names else None)
+            freed = image_folder.clear(image_folder.images_called(args.names) if args.names else None)
             print(f"freed {format_bytes(freed)}")
     except ImageError as error:
         raise QuireError(f"packed layers: {error}") from None
@@ -95,24 +95,6 @@ def _check(args: argparse.Namespace) -> None:
     settings = options_from(args, SECTIONS) or args.config is not None
     if action != "import" and (args.trust or settings):
         raise ConfigError("--trust, --config and settings of a model are for quire cache import")
-
-
-def _chosen(names: list[str]) -> list[Image]:
-    images = image_folder.list_images()
-    found = {image.path: image for name in names for image in images if _is_called(image, name)}
-    for name in names:
-        if not any(_is_called(image, name) for image in found.values()):
-            known = ", ".join(sorted({image.origin.model for image in images})) or "none"
-            raise ConfigError(f"no packed layers of {name!r}; models with packed layers: {known}")
-    return list(found.values())
-
-
-def _is_called(image: Image, name: str) -> bool:
-    path = str(Path(name).resolve())
-    return name in (image.origin.model, image.origin.key, image.path.name) or path in (
-        image.origin.path,
-        str(image.path),
-    )
 
 
 def _show(images: list[Image], drafts: list[ImageDraft], *, as_json: bool) -> None:

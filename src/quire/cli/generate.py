@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.batch_files.job import BatchJob
 
     with BatchJob(args.input, "-" if args.output is None else args.output, sampling) as batch:
-        if batch.num_retried:
-            print(f"failed lines, tried again: {batch.num_retried}", file=sys.stderr)
+        if num_retried := batch.output.num_retried:
+            print(f"failed lines, tried again: {num_retried}", file=sys.stderr)
         try:
             if batch.todo:
                 from quire.batch_files import placement
