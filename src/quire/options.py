@@ -11,7 +11,6 @@ import argparse
 import ast
 import contextlib
 import difflib
-import functools
 import inspect
 import json
 import math
@@ -151,13 +150,19 @@ class SettingsGroup:
 AnyGroup = TypeVar("AnyGroup", bound=SettingsGroup)
 
 
-@functools.cache  # reading docstrings parses the source, which takes about a millisecond per group
+# Reading docstrings parses the source, which takes about a millisecond per group.
+_settings: dict[type[SettingsGroup], tuple[Setting, ...]] = {}
+
+
 def settings_of(group: type[SettingsGroup]) -> tuple[Setting, ...]:
     """The settings of a group, in the order of their declaration."""
-    hints, docs = typing.get_type_hints(group, include_extras=True), _field_docs(group)
-    return tuple(
-        Setting(f"{group.key}.{each.name}", hints[each.name], each.default, docs[each.name]) for each in fields(group)
-    )
+    if group not in _settings:
+        hints, docs = typing.get_type_hints(group, include_extras=True), _field_docs(group)
+        _settings[group] = tuple(
+            Setting(f"{group.key}.{each.name}", hints[each.name], each.default, docs[each.name])
+            for each in fields(group)
+        )
+    return _settings[group]
 
 
 def parse_bytes(value: str | int) -> int:

@@ -87,11 +87,11 @@ def run(args: argparse.Namespace) -> int:
     if args.import_file is not None:
         with shared.writing(file):
             made = import_calibration(args.import_file, path, settings, file)
+    elif args.export is not None and (kept := kept_calibration(model, settings)) is not None:
+        made = kept
     else:
-        made = kept_calibration(model, settings) if args.export is not None else None
-        if made is None:
-            with progress_display() as progress:
-                made = calibrate(path, settings, file, text=text, config=config, progress=progress)
+        with progress_display() as progress:
+            made = calibrate(path, settings, file, text=text, config=config, progress=progress)
     if args.export is not None:
         with shared.writing(args.export):
             made.save(args.export)

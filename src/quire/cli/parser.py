@@ -120,8 +120,7 @@ class CommandParser(Parser):
         if actions and action is None:
             self.arguments.add_argument("action", choices=actions, metavar="ACTION", help=", ".join(actions))
             self.epilog = f"{self.prog} ACTION --help shows the flags of an action: {', '.join(actions)}"
-        else:
-            module.add_arguments(self.arguments)
+        module.add_arguments(self.arguments)
         if action is not None:
             actions[action].add_arguments(self.arguments)
         self.arguments.add_switch("--debug", text="show the traceback of an error")

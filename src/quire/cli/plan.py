@@ -40,6 +40,7 @@ import argparse
 
 from quire.arguments import Arguments
 from quire.cli import plan_auto, plan_hardware, plan_offload, plan_placement, shared
+from quire.config import add_flags
 
 ACTIONS = {
     "offload": plan_offload,
@@ -48,6 +49,9 @@ ACTIONS = {
     "auto": plan_auto,
 }
 
+SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
+"""Settings of every plan. Plans for requests also have those of tiers and latency targets."""
+
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of every plan."""
@@ -55,8 +59,10 @@ def add_arguments(parser: Arguments) -> None:
     parser.add_file("--output", text="write the result: JSON, with auto TOML")
     parser.add_switch("--json", text="print JSON")
     shared.add_config(parser)
+    add_flags(parser, SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plans or measures, and prints the result."""
-    return ACTIONS[args.action].run(args)
+    found: int = ACTIONS[args.action].run(args)
+    return found

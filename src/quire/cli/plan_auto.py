@@ -13,7 +13,6 @@ from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
 from quire.cli.latencies import kept_folder
 from quire.config import (
-    ENGINE_SECTIONS,
     ClusterConfig,
     EngineConfig,
     PlanConfig,
@@ -50,7 +49,7 @@ def add_arguments(parser: Arguments) -> None:
     group.add_count("--windows", text="windows of the text at most (default: 12)")
     group.add_argument("--hardware", metavar="NAME", help="plan for these GPUs, which need not be here: t4, h100, ...")
     shared.add_plot(group, "goodput over quality")
-    add_flags(parser, (*ENGINE_SECTIONS, "plan", "slo"), left_out=OF_OFFLOAD)
+    add_flags(parser, ("tiers", "plan", "slo"), left_out=OF_OFFLOAD)
 
 
 def run(args: argparse.Namespace) -> int:

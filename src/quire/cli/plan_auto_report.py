@@ -117,7 +117,8 @@ def configuration(planner: Planner, found: Found, model: str, file: Path) -> str
         *remarks(point),
     ]
     head = "".join(f"# {line}".rstrip() + "\n" for line in _wrapped(lines))
-    slo = SloConfig(**simulation_common.slo_facts(goal.slo))
+    ttft, tpot = simulation_common.finite(goal.slo.ttft), simulation_common.finite(goal.slo.tpot)
+    slo = SloConfig(ttft=ttft, tpot=tpot, attainment=goal.slo.attainment)
     groups = (
         EngineConfig.from_options(options, planner.file),
         ServeConfig.from_options({}, planner.file),

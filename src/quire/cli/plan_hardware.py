@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import add_flags, format_bytes, options_from
+from quire.config import format_bytes, options_from
 from quire.errors import ConfigError
 from quire.options import format_number
 
 if TYPE_CHECKING:
     from quire.offload.profile import Profile
-
-SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -24,7 +22,6 @@ def add_arguments(parser: Arguments) -> None:
     group = parser.add_argument_group("measurement")
     group.add_file("--folder", text="measure the disk of this folder (default: that of layer images)", metavar="DIR")
     group.add_count("--rounds", text="how often everything is measured", default=3)
-    add_flags(parser, SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:

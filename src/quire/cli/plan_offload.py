@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 PAPER = "t4"
 """The name of FlexGen's machine, in place of a profile."""
-SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime", "plan")
 OF_AUTO = ("plan.memory", "plan.quality")
 """Settings that only `quire plan auto` has."""
 GIB = 1 << 30
@@ -48,7 +47,7 @@ def add_arguments(parser: Arguments) -> None:
     text = "how a layer's stages combine with t4: as in the paper's public code, or as in the paper (default: sums)"
     group.add_argument("--form", choices=("sums", "max"), help=text)
     shared.add_plot(group, "throughput")
-    add_flags(parser, SECTIONS, left_out=OF_AUTO)
+    add_flags(parser, ("plan",), left_out=OF_AUTO)
 
 
 def run(args: argparse.Namespace) -> int:

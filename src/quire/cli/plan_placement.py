@@ -75,7 +75,7 @@ def add_arguments(parser: Arguments) -> None:
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
     group.add_argument("--algorithm", choices=(*ALGORITHMS, "auto"), default=DEFAULTS["algorithm"], help=text)
     group.add_switch("--ablation", text="search with all algorithms, and show them beside each other")
-    add_flags(parser, (*ENGINE_SECTIONS, "slo"))
+    add_flags(parser, ("tiers", "slo"))
 
 
 @dataclass(frozen=True)
