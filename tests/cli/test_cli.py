@@ -288,6 +288,20 @@ def test_help_of_a_server_has_its_common_settings_first_and_each_flag_once(capsy
     assert len(flags) == len(set(flags)) and text.index("common settings:") < text.index("model settings:")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ppl", "m", "--text", "retrieval"],
+        ["--text", "retrieval", "ppl", "m"],
+        ["--json", "ppl", "--text=retrieval", "m"],
+        ["m", "--context", "9", "ppl", "--text", "retrieval"],
+    ],
+)
+def test_an_action_may_stand_behind_flags_whose_values_are_called_like_others(words):
+    args = parse(["eval", *words])
+    assert (args.action, args.model, str(args.text)) == ("ppl", "m", "retrieval")
+
+
 @pytest.mark.parametrize("command", ACTIVE)
 def test_help_of_an_action_has_its_own_flags_and_no_others(command, capsys):
     text = help_of(capsys, command)

@@ -64,10 +64,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         overview().parse_args(words[:1])
     if name not in COMMANDS:
         overview().error(f"unknown command {name!r}; {command_hint(name) or nearest(name, COMMANDS)}")
-    actions = actions_of(name)
-    action = next((word for word in rest if word in actions), None)
-    if action is not None:
-        rest.remove(action)
+    place = _place_of_action(name, rest)
+    action = None if place is None else rest.pop(place)
     return CommandParser(name, action).read(rest)
 
 
@@ -217,6 +215,17 @@ class CommandParser(Parser):
         if others:
             self.error(f"unknown flag {flag}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it")
         self.error(f"unknown flag {flag}; {nearest(flag, known, 'no flag has a name like it')}")
+
+
+def _place_of_action(command: str, words: Sequence[str]) -> int | None:
+    """Which of the words names an action of the command. The value of a flag does not."""
+    actions = actions_of(command)
+    if not actions or (words and words[0] in actions):
+        return 0 if actions else None
+    flags = [item for parser in parsers_of(command) for item in parser.flags.items()]
+    valued = {flag for flag, argument in flags if argument.nargs is None}
+    pairs = enumerate(pairwise(words), 1)
+    return next((place for place, (before, word) in pairs if word in actions and before not in valued), None)
 
 
 def _usage_of(action: argparse.Action) -> str:
