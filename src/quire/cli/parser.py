@@ -159,14 +159,13 @@ class CommandParser(Parser):
         end = _end_of_flags(words)
         left = iter([*pairwise(words[:end]), (words[end - 1], "")] if end else [])
         for word, following in left:
+            value = None
             if self._is_switch(word):
-                is_given = following.lower() in TRUTHS
-                yield f"{word}={following if is_given else 'true'}"
-            elif is_given := self._takes_one(word) and re.match(r"-\.?\d", following) is not None:
-                yield f"{word}={following}"
-            else:
-                yield word
-            if is_given:
+                value = following if following.lower() in TRUTHS else "true"
+            elif self._takes_one(word) and re.match(r"-\.?\d", following):
+                value = following
+            yield word if value is None else f"{word}={value}"
+            if value == following:
                 next(left)
         yield from words[end:]
 
