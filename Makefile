@@ -36,7 +36,7 @@ check: $(VENV)/.installed-dev  ## Format, lint, strict types, import direction, 
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_imports.py
-	@$(BIN)/python -m quire.config | diff -u docs/reference/settings.md - || { echo "docs/reference/settings.md is out of date: make docs"; exit 1; }
+	@$(BIN)/python scripts/settings_page.py | diff -u docs/reference/settings.md - || { echo "docs/reference/settings.md is out of date: make docs"; exit 1; }
 	@$(BIN)/python scripts/composition.py --check || { echo "docs/lab/composition.md is out of date: make docs"; exit 1; }
 
 format: $(VENV)/.installed-dev  ## Format the code and apply the lint's safe fixes
@@ -44,7 +44,7 @@ format: $(VENV)/.installed-dev  ## Format the code and apply the lint's safe fix
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.installed-dev  ## Regenerate the parts of docs/ that come from the code
-	$(BIN)/python -m quire.config > docs/reference/settings.md
+	$(BIN)/python scripts/settings_page.py > docs/reference/settings.md
 	$(BIN)/python scripts/composition.py
 
 peers: ready  ## Compare with the peer engines on this machine (installs them into .peers)

@@ -21,17 +21,14 @@ round. The exit status is 1 if a mark is missed.
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from common import append_record, format_table, median
-from rich.console import Console
 from tiers import (
     DROPPING,
     Mark,
@@ -52,7 +49,7 @@ from tiers import (
     token_ids,
 )
 
-from quire.cli.bench_trace import TraceBenchmark
+from quire.evaluation.trace_replay import TraceReplay
 from quire.llm import LLM
 from quire.planning.traces import CHUNK_TOKENS, make_prompts, read_trace, scaled
 
@@ -95,22 +92,21 @@ class Infinite:
 
 def replay(given: argparse.Namespace, side: str, need: Need) -> Figures:
     """One replay."""
-    flags: dict[str, Any] = {
-        "model": given.model,
-        "config": None,
-        "trace": given.trace,
-        "requests": given.requests,
-        "block_tokens": given.block_tokens,
-        "output_tokens": 1,
-    }
     settings = engine_options(given, cache_codec=given.codec, cache_memory=need.num_bytes // 4)
-    trace = TraceBenchmark(argparse.Namespace(**{**TraceBenchmark.DEFAULTS, **flags, **settings}))
-    options = trace.options()
+    trace = TraceReplay(
+        given.trace,
+        given.model,
+        settings,
+        num_requests=given.requests,
+        block_tokens=given.block_tokens,
+        output_tokens=1,
+    )
+    options = trace.options
     with fresh_folder(given.folder, need.num_bytes) as folder:
         if side == DISK:
             options |= disk_options(folder, need.num_bytes)
         with LLM(given.model, options) as llm:
-            (row,), _ = trace.measure(llm, Console(file=io.StringIO()))
+            row, _ = trace.measure(llm)
             disk = disk_counters(llm.stats())
     names = ("seconds", "computed_tokens", "matched_tokens", "evicted_bytes", "ttft_p50", "ttft_p99")
     counters = ("fetched_tokens", "bytes_read", "bytes_written", "cpu_seconds", "num_refused", "wasted_chunks")

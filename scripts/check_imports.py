@@ -21,8 +21,8 @@ LAYERS = (
     "version", "errors", "safe_io", "extras", "interrupt", "rate_limited_warning", "parent_watch", "gc_pause",
     "folders", "cache.codecs", "foreign_flags", "arguments", "options", "config", "kernels", "models", "cache",
     "stores", "attention", "offload", "structured", "engine", "tools", "planning", "calibrate", "codec_check", "load",
-    "background_calibration", "prefixes", "engine_thread", "llm", "prefixes.async_prefixes", "async_llm", "cluster",
-    "simulation", "evaluation", "server", "cli", "__main__",
+    "inspection", "diagnosis", "background_calibration", "prefixes", "engine_thread", "llm", "prefixes.async_prefixes",
+    "async_llm", "batch_files", "cluster", "simulation", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from quire.cli import build_parser, main
+from quire.cli import COMMANDS, main, parse
+from quire.cli.parser import parsers_of
 from quire.config import SECTIONS, EngineConfig
 from quire.config import _groups_of as groups_of
 from quire.errors import ConfigError
@@ -95,8 +96,7 @@ def test_all_flags_of_a_pasted_command_are_answered_at_once(capsys):
 
 
 def test_a_commands_own_flag_and_what_stands_behind_dashes_are_not_foreign():
-    parser = build_parser()
-    args = parser.parse_args(["generate", "smollm2", "--seed", "3", "--temperature", "0.5", "--", "--max-model-len"])
+    args = parse(["generate", "smollm2", "--seed", "3", "--temperature", "0.5", "--", "--max-model-len"])
     assert (args.seed, args.temperature, args.prompt) == (3, 0.5, "--max-model-len")
 
 
@@ -126,8 +126,7 @@ def test_a_setting_of_another_engine_is_answered_in_python_and_in_a_file(tmp_pat
 def test_what_the_table_names_exists():
     """The settings in the remarks, too."""
     settings = {setting.key for group in groups_of(SECTIONS) for setting in settings_of(group)}
-    commands = build_parser().commands
-    flags = {flag for command in commands.values() for flag in command.flags}
+    flags = {flag for command in COMMANDS for parser in parsers_of(command) for flag in parser.flags}
     for name, hint in FOREIGN_FLAGS.items():
         for key in hint.keys:
             assert key in settings or f"--{key.replace('_', '-')}" in flags, (name, key)
@@ -139,8 +138,8 @@ def test_what_the_table_names_exists():
     named = {word for text in texts for word in re.findall(rf"\b(?:{'|'.join(SECTIONS)})\.\w+", text)}
     assert named and named <= settings
     for text in FOREIGN_COMMANDS.values():
-        assert set(re.findall(r"quire ([a-z]\w*)", text)) <= set(commands), text
-    assert not set(FOREIGN_COMMANDS) & set(commands)
+        assert set(re.findall(r"quire ([a-z]\w*)", text)) <= set(COMMANDS), text
+    assert not set(FOREIGN_COMMANDS) & set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", FOREIGN_PARAMETERS)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from quire.batch_files.lines import read_input
 from quire.cli import main
-from quire.cli.batch_lines import read_input
 from quire.config import ConfigError, EngineConfig
 from quire.engine.calibration import Calibration
 from quire.engine.pins import read_pin_lines

@@ -1,8 +1,12 @@
-"""Arguments of a command line, with a list of them: argparse keeps one, but not in public."""
+"""Arguments of a command line: what argparse lacks.
+
+argparse keeps a list of a parser's arguments, but not in public; and many arguments of commands are of the same kinds.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +25,20 @@ class Arguments:
         """As argparse."""
         self.added.append(self._target.add_argument(*names, **settings))
 
+    def add_file(self, *names: str, text: str, **settings: Any) -> None:
+        """A flag with a path. text: its help."""
+        self.add_argument(*names, **{"type": Path, "metavar": "FILE", "help": text} | settings)
+
+    def add_count(self, *names: str, text: str, default: int | None = None, **settings: Any) -> None:
+        """A flag with a whole number of at least 1. text: its help, to which the default is added."""
+        if default is not None:
+            text += f" (default: {default})"
+        self.add_argument(*names, **{"type": count, "default": default, "metavar": "N", "help": text} | settings)
+
+    def add_switch(self, *names: str, text: str) -> None:
+        """A flag without a value. text: its help."""
+        self.add_argument(*names, action="store_true", help=text)
+
     def add_argument_group(self, title: str) -> Arguments:
         """A group with a title of its own in the help."""
         return Arguments(self._target.add_argument_group(title), self.added)
@@ -28,3 +46,14 @@ class Arguments:
     def add_mutually_exclusive_group(self) -> Arguments:
         """A group of which a command line has one argument at most."""
         return Arguments(self._target.add_mutually_exclusive_group(), self.added)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number

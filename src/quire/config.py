@@ -1,17 +1,16 @@
-"""Every setting of the engine and of the server. Flags, the TOML file and the reference page are generated from these.
+"""Every setting of the engine and of the server. Flags, the TOML file and the reference page are made from these.
 
 A group is one frozen dataclass; the string below a field is its documentation. `quire.options` has the machinery.
-`python -m quire.config` prints the reference page (docs/reference/settings.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from quire import options as _options
 from quire.arguments import Arguments
@@ -22,7 +21,7 @@ from quire.options import AtLeast, Bytes, Count, OneOf, SettingsGroup, format_by
 __all__ = [
     "AttentionConfig", "CacheConfig", "ClusterConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig",
     "SchedulerConfig", "ServeConfig", "SloConfig", "TiersConfig",
-    "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "reference", "sources",
+    "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "sources",
 ]  # fmt: skip
 
 
@@ -355,8 +354,22 @@ class RuntimeConfig(SettingsGroup):
             raise ConfigError(f"runtime.threads is {self.threads}; it must be at most {MAX_THREADS}")
 
 
+class ServerGroup(SettingsGroup):
+    """A group of settings beside those of the engine."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> Self:
+        """The group's settings; see EngineConfig.from_options."""
+        return _options.make(cls, _options.collect([cls], options, file, ALL_GROUPS)[0])
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> Self:
+        """The group's settings from a command line and its --config."""
+        return cls.from_options(options_from(args, (cls.key,)), args.config)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(SettingsGroup):
+class ServeConfig(ServerGroup):
     """The HTTP server. These flags also work without their group: `--port 8000`."""
 
     key: ClassVar[str] = "serve"
@@ -416,14 +429,9 @@ class ServeConfig(SettingsGroup):
         if self.max_request_bytes < 1000:
             raise ConfigError(f"serve.max_request_bytes is {self.max_request_bytes}; it must be at least 1KB")
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
-        """The server's settings; see EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
-
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig(SettingsGroup):
+class ClusterConfig(ServerGroup):
     """Several instances behind one server (docs/guide/machines.md). Every instance has the settings of the engine; a
     placement may change some of them for a role.
     """
@@ -525,14 +533,9 @@ class ClusterConfig(SettingsGroup):
             found[key] = value
         return found
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ClusterConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
-
 
 @dataclass(frozen=True, kw_only=True)
-class SloConfig(SettingsGroup):
+class SloConfig(ServerGroup):
     """Latency targets of the server. Its metrics count the requests that meet both."""
 
     key: ClassVar[str] = "slo"
@@ -549,14 +552,9 @@ class SloConfig(SettingsGroup):
         if self.attainment > 1:
             raise ConfigError(f"slo.attainment is {self.attainment:g}; it is a share, at most 1")
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> SloConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
-
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(SettingsGroup):
+class CalibrateConfig(ServerGroup):
     """When `quire serve` calibrates a codec that has no calibration of the model yet."""
 
     key: ClassVar[str] = "calibrate"
@@ -565,11 +563,6 @@ class CalibrateConfig(SettingsGroup):
     """beside: serve at once with dense pages, calibrate meanwhile at low priority, and take the codec when it is there.
     start: calibrate before serving. Instances of a cluster, a GPU, tiers, offloading, cache.pin and runtime.step_log
     calibrate at start in any case."""
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> CalibrateConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -593,9 +586,14 @@ class EngineConfig:
         setting's type. Server settings in the file are ignored.
         Raises ConfigError for an unknown key, naming the nearest valid one, and for an invalid value.
         """
-        values, _ = _options.collect(ENGINE_GROUPS, options, file, _ALL_GROUPS)
+        values, _ = _options.collect(ENGINE_GROUPS, options, file, ALL_GROUPS)
         groups: dict[str, Any] = {group.key: _options.make(group, values) for group in ENGINE_GROUPS}
         return cls(**groups)
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> EngineConfig:
+        """The configuration from a command line and its --config."""
+        return cls.from_options(options_from(args), args.config)
 
     def to_options(self) -> dict[str, Any]:
         """Every setting by its key. from_options of these returns an equal configuration."""
@@ -603,7 +601,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(SettingsGroup):
+class PlanConfig(ServerGroup):
     """What `quire plan` plans for: memory of the machine, and for `quire plan auto` the quality that may be lost."""
 
     key: ClassVar[str] = "plan"
@@ -620,11 +618,6 @@ class PlanConfig(SettingsGroup):
     quality: Annotated[float, AtLeast(0)] = 0.01
     """Quality that may be lost: perplexity over that of the same model with a dense cache of all tokens, less 1."""
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> PlanConfig:
-        """See EngineConfig.from_options."""
-        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
-
 
 ENGINE_GROUPS: tuple[type[SettingsGroup], ...] = (
     ModelConfig,
@@ -636,7 +629,7 @@ ENGINE_GROUPS: tuple[type[SettingsGroup], ...] = (
     SchedulerConfig,
     RuntimeConfig,
 )
-_ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
+ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
     *ENGINE_GROUPS,
     CalibrateConfig,
     ServeConfig,
@@ -644,31 +637,37 @@ _ALL_GROUPS: tuple[type[SettingsGroup], ...] = (
     SloConfig,
     PlanConfig,
 )
-SECTIONS = tuple(group.key for group in _ALL_GROUPS)
+ENGINE_SECTIONS = tuple(group.key for group in ENGINE_GROUPS)
+SECTIONS = tuple(group.key for group in ALL_GROUPS)
 
 
-def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS, common: Sequence[str] = ()) -> None:
-    """Adds a flag such as `--cache.memory` for every setting of the sections. Those in `common` come first in help.
+def add_flags(
+    parser: Arguments, sections: Iterable[str] = SECTIONS, common: Sequence[str] = (), left_out: Collection[str] = ()
+) -> None:
+    """Adds a flag such as `--cache.memory` for every setting of the sections but those in `left_out`. Those in `common`
+    come first in help.
 
     Flags that are not given are absent from the namespace.
     """
-    _options.add_flags(parser, _groups_of(sections), common)
+    _options.add_flags(parser, _groups_of(sections), common, left_out)
 
 
-def options_from(namespace: argparse.Namespace, sections: Iterable[str] = SECTIONS) -> dict[str, Any]:
+def options_from(namespace: argparse.Namespace, sections: Iterable[str] = ENGINE_SECTIONS) -> dict[str, Any]:
     """The settings of the sections that were given as flags, by key, as text."""
     return _options.options_from(namespace, _groups_of(sections))
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
     """Words of a command line that set these settings: what `options_from` reads back."""
-    known = {each.key: each for group in _ALL_GROUPS for each in _options.settings_of(group)}
+    known = {each.key: each for group in ALL_GROUPS for each in _options.settings_of(group)}
     return [word for key, value in options.items() for word in (f"--{key}", known[key].show(value))]
 
 
-def sources(options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = SECTIONS) -> dict[str, str]:
+def sources(
+    options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = ENGINE_SECTIONS
+) -> dict[str, str]:
     """The origin of every setting of the sections: `flag`, `file NAME` or `default`."""
-    return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]
+    return _options.collect(_groups_of(sections), options, file, ALL_GROUPS)[1]
 
 
 def describe(config: EngineConfig | SettingsGroup, sources: Mapping[str, str]) -> str:
@@ -676,39 +675,10 @@ def describe(config: EngineConfig | SettingsGroup, sources: Mapping[str, str]) -
     return _options.describe(_groups(config), sources)
 
 
-def reference() -> str:
-    """The reference page of all settings, in Markdown."""
-    return _REFERENCE_HEAD + "\n" + _options.reference(_ALL_GROUPS)
-
-
 def _groups(config: EngineConfig | SettingsGroup) -> list[SettingsGroup]:
     return [config] if isinstance(config, SettingsGroup) else [getattr(config, each.name) for each in fields(config)]
 
 
 def _groups_of(sections: Iterable[str]) -> list[type[SettingsGroup]]:
-    by_key = {group.key: group for group in _ALL_GROUPS}
+    by_key = {group.key: group for group in ALL_GROUPS}
     return [by_key[section] for section in sections]
-
-
-_REFERENCE_HEAD = """\
-# Configuration
-
-Generated from `src/quire/config.py` by `make docs`; edit the docstrings there.
-
-A setting can be given in three places. The first in this list wins:
-
-1. a flag: `quire serve smollm2 --cache.memory 1GiB`; from Python `LLM("smollm2", options={"cache.memory": "1GiB"})`
-2. a TOML file: `--config quire.toml` with `[cache]` and, below it, `memory = "1GiB"`
-3. the default
-
-Quire rejects an unknown key and names a valid one that is near. `--print-config` prints every value and its origin, as
-a file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Four environment variables are
-used as well: `QUIRE_LOG` sets the log level: debug, info, warning, error or critical. `QUIRE_API_KEY` is the key that
-`quire inspect --tree` and `quire cluster` send. `XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds
-`quire/` with models, calibrations, layer images and compiled kernels. `OTEL_EXPORTER_OTLP_ENDPOINT` is where a cluster
-exports spans to (docs/guide/machines.md).
-"""
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

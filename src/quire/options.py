@@ -318,12 +318,19 @@ LEAST_BEGINNING = 3
 """Characters from which the beginning of a name counts as the name."""
 
 
-def add_flags(parser: Arguments, groups: Sequence[type[SettingsGroup]], common: Sequence[str] = ()) -> None:
+def add_flags(
+    parser: Arguments,
+    groups: Sequence[type[SettingsGroup]],
+    common: Sequence[str] = (),
+    left_out: Collection[str] = (),
+) -> None:
     """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace.
 
-    common  keys of settings that come first in help, if they are in the groups
+    common    keys of settings that come first in help, if they are in the groups
+    left_out  keys of settings that get no flag
     """
-    by_key = {setting.key: (group, setting) for group in groups for setting in settings_of(group)}
+    pairs = [(group, setting) for group in groups for setting in settings_of(group)]
+    by_key = {setting.key: (group, setting) for group, setting in pairs if setting.key not in left_out}
     first = [key for key in common if key in by_key]
     titles = dict.fromkeys(first, "common settings") | {
         key: f"{group.key} settings" for key, (group, _) in by_key.items() if key not in first
@@ -368,25 +375,6 @@ def describe(groups: Iterable[SettingsGroup], sources: Mapping[str, str]) -> str
             is_bare = isinstance(value, (bool, int, float)) and text == str(value).lower()
             line = f"{setting.name} = {text if is_bare else json.dumps(text, ensure_ascii=False)}"
             lines.append(f"{line:<40}  # {sources.get(setting.key, 'default')}")
-    return "\n".join(lines[1:]) + "\n"
-
-
-def reference(groups: Sequence[type[SettingsGroup]]) -> str:
-    """The reference of all settings in Markdown, one table per group."""
-    lines: list[str] = []
-    for group in groups:
-        lines += [
-            "",
-            f"## {group.key}",
-            "",
-            inspect.cleandoc(group.__doc__ or ""),
-            "",
-            "| key | value | default | meaning |",
-            "|---|---|---|---|",
-        ]
-        for setting in settings_of(group):
-            value = ", ".join(f"`{term}`" for term in setting.terms(in_words=False))
-            lines.append(f"| `{setting.key}` | {value} | `{setting.show(setting.default)}` | {setting.doc} |")
     return "\n".join(lines[1:]) + "\n"
 
 

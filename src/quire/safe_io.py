@@ -10,7 +10,10 @@ import errno
 import json
 import os
 import stat
+import sys
 from typing import IO, Any
+
+from quire.errors import ConfigError
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -52,6 +55,15 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a regular file. Raises OSError."""
     with open_file(path, "rb") as file:
         return bytes(file.read())
+
+
+def read_source(name: str) -> bytes:
+    """The bytes of a regular file, or with - of the standard input. Raises OSError, ConfigError if stdin is closed."""
+    if name != "-":
+        return read_bytes(name)
+    if sys.stdin is None:
+        raise ConfigError("- reads the standard input, but stdin is closed")
+    return sys.stdin.buffer.read()
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from quire.cli import main
-from quire.cli.cache_disk import _folder, _names
+from quire.cli.cache_disk import _folder
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, ExtentError
 from quire.llm import LLM
-from quire.models.digest import combined
+from quire.models.digest import combined, known_names
 from quire.models.embedded import EMBEDDED, SMOLLM2
 from quire.prefixes import importing as prefix_import
 from quire.stores.archive import RunArchive, RunArchiveWriter
@@ -149,7 +149,7 @@ def test_a_model_is_listed_by_its_name_where_it_is_known_here(tmp_path, capsys, 
     assert listed(capsys, disk)["namespaces"][0]["name"] is None, "nothing is hashed for a name"
     embedded = dataclasses.replace(SMOLLM2, sha256="ab" * 32)
     monkeypatch.setitem(EMBEDDED, "smollm2", embedded)
-    assert combined([embedded.sha256]) in _names({digest})
+    assert combined([embedded.sha256]) in known_names({digest})
 
 
 def test_what_is_unreadable_or_foreign_is_named(folder, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import errno
-import importlib
 import json
 import os
 import re
@@ -17,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.cli import COMMANDS, build_parser, main
+from quire.cli import COMMANDS, main, parse
+from quire.cli.parser import actions_of, parsers_of
 from quire.errors import ModelError
 from tests.tiny_models import save_tiny, tiny_shape, write_gguf
 
@@ -53,8 +53,8 @@ def test_help_is_fast_and_imports_nothing_heavy():
     code = """
 import sys, time
 begun = time.process_time()
-from quire.cli import COMMANDS, build_parser
-build_parser().format_help()
+from quire.cli.parser import COMMANDS, overview
+overview().format_help()
 heavy = ("torch", "numpy", "fastapi", "rich", *(f"quire.cli.{name}" for name in COMMANDS))
 heavy, ended = [name for name in heavy if name in sys.modules], time.process_time()
 import numpy  # what a slow machine needs longer for, too
@@ -69,10 +69,14 @@ print((ended - begun) / (time.process_time() - ended), heavy)
     assert time.perf_counter() - begun < 5
 
 
+ACTIVE = ("plan", "bench", "eval")
+"""Commands with actions."""
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as exit_:
-        build_parser().parse_args([command, "--help"])
+        parse([command, "--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert "--debug" in text and (
@@ -250,18 +254,17 @@ def test_what_cannot_be_is_one_line_and_exit_code_two(words, said, capsys):
 
 @pytest.mark.parametrize("prompt", ["Hello", "", "-", "- one", "--one two", "-5", "-.5", "two words"])
 def test_the_prompt_may_stand_behind_flags(prompt):
-    parser = build_parser()
     flags = ["--max-tokens", "5", "--cache.memory", "1GiB", "--chat"]
     for place in range(0, 5, 2):
-        args = parser.parse_args(["generate", "smollm2", *flags[:place], prompt, *flags[place:]])
+        args = parse(["generate", "smollm2", *flags[:place], prompt, *flags[place:]])
         assert (args.model, args.prompt, args.max_tokens, args.chat) == ("smollm2", prompt, 5, True)
-    assert parser.parse_args(["generate", *flags, "smollm2", prompt]).prompt == prompt
-    assert parser.parse_args(["generate", "smollm2", *flags]).prompt is None
+    assert parse(["generate", *flags, "smollm2", prompt]).prompt == prompt
+    assert parse(["generate", "smollm2", *flags]).prompt is None
 
 
 @pytest.mark.parametrize("flags", [[], ["--max-tokens", "5"]])
 def test_a_prompt_behind_two_dashes_may_look_like_a_flag(flags):
-    assert build_parser().parse_args(["generate", "smollm2", *flags, "--", "--no-flag"]).prompt == "--no-flag"
+    assert parse(["generate", "smollm2", *flags, "--", "--no-flag"]).prompt == "--no-flag"
 
 
 def help_of(capsys, *words):
@@ -285,18 +288,30 @@ def test_help_of_a_server_has_its_common_settings_first_and_each_flag_once(capsy
     assert len(flags) == len(set(flags)) and text.index("common settings:") < text.index("model settings:")
 
 
-@pytest.mark.parametrize("command", ["plan", "bench", "eval"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ppl", "m", "--text", "retrieval"],
+        ["--text", "retrieval", "ppl", "m"],
+        ["--json", "ppl", "--text=retrieval", "m"],
+        ["m", "--context", "9", "ppl", "--text", "retrieval"],
+    ],
+)
+def test_an_action_may_stand_behind_flags_whose_values_are_called_like_others(words):
+    args = parse(["eval", *words])
+    assert (args.action, args.model, str(args.text)) == ("ppl", "m", "retrieval")
+
+
+@pytest.mark.parametrize("command", ACTIVE)
 def test_help_of_an_action_has_its_own_flags_and_no_others(command, capsys):
-    module = importlib.import_module(f"quire.cli.{command}")
     text = help_of(capsys, command)
     assert f"quire {command} ACTION --help shows the flags of an action" in text
-    every = {name for flags in module.ACTION_FLAGS.values() for name in flags}
-    for name, own in module.ACTION_FLAGS.items():
-        parser = build_parser().commands[command]
-        parser.show_flags_of_action([command, name, "--help"])
-        shown = {action.dest for action in parser.arguments.added if action.help is not argparse.SUPPRESS}
-        there = {action.dest for action in parser.arguments.added}
-        assert shown & every == set(own) & there and there - every <= shown
+    flags = {each.action: {flag for flag in each.flags if flag.startswith("--")} for each in parsers_of(command)}
+    assert [*flags] == [*actions_of(command)] and all(action in text for action in flags)
+    for action, own in flags.items():
+        shown = set(re.findall(r"^  (?:-\w, |-\w \w+, )?(--[\w.-]+)", help_of(capsys, command, action), re.MULTILINE))
+        assert shown <= own and "--debug" in shown
+        assert any(own - others for name, others in flags.items() if name != action)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +324,8 @@ def test_help_of_an_action_has_its_own_flags_and_no_others(command, capsys):
     ],
 )
 def test_flags_take_hyphens_for_underscores_and_the_other_way_round(words, name):
-    assert str(vars(build_parser().parse_args(words))[name]) == "2"
-    assert build_parser().parse_args(["generate", "m", "--", "--max_tokens"]).prompt == "--max_tokens"
+    assert str(vars(parse(words))[name]) == "2"
+    assert parse(["generate", "m", "--", "--max_tokens"]).prompt == "--max_tokens"
 
 
 def test_help_says_what_no_limit_is(capsys):
@@ -452,13 +467,12 @@ def test_an_interruption_is_no_traceback(monkeypatch, capsys):
 
 
 def test_a_switch_does_not_take_the_model_for_its_value():
-    parser = build_parser()
     for words in (
         ["--allow-public", "smollm2"],
         ["smollm2", "--allow-public"],
         ["--serve.allow_public", "true", "smollm2"],
     ):
-        args = parser.parse_args(["serve", *words])
+        args = parse(["serve", *words])
         assert (args.model, vars(args)["serve.allow_public"]) == ("smollm2", "true")
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import doctor, main
-from quire.cli.doctor import Finding, examine
+from quire import diagnosis
+from quire.cli import main
+from quire.diagnosis import Finding, examine
 from quire.kernels import build
 from quire.kernels.levels import supported_levels
 
@@ -31,7 +32,7 @@ def test_a_home_that_cannot_be_written_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setattr(doctor.os, "access", lambda path, mode: not str(path).startswith("/proc"))
+    monkeypatch.setattr(diagnosis.os, "access", lambda path, mode: not str(path).startswith("/proc"))
     assert found()["cache folder"].state == "fault"
     assert main(["doctor"]) == 1
     assert "FAIL  cache folder" in capsys.readouterr().out
@@ -46,8 +47,8 @@ def test_a_file_where_the_cache_folder_should_be_is_a_fault(monkeypatch: pytest.
         raise PermissionError(path)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: refused(path))
-    assert next(doctor._folders()).state == "fault"
+    monkeypatch.setattr(diagnosis.shutil, "disk_usage", lambda path: refused(path))
+    assert next(diagnosis._folders()).state == "fault"
 
 
 def test_a_machine_without_a_home_is_told_what_to_set(
@@ -65,10 +66,10 @@ def test_a_machine_without_a_home_is_told_what_to_set(
 
 
 def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = doctor.importlib.util.find_spec
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
+    real = diagnosis.importlib.util.find_spec
+    monkeypatch.setattr(diagnosis.importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
     monkeypatch.setattr(build, "find_compiler", lambda: None)
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.setattr(diagnosis.os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     findings = found()
     cluster = findings["cluster"]
     assert cluster.state == "note" and "pip install -c constraints.txt '.[cluster]'" in cluster.text
@@ -79,5 +80,5 @@ def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyP
 
 def test_machines_without_vectors_are_told_what_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.kernels.levels.supported_levels", lambda: ("v2",))
-    (processor, _) = doctor._processor()
+    (processor, _) = diagnosis._processor()
     assert processor.state == "note" and "slower without AVX2" in processor.text

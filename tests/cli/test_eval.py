@@ -187,7 +187,7 @@ def test_retrieval_is_a_table_of_depths(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("quire.evaluation.retrieval", fake)
     words = ["eval", "retrieval", "fake", "--lengths", "64,1024", "--depths", "0.25,1", "--trials", "4"]
     assert main(words) == 0
-    assert (given["lengths"], given["depths"], given["num_trials"], given["text"]) == ([64, 1024], [0.25, 1], 4, None)
+    assert (given["lengths"], given["depths"], given["num_trials"], given["text"]) == ((64, 1024), (0.25, 1), 4, None)
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == "codec tokens depth 0.25 depth 1 all".split()
     assert first.split() == ["dense", "64", "25%", "100%", "5/8"] and second.split()[1] == "1,024"
@@ -222,7 +222,7 @@ def test_retrieval_names_the_retention(folder: str, text: str, capsys: pytest.Ca
         (["ppl", "--text", "/nowhere"], "cannot read the text /nowhere"),
         (["ppl", "--text", "TEXT", "--depths", "0"], "--depths is for quire eval retrieval, not for ppl"),
         (["retrieval", "--context", "64"], "--context is for quire eval ppl, not for retrieval"),
-        (["retrieval", "--no-kl"], "--kl is for quire eval ppl, not for retrieval"),
+        (["retrieval", "--no-kl"], "--no-kl is for quire eval ppl, not for retrieval"),
         (["ppl", "--codecs", "dense", "--cache.codec", "dense"], "give --codecs or --cache.codec, not both"),
         (["ppl", "--text", "TEXT", "--codecs", "dense,zip9"], "cache.codec is 'zip9'"),
         (["ppl", "--text", "TEXT", "--context", "1"], "a window of 1 tokens has no token to score"),

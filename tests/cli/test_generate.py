@@ -401,7 +401,7 @@ class Filling(io.FileIO):
 
 
 def test_a_disk_that_fills_up_keeps_whole_lines(fake, files, monkeypatch, capsys):
-    monkeypatch.setattr("quire.cli.batch.FileIO", Filling)
+    monkeypatch.setattr("quire.batch_files.output.FileIO", Filling)
     monkeypatch.setattr(Filling, "left", 250)
     write(files[0], *({"prompt": "abc"} for _ in range(5)))
     assert generate(files, "--max-tokens", "1") == 2
@@ -413,7 +413,7 @@ def test_failures_stay_in_the_output_if_there_is_no_room_to_take_them_out(fake, 
     write(files[0], {"id": 1, "prompt": "abc"}, {"id": 2, "prompt": "abc"})
     write(files[1], {"id": 1, "text": "x" * 300}, {"id": 2, "error": "failed"})
     before = files[1].read_bytes()
-    monkeypatch.setattr("quire.cli.batch.FileIO", Filling)
+    monkeypatch.setattr("quire.batch_files.output.FileIO", Filling)
     monkeypatch.setattr(Filling, "left", 150)
     assert generate(files) == 2
     assert "No space left on device" in capsys.readouterr().err
@@ -509,7 +509,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(fake, files, capsys,
     assert generate(files) == 0
     assert capsys.readouterr().err.count("\n") == 1, "a short run needs no progress"
     files[1].unlink()
-    monkeypatch.setattr("quire.cli.batch.PLAIN_SECONDS", 0.02)
+    monkeypatch.setattr("quire.cli.shared.PLAIN_SECONDS", 0.02)
     fake.config = type(fake.config).from_options({"scheduler.max_running": 1})
     fake.step_seconds = 0.01
     assert generate(files) == 0
@@ -585,11 +585,11 @@ def test_a_planned_block_runs_at_once_wherever_it_is(fake, files, monkeypatch):
             yield item
 
     @contextmanager
-    def planned(args, batch):
-        yield SimpleNamespace(options=None, plan=True, report=lambda batch, stats: [])
+    def planned(model, config, batch):
+        yield SimpleNamespace(options=None, plan=True, announcement=lambda: None, report=lambda batch, stats: [])
 
     monkeypatch.setattr(fake, "_generate", watched)
-    monkeypatch.setattr("quire.cli.batch_plan.planned", planned)
+    monkeypatch.setattr("quire.batch_files.placement.planned", planned)
     fake.config = EngineConfig.from_options({"scheduler.max_running": 20})
     write(files[0], *({"prompt": "abc"} for _ in range(30)))
     assert generate(files) == 0

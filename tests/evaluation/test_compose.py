@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.cli import build_parser, main
+from quire.cli import main, parse
 from quire.cli.bench_compose import CompositionBenchmark
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
@@ -484,8 +483,8 @@ def test_settings_of_a_file_belong_to_their_systems(model: str, tmp_path: Path) 
         '[cache]\nmemory = "1GiB"\nshare = true\ncodec = "nuq4"\noutlier_slots = 2\n[retain]\nbudget = 0.5\n'
         "[scheduler]\nmax_running = 7\ntoken_budget = 300\n"
     )
-    args = build_parser().parse_args(["bench", "compose", "m", "--config", str(file), "--cache.codec", "nuq2"])
-    recipe = CompositionBenchmark(argparse.Namespace(**{**CompositionBenchmark.DEFAULTS, **vars(args)}))._recipe
+    args = parse(["bench", "compose", "m", "--config", str(file), "--cache.codec", "nuq2"])
+    recipe = CompositionBenchmark(args)._recipe
     assert recipe.codec == {"cache.codec": "nuq2", "cache.outlier_slots": 2} and recipe.retention == {
         "retain.budget": 0.5
     }
@@ -512,9 +511,8 @@ def test_what_goodputs_do_not_show_is_said() -> None:
     [([], 3584), (["--input-tokens", "1024"], 896), (["--shared-tokens", "5"], 5), (["--quick"], 448)],
 )
 def test_prompts_have_seven_eighths_in_common_unless_it_is_given(flags: list[str], shared: int) -> None:
-    args = build_parser().parse_args(["bench", "compose", "m", *flags])
-    namespace = argparse.Namespace(**{**CompositionBenchmark.DEFAULTS, **vars(args)})
-    assert CompositionBenchmark(namespace)._load.shared == shared
+    args = parse(["bench", "compose", "m", *flags])
+    assert CompositionBenchmark(args)._load.shared == shared
 
 
 @pytest.mark.slow

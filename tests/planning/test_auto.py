@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from quire.cache.codecs import CODECS
-from quire.cli import main, plan_auto
+from quire.cli import main, parse, plan_auto
+from quire.cli.parser import CommandParser
 from quire.config import ClusterConfig, EngineConfig, SloConfig
 from quire.errors import ConfigError
 from quire.evaluation import auto as planning
@@ -780,10 +781,7 @@ def test_losses_that_too_few_windows_leave_open_are_measured_further(
 
 
 def planner_from(words: list[str]) -> Any:
-    from quire.cli import build_parser
-
-    args = build_parser().parse_args(words)
-    return plan_auto.planner_of(type(args)(**{**plan_auto.DEFAULTS, **vars(args)}))
+    return plan_auto.planner_of(parse(words))
 
 
 def test_latencies_are_kept_ones_or_follow_from_their_parts(words: list[str], known: Path) -> None:
@@ -899,9 +897,7 @@ def test_a_plan_that_cannot_be_made_says_what_decides(
     assert error == (
         "quire: no settings can be tried; default: no steps were measured within 5 s; raise --plan.seconds"
     )
-    from quire.cli import build_parser
-
-    assert "--plan.seconds" in build_parser().commands["plan"].flags
+    assert "--plan.seconds" in CommandParser("plan", "auto").flags
 
 
 def test_codecs_without_a_calibration_are_said_before_anything_is_measured(

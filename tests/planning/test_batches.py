@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.batch_files.placement import PlannedBatch
 from quire.cli import main
-from quire.cli.batch_plan import PlannedBatch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.offload.costs import Workload

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import build_parser
+from quire.cli.parser import COMMANDS, parsers_of
 from quire.config import SECTIONS
 from quire.config import _groups_of as groups_of
 from quire.options import settings_of
@@ -133,7 +133,7 @@ def flags_in(line: str) -> Iterator[tuple[str | None, str]]:
 
 
 SETTINGS = {setting.key for group in groups_of(SECTIONS) for setting in settings_of(group)}
-FLAGS = {name: {*command.flags, "--help"} for name, command in build_parser().commands.items()}
+FLAGS = {name: {flag for parser in parsers_of(name) for flag in parser.flags} for name in COMMANDS}
 
 
 @pytest.mark.parametrize("page", USERS, ids=name_of)

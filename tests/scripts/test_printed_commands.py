@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import COMMANDS, build_parser, simulation_common
-from quire.cli.shared import ENGINE_SECTIONS
+from quire.cli import COMMANDS, parse, simulation_common
+from quire.cli.parser import parsers_of
 from quire.config import EngineConfig, options_from
 from quire.planning.cluster_file import read_cluster
 
@@ -62,8 +62,13 @@ def test_the_files_of_machines_that_are_printed_are_taken(tmp_path: Path) -> Non
 
 
 USED_WITH = {
-    name: {action.metavar for action in command.arguments.added if action.nargs is None and not action.option_strings}
-    for name, command in build_parser().commands.items()
+    name: {
+        action.metavar
+        for parser in parsers_of(name)
+        for action in parser.arguments.added
+        if action.nargs is None and not action.option_strings
+    }
+    for name in COMMANDS
 }
 """The required arguments of each command."""
 
@@ -87,14 +92,14 @@ def test_a_command_that_is_printed_is_taken(page: str, command: str, capsys: pyt
     assert words[0] in COMMANDS
     if not {"MODEL", "smollm2"} & set(words) and "MODEL" in USED_WITH[words[0]]:
         flags = {word.partition("=")[0] for word in words if word.startswith("--")}
-        assert flags <= set(build_parser().commands[words[0]].flags) | {"--help"}
+        assert flags <= {flag for parser in parsers_of(words[0]) for flag in parser.flags}
         return
     try:
-        args = build_parser().parse_args(words)
+        args = parse(words)
     except SystemExit as ended:
         assert ended.code == 0, capsys.readouterr().err
         return
-    settings = options_from(args, ENGINE_SECTIONS)
+    settings = options_from(args)
     EngineConfig.from_options({key: value for key, value in settings.items() if str(value) != str(value).upper()})
     if words[0] == "plan" and words[1] in ("auto", "placement"):
         simulation_common.check_targets(simulation_common.slo_of(args), f"quire plan {words[1]}")

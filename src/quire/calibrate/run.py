@@ -32,7 +32,7 @@ from quire.calibrate.tables import make_tables
 from quire.calibrate.text import generate_windows, windows_from_text
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.build import assemble, load_model, resolve
-from quire.engine.calibration import Calibration
+from quire.engine.calibration import Calibration, check_tables
 from quire.engine.machine import usable_cores
 from quire.errors import ConfigError, LoadCancelledError
 from quire.kernels import runtime
@@ -119,15 +119,7 @@ def calibrate(
             with _telling_what_is_kept(store, settings):
                 _gather(path, store, settings, windows, config, dtype, device, progress)
                 tables, report = _fit(store, settings, shape, progress)
-            recorded = {
-                **gathered,
-                "bits": list(settings.bits),
-                "outlier_slots": settings.outlier_slots,
-                "books": list(settings.kinds),
-                "same_bits": not settings.spends,
-                "q_norm": settings.q_norm,
-            }
-            made = Calibration(model_id, tables, recorded, report, path.name)
+            made = Calibration(model_id, tables, gathered | settings.of_tables(), report, path.name)
             made.save(file)
             store.clear()
     except OSError as error:
@@ -135,6 +127,25 @@ def calibrate(
             f"{error.filename or file}: cannot be written ({error.strerror or error}); choose another place, or set"
             " XDG_CACHE_HOME to a folder that can"
         ) from None
+    return made
+
+
+def import_calibration(source: Path, path: Path, settings: CalibrationSettings, file: Path) -> Calibration:
+    """Keeps a calibration from another machine in `file`. Raises ConfigError for one of another model than that at
+    `path`, or of other settings, and OSError if the file cannot be written.
+    """
+    made = Calibration.load(source, fingerprint(path))
+    with open_model(path) as checkpoint:
+        shape = checkpoint.shape
+    for tables in made.tables.values():
+        check_tables(tables, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    for name, value in (settings.of_tables() | {"skipped": settings.skipped}).items():
+        if (found := made.settings.get(name)) != value:
+            raise ConfigError(
+                f"{source}: made with {name} {found}, not {value}; give the same flags as to the command that made it,"
+                " or use it as it is with --cache.calibration"
+            )
+    made.save(file)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.cache.codecs import CODECS
 from quire.cache.codecs.nuq import MAX_SLOTS
@@ -98,6 +99,16 @@ class CalibrationSettings:
     def num_held_out(self) -> int:
         """Number of held-out windows."""
         return max(1, self.num_windows // HELD_OUT)
+
+    def of_tables(self) -> dict[str, Any]:
+        """The settings that define the tables, as a calibration's file has them."""
+        return {
+            "bits": sorted(self.bits),
+            "outlier_slots": self.outlier_slots,
+            "books": list(self.kinds),
+            "same_bits": not self.spends,
+            "q_norm": self.q_norm,
+        }
 
     def file(self, model: str) -> Path:
         """The default file of a calibration for the model with this fingerprint.

@@ -24,86 +24,34 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any
 
 from quire.arguments import Arguments
-from quire.cli import shared
-from quire.cli.bench_compose import CompositionBenchmark
-from quire.cli.bench_latency import LatencyBenchmark
-from quire.cli.bench_throughput import ThroughputBenchmark
-from quire.cli.bench_trace import TraceBenchmark
-from quire.errors import ConfigError
+from quire.cli import bench_compose, bench_latency, bench_throughput, bench_trace, shared
 
-BENCHMARKS: dict[
-    str, type[ThroughputBenchmark] | type[TraceBenchmark] | type[LatencyBenchmark] | type[CompositionBenchmark]
-] = {
-    "throughput": ThroughputBenchmark,
-    "trace": TraceBenchmark,
-    "latency": LatencyBenchmark,
-    "compose": CompositionBenchmark,
+ACTIONS = {
+    "throughput": bench_throughput,
+    "trace": bench_trace,
+    "latency": bench_latency,
+    "compose": bench_compose,
 }
-
-ACTION_FLAGS = {name: tuple(benchmark.DEFAULTS) for name, benchmark in BENCHMARKS.items()}
-"""Names in the namespace of the flags that each benchmark takes."""
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments of the command. Flags of one benchmark that are not given leave no trace in the namespace."""
-    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
+    """The arguments of every benchmark."""
     shared.add_engine_arguments(parser)
-    group = parser.add_argument_group("every benchmark")
-    group.add_argument(
-        "--output-tokens",
-        type=int,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="tokens per answer (default: 128; trace: the trace's, scaled)",
-    )
-    group.add_argument("--json", type=Path, metavar="FILE", help="append the results as JSON lines")
-    of_benchmarks = parser.add_argument_group("flags of the benchmark")
-    for benchmark in BENCHMARKS.values():
-        benchmark.add_arguments(of_benchmarks)
+    parser.add_file("--json", text="append the results as JSON lines")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the results. Returns 1 if a benchmark found a wrong result."""
-    chosen = BENCHMARKS[args.name]
-    for name, other in BENCHMARKS.items():
-        for flag in other.DEFAULTS:
-            if flag not in chosen.DEFAULTS and flag in args:
-                raise ConfigError(f"--{flag.replace('_', '-')} is for quire bench {name}, not for {args.name}")
-    args = argparse.Namespace(**{**chosen.DEFAULTS, **vars(args)})
-    benchmark = chosen(args)
     if shared.printed_config(args):
         return 0
     if args.json is not None:
         shared.check_writable(args.json)
     from rich.console import Console
 
-    from quire.llm import LLM
-
-    console = Console(highlight=False, soft_wrap=True)
-    if isinstance(benchmark, CompositionBenchmark):
-        rows, is_right = benchmark.run(console)
-        _append(args.json, rows)
-        return 0 if is_right else 1
-    if isinstance(benchmark, LatencyBenchmark) and args.steps:
-        _append(args.json, benchmark.fit_log(console))
-        return 0
-    with LLM(args.model, benchmark.options(), args.config) as llm:
-        config = llm.config
-        count = config.runtime.threads
-        threads = f", {count} thread{'' if count == 1 else 's'}" if config.runtime.device == "cpu" else ""
-        where = f"{config.runtime.device}, {config.attention.backend} attention{threads}"
-        console.print(f"{llm.model_name}: {config.model.dtype} on {where}")
-        rows, is_right = benchmark.measure(llm, console)
-        rows = [row | {"model": llm.model_name, "dtype": config.model.dtype} for row in rows]
-    _append(args.json, rows)
-    return 0 if is_right else 1
-
-
-def _append(file: Path | None, rows: list[dict[str, Any]]) -> None:
-    if file is not None:
-        with file.open("a", encoding="utf-8") as lines:
+    rows, is_right = ACTIONS[args.action].run(args, Console(highlight=False, soft_wrap=True))
+    if args.json is not None:
+        with args.json.open("a", encoding="utf-8") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in rows)
+    return 0 if is_right else 1

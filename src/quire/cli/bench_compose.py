@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
@@ -21,56 +20,58 @@ if TYPE_CHECKING:
 
 MEMORY = "plan.memory"
 
+LOAD: dict[str, Any] = {
+    "input_tokens": 4096, "output_tokens": 64, "clients": [1, 4], "seconds": 50.0, "windows": 4,
+}  # fmt: skip
+"""The load, where it is not given."""
+
 QUICK: dict[str, Any] = {
     "input_tokens": 512, "output_tokens": 16, "clients": [4], "seconds": 3.0, "windows": 1,
 }  # fmt: skip
-"""What --quick sets, unless it is given: enough to see that all of it works, too little to compare."""
+"""The same with --quick: enough to see that all of it works, too little to compare."""
+
+
+def add_arguments(parser: Arguments) -> None:
+    """The flags that only this benchmark has."""
+    group = parser.add_argument_group("benchmark")
+
+    text = "memory of all processes together (default: 2GiB)"
+    group.add_argument(f"--{MEMORY}", dest=MEMORY, type=_bytes, default=2 << 30, metavar="SIZE", help=text)
+    group.add_file("--text", text="text on which the quality is measured; without it, it is not")
+    group.add_file("--trace", text="a trace whose requests are sent, in place of prompts of equal length")
+    group.add_argument("--input-tokens", type=int, metavar="N", help="tokens of a prompt (default: 4096)")
+    text = "first tokens that prompts have in common (default: 7/8 of --input-tokens)"
+    group.add_argument("--shared-tokens", type=int, metavar="N", help=text)
+    group.add_count("--prefixes", text="different beginnings of prompts", default=2)
+    group.add_argument("--output-tokens", type=int, metavar="N", help="tokens per answer (default: 64)")
+    text = "clients at once, one number after the other, each for --seconds (default: 1 4)"
+    group.add_count("--clients", text=text, nargs="+")
+    group.add_argument("--seconds", type=float, metavar="X", help="time for each number of clients (default: 50)")
+    text = "most seconds to the first token (default: 10 times those of a request alone)"
+    group.add_argument("--ttft", type=float, metavar="X", help=text)
+    group.add_argument("--tpot", type=float, metavar="X", help="most seconds per token after it (default: likewise)")
+    group.add_count("--windows", text="windows of the text (default: 4)")
+    text = "configurations to run beside none, such as sharing, or all five"
+    group.add_argument("--only", nargs="+", metavar="NAME", help=text)
+    group.add_switch("--quick", text="a load that is too small to compare, to see that all of it works")
+    group.add_file("--output", text="write the report as JSON")
+
+
+def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
+    """Runs all configurations, and prints a table. Returns its rows, and whether all could be run."""
+    return CompositionBenchmark(args).run(console)
 
 
 class CompositionBenchmark:
-    """The benchmark; see `quire.cli.bench`. --output, --seconds, --trace and --input-tokens are flags of the others,
-    too.
-    """
-
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        MEMORY: 2 << 30, "text": None, "trace": None, "input_tokens": 4096, "shared_tokens": None, "prefixes": 2,
-        "output_tokens": 64, "clients": [1, 4], "seconds": 50.0, "ttft": None, "tpot": None, "windows": 4,
-        "only": None, "quick": False, "output": None,
-    }  # fmt: skip
-
-    @staticmethod
-    def add_arguments(group: Arguments) -> None:
-        """The flags that only this benchmark has."""
-
-        def add(flag: str, metavar: str, text: str, **more: Any) -> None:
-            group.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text, **more)
-
-        add(f"--{MEMORY}", "SIZE", "memory of all processes together (default: 2GiB)", dest=MEMORY, type=_bytes)
-        add("--text", "FILE", "text on which the quality is measured; without it, it is not", type=Path)
-        text = "first tokens that prompts have in common (default: 7/8 of --input-tokens)"
-        add("--shared-tokens", "N", text, type=int)
-        add("--prefixes", "N", "different beginnings of prompts (default: 2)", type=shared.count)
-        text = "clients at once, one number after the other, each for --seconds (default: 1 4, for 50 s)"
-        add("--clients", "N", text, nargs="+", type=shared.count)
-        add("--ttft", "X", "most seconds to the first token (default: 10 times those of a request alone)", type=float)
-        add("--tpot", "X", "most seconds per token after it (default: likewise)", type=float)
-        add("--windows", "N", "windows of the text (default: 4)", type=shared.count)
-        add("--only", "NAME", "configurations to run beside none, such as sharing, or all five", nargs="+")
-        group.add_argument(
-            "--quick",
-            default=argparse.SUPPRESS,
-            action="store_true",
-            help="a load that is too small to compare, to see that all of it works",
-        )
+    """The benchmark; see `quire.cli.bench`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises ConfigError for invalid arguments."""
         from quire.evaluation.compose import CONFIGURATIONS, Recipe, systems_of
 
-        self._args = args
-        if args.quick:
-            changed = [name for name in QUICK if getattr(args, name) == self.DEFAULTS[name]]
-            args = self._args = argparse.Namespace(**{**vars(args), **{name: QUICK[name] for name in changed}})
+        usual = QUICK if args.quick else LOAD
+        given = {name: value for name, value in vars(args).items() if value is not None or name not in usual}
+        args = self._args = argparse.Namespace(**usual | given)
         for name in ("ttft", "tpot"):
             if (value := getattr(args, name)) is not None and not value > 0:
                 raise ConfigError(f"--{name} is {value:g}; it must be above 0")
@@ -151,9 +152,9 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     """
     from quire.evaluation.compose import SET_HERE
 
-    flags = options_from(args, shared.ENGINE_SECTIONS)
+    flags = options_from(args)
     values, usual = (each.to_options() for each in (EngineConfig.from_options(flags, args.config), EngineConfig()))
-    origins = sources(flags, args.config, shared.ENGINE_SECTIONS)
+    origins = sources(flags, args.config)
     return {
         key: values[key]
         for key, origin in origins.items()

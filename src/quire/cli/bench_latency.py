@@ -6,11 +6,10 @@ import argparse
 import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import latencies, shared
-from quire.config import options_from
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,116 +26,101 @@ LARGE = 0.15
 """Relative error of nine of ten steps above which a model is called poor."""
 
 
-class LatencyBenchmark:
-    """The benchmark; see `quire.cli.bench`."""
+def add_arguments(parser: Arguments) -> None:
+    """The flags that only this benchmark has."""
+    group = parser.add_argument_group("benchmark")
+    group.add_file("--output", text="write the latency model as JSON")
+    shared.add_plot(group, "measured over predicted seconds")
+    group.add_argument("--seconds", type=float, default=120.0, metavar="X", help="time to measure for (default: 120)")
+    text = "steps to measure: prompts, prompts behind cached tokens, decoding batches that prompts join (default: all)"
+    group.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS), help=text)
+    text = "logs of a server's steps (runtime.step_log), to be fitted in place of measuring"
+    group.add_file("--steps", text=text, nargs="+")
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        "output": None, "plot": None, "seconds": 120.0, "points": list(POINTS), "steps": None,
-    }  # fmt: skip
 
-    @staticmethod
-    def add_arguments(group: Arguments) -> None:
-        """The flags that only this benchmark has."""
+def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the steps by kind, and the model. Returns a row per kind, and True: it checks no result."""
+    if not 0 < args.seconds < math.inf:
+        raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0, and finite")
+    if args.output is not None:
+        shared.check_writable(args.output)
+    if args.plot is not None:
+        shared.check_plot(args.plot)
+    if args.steps:
+        return _fit_log(args, console), True
+    with shared.measured_model(args, console) as llm:
+        return [row | shared.model_facts(llm) for row in _measure(args, llm, console)], True
 
-        def add(flag: str, metavar: str | None, text: str, **more: Any) -> None:
-            group.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text, **more)
 
-        add("--output", "FILE", "write the latency model as JSON", type=Path)
-        add("--plot", "FILE", "draw measured over predicted seconds; the ending selects PNG, SVG or PDF", type=Path)
-        add("--seconds", "X", "time to measure for (default: 120)", type=float)
-        text = (
-            "steps to measure: prompts, prompts behind cached tokens, decoding batches that prompts join (default: all)"
+def _measure(args: argparse.Namespace, llm: LLM, console: Console) -> list[dict[str, Any]]:
+    from quire.evaluation.latency_bench import about_of, links_of, measure
+    from quire.models.fingerprint import fingerprint
+    from quire.models.resolve import resolve_model
+    from quire.planning.latency_fit import fit
+
+    with shared.progress("seconds") as progress:
+        found = measure(
+            llm.engine,
+            args.seconds,
+            progress=lambda done, total: progress(int(min(done, total)), int(total)),
+            kinds=args.points,
         )
-        add("--points", None, text, nargs="+", choices=POINTS)
-        text = "logs of a server's steps (runtime.step_log), to be fitted in place of measuring"
-        add("--steps", "FILE", text, nargs="+", type=Path)
+    about = about_of(llm.model_name, fingerprint(resolve_model(args.model)), llm.config, llm.engine)
+    model = fit(found.records, about, links_of(llm.engine, llm.config))
+    rows = _rows(model, found.records)
+    _print(model, rows, console)
+    console.print(
+        f"{len(found.visits)} of {len(found.points)} points in {found.num_visits} visits; other programs were busy"
+        f" in {found.num_disturbed} of them"
+    )
+    if len(found.visits) < len(found.points):
+        console.print("the largest points are missing, and the model does not cover them: raise --seconds")
+    _keep(args, model, found.records, console)
+    return rows
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Raises ConfigError for invalid arguments."""
-        if not 0 < args.seconds < math.inf:
-            raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0, and finite")
-        if args.output is not None:
-            shared.check_writable(args.output)
-        if args.plot is not None:
-            from quire.evaluation.plot import check_figure
 
-            check_figure(args.plot)
-            shared.check_writable(args.plot)
-        self._args = args
+def _fit_log(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Fits the steps of logs."""
+    from quire.cache.costs import LATENCY
+    from quire.evaluation.latency_bench import settings_of
+    from quire.models.fingerprint import fingerprint
+    from quire.models.resolve import resolve_model
+    from quire.planning.latency import Link
+    from quire.planning.latency_fit import fit
+    from quire.planning.step_log import read_steps
 
-    def options(self) -> dict[str, Any]:
-        """Settings of the engine to measure."""
-        return options_from(self._args, shared.ENGINE_SECTIONS)
+    logged = read_steps(args.steps)
+    model_id = fingerprint(resolve_model(args.model))
+    if logged.model != model_id:
+        raise ConfigError(f"the logs are of engines of another model than {args.model}")
+    about = {"model": args.model, **settings_of(model_id, logged.config)}
+    links = {}
+    if logged.speeds:
+        name = "disk" if logged.config.tiers.disk is not None else logged.transport
+        links = {name: Link(LATENCY, statistics.median(logged.speeds))} if name else {}
+    model = fit(logged.records, about, links)
+    rows = _rows(model, logged.records)
+    _print(model, rows, console)
+    _keep(args, model, logged.records, console)
+    return rows
 
-    def measure(self, llm: LLM, console: Console) -> tuple[list[dict[str, Any]], bool]:
-        """Prints the steps by kind, and the model. Returns a row per kind, and True: it checks no result."""
-        from quire.evaluation.latency_bench import about_of, links_of, measure
-        from quire.models.fingerprint import fingerprint
-        from quire.models.resolve import resolve_model
-        from quire.planning.latency_fit import fit
 
-        args = self._args
-        with shared.progress("seconds") as progress:
-            found = measure(
-                llm.engine,
-                args.seconds,
-                progress=lambda done, total: progress(int(min(done, total)), int(total)),
-                kinds=args.points,
-            )
-        about = about_of(llm.model_name, fingerprint(resolve_model(args.model)), llm.config, llm.engine)
-        model = fit(found.records, about, links_of(llm.engine, llm.config))
-        rows = _rows(model, found.records)
-        _print(model, rows, console)
-        console.print(
-            f"{len(found.visits)} of {len(found.points)} points in {found.num_visits} visits; other programs were busy"
-            f" in {found.num_disturbed} of them"
-        )
-        if len(found.visits) < len(found.points):
-            console.print("the largest points are missing, and the model does not cover them: raise --seconds")
-        self._keep(model, found.records, console)
-        return rows, True
+def _keep(args: argparse.Namespace, model: LatencyModel, records: list[Record], console: Console) -> None:
+    from quire.planning.kept_latencies import keep, unmeasured
 
-    def fit_log(self, console: Console) -> list[dict[str, Any]]:
-        """Prints the steps of logs by kind, and the model. Returns a row per kind."""
-        from quire.cache.costs import LATENCY
-        from quire.evaluation.latency_bench import settings_of
-        from quire.models.fingerprint import fingerprint
-        from quire.models.resolve import resolve_model
-        from quire.planning.latency import Link
-        from quire.planning.latency_fit import fit
-        from quire.planning.step_log import read_steps
-
-        logged = read_steps(self._args.steps)
-        model_id = fingerprint(resolve_model(self._args.model))
-        if logged.model != model_id:
-            raise ConfigError(f"the logs are of engines of another model than {self._args.model}")
-        about = {"model": self._args.model, **settings_of(model_id, logged.config)}
-        links = {}
-        if logged.speeds:
-            name = "disk" if logged.config.tiers.disk is not None else logged.transport
-            links = {name: Link(LATENCY, statistics.median(logged.speeds))} if name else {}
-        model = fit(logged.records, about, links)
-        rows = _rows(model, logged.records)
-        _print(model, rows, console)
-        self._keep(model, logged.records, console)
-        return rows
-
-    def _keep(self, model: LatencyModel, records: list[Record], console: Console) -> None:
-        from quire.planning.kept_latencies import keep, unmeasured
-
-        if self._args.output is not None:
-            model.write(self._args.output)
-        if self._args.plot is not None:
-            draw(self._args.plot, model, records)
-        if self._args.points == list(POINTS):
-            if lacking := unmeasured(model):
-                console.print(f"not kept for later simulations: no {lacking} were measured; raise --seconds")
-                return
-            try:
-                if keep(model, latencies.kept_folder()) is None:
-                    console.print("the kept model of these settings says more and stays; raise --seconds")
-            except ConfigError as error:
-                console.print(f"not kept for later simulations: {error}")
+    if args.output is not None:
+        model.write(args.output)
+    if args.plot is not None:
+        draw(args.plot, model, records)
+    if args.points == list(POINTS):
+        if lacking := unmeasured(model):
+            console.print(f"not kept for later simulations: no {lacking} were measured; raise --seconds")
+            return
+        try:
+            if keep(model, latencies.kept_folder()) is None:
+                console.print("the kept model of these settings says more and stays; raise --seconds")
+        except ConfigError as error:
+            console.print(f"not kept for later simulations: {error}")
 
 
 def _rows(model: LatencyModel, records: list[Record]) -> list[dict[str, Any]]:

@@ -28,35 +28,25 @@ from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
 from quire.models.image_folder import Image, ImageDraft, ImageError
 
-ACTIONS = ("ls", "clear", "export", "import")
+CHOICES = ("ls", "clear", "export", "import")
 SECTIONS = ("model", "cache", "attention", "runtime")
 """Settings that decide what an imported page is, or how it is computed again."""
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    parser.add_argument("action", choices=ACTIONS, metavar="|".join(ACTIONS), help="what to do")
-    parser.add_argument(
-        "names",
-        nargs="*",
-        default=[],
-        metavar="NAME",
-        help="with clear: a model's name or path, or a file's name; with export and import: the FILE",
-    )
-    parser.add_argument("--json", action="store_true", help="with ls: print JSON instead of a table")
+    parser.add_argument("action", choices=CHOICES, metavar="|".join(CHOICES), help="what to do")
+    text = "with clear: a model's name or path, or a file's name; with export and import: the FILE"
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=text)
+    parser.add_switch("--json", text="with ls: print JSON instead of a table")
     parser.add_argument("--disk", metavar="DIR", help="the folder of --tiers.disk, with or without its size")
-    parser.add_argument(
-        "--model", metavar="MODEL", help="of clear and export: only what is of this model; of import: the model"
-    )
+    text = "of clear and export: only what is of this model; of import: the model"
+    parser.add_argument("--model", metavar="MODEL", help=text)
     parser.add_argument("--key", metavar="HEX", help="with export: only the prefix with this key")
-    parser.add_argument(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help='with export and --model: only prefixes of these prompts, lines as of cache.pin: {"prompt": "..."}',
-    )
-    parser.add_argument("--trust", action="store_true", help="with import: compute nothing again")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="with import: TOML file with settings of the model")
+    text = 'with export and --model: only prefixes of these prompts, lines as of cache.pin: {"prompt": "..."}'
+    parser.add_file("--prompt-file", text=text)
+    parser.add_switch("--trust", text="with import: compute nothing again")
+    parser.add_file("--config", text="with import: TOML file with settings of the model")
     add_flags(parser, SECTIONS)
 
 
@@ -71,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "ls":
             _show(image_folder.list_images(), image_folder.list_drafts(), as_json=args.json)
         else:
-            freed = image_folder.clear(_chosen(args.names) if args.names else None)
+            freed = image_folder.clear(image_folder.images_called(args.names) if args.names else None)
             print(f"freed {format_bytes(freed)}")
     except ImageError as error:
         raise QuireError(f"packed layers: {error}") from None
@@ -105,24 +95,6 @@ def _check(args: argparse.Namespace) -> None:
     settings = options_from(args, SECTIONS) or args.config is not None
     if action != "import" and (args.trust or settings):
         raise ConfigError("--trust, --config and settings of a model are for quire cache import")
-
-
-def _chosen(names: list[str]) -> list[Image]:
-    images = image_folder.list_images()
-    found = {image.path: image for name in names for image in images if _is_called(image, name)}
-    for name in names:
-        if not any(_is_called(image, name) for image in found.values()):
-            known = ", ".join(sorted({image.origin.model for image in images})) or "none"
-            raise ConfigError(f"no packed layers of {name!r}; models with packed layers: {known}")
-    return list(found.values())
-
-
-def _is_called(image: Image, name: str) -> bool:
-    path = str(Path(name).resolve())
-    return name in (image.origin.model, image.origin.key, image.path.name) or path in (
-        image.origin.path,
-        str(image.path),
-    )
 
 
 def _show(images: list[Image], drafts: list[ImageDraft], *, as_json: bool) -> None:

@@ -23,10 +23,10 @@ from typing import Any
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import format_bytes
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError
 from quire.options import format_number
 
-ACTIONS = ("status", "drain", "restart", "role", "place")
+CHOICES = ("status", "drain", "restart", "role", "place")
 PATHS = {"place": "placement"}
 """Ends of paths that are not the action's name."""
 COLUMNS = (
@@ -39,26 +39,16 @@ PATIENCE_SECONDS = 4 * 3600.0
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    parser.add_argument("action", choices=ACTIONS, metavar="|".join(ACTIONS), help="what to do")
-    parser.add_argument(
-        "instance",
-        nargs="?",
-        metavar="INSTANCE|FILE",
-        help="with drain and role: the instance's place; with place: a file of quire plan placement",
-    )
+    parser.add_argument("action", choices=CHOICES, metavar="|".join(CHOICES), help="what to do")
+    text = "with drain and role: the instance's place; with place: a file of quire plan placement"
+    parser.add_argument("instance", nargs="?", metavar="INSTANCE|FILE", help=text)
     parser.add_argument("role", nargs="?", metavar="ROLE", help="with role: prefill, decode or mixed")
-    parser.add_argument(
-        "--url", default=shared.DEFAULT_URL, metavar="URL", help=f"of the server (default: {shared.DEFAULT_URL})"
-    )
-    parser.add_argument("--remove", action="store_true", help="with drain: no other instance takes its place")
-    parser.add_argument("--pause", action="store_true", help="with place: requests may wait while no instance serves")
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help=f"send the first key of this file (default: the environment variable {shared.KEY_VARIABLE})",
-    )
-    parser.add_argument("--json", action="store_true", help="print the server's answer, the state of all instances")
+    text = f"of the server (default: {shared.DEFAULT_URL})"
+    parser.add_argument("--url", default=shared.DEFAULT_URL, metavar="URL", help=text)
+    parser.add_switch("--remove", text="with drain: no other instance takes its place")
+    parser.add_switch("--pause", text="with place: requests may wait while no instance serves")
+    shared.add_api_key_file(parser)
+    parser.add_switch("--json", text="print the server's answer, the state of all instances")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,15 +62,14 @@ def run(args: argparse.Namespace) -> int:
     seconds = remote.TIMEOUT_SECONDS if args.action in ("status", "role") else PATIENCE_SECONDS
     key = remote.read_key(args.api_key_file)
     found = remote.call_server(args.url, path, key, "--url", "instances", body, seconds)
-    try:
-        if args.json:
-            print(json.dumps(found, indent=2))
-        elif args.action == "status":
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    with remote.known_format():
+        if args.action == "status":
             print_status(found)
         else:
             print(_done(args, found))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise QuireError("the server's answer has an unknown format; is it another version of Quire?") from error
     return 0
 
 

@@ -26,24 +26,33 @@ activations for these prompts, and the predicted speed is printed beside the mea
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
+from quire.config import EngineConfig
 from quire.errors import ConfigError, EngineStoppedError
+from quire.safe_io import read_source
 
 if TYPE_CHECKING:
-    from quire.cli.batch import BatchJob
-    from quire.cli.batch_plan import PlannedBatch
+    from quire.batch_files.job import BatchJob
+    from quire.batch_files.placement import PlannedBatch
     from quire.engine.params import SamplingParams
+
+
+BAR_SECONDS = 0.2
+"""Interval between updates of the progress bar."""
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text to continue; - reads it from stdin")
-    parser.add_argument("--chat", action="store_true", help="answer PROMPT as a chat message, with the chat template")
+    parser.add_switch("--chat", text="answer PROMPT as a chat message, with the chat template")
     parser.add_argument("--input", metavar="FILE", help="JSON lines with prompts; - reads them from stdin")
     text = "JSON lines with answers; - or none: stdout. Appends; removes failed lines and tries them again"
     parser.add_argument("--output", metavar="FILE", help=text)
@@ -70,16 +79,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give a PROMPT or --input FILE, not both")
     if args.chat:
         raise ConfigError("--chat is for a PROMPT; lines of an --input file have the key prompt or messages")
-    from quire.cli.batch import BatchJob
+    from quire.batch_files.job import BatchJob
 
     with BatchJob(args.input, "-" if args.output is None else args.output, sampling) as batch:
-        if batch.num_retried:
-            print(f"failed lines, tried again: {batch.num_retried}", file=sys.stderr)
+        if num_retried := batch.output.num_retried:
+            print(f"failed lines, tried again: {num_retried}", file=sys.stderr)
         try:
             if batch.todo:
-                from quire.cli.batch_plan import planned
+                from quire.batch_files import placement
 
-                with planned(args, batch) as plan, shared.runner() as loop:
+                config = EngineConfig.from_flags(args)
+                with placement.planned(args.model, config, batch) as plan, shared.runner() as loop:
+                    if (told := plan.announcement()) is not None:
+                        print(f"quire: {told}", file=sys.stderr, flush=True)
                     loop.run(_work(args, batch, plan))
         except KeyboardInterrupt:
             if batch.num_tokens:
@@ -101,7 +113,7 @@ async def _stream(args: argparse.Namespace, params: SamplingParams) -> str | Non
     text = args.prompt
     if text == "-":
         try:
-            text = shared.read_stdin().decode("utf-8")
+            text = read_source("-").decode("utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"the text on stdin is not UTF-8: {error}") from error
     async with shared.engine(args) as llm:
@@ -123,6 +135,33 @@ async def _stream(args: argparse.Namespace, params: SamplingParams) -> str | Non
 
 async def _work(args: argparse.Namespace, batch: BatchJob, plan: PlannedBatch) -> None:
     async with shared.engine(args, plan.options) as llm:
-        await batch.run(llm, is_planned=plan.plan is not None)
+        with _progress(batch) as (seconds, show):
+            await batch.run(llm, is_planned=plan.plan is not None, show=show, seconds=seconds)
         for line in plan.report(batch, llm.stats()):
             print(line, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _progress(batch: BatchJob) -> Iterator[tuple[float, Callable[[], None]]]:
+    """Shows the progress on stderr. Yields (interval in seconds, update function)."""
+    # On a terminal that shows both, a bar would break up the answers.
+    if not sys.stderr.isatty() or (batch.output.name == "-" and os.isatty(batch.output.fileno())):
+        yield (
+            shared.PLAIN_SECONDS,
+            lambda: print(
+                f"quire: {batch.num_done}/{batch.num_lines} done, {batch.speed()}", file=sys.stderr, flush=True
+            ),
+        )
+        return
+    from rich.progress import TextColumn
+
+    with shared.progress_bar("generating", TextColumn("{task.fields[speed]}")) as bar:
+        task = bar.add_task("", total=batch.num_lines, speed="")
+
+        def show() -> None:
+            bar.update(task, completed=batch.num_done, speed=batch.speed())
+
+        try:
+            yield BAR_SECONDS, show
+        finally:
+            show()

@@ -13,23 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
-from quire.engine.footprint import footprint
 from quire.errors import ConfigError
 from quire.options import format_number
 
 if TYPE_CHECKING:
-    from quire.engine.calibration import Calibration
-    from quire.engine.sizes import EngineSizes
+    from quire.inspection import ModelInspection
     from quire.models.digest import Digest
     from quire.models.loading import TensorGroup
-    from quire.models.shape import ModelShape
-    from quire.models.weights import Checkpoint
 
 LENGTHS = (512, 2048, 8192)
 
@@ -37,41 +32,19 @@ LENGTHS = (512, 2048, 8192)
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser, needs_model=False)
-    parser.add_argument(
-        "--length",
-        type=shared.count,
-        nargs="+",
-        metavar="N",
-        help=f"sequence lengths in tokens (default: {' '.join(map(str, LENGTHS))})",
+    text = f"sequence lengths in tokens (default: {' '.join(map(str, LENGTHS))})"
+    parser.add_count("--length", text=text, nargs="+")
+    text = f"show the prefixes in a running server's cache (default: {shared.DEFAULT_URL})"
+    parser.add_argument("--tree", nargs="?", const=shared.DEFAULT_URL, metavar="URL", help=text)
+    text = (
+        "with MODEL: show what a disk would hold; without: show the tiers of a running server"
+        f" (default: {shared.DEFAULT_URL})"
     )
-    parser.add_argument(
-        "--tree",
-        nargs="?",
-        const=shared.DEFAULT_URL,
-        metavar="URL",
-        help=f"show the prefixes in a running server's cache (default: {shared.DEFAULT_URL})",
-    )
-    parser.add_argument(
-        "--tiers",
-        nargs="?",
-        const="",
-        metavar="URL",
-        help="with MODEL: show what a disk would hold; without: show the tiers of a running server"
-        f" (default: {shared.DEFAULT_URL})",
-    )
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="with --tree or --tiers: send the first key of this file (default: the environment variable"
-        f" {shared.KEY_VARIABLE})",
-    )
-    parser.add_argument(
-        "--digest",
-        action="store_true",
-        help="print a hash of the weights and the model's configuration too; it is remembered until a file changes",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--tiers", nargs="?", const="", metavar="URL", help=text)
+    shared.add_api_key_file(parser, "with --tree or --tiers: ")
+    text = "print a hash of the weights and the model's configuration too; it is remembered until a file changes"
+    parser.add_switch("--digest", text=text)
+    parser.add_switch("--json", text="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,42 +59,35 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--tiers with a MODEL takes no URL, but got {args.tiers!r}")
     if shared.printed_config(args):
         return 0
-    from quire.engine.build import ops_type, resolve
-    from quire.load import find_calibration
+    from quire.inspection import ModelInspection
+
+    found = ModelInspection.of(args.model, EngineConfig.from_flags(args))
+    if args.tiers is not None:
+        from quire.cli import tiers
+
+        tiers.print_disk(args.model, found, as_json=args.json)
+        return 0
+    digest = _digest(args.model) if args.digest else None
+    # A given length that no request can have is shown with 0 sequences; of the usual ones it is left out.
+    most = found.sizes.max_context
+    lengths = sorted({*(args.length or [length for length in LENGTHS if length <= most]), most})
+    if args.json:
+        facts = found.to_json() | {"digest": None if digest is None else asdict(digest)}
+        print(json.dumps(facts | {"sequences": {length: found.sequences(length) for length in lengths}}, indent=2))
+        return 0
+    _print_table(args.model, found, lengths)
+    if digest is not None:
+        print(f"digest: {digest.digest} ({_digest_note(digest)})")
+    return 0
+
+
+def _digest(model: str) -> Digest:
     from quire.models.digest import digest_of
-    from quire.models.layers import torch_dtype
-    from quire.models.loading import group_tensors
     from quire.models.resolve import resolve_model
     from quire.models.weights import open_model
 
-    given = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
-    path = resolve_model(args.model)
-    with open_model(path) as checkpoint:
-        shape = checkpoint.shape
-        calibration = find_calibration(path, given)
-        config, sizes = resolve(given, shape, checkpoint, calibration)
-        kinds = ops_type(config.attention.backend).kinds
-        weights = group_tensors(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
-        image = _image(checkpoint, config)
-        if args.tiers is not None:
-            from quire.cli import tiers
-
-            tiers.print_disk(args.model, shape, config, sizes, as_json=args.json)
-            return 0
-        digest = None
-        if args.digest:
-            with shared.byte_progress("hashing") as report:
-                digest = digest_of(checkpoint, report)
-    # A given length that no request can have is shown with 0 sequences; of the usual ones it is left out.
-    shown = args.length or [length for length in LENGTHS if length <= sizes.max_context]
-    lengths = sorted({*shown, sizes.max_context})
-    if args.json:
-        print(json.dumps(_facts(shape, config, sizes, lengths, calibration, weights, image, digest), indent=2))
-    else:
-        _print_table(args.model, shape, given, config, sizes, lengths, calibration, weights, image)
-        if digest is not None:
-            print(f"digest: {digest.digest} ({_digest_note(digest)})")
-    return 0
+    with open_model(resolve_model(model)) as checkpoint, shared.byte_progress("hashing") as report:
+        return digest_of(checkpoint, report)
 
 
 def _show_server(args: argparse.Namespace) -> int:
@@ -130,14 +96,14 @@ def _show_server(args: argparse.Namespace) -> int:
     if args.tree is not None and args.tiers is not None:
         raise ConfigError("give --tree or --tiers, not both")
     of_model = args.model is not None or args.config is not None or args.length or args.digest
-    if of_model or options_from(args, shared.ENGINE_SECTIONS):
+    if of_model or options_from(args):
         raise ConfigError(
             f"{flag} asks a running server: it takes no MODEL, no engine settings, no lengths and no --digest"
         )
     from quire.cli import remote, tiers, tree
 
     url = args.tree if args.tree is not None else args.tiers or shared.DEFAULT_URL
-    answer = tree.fetch(url, remote.read_key(args.api_key_file), flag)
+    answer = remote.call_server(url, "/debug/cache", remote.read_key(args.api_key_file), flag, "prefixes")
     if flag == "--tiers":
         tiers.print_tiers(answer, as_json=args.json)
     elif args.json:
@@ -145,56 +111,6 @@ def _show_server(args: argparse.Namespace) -> int:
     else:
         tree.print_tree(answer)
     return 0
-
-
-def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | None:
-    """The layer image of this configuration: path, bytes, and whether it is written. None if it uses none."""
-    from quire.models.image_folder import ImageError, image_path, open_image
-    from quire.models.images import engine_image_spec
-
-    wanted = engine_image_spec(checkpoint, config)
-    if wanted is None:
-        return None
-    try:
-        found = open_image(wanted.origin)
-    except FileNotFoundError:
-        return {"path": str(image_path(wanted.origin)), "num_bytes": wanted.num_bytes, "written": False}
-    except ImageError:
-        return {"path": None, "num_bytes": wanted.num_bytes, "written": False}
-    return {"path": str(found.path), "num_bytes": found.num_bytes, "written": True}
-
-
-def _facts(
-    shape: ModelShape,
-    config: EngineConfig,
-    sizes: EngineSizes,
-    lengths: list[int],
-    calibration: Calibration | None,
-    weights: list[TensorGroup],
-    image: dict[str, Any] | None,
-    digest: Digest | None,
-) -> dict[str, Any]:
-    return {
-        **asdict(sizes),
-        "weights": [asdict(part) for part in weights],
-        "image": image,
-        "digest": None if digest is None else asdict(digest),
-        "architecture": shape.architecture,
-        "num_parameters": shape.num_parameters,
-        "dtype": config.model.dtype,
-        "calibration": None if calibration is None else calibration.hash,
-        "device": config.runtime.device,
-        "tokens": sizes.tokens,
-        "process_bytes": footprint(shape, config, sizes).total,
-        "sequences": {length: _sequences(sizes, length) for length in lengths},
-        "retain": {"threshold": config.retain.threshold, "budget": config.retain.budget},
-        "fails_first": sizes.fails_first,
-    }
-
-
-def _sequences(sizes: EngineSizes, length: int) -> int:
-    """Number of sequences of a length that fit at once."""
-    return sizes.sequences(length) if length <= sizes.max_context else 0
 
 
 def _retention_note(config: EngineConfig) -> tuple[str, str, str]:
@@ -212,11 +128,11 @@ def _digest_note(digest: Digest) -> str:
     )
 
 
-def _context_note(given: EngineConfig, sizes: EngineSizes, shape: ModelShape) -> str:
-    asked = given.model.max_context
-    if asked is not None and sizes.max_context < asked:
+def _context_note(found: ModelInspection) -> str:
+    asked = found.given.model.max_context
+    if asked is not None and found.sizes.max_context < asked:
         return f"model.max_context is {asked:,}, and the cache holds no more"
-    return f"the model's own limit is {shape.max_context:,}"
+    return f"the model's own limit is {found.shape.max_context:,}"
 
 
 def _loaded_note(part: TensorGroup) -> str:
@@ -227,31 +143,16 @@ def _loaded_note(part: TensorGroup) -> str:
     return f"{tensors}, {part.numbers / 1e6:,.1f}M numbers in {bits}"
 
 
-def _print_table(
-    name: str,
-    shape: ModelShape,
-    given: EngineConfig,
-    config: EngineConfig,
-    sizes: EngineSizes,
-    lengths: list[int],
-    calibration: Calibration | None,
-    weights: list[TensorGroup],
-    image: dict[str, Any] | None,
-) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True)
+def _print_table(name: str, found: ModelInspection, lengths: list[int]) -> None:
+    shape, config, sizes, calibration = found.shape, found.config, found.sizes, found.calibration
     heads = (
         f"{shape.num_layers} layers, {shape.num_q_heads} query and {shape.num_kv_heads} kv heads of {shape.head_dim}"
     )
-    console.print(f"[bold]{name}[/]: {shape.architecture}, {shape.num_parameters / 1e6:,.0f}M parameters, {heads}")
-    table = Table.grid(padding=(0, 3))
-    chosen = ", chosen: cache.memory is auto" if given.cache.memory == "auto" else ""
+    chosen = ", chosen: cache.memory is auto" if found.given.cache.memory == "auto" else ""
     cache = ("cache", sizes.cache_text, f"codec {config.cache.codec}{chosen}")
     rows = [
         ("weights", format_bytes(sizes.weight_bytes), f"on {config.runtime.device}, rows in {config.model.dtype}"),
-        *((f"  {part.stored}", format_bytes(part.num_bytes), _loaded_note(part)) for part in weights),
+        *((f"  {part.stored}", format_bytes(part.num_bytes), _loaded_note(part)) for part in found.weights),
         cache,
         (
             "bytes per token",
@@ -259,11 +160,11 @@ def _print_table(
             f"a chunk of 64 tokens is {format_bytes(sizes.chunk_bytes)}",
         ),
         ("tokens that fit", f"{sizes.tokens:,}", ""),
-        ("longest request", f"{sizes.max_context:,} tokens", _context_note(given, sizes, shape)),
+        ("longest request", f"{sizes.max_context:,} tokens", _context_note(found)),
     ]
-    if image is not None:
-        note = "written; see quire cache ls" if image["written"] else "the first start writes it"
-        rows.insert(1 + len(weights), ("layer image", format_bytes(image["num_bytes"]), note))
+    if found.image is not None:
+        note = "written; see quire cache ls" if found.image["written"] else "the first start writes it"
+        rows.insert(rows.index(cache), ("layer image", format_bytes(found.image["num_bytes"]), note))
     if config.cache.is_calibrated:
         known = "none yet" if calibration is None else calibration.hash[:12]
         note = "" if calibration else "the first start makes it; sizes are its targets"
@@ -271,13 +172,13 @@ def _print_table(
     if config.retain.is_on:
         rows.append(_retention_note(config))
     for length in lengths:
-        count = _sequences(sizes, length)
+        count = found.sequences(length)
         limit = config.scheduler.max_running
         note = f"scheduler.max_running lets {limit:,} run at once" if count > limit else ""
         if length > sizes.max_context:
             note = f"the longest request has {sizes.max_context:,} tokens"
         rows.append((f"sequences of {length:,}", f"{count:,}", note))
-    whole = footprint(shape, config, sizes)
+    whole = found.footprint()
     beside = f"{format_bytes(whole.step)} of steps and {format_bytes(whole.runtime)} of the process"
     rows.append(("memory in all", f"about {format_bytes(whole.total)}", f"with a full cache, {beside}"))
     if sizes.available_bytes is not None:
@@ -285,7 +186,5 @@ def _print_table(
         rows.append(
             ("memory free now", format_bytes(sizes.available_bytes), f"weights and cache take {format_bytes(needed)}")
         )
-    for row in rows:
-        table.add_row(row[0], row[1], f"[dim]{row[2]}[/]")
-    console.print(table)
-    console.print(f"fails first: {sizes.fails_first}")
+    about = f"{shape.architecture}, {shape.num_parameters / 1e6:,.0f}M parameters, {heads}"
+    shared.print_facts(rows, name=name, about=about, last=f"fails first: {sizes.fails_first}")

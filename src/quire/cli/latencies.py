@@ -29,6 +29,8 @@ class LatencyFiles:
     """
 
     def __init__(self, words: Sequence[str], model: str) -> None:
+        from quire.planning.latency import LatencyModel
+
         self._model = model
         self._is_given = bool(words)
         self.models: list[tuple[str, str, LatencyModel]] = []  # role, or empty for all; file; model
@@ -36,7 +38,7 @@ class LatencyFiles:
             role, equals, file = word.partition("=")
             if not equals or role not in ROLES:
                 role, file = "", word
-            self.models.append((role, file, _read(Path(file))))
+            self.models.append((role, file, LatencyModel.read(Path(file))))
         if not words:
             from quire.planning.kept_latencies import kept_models
 
@@ -78,9 +80,3 @@ def _needed(about: About, wanted: About) -> About:
     from quire.planning.kept_latencies import SET_BY_USERS
 
     return {name: wanted[name] for name in SET_BY_USERS if about.get(name) is not None}
-
-
-def _read(path: Path) -> LatencyModel:
-    from quire.planning.latency import LatencyModel
-
-    return LatencyModel.read(path)

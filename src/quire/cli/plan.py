@@ -37,56 +37,32 @@ of it is modelled. --plot draws goodput over quality. --output writes a file for
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from types import ModuleType
 
 from quire.arguments import Arguments
-from quire.cli import plan_auto, plan_hardware, plan_offload, plan_placement
-from quire.config import add_flags, options_from
-from quire.errors import ConfigError
+from quire.cli import plan_auto, plan_hardware, plan_offload, plan_placement, shared
+from quire.config import add_flags
 
-ACTIONS: dict[str, ModuleType] = {
+ACTIONS = {
     "offload": plan_offload,
     "hardware": plan_hardware,
     "placement": plan_placement,
     "auto": plan_auto,
 }
-ACTION_FLAGS = {name: tuple(action.DEFAULTS) for name, action in ACTIONS.items()}
-"""Names in the namespace of the flags that each action takes."""
-SECTIONS = ("model", "cache", "retain", "tiers", "offload", "attention", "scheduler", "runtime", "plan", "slo")
-OF_LOADS = ("tiers", "slo")
-"""Sections that only plans for requests have."""
-OF_AUTO = ("plan.memory", "plan.quality")
-"""Settings of the section plan that `quire plan auto` has, and nothing else."""
+
+SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
+"""Settings of every plan. Plans for requests also have those of tiers and latency targets."""
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments of the command. Flags of one action that are not given leave no trace in the namespace."""
-    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
+    """The arguments of every plan."""
     parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id, smollm2, or a config.json")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result: JSON, with auto TOML")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
-    of_actions = parser.add_argument_group("flags of the action")
-    for action in ACTIONS.values():
-        action.add_arguments(of_actions)
+    parser.add_file("--output", text="write the result: JSON, with auto TOML")
+    parser.add_switch("--json", text="print JSON")
+    shared.add_config(parser)
     add_flags(parser, SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plans or measures, and prints the result."""
-    chosen = ACTIONS[args.action]
-    for name, other in ACTIONS.items():
-        for flag in other.DEFAULTS:
-            if flag not in chosen.DEFAULTS and flag in args:
-                spelled = getattr(other, "FLAGS", {}).get(flag, f"--{flag.replace('_', '-')}")
-                raise ConfigError(f"{spelled} is for quire plan {name}, not for {args.action}")
-    for key in options_from(args, OF_LOADS) if args.action not in ("placement", "auto") else ():
-        raise ConfigError(f"--{key} is for quire plan placement and auto, not for {args.action}")
-    for key in (key for key in OF_AUTO if key in args and args.action != "auto"):
-        raise ConfigError(f"--{key} is for quire plan auto, not for {args.action}")
-    for key in options_from(args, ("plan",)) if args.action == "auto" else ():
-        if key not in OF_AUTO:
-            raise ConfigError(f"--{key} is for quire plan offload, not for auto")
-    found: int = chosen.run(argparse.Namespace(**{**chosen.DEFAULTS, **vars(args)}))
+    found: int = ACTIONS[args.action].run(args)
     return found

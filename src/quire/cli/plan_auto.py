@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
 from quire.cli.latencies import kept_folder
-from quire.config import ClusterConfig, EngineConfig, PlanConfig, format_bytes, options_from, sources
+from quire.config import (
+    ClusterConfig,
+    EngineConfig,
+    PlanConfig,
+    add_flags,
+    format_bytes,
+    options_from,
+    sources,
+)
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,19 +28,8 @@ if TYPE_CHECKING:
     from quire.planning.slo import Slo
     from quire.simulation.load import Load
 
-DEFAULTS: dict[str, Any] = {
-    "trace": None,
-    "plan_seconds": 300.0,
-    "seed": 0,
-    "processes": 1,
-    "text": None,
-    "context": None,
-    "windows": None,
-    "plot": None,
-    "hardware": None,
-}
-FLAGS = {"plan_seconds": "--plan.seconds"}
-"""How arguments are spelled, where it differs from their names."""
+OF_OFFLOAD = ("plan.gpu", "plan.cpu", "plan.disk")
+"""Settings that only `quire plan offload` has."""
 
 DECIDED = {
     "cache.memory": "plan.memory says how much there is for everything",
@@ -44,15 +41,15 @@ DECIDED = {
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments that only this action has."""
-
-    def add(flag: str, text: str, **settings: Any) -> None:
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
-
-    text = "text to measure quality with; without it only curves of earlier plans are used"
-    add("--text", text, type=Path, metavar="FILE")
-    add("--context", "tokens of a window of the text (default: 1024)", type=shared.count, metavar="N")
-    add("--windows", "windows of the text at most (default: 12)", type=shared.count, metavar="N")
+    """The arguments of this action."""
+    group = parser.add_argument_group("plan")
+    simulation_common.add_search_arguments(group, 300.0)
+    group.add_file("--text", text="text to measure quality with; without it only curves of earlier plans are used")
+    group.add_count("--context", text="tokens of a window of the text (default: 1024)")
+    group.add_count("--windows", text="windows of the text at most (default: 12)")
+    group.add_argument("--hardware", metavar="NAME", help="plan for these GPUs, which need not be here: t4, h100, ...")
+    shared.add_plot(group, "goodput over quality")
+    add_flags(parser, ("tiers", "plan", "slo"), left_out=OF_OFFLOAD)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         title = f"{args.model}, {planner.goal.load.workload.name}, {format_bytes(planner.goal.memory)}"
         save_frontier(args.plot, found, planner.space, planner.goal.quality, title, planner.unit)
     if args.output is not None:
-        _write(args.output, shown.configuration(planner, found, args.model, args.output))
+        with shared.writing(args.output):
+            text = shown.configuration(planner, found, args.model, args.output)
+            args.output.write_text(text, encoding="utf-8")
     if args.json:
         print(json.dumps(shown.facts(planner, found), indent=2, allow_nan=False))
     else:
@@ -86,18 +85,15 @@ def planner_of(args: argparse.Namespace) -> Planner:
     slo = simulation_common.slo_of(args)
     simulation_common.check_targets(slo, "quire plan auto")
     simulation_common.check_seed(args.seed)
-    plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
-    options = options_from(args, shared.ENGINE_SECTIONS)
+    plan = PlanConfig.from_flags(args)
+    options = options_from(args)
     config, cluster = EngineConfig.from_options(options, args.config), ClusterConfig.from_options({}, args.config)
     given = given_of(options, args.config, config, cluster)
     for key, reason in DECIDED.items():
         if key in given:
             raise ConfigError(f"{key} is {given[key]!r}, and quire plan auto does not take it: {reason}")
     if args.plot is not None:
-        from quire.evaluation.plot import check_figure
-
-        check_figure(args.plot)
-        shared.check_writable(args.plot)
+        shared.check_plot(args.plot)
     if args.output is not None:
         shared.check_writable(args.output)
     from quire.evaluation.auto import Goal, Tools
@@ -151,7 +147,7 @@ def given_of(
 ) -> dict[str, Any]:
     """The settings that flags or the file give, by key."""
     values = {**config.to_options(), **cluster.to_options()}
-    origins = sources(options, file, shared.ENGINE_SECTIONS) | sources({}, file, ("cluster",))
+    origins = sources(options, file) | sources({}, file, ("cluster",))
     return {key: values[key] for key, origin in origins.items() if origin != "default"}
 
 
@@ -169,10 +165,3 @@ def _teller() -> Callable[[str, int, int], None]:
             print(f"quire: {what}, {done}/{total} done", file=sys.stderr, flush=True)
 
     return told
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from None

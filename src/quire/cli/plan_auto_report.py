@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli import shared
+from quire.cli import shared, simulation_common
 from quire.config import EngineConfig, ServeConfig, SloConfig, describe, format_bytes, sources
 from quire.planning.points import Found, Point, Tried, Why, named
 
@@ -101,7 +101,7 @@ def configuration(planner: Planner, found: Found, model: str, file: Path) -> str
     chosen, goal = found.chosen, planner.goal
     point = chosen.point
     options = {**planner.engine_options(point.settings), "cache.memory": point.room.cache}
-    origins = sources(options, planner.file, shared.ENGINE_SECTIONS) | sources({}, planner.file, ("serve", "cluster"))
+    origins = sources(options, planner.file) | sources({}, planner.file, ("serve", "cluster"))
     planned = {**point.settings.options, "cache.memory": None}
     given = {*planner.options, *(key for key, origin in origins.items() if origin.startswith("file"))}
     origins |= {key: "planned" for key in planned if key not in given}
@@ -117,7 +117,8 @@ def configuration(planner: Planner, found: Found, model: str, file: Path) -> str
         *remarks(point),
     ]
     head = "".join(f"# {line}".rstrip() + "\n" for line in _wrapped(lines))
-    slo = SloConfig(ttft=_finite(goal.slo.ttft), tpot=_finite(goal.slo.tpot), attainment=goal.slo.attainment)
+    ttft, tpot = simulation_common.finite(goal.slo.ttft), simulation_common.finite(goal.slo.tpot)
+    slo = SloConfig(ttft=ttft, tpot=tpot, attainment=goal.slo.attainment)
     groups = (
         EngineConfig.from_options(options, planner.file),
         ServeConfig.from_options({}, planner.file),
@@ -134,20 +135,14 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
     return [part for line in lines for part in (textwrap.wrap(line, 116) or [""])]
 
 
-def _finite(value: float) -> float | None:
-    return value if value < float("inf") else None
-
-
 def facts(planner: Planner, found: Found) -> dict[str, Any]:
     """Everything, for JSON."""
-    from quire.cli import simulation_common
-
     goal, chosen = planner.goal, found.chosen
     return {
         "workload": simulation_common.facts_of(goal.load),
         "memory": goal.memory,
         "quality": goal.quality,
-        "slo": {"ttft": _finite(goal.slo.ttft), "tpot": _finite(goal.slo.tpot), "attainment": goal.slo.attainment},
+        "slo": simulation_common.slo_facts(goal.slo),
         "chosen": _facts_of(planner, chosen),
         "default": None if found.baseline is None else _facts_of(planner, found.baseline),
         "frontier": [_facts_of(planner, each) for each in found.frontier],
@@ -174,8 +169,8 @@ def _facts_of(planner: Planner, each: Tried) -> dict[str, Any]:
             "requests": each.requests, "origin": goodput_origin(each),
         },
         "loss": {
-            "value": loss.value, "error": loss.value_error, "most": _finite(loss.most), "origin": loss.origin,
-            "how": loss.how,
+            "value": loss.value, "error": loss.value_error, "most": simulation_common.finite(loss.most),
+            "origin": loss.origin, "how": loss.how,
         },
         "memory": {
             "total": point.room.total, "cache": point.room.cache, "tokens": point.room.tokens, "origin": "modelled",

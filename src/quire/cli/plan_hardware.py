@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
@@ -16,42 +16,25 @@ from quire.options import format_number
 if TYPE_CHECKING:
     from quire.offload.profile import Profile
 
-SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
-DEFAULTS: dict[str, Any] = {"folder": None, "rounds": 3}
-
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments of this action alone."""
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="measure the disk of this folder (default: that of layer images)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=shared.count,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="how often everything is measured (default: 3)",
-    )
+    """The arguments of this action."""
+    group = parser.add_argument_group("measurement")
+    group.add_file("--folder", text="measure the disk of this folder (default: that of layer images)", metavar="DIR")
+    group.add_count("--rounds", text="how often everything is measured", default=3)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, and writes the profile."""
     if args.output is None:
         raise ConfigError("quire plan hardware needs --output FILE")
-    given = options_from(args, ("plan",))
-    if given:
-        raise ConfigError(f"--{next(iter(given))} is for quire plan offload, not for hardware")
     if Path(args.model).suffix == ".json":
         raise ConfigError(f"{args.model} has no weights to measure with")
     shared.check_writable(args.output)
     from quire.evaluation.offload_profile import Subject, measure_machine
     from quire.offload.profile import profile_text
 
-    subject = Subject.of(args.model, options_from(args, SECTIONS), args.config)
+    subject = Subject.of(args.model, options_from(args), args.config)
     profile = measure_machine(subject, folder=args.folder, rounds=args.rounds, tell=_tell)
     text = profile_text(profile)
     args.output.write_text(text)

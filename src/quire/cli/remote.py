@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -124,6 +125,15 @@ def _refusal(shown: str, path: str, error: HTTPError, key: str | None) -> str:
 
 def _not_quire(shown: str) -> QuireError:
     return QuireError(f"the server at {shown} is not Quire")
+
+
+@contextlib.contextmanager
+def known_format() -> Iterator[None]:
+    """Raises QuireError if a server's answer has not the form that is read."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise QuireError("the server's answer has an unknown format; is it another version of Quire?") from error
 
 
 def plain(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import cluster, shared
-from quire.config import CalibrateConfig, ClusterConfig, ServeConfig, SloConfig, options_from
+from quire.config import ENGINE_SECTIONS, CalibrateConfig, ClusterConfig, ServeConfig, SloConfig, options_from
 from quire.errors import ConfigError
 from quire.extras import install_command
 from quire.gc_pause import gc_paused
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    shared.add_engine_arguments(parser, (*shared.ENGINE_SECTIONS, "calibrate", "serve", "cluster", "slo"))
+    shared.add_engine_arguments(parser, (*ENGINE_SECTIONS, "calibrate", "serve", "cluster", "slo"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
     if shared.printed_config(args, server=True):
         return 0
-    config = ServeConfig.from_options(options_from(args, ("serve",)), args.config)
-    slo = SloConfig.from_options(options_from(args, ("slo",)), args.config)
+    config = ServeConfig.from_flags(args)
+    slo = SloConfig.from_flags(args)
     try:
         with gc_paused():
             from quire.server.run import HttpListener, serve
@@ -74,15 +74,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _engine(args: argparse.Namespace, salts: list[str]) -> AsyncLLM | Cluster:
     """The engine of this process, or the cluster that the settings describe. salts: of the tenants."""
-    settings = ClusterConfig.from_options(options_from(args, ("cluster",)), args.config)
+    settings = ClusterConfig.from_flags(args)
     if not settings.is_on:
-        when = CalibrateConfig.from_options(options_from(args, ("calibrate",)), args.config).when
+        when = CalibrateConfig.from_flags(args).when
         # The server pins once for each API key.
         return shared.engine(args, pins_at_start=False, calibrates_beside=when == "beside")
     from quire.cluster.cluster import Cluster
 
-    slo = SloConfig.from_options(options_from(args, ("slo",)), args.config)
-    return Cluster(args.model, options_from(args, shared.ENGINE_SECTIONS), args.config, settings, salts=salts, slo=slo)
+    slo = SloConfig.from_flags(args)
+    return Cluster(args.model, options_from(args), args.config, settings, salts=salts, slo=slo)
 
 
 def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.config import (
+    ENGINE_SECTIONS,
     CalibrateConfig,
     ClusterConfig,
     EngineConfig,
@@ -26,13 +27,16 @@ from quire.config import (
 )
 from quire.errors import ConfigError, RequestError
 from quire.gc_pause import gc_paused
+from quire.options import format_count
 
 if TYPE_CHECKING:
     import asyncio
 
+    from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
     from quire.async_llm import AsyncLLM
+    from quire.llm import LLM
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Default address of `quire serve`."""
@@ -45,9 +49,6 @@ PLAIN_SECONDS = 10.0
 
 WIDEST = 500
 """Maximum width of a table, in columns of the terminal."""
-
-ENGINE_SECTIONS = ("model", "cache", "tiers", "offload", "retain", "attention", "scheduler", "runtime")
-
 
 COMMON = (
     "serve.host", "serve.port", "serve.api_key_file", "model.name", "model.max_context", "model.weights",
@@ -63,9 +64,25 @@ def add_engine_arguments(
     """Adds MODEL (optional unless needs_model), the settings of the sections, --config and --print-config."""
     nargs = None if needs_model else "?"
     parser.add_argument("model", metavar="MODEL", nargs=nargs, help="folder, .gguf file, hub id or smollm2")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
-    parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and exit")
+    add_config(parser)
+    parser.add_switch("--print-config", text="print every setting and its origin, and exit")
     add_flags(parser, sections, COMMON)
+
+
+def add_config(parser: Arguments) -> None:
+    """Adds --config."""
+    parser.add_file("--config", text="TOML file with settings; flags override it")
+
+
+def add_plot(parser: Arguments, what: str) -> None:
+    """Adds --plot. what: is drawn."""
+    parser.add_file("--plot", text=f"draw {what}; the file's ending selects PNG, SVG or PDF")
+
+
+def add_api_key_file(parser: Arguments, when: str = "") -> None:
+    """Adds --api-key-file. when: it is sent."""
+    text = f"{when}send the first key of this file (default: the environment variable {KEY_VARIABLE})"
+    parser.add_file("--api-key-file", text=text)
 
 
 def printed_config(args: argparse.Namespace, *, server: bool = False, origins: dict[str, str] | None = None) -> bool:
@@ -74,15 +91,10 @@ def printed_config(args: argparse.Namespace, *, server: bool = False, origins: d
 
     origins  of settings that a command sets itself, by key
     """
-    options = options_from(args, ENGINE_SECTIONS)
-    config = EngineConfig.from_options(options, args.config)
-    text = describe(config, sources(options, args.config, ENGINE_SECTIONS) | (origins or {}))
-    if server:
-        for group in (CalibrateConfig, ServeConfig, ClusterConfig, SloConfig):
-            section = group.key
-            options = options_from(args, (section,))
-            settings = group.from_options(options, args.config)
-            text += "\n" + describe(settings, sources(options, args.config, (section,)))
+    text = describe(EngineConfig.from_flags(args), sources(options_from(args), args.config) | (origins or {}))
+    for group in (CalibrateConfig, ServeConfig, ClusterConfig, SloConfig) if server else ():
+        found = sources(options_from(args, (group.key,)), args.config, (group.key,))
+        text += "\n" + describe(group.from_flags(args), found)
     if args.print_config:
         print(text, end="")
     return bool(args.print_config)
@@ -102,15 +114,27 @@ def engine(
     """
     from quire.async_llm import AsyncLLM
 
-    given = (options, None) if options is not None else (options_from(args, ENGINE_SECTIONS), args.config)
+    given = (options, None) if options is not None else (options_from(args), args.config)
     return AsyncLLM(args.model, *given, pins_at_start=pins_at_start, calibrates_beside=calibrates_beside)
 
 
-def read_stdin() -> bytes:
-    """Reads all of stdin. Raises ConfigError if it is closed."""
-    if sys.stdin is None:
-        raise ConfigError("- reads the standard input, but stdin is closed")
-    return sys.stdin.buffer.read()
+@contextlib.contextmanager
+def measured_model(args: argparse.Namespace, console: Console, options: dict[str, Any] | None = None) -> Iterator[LLM]:
+    """The engine that a benchmark measures. Prints what it runs on. options: in place of flags."""
+    from quire.llm import LLM
+
+    with LLM(args.model, options_from(args) if options is None else options, args.config) as llm:
+        config = llm.config
+        on_cpu = config.runtime.device == "cpu"
+        threads = f", {format_count(config.runtime.threads or 0, 'thread')}" if on_cpu else ""
+        where = f"{config.runtime.device}, {config.attention.backend} attention{threads}"
+        console.print(f"{llm.model_name}: {config.model.dtype} on {where}")
+        yield llm
+
+
+def model_facts(llm: LLM) -> dict[str, Any]:
+    """What every row of a benchmark says about its model."""
+    return {"model": llm.model_name, "dtype": llm.config.model.dtype}
 
 
 def check_writable(path: Path) -> None:
@@ -127,15 +151,33 @@ def check_writable(path: Path) -> None:
     raise ConfigError(f"cannot write {path}: {reason}")
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[None]:
+    """Raises ConfigError if a file cannot be written."""
     try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def check_plot(path: Path) -> None:
+    """Raises ConfigError if no figure can be drawn into a file."""
+    from quire.evaluation.plot import check_figure
+
+    check_figure(path)
+    check_writable(path)
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """A parser of comma-separated values, for argparse. Each counts once."""
+
+    def convert(text: str) -> tuple[Any, ...]:
+        words = [word.strip() for word in text.split(",")]
+        if not all(words):
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty value beside a comma")
+        return tuple(dict.fromkeys(kind(word) for word in words))
+
+    return convert
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> None:
@@ -154,20 +196,32 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
     Console(highlight=False, width=max(width, console.width)).print(table)
 
 
-def progress_bar(what: str, *more: ProgressColumn) -> Progress:
-    """A bar on stderr with the amount done, the total, elapsed and remaining time, and the columns in `more`."""
+def print_facts(rows: Iterable[tuple[str, str, str]], *, name: str = "", about: str = "", last: str = "") -> None:
+    """Prints names, values and notes, below a line `name: about` and above a last line."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.table import Table
+    from rich.text import Text
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *more)
-    return Progress(*columns, console=Console(stderr=True))
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table.grid(padding=(0, 3))
+    for label, value, note in rows:
+        table.add_row(label, value, Text(note, "dim"))
+    if name:
+        console.print(Text(name, "bold") + Text(f": {about}"))
+    console.print(table)
+    if last:
+        console.print(last)
+
+
+def progress_bar(what: str, *more: ProgressColumn, in_bytes: bool = False) -> Progress:
+    """A bar on stderr with the amount done, the total, elapsed and remaining time, and the columns in `more`."""
+    from rich import progress
+    from rich.console import Console
+
+    amount = progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn()
+    pace = progress.TransferSpeedColumn() if in_bytes else progress.TimeElapsedColumn()
+    columns = progress.TextColumn(what), progress.BarColumn(), amount, pace, progress.TimeRemainingColumn(), *more
+    return progress.Progress(*columns, console=Console(stderr=True))
 
 
 @contextlib.contextmanager
@@ -187,11 +241,7 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield _now_and_then(lambda done, total: f"{what}, {format_bytes(done)} of {format_bytes(total)} done")
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = progress_bar(what, in_bytes=True)
 
     def report(done: int, total: int) -> None:
         if not bar.tasks:
@@ -202,8 +252,7 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     try:
         yield report
     finally:
-        if bar.tasks:
-            bar.stop()
+        bar.stop()
 
 
 def _now_and_then(text: Callable[[int, int], str]) -> Callable[[int, int], None]:

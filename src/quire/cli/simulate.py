@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arguments import Arguments
 from quire.cli import shared, simulation_common
 from quire.cli.latencies import LatencyFiles
-from quire.config import ClusterConfig, add_flags, options_from
+from quire.config import ENGINE_SECTIONS, ClusterConfig, add_flags, options_from
 from quire.errors import ConfigError
 from quire.options import parse_bytes
 
@@ -50,47 +49,39 @@ REQUESTS = 500
 USUAL_RUNS = 20
 """Simulations of a search for the goodput, about."""
 
-SECTIONS = (*shared.ENGINE_SECTIONS, "cluster", "slo")
+SECTIONS = (*ENGINE_SECTIONS, "cluster", "slo")
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="folder, .gguf file, hub id or smollm2; with --hardware also a name or config.json",
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
+    text = "folder, .gguf file, hub id or smollm2; with --hardware also a name or config.json"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    shared.add_config(parser)
     load = parser.add_argument_group("requests")
-    load.add_argument("--trace", type=Path, required=True, metavar="FILE", help="requests; see above")
-    text = f"number of requests of each simulation (default: {REQUESTS})"
-    load.add_argument("--requests", type=shared.count, default=REQUESTS, metavar="N", help=text)
+    load.add_file("--trace", text="requests; see above", required=True)
+    load.add_count("--requests", text="number of requests of each simulation", default=REQUESTS)
     rates = load.add_mutually_exclusive_group()
     rates.add_argument("--rate", type=simulation_common.positive, metavar="X", help="requests/s (default: the trace's)")
     rates.add_argument(
         "--rates", type=simulation_common.positives, metavar="X,...", help="several rates, one after the other"
     )
-    load.add_argument("--fit", action="store_true", help="draw requests from distributions fitted to the trace")
+    load.add_switch("--fit", text="draw requests from distributions fitted to the trace")
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests that are drawn (default: 0)")
     times = parser.add_argument_group("latencies")
     text = "latency model for all instances, or ROLE=FILE for a role; may be repeated"
     times.add_argument("--latency", action="append", default=[], metavar="FILE", help=text)
     times.add_argument("--hardware", metavar="NAME", help="GPUs of the instances: t4, a100-80g, h100, ...")
     text = "GPUs that share each layer of an instance, with --hardware (default: 1)"
-    times.add_argument("--parallel.tp", type=shared.count, dest="tp", metavar="N", help=text)
+    times.add_count("--parallel.tp", text=text, dest="tp")
     text = "stages that share the layers of an instance, with --hardware (default: 1)"
-    times.add_argument("--parallel.pp", type=shared.count, dest="pp", metavar="N", help=text)
+    times.add_count("--parallel.pp", text=text, dest="pp")
     text = "bytes per second between instances, with --hardware (default: the device's links)"
     times.add_argument("--network", metavar="SIZE", help=text)
     results = parser.add_argument_group("results")
-    text = "search the highest rate at which enough requests meet both targets"
-    results.add_argument("--goodput", action="store_true", help=text)
-    results.add_argument(
-        "--processes", type=shared.count, default=1, metavar="N", help="simulations at once (default: 1)"
-    )
-    text = "draw times and attainment; the ending selects PNG, SVG or PDF"
-    results.add_argument("--plot", type=Path, metavar="FILE", help=text)
-    results.add_argument("--json", action="store_true", help="print JSON")
+    results.add_switch("--goodput", text="search the highest rate at which enough requests meet both targets")
+    results.add_count("--processes", text="simulations at once", default=1)
+    shared.add_plot(results, "times and attainment")
+    results.add_switch("--json", text="print JSON")
     add_flags(parser, SECTIONS)
 
 
@@ -131,14 +122,9 @@ class SimulationScenario:
 
     def facts(self) -> dict[str, Any]:
         """What is simulated, for JSON."""
-        slo = self.slo
         return {
             "workload": simulation_common.facts_of(self.load),
-            "slo": {
-                "ttft": None if math.isinf(slo.ttft) else slo.ttft,
-                "tpot": None if math.isinf(slo.tpot) else slo.tpot,
-                "attainment": slo.attainment,
-            },
+            "slo": simulation_common.slo_facts(self.slo),
             "instances": [
                 {
                     "role": each.role,
@@ -157,10 +143,7 @@ class SimulationScenario:
 def run(args: argparse.Namespace) -> int:
     """Simulates, and prints what came of it."""
     if args.plot is not None:
-        from quire.evaluation.plot import check_figure
-
-        check_figure(args.plot)
-        shared.check_writable(args.plot)
+        shared.check_plot(args.plot)
     scenario = _scenario(args)
     warnings = list(_warnings(scenario))
     if not args.json:
@@ -200,7 +183,7 @@ def _scenario(args: argparse.Namespace) -> SimulationScenario:
     if args.goodput:
         simulation_common.check_targets(slo, "--goodput")
     simulation_common.check_seed(args.seed)
-    settings = ClusterConfig.from_options(options_from(args, ("cluster",)), args.config)
+    settings = ClusterConfig.from_flags(args)
     placement = None
     if settings.placement_file is not None:
         from quire.planning.placement_file import read_placement
@@ -225,7 +208,7 @@ def _here(args: argparse.Namespace, settings: ClusterConfig, placement: Placemen
 
     if args.model.lower() in MODELS and not Path(args.model).exists():
         raise ConfigError(f"{args.model} is a model in numbers, without weights; name GPUs for it with --hardware")
-    options, files = options_from(args, shared.ENGINE_SECTIONS), LatencyFiles(args.latency, args.model)
+    options, files = options_from(args), LatencyFiles(args.latency, args.model)
     return LocalModel(args.model, options, args.config, files.of).setup(settings, placement)
 
 
@@ -238,7 +221,7 @@ def _on_hardware(args: argparse.Namespace, settings: ClusterConfig, placement: P
 
     if args.latency:
         raise ConfigError("--latency is measured and --hardware is modelled; give one of them")
-    options, tp, pp = options_from(args, shared.ENGINE_SECTIONS), args.tp or 1, args.pp or 1
+    options, tp, pp = options_from(args), args.tp or 1, args.pp or 1
     device = device_named(args.hardware)
     target = Target(args.model, device, options, args.config)
     if placement is not None and placement.gpus is not None and placement.gpus.device.lower() == device.name:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import SloConfig, options_from
+from quire.config import SloConfig
 from quire.errors import ConfigError
 from quire.options import format_number
 
@@ -52,11 +53,24 @@ def positives(text: str) -> list[float]:
     return [positive(word) for word in text.split(",")]
 
 
+def add_search_arguments(group: Arguments, seconds: float) -> None:
+    """The arguments of plans for the requests of a trace. seconds: default of --plan.seconds."""
+    text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
+    group.add_file("--trace", text=text)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="first seed of the requests (default: 0)")
+    text = (
+        "time for the search; one option of each role is tried in any case, and what is found is simulated as a whole"
+        f" afterwards (default: {seconds:g})"
+    )
+    group.add_argument("--plan.seconds", type=positive, default=seconds, dest="plan_seconds", metavar="X", help=text)
+    group.add_count("--processes", text="simulations at once", default=1)
+
+
 def slo_of(args: argparse.Namespace) -> Slo:
     """The latency targets of the command line and its file; infinite where there is none."""
     from quire.planning.slo import Slo
 
-    given = SloConfig.from_options(options_from(args, ("slo",)), args.config)
+    given = SloConfig.from_flags(args)
     ttft, tpot = (math.inf if each is None else each for each in (given.ttft, given.tpot))
     return Slo(ttft, tpot, given.attainment)
 
@@ -105,7 +119,7 @@ def facts_of(load: Load) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": workload.name,
         "requests": load.count,
-        "rate": _finite(workload.rate),
+        "rate": finite(workload.rate),
         "cv": workload.cv,
         "mean_in": workload.mean_in,
         "mean_out": workload.mean_out,
@@ -201,7 +215,7 @@ def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str,
     has_targets = min(slo.ttft, slo.tpot) < math.inf
     used = outcome.used
     return {
-        "rate": _finite(rate),
+        "rate": finite(rate),
         "requests": len(outcome.arrived),
         "failed": outcome.num_failed,
         "attainment": outcome.attainment(slo) if has_targets else None,
@@ -209,7 +223,7 @@ def result_of(rate: float, outcome: Outcome, slo: Slo, origin: str) -> dict[str,
             f"{scale:g}": outcome.attainment(slo.scaled(scale)) for scale in (SCALES if has_targets else ())
         },
         **times_of(outcome),
-        "offered": _finite(outcome.offered),
+        "offered": finite(outcome.offered),
         "seconds": outcome.duration,
         "tokens_per_second": outcome.tokens_per_second,
         "utilisation": outcome.utilisation(),
@@ -267,5 +281,11 @@ def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
         )
 
 
-def _finite(value: float) -> float | None:
+def slo_facts(slo: Slo) -> dict[str, float | None]:
+    """The latency targets, for JSON. None: there is none."""
+    return {"ttft": finite(slo.ttft), "tpot": finite(slo.tpot), "attainment": slo.attainment}
+
+
+def finite(value: float) -> float | None:
+    """The value for JSON."""
     return value if math.isfinite(value) else None

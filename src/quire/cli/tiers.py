@@ -5,32 +5,26 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.shared import print_table
-from quire.config import EngineConfig, format_bytes
+from quire.cli import shared
+from quire.config import format_bytes
 from quire.errors import QuireError
-from quire.folders import user_path
 
 if TYPE_CHECKING:
-    from quire.engine.sizes import EngineSizes
-    from quire.models.shape import ModelShape
-
-EXAMPLE_BYTES = 20 << 30
-"""Size of the folder that is shown where tiers.disk names none."""
+    from quire.inspection import ModelInspection
 
 
-def print_disk(name: str, shape: ModelShape, config: EngineConfig, sizes: EngineSizes, *, as_json: bool) -> None:
+def print_disk(name: str, found: ModelInspection, *, as_json: bool) -> None:
     """Prints what the folder of tiers.disk would hold, and its speed if there is one. Raises QuireError if the folder
     cannot be written, or if an engine would refuse it.
     """
-    facts = _facts(shape, config, sizes)
+    facts, shape = found.disk(), found.shape
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    is_example = config.tiers.disk is None
+    is_example = facts["folder"] is None
     per_token, speed = facts["disk_bytes_per_token"], facts["bytes_per_second"]
     size = format_bytes(facts["capacity_bytes"])
     where = "a folder would hold; give --tiers.disk DIR:SIZE" if is_example else facts["folder"]
-    print(f"{name}: {config.cache.codec}, {shape.num_layers} layers, {shape.num_kv_heads} kv heads")
     rows = [
         ("bytes per token", format_bytes(round(per_token)), "on the disk, with headers and padding"),
         (f"tokens in {size}", f"{facts['tokens']:,}", where),
@@ -43,39 +37,10 @@ def print_disk(name: str, shape: ModelShape, config: EngineConfig, sizes: Engine
             ("fetching 4,096 tokens", f"{4096 * per_token / speed:.2f} s", ""),
             ("break-even", f"{speed / per_token:,.0f} tokens/s", "a slower prefill makes fetching the faster way"),
         ]
+    print(f"{name}: {facts['codec']}, {shape.num_layers} layers, {shape.num_kv_heads} kv heads")
     width = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     for label, value, note in rows:
         print(f"{label:{width[0]}}   {value:{width[1]}}   {note}".rstrip())
-
-
-def _facts(shape: ModelShape, config: EngineConfig, sizes: EngineSizes) -> dict[str, Any]:
-    from quire.stores.opening import check_disk
-    from quire.stores.sizing import disk_bytes_per_token, measure_disk, tokens_that_fit
-
-    tiers = config.tiers
-    cap = EXAMPLE_BYTES if tiers.disk is None else tiers.disk_bytes
-    per_token = disk_bytes_per_token(sizes.chunk_bytes, shape.num_layers, shape.num_kv_heads)
-    speed, is_limited, folder = None, False, None
-    if tiers.disk is not None:
-        folder = user_path(tiers.disk_folder)
-        try:
-            check_disk(tiers)
-            speed = measure_disk(folder)
-        except OSError as error:
-            raise QuireError(f"tiers.disk: {folder} cannot be measured ({error.strerror or error})") from error
-        is_limited = tiers.disk_bandwidth is not None and tiers.disk_bandwidth < speed
-        speed = float(tiers.disk_bandwidth or speed) if is_limited else speed
-    return {
-        "codec": config.cache.codec,
-        "bytes_per_token": sizes.bytes_per_token,
-        "disk_bytes_per_token": per_token,
-        "folder": None if folder is None else str(folder),
-        "capacity_bytes": cap,
-        "tokens": tokens_that_fit(cap, per_token),
-        "bytes_per_second": speed,
-        "is_limited": is_limited,
-        "break_even_tokens_per_second": None if speed is None else speed / per_token,
-    }
 
 
 def print_tiers(answer: dict[str, Any], *, as_json: bool) -> None:
@@ -92,7 +57,7 @@ def print_tiers(answer: dict[str, Any], *, as_json: bool) -> None:
     if not rows:
         print("this server has no tiers; give it --tiers.disk DIR:SIZE")
         return
-    print_table(("tier", "bytes", "of", "chunks", "found", "fetched", "demoted", "failed reads", "state"), rows)
+    shared.print_table(("tier", "bytes", "of", "chunks", "found", "fetched", "demoted", "failed reads", "state"), rows)
     for line in lines:
         print(line)
 

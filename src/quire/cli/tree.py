@@ -1,4 +1,4 @@
-"""`quire inspect --tree`: asks a running server for the prefixes in its cache and prints them as a tree.
+"""`quire inspect --tree`: prints the prefixes in the cache of a running server as a tree.
 
 Knows the format of GET /debug/cache; loads no model.
 """
@@ -8,22 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quire.cli.remote import call_server, plain
+from quire.cli.remote import known_format, plain
 from quire.config import format_bytes
-from quire.errors import QuireError
 
 COLUMNS = ("prefix", "key", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
 PIPED_WIDTH = 160
 SHOWN_KEY = 8
 KEYS_WIDTH = 100
 MIN_TEXT_WIDTH = 12
-
-
-def fetch(url: str, key: str | None, flag: str = "--tree") -> dict[str, Any]:
-    """The answer of a server's /debug/cache. Raises ConfigError for an invalid URL, and QuireError if no server
-    answers, if it refuses, or if it is not Quire. flag: the one that had the URL.
-    """
-    return call_server(url, "/debug/cache", key, flag, "prefixes")
 
 
 def print_tree(answer: dict[str, Any]) -> None:
@@ -35,14 +27,12 @@ def print_tree(answer: dict[str, Any]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
-    try:
+    with known_format():
         rows = [(guide, _cells(prefix)) for guide, prefix in _rows(answer["prefixes"])]
         columns: tuple[str, ...] = COLUMNS
         if console.width < KEYS_WIDTH:
             columns, rows = _without_keys(columns), [(guide, _without_keys(cells)) for guide, cells in rows]
         lines = _totals(answer)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise QuireError("the server's answer has an unknown format; is it another version of Quire?") from error
     table = Table(box=None, pad_edge=False, header_style="bold")
     # Numbers take the width they need. The text gets the rest and is truncated here, by its width in terminal cells.
     numbers = [max(map(len, column)) for column in zip(columns[1:], *(cells[1:] for _, cells in rows), strict=True)]

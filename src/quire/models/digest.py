@@ -12,6 +12,7 @@ model hubs publish it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -39,6 +40,9 @@ VERSION = 1
 """Of the definition above and of the records."""
 
 PIECE_BYTES = 1 << 20
+
+SHOWN_DIGEST = 12
+"""Characters of a digest in messages and tables."""
 
 SETTLED_SECONDS = 2.0
 """The hash of a file that changed within this time is not remembered. File systems count time in steps of up to two
@@ -125,6 +129,22 @@ def remembered_digest(checkpoint: Checkpoint) -> str | None:
     """The digest, if the hashes of all files are remembered. Raises ModelError and OSError."""
     hashes = [_recall(_File.of(path.stat())) for path in checkpoint.files]
     return None if None in hashes else digest_of(checkpoint).digest
+
+
+def known_names(digests: set[str]) -> dict[str, str]:
+    """The names of the models that this machine knows without hashing: embedded ones, and those with packed layers."""
+    from quire.models.embedded import EMBEDDED
+    from quire.models.image_folder import ImageError, list_images
+    from quire.models.weights import open_model
+
+    found = {combined([model.sha256]): name for name, model in EMBEDDED.items()}
+    if digests <= found.keys():
+        return found
+    with contextlib.suppress(ImageError, OSError):
+        for image in list_images():
+            with contextlib.suppress(ModelError, OSError), open_model(image.origin.path) as checkpoint:
+                found.setdefault(remembered_digest(checkpoint) or "", image.origin.model)
+    return found
 
 
 def _hash(path: Path, count: Callable[[int], None]) -> str:

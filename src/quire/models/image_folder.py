@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.errors import ConfigError
 from quire.folders import user_cache
 
 SECTION_ALIGNMENT = 4096
@@ -239,6 +240,25 @@ def list_images() -> list[Image]:
         with contextlib.suppress(ImageError, FileNotFoundError):
             found.append(read_image(path))
     return sorted(found, key=lambda image: -image.used)
+
+
+def images_called(names: Sequence[str]) -> list[Image]:
+    """The files of models or files with these names or paths. Raises ConfigError for a name of none."""
+    images = list_images()
+    found = {image.path: image for name in names for image in images if _is_called(image, name)}
+    for name in names:
+        if not any(_is_called(image, name) for image in found.values()):
+            known = ", ".join(sorted({image.origin.model for image in images})) or "none"
+            raise ConfigError(f"no packed layers of {name!r}; models with packed layers: {known}")
+    return list(found.values())
+
+
+def _is_called(image: Image, name: str) -> bool:
+    path = str(Path(name).resolve())
+    return name in (image.origin.model, image.origin.key, image.path.name) or path in (
+        image.origin.path,
+        str(image.path),
+    )
 
 
 def clear(images: Sequence[Image] | None = None) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +20,22 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
 from quire.cache.run import HeldPages, Run, RunIdentity, extent_layout
 from quire.cache.table import ChunkTable
+from quire.config import EngineConfig, RetainConfig, TiersConfig
+from quire.engine.build import resolve
+from quire.engine.control_plane import namespace_of
 from quire.engine.engine import Engine
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError, ExtentError, QuireError
+from quire.load import find_calibration, load_engine
+from quire.models.digest import Report, digest_of
+from quire.models.resolve import resolve_model
+from quire.models.weights import open_model
 from quire.prefixes.listing import find_chunk
 from quire.stores.archive import ArchivedRun, RunArchive
 from quire.stores.archive_store import ArchiveStore
 from quire.stores.disk import DiskStore
+from quire.stores.folder_reader import FolderReader
+from quire.stores.tiers import Tiers
 
 CHUNKS_PER_CHECK = 16
 """One chunk in this many is computed again, and at least one of each prefix."""
@@ -42,11 +52,102 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
 @dataclass(frozen=True)
-class ImportResult:
-    """What a store has of an archive."""
+class RunCounts:
+    """Runs of a store or an archive."""
 
     num_runs: int
     num_tokens: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> RunCounts:
+        """Counts them."""
+        return cls(len(runs), sum(len(run.tokens) for run in runs))
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What came of an import.
+
+    whole        what the archive has
+    there        what the folder has of it
+    num_checked  chunks that were computed again
+    worst        their largest difference, relative to the variation of tokens
+    """
+
+    whole: RunCounts
+    there: RunCounts
+    num_checked: int = 0
+    worst: float = 0.0
+
+
+def import_prefixes(
+    source: Path,
+    folder: Path,
+    model: str,
+    config: EngineConfig,
+    *,
+    cap: int | None,
+    is_trusted: bool,
+    hashing: AbstractContextManager[Report],
+    compared: AbstractContextManager[Report],
+) -> ImportReport:
+    """Puts the prefixes of an archive into the folder of a disk tier.
+
+    cap                the folder's bytes; None: those that it has
+    is_trusted         whether no chunk is computed again
+    hashing, compared  each gives a function that is called with what is done, and all: bytes of the model, and chunks
+    Raises ConfigError and QuireError for an archive or a folder that cannot be used.
+    """
+    # Without what has no effect on pages.
+    cache = dataclasses.replace(config.cache, pin=None, share=True)
+    config = dataclasses.replace(config, tiers=TiersConfig(), retain=RetainConfig(), cache=cache)
+    num_checked, worst = 0, 0.0
+    with open_archive(source) as archive:
+        try:
+            cap = cap or _known_cap(folder)
+            with hashing as report:
+                namespace = _namespace(model, config, report)
+            check_namespaces(archive, namespace)
+            check_paths(archive)
+            archive_store = ArchiveStore(archive)
+            engine = load_engine(model, config, tiers=Tiers([archive_store])).engine
+            check_run_shapes(engine, archive)
+            if not is_trusted:
+                with compared as report:
+                    num_checked, worst = check_pages(engine, archive, archive_store, random.SystemRandom(), report)
+        except ExtentError as error:
+            raise QuireError(f"{source} is refused: {error}") from error
+        store = DiskStore(folder, cap, namespace)
+        try:
+            there = store_runs(store, archive)
+        finally:
+            store.close()
+        whole = RunCounts.of([each.header.run for each in archive.runs])
+    return ImportReport(whole, there, num_checked, worst)
+
+
+def _known_cap(folder: Path) -> int:
+    try:
+        known = FolderReader(folder).cap
+    except ConfigError:
+        known = 0
+    if not known:
+        raise ConfigError(f"{folder} has no size yet: give --disk {folder}:SIZE, such as :20GiB")
+    return known
+
+
+def _namespace(model: str, config: EngineConfig, report: Report) -> Namespace:
+    """What the model's pages depend on, without loading it."""
+    path = resolve_model(model)
+    with open_model(path) as checkpoint:
+        calibration = find_calibration(path, config)
+        if calibration is None and config.cache.is_calibrated:
+            raise ConfigError(
+                f"cache.codec {config.cache.codec} needs the calibration with which the file was computed: copy it, and"
+                " name it by --cache.calibration FILE"
+            )
+        resolved, _ = resolve(config, checkpoint.shape, checkpoint, calibration)
+        return namespace_of(resolved, checkpoint.shape, digest_of(checkpoint, report).digest, calibration)
 
 
 def check_namespaces(archive: RunArchive, namespace: Namespace) -> None:
@@ -105,7 +206,7 @@ def check_pages(
     archive: RunArchive,
     archive_store: ArchiveStore,
     rng: random.Random,
-    report: Callable[[int, int], None],
+    report: Report,
 ) -> tuple[int, float]:
     """Computes a sample of the chunks again, on top of the archive's pages before them. Returns their number, and the
     largest difference. Raises ExtentError at the first one that differs.
@@ -150,7 +251,7 @@ def check_pages(
     return len(samples), worst
 
 
-def store_runs(store: DiskStore, archive: RunArchive) -> ImportResult:
+def store_runs(store: DiskStore, archive: RunArchive) -> RunCounts:
     """Puts all runs into a store, which signs them, and waits until they are on the disk. Later ones may take the room
     of earlier ones. Raises QuireError if the disk takes no more.
     """
@@ -166,7 +267,7 @@ def store_runs(store: DiskStore, archive: RunArchive) -> ImportResult:
     if not store.flush(PUT_SECONDS):
         raise QuireError(f"the folder could not be written: {store.stats()['reason'] or 'it is too slow'}")
     there = [each.header.run for each in archive.runs if store.find(each.header.run.names[-1]) is not None]
-    return ImportResult(len(there), sum(len(run.tokens) for run in there))
+    return RunCounts.of(there)
 
 
 def decoded(table: ChunkTable, run: Run, extents: list[bytes], row: int) -> torch.Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.cli import shared
 from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
-from quire.safe_io import parse_json, read_bytes
+from quire.safe_io import parse_json, read_source
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _HINTS = frozenset(field.name for field in fields(CacheHints) if field.init)
@@ -31,7 +33,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[BatchLine]:
     """Reads the input. Raises ConfigError that describes the first ten invalid lines."""
     label = "stdin" if name == "-" else name
     try:
-        content = shared.read_stdin() if name == "-" else read_bytes(name)
+        content = read_source(name)
     except OSError as error:
         raise ConfigError(f"cannot read {label}: {error.strerror or error}") from error
     lines: list[BatchLine] = []
@@ -59,6 +61,16 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[BatchLine]:
         message = f"{label} has {len(problems)} invalid lines; nothing was run"
         raise ConfigError("\n".join([message, *shown]))
     return lines
+
+
+def in_tokens(tokenizer: Tokenizer, prompt: dict[str, Any]) -> dict[str, Any]:
+    """A prompt of any kind, with its hints, as one of tokens. Raises RequestError."""
+    hints = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
+    if "messages" in prompt:
+        return hints | {"prompt_token_ids": tokenizer.chat_ids(prompt["messages"])}
+    if "prompt" in prompt:
+        return hints | {"prompt_token_ids": tokenizer.encode(prompt["prompt"])}
+    return dict(prompt)
 
 
 def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> BatchLine:

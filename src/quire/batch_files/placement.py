@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from quire.cli import shared
-from quire.config import EngineConfig, format_bytes, options_from
+from quire.batch_files.job import BatchJob
+from quire.config import EngineConfig, format_bytes
 from quire.errors import ConfigError
+from quire.models.resolve import resolve_model
+from quire.models.tokenizer import load_tokenizer
+from quire.offload.files import policy_text
+from quire.offload.units import Share, percent
 from quire.options import format_number
-
-if TYPE_CHECKING:
-    from quire.cli.batch import BatchJob
-    from quire.planning.batches import BatchPlan
+from quire.planning.batches import BatchPlan, plan_batch
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,23 @@ class PlannedBatch:
     options: dict[str, Any] | None = None
     plan: BatchPlan | None = None
 
+    def announcement(self) -> str | None:
+        """The placement in a line. None without one."""
+        if self.plan is None:
+            return None
+        policy, said = self.plan.policy, self.plan.prediction
+        shares = ", ".join(
+            f"{name} {percent(split.shares[0])}"
+            for name, split in (("weights", policy.weights), ("cache", policy.cache), ("activations", policy.hidden))
+        )
+        near = "on the GPU" if len(self.plan.tiers) > 2 else "in memory"
+        return (
+            f"blocks of {policy.num_batches} x {policy.micro_batch}; {near}: {shares}; predicted"
+            f" {format_number(said.throughput)} tokens/s, limited by {', '.join(said.binding)}"
+        )
+
     def report(self, batch: BatchJob, stats: Mapping[str, Any]) -> list[str]:
         """What was near, what moved, and what the plan had said."""
-        from quire.offload.units import Share, percent
-
         lines, moved = [], stats.get("offload")
         if moved is not None:
             kinds = "weights", "cache", "hidden"
@@ -57,28 +69,23 @@ class PlannedBatch:
 
 
 @contextlib.contextmanager
-def planned(args: argparse.Namespace, batch: BatchJob) -> Iterator[PlannedBatch]:
-    """Plans the lines that are left, if the configuration has a profile, and prints the placement. The policy's file is
-    removed at the end. Raises ConfigError.
+def planned(model: str, config: EngineConfig, batch: BatchJob) -> Iterator[PlannedBatch]:
+    """Plans the lines that are left, if the configuration has a profile. The policy's file is removed at the end.
+
+    Raises ConfigError.
     """
-    config = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
     if config.offload.profile is None:
         yield PlannedBatch()
         return
     for name, value in (("cache.memory", config.cache.memory), ("offload.micro_batch", config.offload.micro_batch)):
         if value not in (None, "auto"):
             raise ConfigError(f"offload.profile plans {name}; leave one of the two out")
-    from quire.models.resolve import resolve_model
-    from quire.models.tokenizer import load_tokenizer
-    from quire.offload.files import policy_text
-    from quire.planning.batches import plan_batch
-
-    batch.to_tree_order(load_tokenizer(resolve_model(args.model), config.model.tokenizer, config.model.chat_template))
+    batch.to_tree_order(load_tokenizer(resolve_model(model), config.model.tokenizer, config.model.chat_template))
     lines = [line for line in batch.todo if "prompt_token_ids" in line.prompt]
     if any(line.params.n > 1 for line in lines):
         raise ConfigError("a batch is planned for one answer a line; leave n or offload.profile out")
     prompts = [line.prompt["prompt_token_ids"] for line in lines]
-    plan = plan_batch(args.model, config, prompts, [line.params.max_tokens for line in lines])
+    plan = plan_batch(model, config, prompts, [line.params.max_tokens for line in lines])
     if plan is None:  # every line will be refused, with its reason
         yield PlannedBatch({**config.to_options(), "offload.profile": None})
         return
@@ -92,22 +99,4 @@ def planned(args: argparse.Namespace, batch: BatchJob) -> Iterator[PlannedBatch]
         else:
             settings |= {"offload.cache": None, "offload.disk_bandwidth": None, "offload.micro_batch": None}
             settings["offload.overlap"] = True
-        _tell(plan)
         yield PlannedBatch(settings, plan)
-
-
-def _tell(plan: BatchPlan) -> None:
-    from quire.offload.units import percent
-
-    policy, said = plan.policy, plan.prediction
-    shares = ", ".join(
-        f"{name} {percent(split.shares[0])}"
-        for name, split in (("weights", policy.weights), ("cache", policy.cache), ("activations", policy.hidden))
-    )
-    near = "on the GPU" if len(plan.tiers) > 2 else "in memory"
-    print(
-        f"quire: blocks of {policy.num_batches} x {policy.micro_batch}; {near}: {shares}; predicted"
-        f" {format_number(said.throughput)} tokens/s, limited by {', '.join(said.binding)}",
-        file=sys.stderr,
-        flush=True,
-    )

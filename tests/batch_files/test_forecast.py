@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cli.forecast import Forecast, format_duration
+from quire.batch_files.forecast import Forecast, format_duration
 
 
 def test_it_tells_prompts_and_tokens_apart() -> None:

@@ -1,0 +1,59 @@
+"""Chooses the runs of a disk tier's folder that are exported or removed: by model, by key or by prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.cache.keys import ChunkKeys
+from quire.cache.namespace import Namespace
+from quire.engine.pins import read_pins
+from quire.errors import ConfigError, RequestError
+from quire.models.digest import SHOWN_DIGEST, Report, digest_of
+from quire.models.resolve import resolve_model
+from quire.models.tokenizer import load_tokenizer
+from quire.models.weights import open_model
+from quire.prefixes.cached import parse_prefix_key
+from quire.stores.folder_reader import FolderReader, LocatedRun
+
+
+def of_model(reader: FolderReader, model: str, report: Report) -> Callable[[Namespace], bool]:
+    """Whether a namespace is of a model.
+
+    model   beginning of its digest, or its name or path
+    report  called with the bytes hashed so far, and all
+    """
+    digests = {usage.namespace.model for usage in reader.usages()}
+    if re.fullmatch(r"[0-9a-f]{8,}", model):
+        found = {digest for digest in digests if digest.startswith(model)}
+        if len(found) > 1:
+            raise ConfigError(f"several models begin with {model}; give more of the digest")
+    else:
+        with open_model(resolve_model(model)) as checkpoint:
+            found = {digest_of(checkpoint, report).digest} & digests
+    if not found:
+        known = ", ".join(sorted(digest[:SHOWN_DIGEST] for digest in digests)) or "none"
+        raise ConfigError(f"{reader.path} has nothing of {model!r}; models there: {known}")
+    (digest,) = found
+    return lambda namespace: namespace.model == digest
+
+
+def with_key(key: str) -> Callable[[LocatedRun], bool]:
+    """Whether a run has the chunk of a key. Raises ConfigError."""
+    try:
+        name = parse_prefix_key(key)
+    except RequestError as error:
+        raise ConfigError(f"--key: {error}") from error
+    return lambda located: name in located.header.run.names
+
+
+def with_prompts(reader: FolderReader, model: str, file: Path) -> Callable[[LocatedRun], bool]:
+    """Whether a run has a chunk of the prompts in a file, which has lines as of cache.pin."""
+    prompts = [pin.ids for pin in read_pins(file, load_tokenizer(resolve_model(model)), "--prompt-file")]
+    namespaces = {dataclasses.replace(usage.namespace, salt=salt) for usage in reader.usages() for salt in usage.salts}
+    names = {
+        name for namespace in namespaces for ids in prompts for name in ChunkKeys(namespace, ids).first(len(ids) // 64)
+    }
+    return lambda located: not names.isdisjoint(located.header.run.names)
