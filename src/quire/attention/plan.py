@@ -79,7 +79,6 @@ class AttentionPlan(StepPlan, Protocol):
                      path up to the slice's end
         local        [L, H]: number of last tokens that each row also keeps, its own included
         """
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -95,7 +94,6 @@ class AttentionBackend(Protocol):
         moved   the last plan had the same rows, each one position earlier. These of the slices are in other chunks now;
                 a backend may advance the last plan. None: other rows
         """
-        ...
 
 
 @dataclass(frozen=True)

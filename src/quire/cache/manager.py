@@ -27,7 +27,7 @@ from quire.cache.pins import Pins
 from quire.cache.reservations import Reservations
 from quire.cache.retention.decisions import Retention, RetentionDecision
 from quire.cache.retention.packing import check_packed
-from quire.cache.retention.protocol import KeepAll, RetentionProtocol
+from quire.cache.retention.protocol import KeepAll
 from quire.cache.retention.retainer import Retainer
 from quire.cache.statistics import Statistics
 from quire.cache.store import NullStore, Store
@@ -75,7 +75,7 @@ class CacheManager:
         self.demotion = Demotion(table, store or NullStore())
         self.eviction = Eviction(table, tree, self.demotion)
         self.retainer = None if retention is None else Retainer(retention, self.eviction, replays)
-        self.retention: RetentionProtocol = self.retainer or KeepAll(table, replays)
+        self.retention: KeepAll | Retainer = self.retainer or KeepAll(table, replays)
         self.reservations = Reservations(self.eviction, self.retention)
         self.statistics = Statistics(table, tree)
         self.paths = PathManager(self.reservations, self.demotion, self.statistics)

@@ -161,25 +161,20 @@ class Store(Protocol):
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Which of these chunks it does not have and would take now. A use of the others."""
-        ...
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
         """Keeps a run, or not. The extents of all layers, in order, are each valid only until the next one is taken."""
-        ...
 
     def find(self, name: bytes) -> Run | None:
         """The run that contains the chunk with this key, or the private run with this handle."""
-        ...
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
         """Starts to bring all layers of some runs of a transfer, in order, and names itself as their source. Fails the
         transfer if a run was lost since it was found.
         """
-        ...
 
     def drop(self, names: Iterable[bytes]) -> None:
         """Forgets runs, each given by any of its names."""
-        ...
 
 
 def put_rows(store: Store, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int) -> Run:

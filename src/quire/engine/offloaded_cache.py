@@ -18,17 +18,19 @@ from quire.engine.offloading import cache_bytes, check_disk_room, mover_of, poli
 from quire.offload.units import ALL
 
 if TYPE_CHECKING:
+    from quire.attention.cpu import CpuAttention
     from quire.attention.plan import AttentionBackend
+    from quire.attention.triton import TritonAttention
     from quire.cache.codecs import Codec
     from quire.cache.codecs.dense import DenseCodec
     from quire.cache.codecs.sums import SumsCodec
     from quire.cache.sinks import Sinks
     from quire.engine.sizes import EngineSizes
     from quire.models.plan import Model
-    from quire.offload.blocks import CloneableBackend, FarTable
     from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
+    from quire.offload.paged import Pager
     from quire.offload.table import OffloadedTable
 
 log = logging.getLogger("quire")
@@ -49,7 +51,7 @@ def build_offloaded_cache(
     codecs: tuple[DenseCodec, *tuple[Codec, ...]],
     sinks: Sinks | None,
     sums: SumsCodec | None,
-) -> tuple[ChunkTable | OffloadedTable, FarTable]:
+) -> tuple[ChunkTable | OffloadedTable, OffloadedTable | Pager]:
     """A cache that leaves memory: its table, and what moves its chunks. sums: with retention. Raises ConfigError."""
     from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
@@ -120,7 +122,7 @@ def _offloaded_table(
 def in_micro_batches(
     attention: AttentionBackend,
     config: EngineConfig,
-    table: FarTable | None,
+    table: OffloadedTable | Pager | None,
     padded_rows: Callable[[int], int],
 ) -> AttentionBackend:
     """Attention in micro-batches, where the configuration wants them. table: the cache, if it leaves memory."""
@@ -130,10 +132,11 @@ def in_micro_batches(
     size = config.offload.micro_batch or (policy.micro_batch if policy is not None else None)
     if table is None and (size is None or size >= config.scheduler.max_running):
         return attention
-    return BlockAttention(cast("CloneableBackend", attention), size or config.scheduler.max_running, table, padded_rows)
+    backend = cast("CpuAttention | TritonAttention", attention)
+    return BlockAttention(backend, size or config.scheduler.max_running, table, padded_rows)
 
 
-def offload_counters(model: Model, table: FarTable | None) -> Callable[[], dict[str, Any]]:
+def offload_counters(model: Model, table: OffloadedTable | Pager | None) -> Callable[[], dict[str, Any]]:
     """What `LLM.stats` says of offloading."""
     from quire.offload.model import OffloadedModel
 

@@ -15,74 +15,27 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attention.plan import AttentionBackend, AttentionPlan
+from quire.attention.plan import AttentionPlan
 from quire.cache.ledger import PAGE_TOKENS
 from quire.offload.attended import NearFarPlan, host_attention, split_near_far
 from quire.offload.mover import NOTHING, IoTicket
 from quire.offload.table import OffloadedTable
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from quire.attention.cpu import CpuAttention
-    from quire.attention.plan import AttentionSpec
     from quire.attention.rows import RowSlice
+    from quire.attention.triton import TritonAttention
     from quire.models.plan import Model
-    from quire.offload.attended import PartialPlan
     from quire.offload.hidden import HiddenStates
-
-
-class CloneableBackend(AttentionBackend, Protocol):
-    """A backend of which several may plan at once. The attributes are those of `TritonAttention`."""
-
-    spec: AttentionSpec
-    keeps_lse: bool
-    encodes_by_layer: bool
-
-    def clone(self) -> CloneableBackend:
-        """One with plans and scratch of its own, of the same table."""
-
-    def refresh(self, chunks: NDArray[np.int32]) -> None:
-        """Some chunks have other pages in the table now, for plans that exist already, too."""
-
-
-class FarTable(Protocol):
-    """Moves the chunks of a cache that leaves memory: see `OffloadedTable` and `Pager`. What `place` returns is for the
-    other calls.
-    """
-
-    @property
-    def max_batch_chunks(self) -> int:
-        """Most chunks of a micro-batch."""
-
-    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Any], Any]:
-        """Prepares a step: something for each micro-batch, and for all of them."""
-
-    def load(self, layer: int, batch: int, num_batches: int, placed: Any, *after: IoTicket) -> IoTicket:
-        """Starts to load what a micro-batch reads in a layer."""
-
-    def load_shared(self, layer: int, placed: Any) -> IoTicket:
-        """Starts to load what several micro-batches read in a layer."""
-
-    def begin_batch(self, layer: int, batch: int, num_batches: int, placed: Any) -> NDArray[np.int32]:
-        """A micro-batch is computed next. Returns chunks that have other pages in this layer than plans were told."""
-
-    def store(self, layer: int, batch: int, num_batches: int, placed: Any) -> IoTicket:
-        """Starts to store what a micro-batch has filled in a layer."""
-
-    def loaded_path(self, slice_index: int) -> AbstractContextManager[None]:
-        """All layers of a slice's path can be read inside."""
-
-    def stats(self) -> dict[str, float]:
-        """See `LLM.stats`."""
+    from quire.offload.paged import Pager
 
 
 @dataclass(frozen=True)
@@ -108,12 +61,12 @@ class BlockPlan:
         batches: Sequence[MicroBatch],
         starts: Sequence[int],
         padded_rows: Callable[[int], int],
-        table: FarTable | None,
+        table: OffloadedTable | Pager | None,
         placed: tuple[list[Any], Any] | None,
         refresh: Callable[[NDArray[np.int32]], None],
     ) -> None:
-        """starts: the first slice of each micro-batch. placed: the far chunks of each one, and of several. refresh: see
-        CloneableBackend.
+        """starts: the first slice of each micro-batch. placed: what the table's `place` has returned. refresh: of the
+        backend of the plans.
         """
         self.batches = batches
         self.padded_rows = padded_rows
@@ -172,9 +125,9 @@ class BlockAttention:
 
     def __init__(
         self,
-        attention: CloneableBackend,
+        attention: CpuAttention | TritonAttention,
         micro_batch: int,
-        table: FarTable | None,
+        table: OffloadedTable | Pager | None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
     ) -> None:
         self.micro_batch = micro_batch
@@ -213,7 +166,7 @@ class BlockAttention:
             row += count
         return BlockPlan(batches, starts, self._padded_rows, self._table, placed, self._backends[0].refresh)
 
-    def _divided_plan(self, backend: CloneableBackend, slices: Sequence[RowSlice]) -> AttentionPlan:
+    def _divided_plan(self, backend: CpuAttention | TritonAttention, slices: Sequence[RowSlice]) -> AttentionPlan:
         """A plan whose single rows attend to far chunks on the host. A new one for each step, because chunks come near
         and go far.
         """
@@ -232,7 +185,7 @@ class BlockAttention:
         plan = backend.plan(near)
         if not far:
             return plan
-        return NearFarPlan(cast("PartialPlan", plan), self._far.read_only_plan(far), rows, table.host.memory)
+        return NearFarPlan(plan, self._far.read_only_plan(far), rows, table.host.memory)
 
     def _divided(self, slices: Sequence[RowSlice]) -> list[int]:
         """The first slice of each micro-batch. Neighbours share prefixes, so they stay together."""

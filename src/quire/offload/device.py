@@ -232,7 +232,7 @@ class CopyStream:
 
     @property
     def bytes_from_disk(self) -> int:
-        """See LayerStream."""
+        """Bytes of `bytes_read` that came from the disk."""
         return 0 if self._disk is None else self._disk.bytes_read
 
     def begin(self) -> None:

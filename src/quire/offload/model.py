@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,35 +34,9 @@ if TYPE_CHECKING:
     from quire.models.images import ImageSpec
     from quire.models.layers import Ops
     from quire.models.plan import Model, StepPlan
+    from quire.offload.device import CopyStream
 
 log = logging.getLogger("quire")
-
-
-class LayerStream(Protocol):
-    """Loads layers in order, pass after pass: see `WeightStream`."""
-
-    num_loads: int
-    bytes_read: int
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds that the host waited."""
-
-    @property
-    def bytes_from_disk(self) -> int:
-        """Bytes of `bytes_read` that came from the disk."""
-
-    def begin(self) -> None:
-        """Begins a pass."""
-
-    def take(self, layer: int) -> None:
-        """A layer is computed after this call."""
-
-    def give(self, layer: int) -> None:
-        """A layer has been computed."""
-
-    def close(self) -> None:
-        """Ends."""
 
 
 class OffloadedModel:
@@ -76,7 +50,13 @@ class OffloadedModel:
     """
 
     def __init__(
-        self, model: Model, weights: WeightPlacement, stream: LayerStream, folder: Path | None, *, overlaps: bool = True
+        self,
+        model: Model,
+        weights: WeightPlacement,
+        stream: WeightStream | CopyStream,
+        folder: Path | None,
+        *,
+        overlaps: bool = True,
     ) -> None:
         self.shape = model.shape
         self.folder = folder

@@ -85,7 +85,7 @@ class WeightStream:
 
     @property
     def bytes_from_disk(self) -> int:
-        """See `offload.model.LayerStream`: all of them."""
+        """Bytes of `bytes_read` that came from the disk: all of them."""
         return self.bytes_read
 
     def begin(self) -> None:
