@@ -105,11 +105,6 @@ class BackgroundCalibration:
         if self._thread.ident is not None:
             self._thread.join()
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether the codec is still to come."""
-        return self._state in ("calibrating", "waiting")
-
     def report(self) -> dict[str, Any]:
         """For operators: the wanted codec; the state, which is calibrating, waiting (for a quiet moment), taken or
         failed; the share done; the seconds left, about; and the reason of a failure.

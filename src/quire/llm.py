@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from quire.config import ENGINE_GROUPS, EngineConfig, nearest
@@ -382,9 +381,7 @@ class LLM(BaseLLM):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(
@@ -433,17 +430,7 @@ def merge_delta(collected: dict[str, RequestOutput], delta: RequestOutput) -> No
     """Adds a delta to the collected output of its request."""
     whole = collected.get(delta.request_id)
     if whole is None:
-        whole = collected[delta.request_id] = RequestOutput(
-            delta.request_id,
-            delta.prompt,
-            delta.prompt_token_ids,
-            delta.prompt_logprobs,
-            [],
-            False,
-            delta.num_cached_tokens,
-            delta.cached_by_tier,
-            delta.num_pinned_tokens,
-        )
+        whole = collected[delta.request_id] = replace(delta, outputs=[])
     whole.finished = delta.finished
     whole.kept_fraction = delta.kept_fraction
     whole.embedding = whole.embedding or delta.embedding
