@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -12,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -402,7 +403,7 @@ class LLM(BaseLLM):
         order = [request_id for request_id, _ in todo]
         collected: dict[str, RequestOutput] = {}
         show = len(todo) > 8 and sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        with _Progress(len(todo), show) as advance:
+        with _progress(len(todo), show) as advance:
             try:
                 while todo or engine.has_work:
                     while todo and engine.scheduler.has_room(todo[0][1].params.n):
@@ -474,38 +475,25 @@ class _CallLock:
         self._lock.release()
 
 
-class _Progress:
-    """A progress bar over requests, with tokens per second; does nothing unless `show`."""
+@contextlib.contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar over requests, with tokens per second, unless it is not shown. Yields what is called with the
+    tokens of each finished request.
+    """
+    if not show:
+        yield lambda tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, total: int, show: bool) -> None:
-        self._bar: Any = None
-        self._tokens = 0
-        if show:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[speed]}"), console=Console(stderr=True)) as bar:
+        task, begun, done = bar.add_task("", total=total, speed=""), time.monotonic(), 0
 
-            self._bar = Progress(
-                TextColumn("generating"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[speed]}"),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task("", total=total, speed="")
-            self._start = time.monotonic()
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            speed = done / max(1e-9, time.monotonic() - begun)
+            bar.update(task, advance=1, speed=f"{speed:.0f} tokens/s")
 
-    def __enter__(self) -> Callable[[int], None]:
-        if self._bar is not None:
-            self._bar.start()
-        return self._advance
-
-    def _advance(self, tokens: int) -> None:
-        self._tokens += tokens
-        if self._bar is not None:
-            speed = self._tokens / max(1e-9, time.monotonic() - self._start)
-            self._bar.update(self._task, advance=1, speed=f"{speed:.0f} tokens/s")
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        yield advance

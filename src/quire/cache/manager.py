@@ -127,20 +127,9 @@ class CacheManager:
 
     def _state(self, holder: Holder) -> object:
         """The state on which the admission of a sequence depends."""
-        tree, allocated_bytes, num_prefetches = (
-            self.tree,
-            self.table.ledger.allocated_bytes,
-            len(self.fetching.prefetches),
-        )
-        return (
-            holder,
-            len(self.reservations.live),
-            num_prefetches,
-            allocated_bytes,
-            self.reservations.outstanding(),
-            tree.num_uses,
-            tree.num_chunks,
-        )
+        reservations, tree = self.reservations, self.tree
+        counts = len(reservations.live), len(self.fetching.prefetches), self.table.ledger.allocated_bytes
+        return holder, *counts, reservations.outstanding(), tree.num_uses, tree.num_chunks
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""

@@ -213,9 +213,13 @@ class PrefixTree(TreeCounts):
         """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
         return self.match(keys.first(limit))
 
-    def match(self, names: list[bytes]) -> Iterator[tuple[Segment, int]]:
-        """As `walk`, of a sequence given by the keys of its chunks."""
-        return self._match(self._root, names)
+    def match(self, names: list[bytes], after: Segment | None = None) -> Iterator[tuple[Segment, int]]:
+        """As `walk`, of a sequence given by the keys of its chunks; after: of those that follow this segment."""
+        at = after or self._root
+        while names and (child := at.children.get(names[0])) is not None:
+            at, count = child, num_common(child.keys, names)
+            names = names[count:] if count == len(at.chunks) else []
+            yield at, count
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
         """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
@@ -252,16 +256,9 @@ class PrefixTree(TreeCounts):
         for name, value in vars(counted).items():
             assert np.array_equal(getattr(self, name), value), f"{name}: {getattr(self, name)} counted, {value} there"
 
-    def _match(self, at: Segment, keys: list[bytes]) -> Iterator[tuple[Segment, int]]:
-        """Finds the segments after one that match the keys: (segment, number of its chunks that do)."""
-        while keys and (child := at.children.get(keys[0])) is not None:
-            at, count = child, num_common(child.keys, keys)
-            keys = keys[count:] if count == len(at.chunks) else []
-            yield at, count
-
     def _follow(self, path: Path, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
         """Locks the segments after one that match the keys. Divides the last one where the keys differ."""
-        for segment, count in self._match(at, keys):
+        for segment, count in self.match(keys, at):
             at = self._divide(segment, count) if count < len(segment.chunks) else segment
             self._count(at, -1)
             at.users += 1

@@ -251,25 +251,14 @@ def _config_rope(settings: CheckedSettings, head_dim: int) -> tuple[Rope, int]:
     if share != 1.0:
         raise ModelError(f"partial_rotary_factor {share:g} is not supported; only whole heads are rotated")
     theta, trained = merged.number("rope_theta", 10000.0), settings.count("max_position_embeddings")
-    if kind == "llama3":
-        rope = Rope(
-            theta=theta,
-            dim=head_dim,
-            kind=kind,
-            factor=merged.number("factor"),
-            low_freq_factor=merged.number("low_freq_factor"),
-            high_freq_factor=merged.number("high_freq_factor"),
-            original_context=merged.count("original_max_position_embeddings", trained),
-        )
-        return rope, trained
+    fields: dict[str, Any] = {} if kind == "default" else {"factor": merged.number("factor")}
     if kind == "dynamic":
-        return Rope(
-            theta=theta, dim=head_dim, kind=kind, factor=merged.number("factor"), original_context=trained
-        ), trained
-    if kind == "linear":
-        rope = Rope(theta=theta, dim=head_dim, kind=kind, factor=merged.number("factor"))
-        return rope, int(trained * rope.factor)
-    return Rope(theta=theta, dim=head_dim), trained
+        fields["original_context"] = trained
+    if kind == "llama3":
+        fields |= {name: merged.number(name) for name in ("low_freq_factor", "high_freq_factor")}
+        fields["original_context"] = merged.count("original_max_position_embeddings", trained)
+    rope = Rope(theta=theta, dim=head_dim, kind=kind, **fields)
+    return rope, int(trained * rope.factor) if kind == "linear" else trained
 
 
 def _gguf_rope(settings: CheckedSettings, head_dim: int, factors: tuple[float, ...]) -> Rope:
