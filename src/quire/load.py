@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,23 +129,17 @@ def load_engine(
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
     if neighbours:
         tiers = Tiers([*([] if tiers is None else tiers.tiers), *neighbours])
-    with contextlib.nullcontext() if is_given or tiers is None else _closed_on_error(tiers):
+    with contextlib.ExitStack() as on_error:
+        if tiers is not None and not is_given:
+            on_error.callback(tiers.close)
         engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
         if tiers is not None and not is_given:
             if resolved.tiers.disk is not None:
                 log.info("measuring the disk of tiers.disk, and how fast prompts are computed")
             engine.scheduler.manager.fetching.costs.speed = tiers.measure()
             measure_prefill(engine)
+        on_error.pop_all()
     return LoadedEngine(engine, tokenizer, shape, fits, resolved, name, path, model, pending_config)
-
-
-@contextlib.contextmanager
-def _closed_on_error(tiers: Tiers) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        tiers.close()
-        raise
 
 
 def _without_calibration(

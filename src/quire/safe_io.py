@@ -6,10 +6,14 @@ more deeply, and have longer numbers, than Python parses; both are ordinary erro
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 _KINDS = {
@@ -52,6 +56,20 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a regular file. Raises OSError."""
     with open_file(path, "rb") as file:
         return bytes(file.read())
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields a path beside a file, to write to, in a folder that is made if it is missing. Afterwards the file is that
+    one: under its name there is never half a file. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:

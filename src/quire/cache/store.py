@@ -69,7 +69,9 @@ class Transfer:
             if self._is_closed or self.error is not None:
                 return
             try:
-                layer = self._unpacker(run).unpack(extent)
+                if run not in self._unpackers:
+                    self._unpackers[run] = RunUnpacker(self._table, run, self._parts[run])
+                layer = self._unpackers[run].unpack(extent)
             except ExtentError as error:
                 self._fail(error, run)
                 return
@@ -127,25 +129,17 @@ class Transfer:
             self._table.ledger.release(self._held)
             return bool((self.ready == 1).all())
 
-    def _unpacker(self, run: Run) -> RunUnpacker:
-        found = self._unpackers.get(run)
-        if found is None:
-            found = self._unpackers[run] = RunUnpacker(self._table, run, self._parts[run])
-        return found
-
     def _note(self, run: Run, layer: int) -> None:
         self._missing[layer].discard(run)
         if not self._missing[layer]:
             self._ended = self._clock()
             self.ready[layer] = 1
-            self._tell()
+            with self._changed:
+                self._changed.notify_all()
 
     def _fail(self, error: QuireError, lost: Run | None) -> None:
         self.error, self.lost = error, lost
         self.ready[self.ready == 0] = -1
-        self._tell()
-
-    def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
 

@@ -97,12 +97,13 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
         method = quantization.text("quant_method", "an unknown method")
         raise ModelError(f"weights quantized with {method} are not supported; use plain safetensors or a GGUF")
     eos = CheckedSettings(generation, "generation_config.json").ids("eos_token_id")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     common: dict[str, Any] = {
         "vocab_size": settings.count("vocab_size"),
         "hidden_size": settings.count("hidden_size"),
         "num_layers": settings.count("num_hidden_layers"),
         "num_q_heads": settings.count("num_attention_heads"),
-        "dtype": _config_dtype(config),
+        "dtype": dtype if dtype in ITEM_BYTES else "float32",  # that of the saved weights, if it is supported
         "bos_token_id": next(iter(settings.ids("bos_token_id")), None),
         "eos_token_ids": _unique(*eos, *settings.ids("eos_token_id")),
     }
@@ -295,12 +296,6 @@ def _config_window(settings: CheckedSettings, family: str, num_layers: int) -> i
     if windowed not in (0, num_layers):
         raise ModelError(f"{windowed} of {num_layers} layers have a sliding window; only all or none is supported")
     return window if windowed else None
-
-
-def _config_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype of the saved weights; float32 if the file has none, or one that is not supported."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return name if name in ITEM_BYTES else "float32"
 
 
 def _unique(*token_ids: int) -> tuple[int, ...]:

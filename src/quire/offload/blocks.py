@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from quire.attention.rows import RowSlice
     from quire.attention.triton import TritonAttention
     from quire.models.plan import Model
+    from quire.offload.device import CopyStream
     from quire.offload.hidden import HiddenStates
     from quire.offload.paged import Pager
+    from quire.offload.stream import WeightStream
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class BlockPlan:
         starts: Sequence[int],
         padded_rows: Callable[[int], int],
         table: OffloadedTable | Pager | None,
-        placed: tuple[list[Any], Any] | None,
+        placed: tuple[list[Any], Any],
         refresh: Callable[[NDArray[np.int32]], None],
     ) -> None:
         """starts: the first slice of each micro-batch. placed: what the table's `place` has returned. refresh: of the
@@ -89,28 +91,23 @@ class BlockPlan:
         with contextlib.nullcontext() if self._table is None else self._table.loaded_path(slice_index):
             return self.batches[batch].plan.recovered(slice_index - self._starts[batch], kept, local)
 
-    def load(self, layer: int, batch: int, *after: IoTicket) -> IoTicket:
-        """Starts to load what a micro-batch reads in a layer."""
-        if self._table is None or self._placed is None:
-            return NOTHING
-        return self._table.load(layer, batch, len(self.batches), self._placed[0][batch], *after)
-
-    def load_shared(self, layer: int) -> IoTicket:
-        """Starts to load what several micro-batches read in a layer."""
-        if self._table is None or self._placed is None:
-            return NOTHING
-        return self._table.load_shared(layer, self._placed[1])
+    def load(self, layer: int, batch: int, *after: IoTicket) -> tuple[IoTicket, ...]:
+        """Starts to load what a micro-batch reads in a layer, and before the first one what several read."""
+        if self._table is None:
+            return ()
+        common = self._table.load_shared(layer, self._placed[1]) if batch == 0 else NOTHING
+        return common, self._table.load(layer, batch, len(self.batches), self._placed[0][batch], *after)
 
     def begin_batch(self, layer: int, batch: int) -> None:
         """Must be called before a micro-batch is computed in a layer."""
-        if self._table is not None and self._placed is not None:
+        if self._table is not None:
             renamed = self._table.begin_batch(layer, batch, len(self.batches), self._placed[0][batch])
             if len(renamed):
                 self._refresh(renamed)
 
     def store(self, layer: int, batch: int) -> IoTicket:
         """Starts to store what a micro-batch has filled in a layer."""
-        if self._table is None or self._placed is None:
+        if self._table is None:
             return NOTHING
         return self._table.store(layer, batch, len(self.batches), self._placed[0][batch])
 
@@ -153,7 +150,9 @@ class BlockAttention:
             moved = None
         self._starts = starts
         bounds = list(itertools.pairwise([*starts, len(slices)]))
-        placed = None if self._table is None else self._table.place([slices[low:high] for low, high in bounds])
+        placed: tuple[list[Any], Any] = [], None
+        if self._table is not None:
+            placed = self._table.place([slices[low:high] for low, high in bounds])
         while len(self._backends) < len(bounds):
             self._backends.append(self._backends[0].clone())
         batches, row = [], 0
@@ -205,17 +204,16 @@ def run(
     tokens: Tensor,
     positions: Tensor,
     plan: BlockPlan,
-    *,
-    take: Callable[[int], None],
-    give: Callable[[int], None],
+    stream: WeightStream | CopyStream,
     states: HiddenStates,
+    *,
     overlaps: bool,
 ) -> Tensor:
     """The result of `Model.hidden`: all layers of all micro-batches.
 
-    take, give   called before and after each layer, for its weights
-    states       keeps the micro-batches' activations between layers
-    overlaps     whether the next micro-batch's bytes are loaded, and the last one's stored, while one is computed
+    stream    brings the weights of each layer
+    states    keeps the micro-batches' activations between layers
+    overlaps  whether the next micro-batch's bytes are loaded, and the last one's stored, while one is computed
     """
     batches = plan.batches
     states.begin(len(batches))
@@ -230,12 +228,11 @@ def run(
 
     def load(layer: int, batch: int) -> None:
         # Into the buffer of the micro-batch before the last one: that one is computed, and what it filled is stored.
-        common = plan.load_shared(layer) if batch == 0 else NOTHING
-        loads[layer, batch] = common, plan.load(layer, batch, *stores[-1:]), states.load(batch)
+        loads[layer, batch] = *plan.load(layer, batch, *stores[-1:]), states.load(batch)
 
     for number, (layer, batch) in enumerate(order):
         if batch == 0:
-            take(layer)
+            stream.take(layer)
         if number == 0 or not overlaps:
             load(layer, batch)
         if overlaps and number + 1 < len(order):
@@ -249,7 +246,7 @@ def run(
             stores[-1].wait()
             states.settle()
         if batch == len(batches) - 1:
-            give(layer)
+            stream.give(layer)
     for ticket in stores:
         ticket.wait()
     ends = [each.rows.stop - each.rows.start for each in batches]

@@ -14,6 +14,7 @@ from quire.config import format_bytes
 from quire.kernels.memory import Fill, HugePageAllocator, WeightMemory, huge_pages
 from quire.models.image_folder import Image, ImageError
 from quire.models.images import ensure_image
+from quire.models.plan import Model
 from quire.offload.blocks import BlockPlan, run
 from quire.offload.hidden import HiddenStates
 from quire.offload.ops import RelocatableOps
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
     from quire.models.images import ImageSpec
     from quire.models.layers import Ops
-    from quire.models.plan import Model, StepPlan
+    from quire.models.plan import StepPlan
     from quire.offload.device import CopyStream
 
 log = logging.getLogger("quire")
 
 
-class OffloadedModel:
+class OffloadedModel(Model):
     """See `models.plan.Model`. Each layer waits for its weights, and gives their memory back.
 
     weights   where the matrices are
@@ -72,20 +73,8 @@ class OffloadedModel:
         """See Model. The plan may be a block's."""
         if isinstance(plan, BlockPlan):
             self.stream.begin()
-            return run(
-                self._model,
-                tokens,
-                positions,
-                plan,
-                take=self.stream.take,
-                give=self.stream.give,
-                states=self.states,
-                overlaps=self.overlaps,
-            )
-        state = self.begin(tokens, positions)
-        for index in range(self.shape.num_layers):
-            state = self.layer(index, state, plan)
-        return self.finish(state)
+            return run(self._model, tokens, positions, plan, self.stream, self.states, overlaps=self.overlaps)
+        return super().hidden(tokens, positions, plan)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """See Model. Layers must then be used in order, each once."""
