@@ -103,15 +103,15 @@ class _Norms:
     """The operations over rows, for both backends."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Ops."""
+        """See TorchOps."""
         return _applied(_Norm, x, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Ops. Later layers update the residual in place, so the norm keeps a copy."""
+        """See TorchOps. Later layers update the residual in place, so the norm keeps a copy."""
         return _applied(_Norm, residual.add_(x).clone(), weight, eps)
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """See Ops."""
+        """See TorchOps."""
         return _applied(_Gated, *gate_up.chunk(2, dim=-1))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
@@ -148,7 +148,7 @@ class PanelGradientOps(_Norms, CpuOps):
         return TorchLinear(found, bias)
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
-        """See Ops."""
+        """See TorchOps."""
         if not has_panels(weight, dtype):
             return self.plain(weight, None, dtype)
         return _product(Panels([weight], None, dtype, self._memory, wide=True))

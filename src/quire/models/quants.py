@@ -212,12 +212,10 @@ def _decoded(blocks: Tensor, kind: str) -> Tensor:
     codes, d, m, scales, minima = unpack(blocks, kind)
     of = FORMATS[kind]
     signed = codes.view(torch.int8) if of.bits == 8 else codes
-    found = signed.unflatten(1, (-1, of.group)).float().sub_(of.offset)
+    found: Tensor = signed.unflatten(1, (-1, of.group)).float().sub_(of.offset)
     found.mul_((d.float() if scales is None else d.float() * scales).unsqueeze(-1))
-    if m is not None and minima is None:
-        found.add_(m.float().unsqueeze(-1))
-    elif m is not None:
-        found.sub_((m.float() * minima).unsqueeze(-1))
+    if m is not None:
+        found.add_((m.float() if minima is None else m.float() * -minima.float()).unsqueeze(-1))
     return found.flatten(1)
 
 

@@ -191,7 +191,7 @@ class PackedLinear:
 
 
 class TritonOps:
-    """See `layers.Ops`; tensors on one GPU.
+    """See `layers.TorchOps`; tensors on one GPU.
 
     vector  whether our own kernel multiplies single rows; otherwise torch does, except for blocks. `scripts/gpu.sh
             decode` prints both
