@@ -25,7 +25,6 @@ from quire.cache.reservations import Reservations
 from quire.cache.retention.protocol import PromptLimits
 from quire.cache.run import Run, run_bytes
 from quire.cache.store import Transfer
-from quire.cache.table import ChunkTable
 
 log = logging.getLogger("quire")
 
@@ -200,12 +199,6 @@ class Fetching:
 
     # ---- transfers -------------------------------------------------------------------------------------------------
 
-    @property
-    def pages(self) -> ChunkTable:
-        """The table, for a store that keeps something."""
-        assert isinstance(self.table, ChunkTable), "a table without pages"
-        return self.table
-
     def start_transfer(self, keys: ChunkKeys, path: Path, far: list[Run], *private: tuple[Run, Int32s]) -> None:
         """Fetches the chunks of a path that follow its shared ones: `far[i]` is the run of the i-th one. If the last
         run ends with its attachment, the column sums of all chunks come with it.
@@ -225,9 +218,9 @@ class Fetching:
         self.counts.wasted += sum(
             int((rows[: len(run.names)] < 0).sum()) for run, rows in parts.items() if run.is_shared
         )
-        path.transfer = transfer = Transfer(self.pages, list(parts.items()), self.changed, self.clock, names)
+        path.transfer = transfer = Transfer(self.eviction.pages, list(parts.items()), self.changed, self.clock, names)
         self.arriving.update(names)
-        num_bytes = sum(run_bytes(self.pages, run) for run in parts)
+        num_bytes = sum(run_bytes(self.eviction.pages, run) for run in parts)
         self._underway[transfer] = num_bytes + self.backlog()
         self.store.get(transfer, transfer.runs)
 
@@ -268,7 +261,7 @@ class Fetching:
         """Whether fetching the chunks after the `near` first ones ends before computing them would, behind the prompts
         that are being computed.
         """
-        num_bytes, num_tokens = sum(run_bytes(self.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
+        num_bytes, num_tokens = sum(run_bytes(self.eviction.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
         fetching = self.costs.fetch(num_bytes + self.backlog())
         others = (each for each in self.reservations.live if each is not holder)
         before = sum(max(0, each.num_prompt - self._num_known(each)) for each in others)

@@ -81,7 +81,7 @@ class CacheManager:
         self.paths = PathManager(self.reservations, self.demotion, self.statistics)
         self.fetching = Fetching(self.eviction, self.reservations, clock)
         self.swapping = Swapping(self.fetching, self.eviction, self.reservations)
-        self.exports = Exports(table, tree)
+        self.exports = Exports(self.eviction)
         self.capacity = self.reservations.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
@@ -248,7 +248,7 @@ class CacheManager:
             held += path.own_rows.tolist()
             if path.retention.retained is not None:
                 if path.transfer is None:  # a transfer's hold looks like a second owner
-                    check_packed(self.fetching.pages, path, path.retention.retained)
+                    check_packed(self.eviction.pages, path, path.retention.retained)
             else:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"

@@ -105,7 +105,7 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
         "num_q_heads": settings.count("num_attention_heads"),
         "dtype": dtype if dtype in ITEM_BYTES else "float32",  # that of the saved weights, if it is supported
         "bos_token_id": next(iter(settings.ids("bos_token_id")), None),
-        "eos_token_ids": _unique(*eos, *settings.ids("eos_token_id")),
+        "eos_token_ids": tuple(dict.fromkeys((*eos, *settings.ids("eos_token_id")))),
     }
     if family == "opt":
         return _opt_shape(settings, common)
@@ -161,6 +161,7 @@ def shape_from_gguf(
     rotated = settings.count("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ModelError(f"rope rotates {rotated} of {head_dim} channels; only whole heads are supported")
+    eos = [each for key in ("eos_token_id", "eot_token_id") for each in _gguf_ids(vocabulary, key, vocab_size)]
     return ModelShape(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -180,9 +181,7 @@ def shape_from_gguf(
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         bos_token_id=next(iter(_gguf_ids(vocabulary, "bos_token_id", vocab_size)), None),
-        eos_token_ids=_unique(
-            *(each for key in ("eos_token_id", "eot_token_id") for each in _gguf_ids(vocabulary, key, vocab_size))
-        ),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
     )
 
 
@@ -296,8 +295,3 @@ def _config_window(settings: CheckedSettings, family: str, num_layers: int) -> i
     if windowed not in (0, num_layers):
         raise ModelError(f"{windowed} of {num_layers} layers have a sliding window; only all or none is supported")
     return window if windowed else None
-
-
-def _unique(*token_ids: int) -> tuple[int, ...]:
-    """The ids without repetition, in their order."""
-    return tuple(dict.fromkeys(token_ids))

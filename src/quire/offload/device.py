@@ -23,7 +23,7 @@ import torch
 
 from quire.config import format_bytes
 from quire.errors import ConfigError
-from quire.models.image_folder import ImageEntry, ImageError
+from quire.models.image_folder import ImageEntry, ImageError, aligned
 from quire.models.images import ensure_image, section_of
 from quire.models.quants import Blocks, LazyWeight, block_bytes
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
@@ -203,7 +203,7 @@ class CopyStream:
         self._order = {index: order for order, index in enumerate(i for i, layer in enumerate(layers) if layer)}
         self._overlaps = overlaps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        sizes = [sum(_aligned(each.host.nbytes) for each in item) for item in self._items]
+        sizes = [sum(aligned(each.host.nbytes, ALIGNMENT) for each in item) for item in self._items]
         count = min(NUM_BUFFERS, len(self._items))
         self._buffers = [
             torch.empty(max(sizes[buffer::count]), dtype=torch.uint8, device=device) for buffer in range(count)
@@ -212,7 +212,7 @@ class CopyStream:
             buffer, at = self._buffers[order % count], 0
             for _, host, there in item:
                 there.data = buffer[at : at + host.nbytes].view(host.dtype).view(host.shape)
-                at += _aligned(host.nbytes)
+                at += aligned(host.nbytes, ALIGNMENT)
         self._next = 0  # the next layer that is copied, counted since the start
         self._given = 0  # layers that were computed
         self._copied: list[torch.cuda.Event | None] = [None] * count
@@ -358,7 +358,3 @@ def load_on_device(
         time.perf_counter() - begun,
     )
     return OffloadedModel(model, weights, stream, None, overlaps=overlaps)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

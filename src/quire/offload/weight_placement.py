@@ -84,13 +84,12 @@ def read_ranges(layer: Sequence[StoredMatrix], tiers: Sequence[int], tier: int) 
     for place, home in zip(layer, tiers, strict=True):
         if home != tier:
             continue
-        start = place.offset // ALIGNMENT * ALIGNMENT
-        end = -(-(place.offset + place.num_bytes) // ALIGNMENT) * ALIGNMENT
+        start, size = enclosing_blocks(place)
         if found and found[-1].offset + found[-1].num_bytes >= start:
             last = found.pop()
-            found.append(ReadRange(last.offset, end - last.offset, (*last.places, place)))
+            found.append(ReadRange(last.offset, start + size - last.offset, (*last.places, place)))
         else:
-            found.append(ReadRange(start, end - start, (place,)))
+            found.append(ReadRange(start, size, (place,)))
     return tuple(found)
 
 
