@@ -51,17 +51,17 @@ class PrefixTree(TreeCounts):
     """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; a locked or pinned
     segment has a locked or pinned parent; the counts are right.
 
-    shares       whether sequences share what they compute
     lifetime     seconds after which unused segments are dropped; None: when their memory is wanted
+    shares       whether sequences share what they compute. Otherwise the tree stays empty: every sequence has its own
+                 chunks, which are freed when it ends
     now          seconds on the engine's clock, for lifetimes
     num_evicted  chunks dropped since start because their memory was wanted
     num_uses     how often paths took or left segments; the smallest `last_use` is evicted first
     num_divided  how often a segment was divided, which alone changes the segments of other paths
     """
 
-    shares = True
-
     lifetime: float | None = None
+    shares: bool = True
     now: float = 0.0
     num_evicted: int = 0
     num_uses: int = 0
@@ -94,6 +94,8 @@ class PrefixTree(TreeCounts):
         If the tree already has some of them, the path takes the tree's. Returns the rows it no longer needs; the caller
         frees them.
         """
+        if not self.shares:
+            return NO_ROWS
         at, first, spare = path.tip or self._root, path.num_shared, NO_ROWS
         for segment in self._follow(path, at, keys.first(end)[first:]):
             segment.computed += 1
@@ -351,13 +353,3 @@ class PrefixTree(TreeCounts):
         leaf.is_dropped = True  # it keeps its parent, for paths that still read it
         self._order.offer(parent, self.num_chunks)
         return dropped_chunks
-
-
-class NoSharing(PrefixTree):
-    """A tree that stays empty: every sequence has its own chunks, which are freed when it ends."""
-
-    shares = False
-
-    def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
-        """The path keeps its chunks to itself."""
-        return NO_ROWS

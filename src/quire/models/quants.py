@@ -7,17 +7,14 @@ package's numpy, with bit-identical values (tests/models/test_gguf_file.py). Tha
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.errors import ModelError
 from quire.models.gguf_file import BLOCKS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 # Elements decoded at a time: 2 MiB of float32 stay in the second-level cache, and no whole tensor exists in float32.
 _STEP_ELEMENTS = 1 << 19
