@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from quire.attention.cpu import CpuAttention
     from quire.attention.plan import AttentionBackend
     from quire.attention.triton import TritonAttention
-    from quire.cache.codecs import Codec
-    from quire.cache.codecs.dense import DenseCodec
-    from quire.cache.codecs.sums import SumsCodec
-    from quire.cache.sinks import Sinks
+    from quire.engine.control_plane import ChunkFormats
     from quire.engine.sizes import EngineSizes
     from quire.models.plan import Model
     from quire.offload.memory_plan import MemoryPlan
@@ -45,20 +42,15 @@ def offload_target(model: OffloadedModel, config: EngineConfig) -> Mover | torch
 
 
 def build_offloaded_cache(
-    model: Model,
-    config: EngineConfig,
-    fits: EngineSizes,
-    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
-    sinks: Sinks | None,
-    sums: SumsCodec | None,
+    model: Model, config: EngineConfig, fits: EngineSizes, formats: ChunkFormats
 ) -> tuple[ChunkTable | OffloadedTable, OffloadedTable | Pager]:
-    """A cache that leaves memory: its table, and what moves its chunks. sums: with retention. Raises ConfigError."""
+    """A cache that leaves memory: its table, and what moves its chunks. Raises ConfigError."""
     from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
     from quire.offload.paged import PagedArena, Pager
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
-    shape = model.shape
+    shape, (codecs, sinks, sums) = model.shape, formats
     sizes = [np.broadcast_to(codec.page_bytes, (shape.num_layers, shape.num_kv_heads)) for codec in codecs]
     found = cache_bytes(config, fits.max_context, sizes[-1], sizes[0] if len(sizes) > 1 else None)
     assert found is not None
@@ -81,7 +73,7 @@ def build_offloaded_cache(
         arena = PagedArena(ledger.num_bytes, budget, backing)
         pages = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
         return pages, Pager(pages, arena, memory_plan.own_bytes // needs.sealed.largest)
-    table = _offloaded_table(model, config, fits, codecs, sinks, memory_plan, backing)
+    table = _offloaded_table(model, config, fits, formats, memory_plan, backing)
     return table, table
 
 
@@ -89,8 +81,7 @@ def _offloaded_table(
     model: OffloadedModel,
     config: EngineConfig,
     fits: EngineSizes,
-    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
-    sinks: Sinks | None,
+    formats: ChunkFormats,
     memory_plan: MemoryPlan,
     backing: Mover | torch.device,
 ) -> OffloadedTable:
@@ -110,8 +101,8 @@ def _offloaded_table(
         PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
         shape.num_layers,
         shape.num_kv_heads,
-        *codecs,
-        sinks=sinks,
+        *formats.codecs,
+        sinks=formats.sinks,
         memory_plan=memory_plan,
         backing=backing,
         near=ALL if policy is None else policy.cache.shares[0],

@@ -88,21 +88,6 @@ class Panels:
     wide   outputs are float32, for an output head
     """
 
-    __slots__ = (
-        "_apply",
-        "_dtype",
-        "_kind",
-        "_panels",
-        "_parts",
-        "_step",
-        "bias",
-        "is_packed",
-        "matrix",
-        "names",
-        "out_dtype",
-        "shape",
-    )
-
     def __init__(
         self,
         parts: Sequence[Weight],
@@ -124,12 +109,8 @@ class Panels:
             for name, weight, count in zip(self.names, parts, counts, strict=True)
         ]
         kinds = [_kind(weight) for weight in parts]
-        self._parts = (_Part * len(parts))(
-            *(
-                _Part(panels.data_ptr(), kind, count)
-                for panels, kind, count in zip(self._panels, kinds, counts, strict=True)
-            )
-        )
+        addresses = [panels.data_ptr() for panels in self._panels]
+        self._parts = (_Part * len(parts))(*map(_Part, addresses, kinds, counts))
         self.is_packed = any(kind in _PACKED.values() for kind in kinds)
         # Row strides must be even for products that read pairs.
         self._step = 1 if all(kind in _PACKED.values() for kind in kinds) else 2
