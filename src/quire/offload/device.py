@@ -31,7 +31,7 @@ from quire.offload.host import pinned
 from quire.offload.model import OffloadedModel
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
-from quire.offload.weight_placement import NUM_BUFFERS, ReadRange, StoredMatrix, TierAssigner, WeightPlacement
+from quire.offload.weight_placement import NUM_BUFFERS, ReadRange, TierAssigner, WeightPlacement
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +113,7 @@ class PlacingOps(TritonOps):
     def __init__(self, split: Split, device: torch.device, image: Image | None) -> None:
         """split: shares of device, host and disk. image: has the matrices of the disk; None if it has no share."""
         super().__init__()
-        self.places: dict[int, list[StoredMatrix]] = {}
+        self.places: dict[int, list[ImageEntry]] = {}
         self.tiers: dict[int, list[int]] = {}
         self.copied: dict[int, list[CopiedTensor]] = {}
         self._device = device
@@ -142,7 +142,7 @@ class PlacingOps(TritonOps):
             raise ImageError(f"it does not have {name} as this model needs it")
         of_layer = self.copied.setdefault(layer, [])
         for entry, tensor in zip(entries, product.tensors, strict=True):
-            self.places.setdefault(layer, []).append(StoredMatrix(entry.name, entry.offset, entry.num_bytes))
+            self.places.setdefault(layer, []).append(entry)
             self.tiers.setdefault(layer, []).append(tier)
             if tier == DEVICE:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 
 from quire.config import format_bytes
 from quire.kernels.memory import Fill, HugePageAllocator, WeightMemory, huge_pages
-from quire.models.image_folder import Image, ImageError
+from quire.models.image_folder import Image, ImageEntry, ImageError
 from quire.models.images import ensure_image
 from quire.models.plan import Model
 from quire.offload.blocks import BlockPlan, run
@@ -21,7 +21,6 @@ from quire.offload.ops import RelocatableOps
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
 from quire.offload.weight_placement import (
-    StoredMatrix,
     WeightPlacement,
     enclosing_blocks,
     place_by_split,
@@ -101,7 +100,7 @@ class _Resident:
     """Memory for packed weights: reads what stays in memory, and promises the rest."""
 
     def __init__(self, image: Image, weights: WeightPlacement) -> None:
-        self._order: Iterator[StoredMatrix] = (place for section in _sections(image) for place in section)
+        self._order = (entry for section in image.sections for entry in section.entries)
         self._streamed = {place.name for layer in weights.streamed for piece in layer for place in piece.places}
         self._file = DirectFile(image.path, is_direct=reads_direct(image.path))
         # One mapping: pages have 2 MiB, and in blocks for a few matrices the last page of each block is mostly empty.
@@ -131,13 +130,6 @@ class _Resident:
         self._file.close()
 
 
-def _sections(image: Image) -> list[list[StoredMatrix]]:
-    return [
-        [StoredMatrix(entry.name, entry.offset, entry.num_bytes) for entry in section.entries]
-        for section in image.sections
-    ]
-
-
 def load_offloaded(
     wanted: ImageSpec,
     build: Callable[[Ops], Model],
@@ -164,12 +156,13 @@ def load_offloaded(
         return build(RelocatableOps(memory))
 
     image = ensure_image(wanted, make)
-    layers, fixed = [], []
-    for section, places in zip(image.sections, _sections(image), strict=True):
+    layers: list[Sequence[ImageEntry]] = []
+    fixed: list[ImageEntry] = []
+    for section in image.sections:
         if section.name.startswith("layers."):
-            layers.append(places)
+            layers.append(section.entries)
         else:
-            fixed += places
+            fixed += section.entries
     names = {place.name.partition(" ")[0] for place in fixed}
     unpacked = sum(size for name, size in (outside or {}).items() if name not in names)
     if split is None:
