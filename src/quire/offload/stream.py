@@ -16,15 +16,13 @@ import torch
 
 from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
+from quire.offload.mover import end_threads
 from quire.offload.weight_placement import ReadRange, buffer_sizes
 from quire.stores.direct import REQUEST_BYTES, DirectFile, reads_direct
 from quire.stores.throttle import Throttle
 
 NUM_READERS = 2
 """One of them reads while the other one's request is being completed."""
-
-CLOSE_SECONDS = 1.0
-"""Time that a thread has to end. One that hangs in a read is left alone, with the file."""
 
 OnLoaded = Callable[[str, torch.Tensor], None]
 """Called with a matrix's name and its bytes, uint8 [num_bytes], which stay there until its layer has been computed."""
@@ -130,10 +128,7 @@ class WeightStream:
             self._is_closed = True
             self._changed.notify_all()
         self.throttle.close()
-        for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
-        if not any(thread.is_alive() for thread in self._threads):
-            self._file.close()
+        end_threads(self._threads, self._file)
 
     @staticmethod
     def _requests_of(item: Sequence[ReadRange]) -> list[tuple[int, int, int]]:

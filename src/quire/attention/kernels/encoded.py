@@ -208,54 +208,31 @@ def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.c
 
 
 @triton.jit
-def shared_by_keys(heads, pairs, key_books, layer_head, KIND: tl.constexpr, HP: tl.constexpr):
-    """What the keys of all encoded pages of a head share: the order of its pairs, and what decodes keys."""
+def shared_by_pages(
+    heads, pairs, key_books, value_books, layer_head, KIND: tl.constexpr, HP: tl.constexpr, P: tl.constexpr
+):
+    """What all encoded pages of a head share: the order of its pairs, and what decodes keys and values."""
     order = tl.arange(0, HP)
-    of_keys = None
     if KIND == NUQ:
         of_pair = pairs + layer_head * (4 * HP) + order
-        book = key_books + layer_head * (2 * HP * 32) + (order * 32)[:, None] + tl.arange(0, 32)[None, :]
+        centroid = tl.arange(0, 32)
+        book = key_books + layer_head * (2 * HP * 32) + (order * 32)[:, None] + centroid[None, :]
+        value_book = value_books + layer_head * 32 + (tl.arange(0, P // 2) * 0)[:, None] + centroid[None, :]
         order = tl.load(of_pair)
         of_head = heads + layer_head * HEAD_INTS
         of_keys = (
             tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP), tl.load(book),
             tl.load(book + HP * 32), tl.load(of_head + KEY_SLOTS), tl.load(of_head + AT_KEY_SLOTS),
         )  # fmt: skip
-    elif key_books is not None:
-        of_keys = key_books + layer_head * (2 * HP)
-    return order, of_keys
-
-
-@triton.jit
-def shared_by_values(heads, value_books, layer_head, KIND: tl.constexpr, P: tl.constexpr):
-    """What decodes the values of all encoded pages of a head."""
-    of_values = None
-    if KIND == NUQ:
-        value_book = value_books + layer_head * 32 + (tl.arange(0, P // 2) * 0)[:, None] + tl.arange(0, 32)[None, :]
-        of_head = heads + layer_head * HEAD_INTS
         of_values = (
             tl.load(value_book), tl.load(of_head + VALUE_BITS), tl.load(of_head + AT_VALUES),
             tl.load(of_head + AT_RANGES), tl.load(of_head + VALUE_SLOTS), tl.load(of_head + AT_VALUE_SLOTS),
         )  # fmt: skip
-    return of_values
-
-
-@triton.jit
-def page_keys(
-    words, page, order, of_keys,  # as of `attend_page`
-    D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr,
-    KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
-):  # fmt: skip
-    """The two channels of every pair of an encoded page, not rotated, f32 [HP, P] each."""
-    if KIND == NUQ:
-        at4, at2, at1, first_book, second_book, num_key_slots, at_key_slots = of_keys
-        first, second = nuq_keys(
-            words, page, at4, at2, at1, order, first_book, second_book, num_key_slots, at_key_slots, HALF, HP, P,
-            KEY_PARTS, MOST_KEY_SLOTS,
-        )  # fmt: skip
     else:
-        first, second = decoded_keys(KIND, words, page, of_keys, D, HALF, HP, P)
-    return first, second
+        of_keys, of_values = None, None
+        if key_books is not None:
+            of_keys = key_books + layer_head * (2 * HP)
+    return order, of_keys, of_values
 
 
 @triton.jit
@@ -272,8 +249,7 @@ def attend_encoded_pages(
 ):  # fmt: skip
     """Maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over the encoded pages of a piece."""
     HALF: tl.constexpr = D // 2
-    order, of_keys = shared_by_keys(heads, pairs, key_books, layer_head, KIND, HP)
-    of_values = shared_by_values(heads, value_books, layer_head, KIND, P)
+    order, of_keys, of_values = shared_by_pages(heads, pairs, key_books, value_books, layer_head, KIND, HP, P)
     in_pair = valid[:, None] & (tl.arange(0, HP) < HALF)[None, :]
     first_at = q + q_row[:, None] + order[None, :]
     first_query = tl.load(first_at, mask=in_pair, other=0.0).to(tl.float32) * SCALE
@@ -313,7 +289,7 @@ def attend_encoded_pages(
 def attend_page(
     top, total, acc, first_query, second_query, position, end,
     words, page,                # the arena as i32, and the page's id, i64
-    order, of_keys, of_values,  # as of `shared_by_keys` and `shared_by_values`
+    order, of_keys, of_values,  # as of `shared_by_pages`
     masks, slot_positions, bases, cos, sin, turns,
     chunk_id,                   # where the page's chunk is named
     i, page_start,              # index in the piece, and position by the index in the path
@@ -326,7 +302,14 @@ def attend_page(
     """Extends the sums by an encoded page. Columns of acc are in the order of `interleaved` if KIND is NUQ."""
     HALF: tl.constexpr = D // 2
     slots = tl.arange(0, P)
-    first, second = page_keys(words, page, order, of_keys, D, HALF, HP, P, KIND, KEY_PARTS, MOST_KEY_SLOTS)
+    if KIND == NUQ:
+        at4, at2, at1, first_book, second_book, num_key_slots, at_key_slots = of_keys
+        first, second = nuq_keys(
+            words, page, at4, at2, at1, order, first_book, second_book, num_key_slots, at_key_slots, HALF, HP, P,
+            KEY_PARTS, MOST_KEY_SLOTS,
+        )  # fmt: skip
+    else:
+        first, second = decoded_keys(KIND, words, page, of_keys, D, HALF, HP, P)
     first_q, second_q = first_query, second_query
     if ROTATE:
         base, slot_cos, slot_sin = slot_angles(

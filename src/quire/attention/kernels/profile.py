@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from quire.attention.kernels.attend import is_seen, load_rotated
-from quire.attention.kernels.encoded import page_keys, shared_by_keys, turned, turns_of
-from quire.attention.kernels.tiles import NUQ
+from quire.attention.kernels.encoded import AT_KEY_SLOTS, HEAD_INTS, KEY_SLOTS, turned, turns_of
+from quire.attention.kernels.tiles import NUQ, decoded_keys, nuq_keys
 from quire.attention.kernels.write import dense_page
 
 COLUMN_INTS: tl.constexpr = tl.constexpr(8)
@@ -132,11 +132,22 @@ def encoded_keys(
     HALF: tl.constexpr = D // 2
     page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
     pair, both = tl.arange(0, HP), tl.arange(0, 2 * HP)
-    channel = both % HP
+    order, channel = pair, both % HP
     if KIND == NUQ:
-        channel = tl.load(pairs + layer_head * (4 * HP) + channel)
-    order, of_keys = shared_by_keys(heads, pairs, key_books, layer_head, KIND, HP)
-    first, second = page_keys(words, page, order, of_keys, D, HALF, HP, P, KIND, KEY_PARTS, MOST_KEY_SLOTS)
+        of_pair = pairs + layer_head * (4 * HP) + pair
+        order, channel = tl.load(of_pair), tl.load(pairs + layer_head * (4 * HP) + channel)
+        at4, at2, at1 = tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP)
+        book = key_books + layer_head * (2 * HP * 32) + (pair * 32)[:, None] + tl.arange(0, 32)[None, :]
+        of_head = heads + layer_head * HEAD_INTS
+        first, second = nuq_keys(
+            words, page, at4, at2, at1, order, tl.load(book), tl.load(book + HP * 32), tl.load(of_head + KEY_SLOTS),
+            tl.load(of_head + AT_KEY_SLOTS), HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
+        )  # fmt: skip
+    else:
+        head_bias = None
+        if key_books is not None:
+            head_bias = key_books + layer_head * (2 * HP)
+        first, second = decoded_keys(KIND, words, page, head_bias, D, HALF, HP, P)
     slots = tl.arange(0, P)
     is_pair = (pair < HALF)[:, None]
     if SINKS:

@@ -138,7 +138,10 @@ class Retainer:
             most = max(most, before + max(own + lacking, after) - own)
             before += after - own
             reserved += lacking
-            num_sums += self._num_sums(path.reservation.num_reserved) - len(path.retention.sums)
+            # Rows of sums and positions for the prompt, and for the beginnings of it that the tree keeps.
+            num_prompt = path.reservation.num_reserved
+            kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_prompt) if self.shares_sums else 0
+            num_sums += (1 + self.table.encodes) * -(-num_prompt // PAGE_TOKENS) + kept - len(path.retention.sums)
             num_rows += path.num_stored
         return self.table.demand(math.ceil(most) - reserved, sums=num_sums, rows=num_rows)
 
@@ -150,11 +153,6 @@ class Retainer:
         missing = kept.needs_sums * max(0, -(-num_tokens // PAGE_TOKENS) - len(kept.sums) - kept.num_dropped)
         packed = num_sealed * (self.table.encodes and kept.retained is not None)
         return self.table.demand(sums=missing + packed)
-
-    def _num_sums(self, num_prompt: int) -> int:
-        """Rows of sums and positions for a prompt, and for the beginnings of it that the tree keeps."""
-        kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_prompt) if self.shares_sums else 0
-        return (1 + self.table.encodes) * -(-num_prompt // PAGE_TOKENS) + kept
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
