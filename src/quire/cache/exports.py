@@ -71,7 +71,7 @@ class Exports:
             shared = shared_pages(self.eviction.pages, holder.keys, path, list(range(path.num_shared)))
         if len(rows):
             identity, num_attached = RunIdentity((os.urandom(16),)), len(path.retention.sums)
-            own = HeldPages.of(self.eviction.pages, identity, rows, attached=num_attached)
+            own = HeldPages(self.eviction.pages, identity, rows, attached=num_attached)
         swapped = SwappedPath.of(path, None if own is None else own.run)
         export = ExportedSequence(holder.keys, path, swapped, shared, own)
         self.held.add(export)
@@ -90,4 +90,4 @@ def shared_pages(table: ChunkTable, keys: ChunkKeys, path: Path, chunks: list[in
     """The pages of some shared chunks of a path, by rising index."""
     count = path.num_shared
     whole = RunIdentity(tuple(keys.first(count)), keys.tokens(0, count), keys.namespace)
-    return HeldPages.of(table, whole.subset(chunks), path.chunks[chunks])
+    return HeldPages(table, whole.subset(chunks), path.chunks[chunks])

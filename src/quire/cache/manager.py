@@ -254,8 +254,8 @@ class CacheManager:
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         for export in self.exports.held:
             held += export.path.own_rows.tolist()
-        for prefetch in self.fetching.prefetches.values():
-            held += prefetch.path.private.tolist()
+        for path in self.fetching.prefetches.values():
+            held += path.private.tolist()
         self.tree.check()
         self.pins.check()
         for segment in self.tree.segments():

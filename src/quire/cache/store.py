@@ -172,8 +172,8 @@ class Store(Protocol):
 
 
 def put_rows(store: Store, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int) -> Run:
-    """Packs rows of a table and puts them into a store. See `HeldPages.of`."""
-    pages = HeldPages.of(table, identity, rows, attached=attached)
+    """Packs rows of a table and puts them into a store. See `HeldPages`."""
+    pages = HeldPages(table, identity, rows, attached=attached)
     store.put(pages.run, pages.pack(range(table.shape[0])))
     pages.release()
     return pages.run

@@ -322,11 +322,8 @@ class PrefixTree(TreeCounts):
             attached=NO_ROWS,
         )
         parent.children[front.keys[0]] = front
-        segment.tokens, segment.keys, segment.chunks = (
-            segment.tokens[cut:],
-            segment.keys[count:],
-            segment.chunks[count:],
-        )
+        segment.tokens, segment.keys = segment.tokens[cut:], segment.keys[count:]
+        segment.chunks = segment.chunks[count:]
         segment.start, segment.parent = front.end, front
         self._count(front, 1)
         self._count(segment, 1)
@@ -337,9 +334,8 @@ class PrefixTree(TreeCounts):
         rows = leaf.chunks[num_kept:]
         if len(leaf.attached):
             rows = np.concatenate((rows, leaf.attached))
-        dropped_chunks = DroppedChunks(
-            leaf.identity.part(num_kept, len(leaf.keys)), rows, len(leaf.attached), leaf.lifetime
-        )
+        identity = leaf.identity.part(num_kept, len(leaf.keys))
+        dropped_chunks = DroppedChunks(identity, rows, len(leaf.attached), leaf.lifetime)
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:

@@ -302,7 +302,7 @@ class EngineAttempts:
         tokens = np.concatenate([segment.tokens[: count * PAGE_TOKENS] for segment, count in found])
         whole = RunIdentity(tuple(names[:num_found]), tokens, found[0][0].namespace)
         table = cast(Any, manager.table)
-        return [HeldPages.of(table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
+        return [HeldPages(table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
 
     def _has_all(self, groups: list[list[int]], num_chunks: int) -> bool:
         """Whether groups of chunks are among the first ones, and these are complete."""

@@ -258,9 +258,7 @@ class CopyStream:
         event = self._copied[order % len(self._buffers)]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
-        # The next layer may be copied if it has another buffer than the one that is computed now.
-        buffers = [number % len(self._items) % NUM_BUFFERS for number in (self._next, self._given)]
-        if self._overlaps and self._next == self._given + 1 and buffers[0] != buffers[1]:
+        if self._overlaps and self._may_copy():
             self._copy()
 
     def give(self, layer: int) -> None:
@@ -274,6 +272,12 @@ class CopyStream:
             self._stream.synchronize()
         if self._disk is not None:
             self._disk.close()
+
+    def _may_copy(self) -> bool:
+        """Whether the next layer has another buffer than the one that is computed now."""
+        count = len(self._items)
+        buffers = [number % count % NUM_BUFFERS for number in (self._next, self._given)]
+        return self._next == self._given + 1 and buffers[0] != buffers[1]
 
     def _copy(self) -> None:
         order = self._next % len(self._items)
