@@ -29,14 +29,7 @@ from quire.errors import ConfigError, QuireError, RequestError
 from quire.foreign_flags import setting_hint
 from quire.load import LoadedEngine, load_engine
 from quire.options import LISTED, settings_of
-from quire.prefixes.cached import (
-    CachedPrefix,
-    drop_prefix,
-    find_prefix,
-    known_prefixes,
-    parse_prefix_key,
-    prompt_key,
-)
+from quire.prefixes.cached import CachedPrefix, drop_prefix, find_prefix, known_prefixes, parse_prefix_key, prompt_key
 from quire.prefixes.disk_index import DiskPrefixIndex
 from quire.prefixes.listing import Prefix, engine_prefixes
 from quire.structured.grammar_source import term_of
@@ -349,8 +342,7 @@ class LLM(BaseLLM):
         """The prefixes of this model and its settings in the arena and on the disk of tiers.disk, those used last
         first: keys, tokens, and by tier bytes, last use and pin. Lists what `GET /v1/cache/prefixes` lists.
         """
-        disk_index = self._read_disk_index(_all)
-        return known_prefixes(self.prefixes(), disk_index)
+        return known_prefixes(self.prefixes(), self._read_disk_index(_all))
 
     def find_prefix(self, key: str) -> CachedPrefix | None:
         """The prefix with this key; see `prefix_key`. None if there is none."""

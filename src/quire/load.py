@@ -207,11 +207,7 @@ def _must_wait(config: EngineConfig, resolved: EngineConfig) -> str:
 def _dense(cache: CacheConfig) -> CacheConfig:
     """The same cache with dense pages, without the settings that only other codecs have."""
     return CacheConfig(
-        codec=DENSE,
-        memory=cache.memory,
-        share=cache.share,
-        lifetime=cache.lifetime,
-        sparse_values=cache.sparse_values,
+        codec=DENSE, memory=cache.memory, share=cache.share, lifetime=cache.lifetime, sparse_values=cache.sparse_values
     )
 
 

@@ -18,10 +18,7 @@ class RateLimitedWarning:
     """
 
     def __init__(
-        self,
-        log: logging.Logger,
-        seconds: float = INTERVAL_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
+        self, log: logging.Logger, seconds: float = INTERVAL_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._log, self._seconds, self._clock = log, seconds, clock
         self._lock = threading.Lock()

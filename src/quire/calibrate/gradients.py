@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.memory import WeightMemory
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import GATE_LANES, Panels, has_panels
 from quire.models.layers import Embedding, Linear, TorchLinear, TorchOps
@@ -130,9 +129,6 @@ class GradientOps(_Norms, TorchOps):
 
 class PanelGradientOps(_Norms, CpuOps):
     """Over panels, laid out in memory as `CpuOps` does, so that both can map the same layer image."""
-
-    def __init__(self, memory: WeightMemory | None = None) -> None:
-        super().__init__(memory)
 
     def panels(  # type: ignore[override]
         self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False

@@ -156,12 +156,7 @@ class LocalRunner:
         return params.logprobs is None and not params.min_tokens
 
     def _sample(
-        self,
-        step: Step,
-        sampling: Sequence[int],
-        chosen: Sequence[int],
-        logits: torch.Tensor | None,
-        result: Result,
+        self, step: Step, sampling: Sequence[int], chosen: Sequence[int], logits: torch.Tensor | None, result: Result
     ) -> None:
         """Chooses the tokens of the slices `chosen`; those of the others in `sampling` are given. Accepts drafts up to
         the first that differs from the token of the row before it.

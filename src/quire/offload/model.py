@@ -20,12 +20,7 @@ from quire.offload.hidden import HiddenStates
 from quire.offload.ops import RelocatableOps
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
-from quire.offload.weight_placement import (
-    WeightPlacement,
-    enclosing_blocks,
-    place_by_split,
-    place_within_memory,
-)
+from quire.offload.weight_placement import WeightPlacement, enclosing_blocks, place_by_split, place_within_memory
 from quire.stores.direct import DirectFile, reads_direct
 
 if TYPE_CHECKING:
