@@ -17,6 +17,7 @@ class TreeCounts:
     shape         (L, H) of the pages of a chunk
     num_chunks    chunks the tree holds
     num_read      chunks that live paths read in all heads
+    num_reads     the same, counted once for each of these paths
     num_pinned    chunks that are pinned, read or not
     num_unused    chunks that are not pinned and that no live path reads: all their pages can be evicted
     num_parted    chunks of which some path no longer reads some heads
@@ -30,6 +31,7 @@ class TreeCounts:
     shape: tuple[int, int]
     num_chunks: int = 0
     num_read: int = 0
+    num_reads: int = 0
     num_pinned: int = 0
     num_unused: int = 0
     num_parted: int = 0
@@ -62,6 +64,7 @@ class TreeCounts:
             self.num_part_idle += num_chunks * segment.is_idle
         elif users:
             self.num_read += num_chunks
+            self.num_reads += num_chunks * users
         elif is_free:
             self.num_unused += num_chunks
         if not users and segment.start == 0:
