@@ -131,11 +131,17 @@ class HeldPages:
 
     def __init__(self, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int = 0) -> None:
         """The pages of some rows of the table. The last `attached` rows are the attachment."""
-        self.run = _run_of(table, identity, rows, attached)
+        is_shared, chunks = len(identity.tokens) > 0, slice(len(rows) - attached)
+        self.run = run = Run(
+            **identity._asdict(), is_shared=is_shared, num_attached=attached, kinds=table.kinds[rows],
+            masks=table.masks[rows], placed=table.positions[rows] >= 0, bases=table.bases[rows],
+            has_sidecar=table.sidecars[rows] >= 0,
+        )  # fmt: skip
+        assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
+            "a shared run is complete"
+        )
         self._table = table
-        self._ids = table.pages[rows].copy()
-        self._positions = table.positions[rows].copy()
-        self._sidecars = table.sidecars[rows].copy()
+        self._ids, self._positions, self._sidecars = table.pages[rows], table.positions[rows], table.sidecars[rows]
         self._held = table.hold(rows)
 
     def part(self, wanted: Bools) -> HeldPages:
@@ -173,20 +179,6 @@ class HeldPages:
         for index, page in enumerate(self._sidecars[self.run.has_sidecar].tolist()):
             start = at.sidecars[layer] + index * at.beside
             extent[start : start + at.beside] = arena.read(page * UNIT + layer * at.beside, at.beside)
-
-
-def _run_of(table: ChunkTable, identity: RunIdentity, rows: Int32s, attached: int) -> Run:
-    is_shared = len(identity.tokens) > 0
-    run = Run(
-        **identity._asdict(), is_shared=is_shared, num_attached=attached, kinds=table.kinds[rows],
-        masks=table.masks[rows], placed=table.positions[rows] >= 0, bases=table.bases[rows],
-        has_sidecar=table.sidecars[rows] >= 0,
-    )  # fmt: skip
-    chunks = slice(len(rows) - attached)
-    assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
-        "a shared run is complete"
-    )
-    return run
 
 
 def complete_run(table: ChunkTable, identity: RunIdentity) -> Run:

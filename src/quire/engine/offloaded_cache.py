@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from quire.engine.control_plane import ChunkFormats
     from quire.engine.sizes import EngineSizes
     from quire.models.plan import Model
-    from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
     from quire.offload.paged import Pager
@@ -48,6 +47,7 @@ def build_offloaded_cache(
     from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
     from quire.offload.paged import PagedArena, Pager
+    from quire.offload.table import OffloadedTable
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
     shape, (codecs, sinks, sums) = model.shape, formats
@@ -73,22 +73,7 @@ def build_offloaded_cache(
         arena = PagedArena(ledger.num_bytes, budget, backing)
         pages = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
         return pages, Pager(pages, arena, memory_plan.own_bytes // needs.sealed.largest)
-    table = _offloaded_table(model, config, fits, formats, memory_plan, backing)
-    return table, table
-
-
-def _offloaded_table(
-    model: OffloadedModel,
-    config: EngineConfig,
-    fits: EngineSizes,
-    formats: ChunkFormats,
-    memory_plan: MemoryPlan,
-    backing: Mover | torch.device,
-) -> OffloadedTable:
-    """Whole chunks leave memory. backing: see OffloadedTable."""
-    from quire.offload.table import OffloadedTable
-
-    shape, policy = model.shape, policy_of(config)
+    policy = policy_of(config)
     # A plan with a window has no gaps: what its rows see is loaded.
     has_window = (shape.sliding_window or fits.max_context) < fits.max_context
     wanted = policy is None or (policy.attended > 0 and policy.attended >= HALF * policy.cache.beyond(0))
@@ -97,17 +82,18 @@ def _offloaded_table(
         log.info("decoded tokens attend to chunks in the host's memory there")
     elif policy is not None and policy.attended > 0:
         log.warning("the policy's attended is not followed: this model's window has chunks loaded instead")
-    return OffloadedTable(
+    table = OffloadedTable(
         PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
         shape.num_layers,
         shape.num_kv_heads,
-        *formats.codecs,
-        sinks=formats.sinks,
+        *codecs,
+        sinks=sinks,
         memory_plan=memory_plan,
         backing=backing,
         near=ALL if policy is None else policy.cache.shares[0],
         attends=attends,
     )
+    return table, table
 
 
 def in_micro_batches(
