@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.config import format_bytes
-from quire.kernels.memory import Fill, HugePageAllocator, WeightMemory, huge_pages
+from quire.kernels.memory import Fill, HugePageAllocator, huge_pages
 from quire.models.image_folder import Image, ImageEntry, ImageError
 from quire.models.images import ensure_image
 from quire.models.plan import Model
@@ -146,11 +146,7 @@ def load_offloaded(
     overlaps   whether the next layer is read while one is computed
     Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.
     """
-
-    def make(memory: WeightMemory) -> Model:
-        return build(RelocatableOps(memory))
-
-    image = ensure_image(wanted, make)
+    image = ensure_image(wanted, lambda memory: build(RelocatableOps(memory)))
     layers: list[Sequence[ImageEntry]] = []
     fixed: list[ImageEntry] = []
     for section in image.sections:

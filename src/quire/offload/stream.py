@@ -51,10 +51,8 @@ class WeightStream:
         uint8 [num_bytes]. Raises OSError.
         """
         self._items = [tuple(layer) for layer in layers if layer]
-        self._order: dict[int, int] = {}
-        for index, layer in enumerate(layers):
-            if layer:
-                self._order[index] = len(self._order)
+        read = [index for index, layer in enumerate(layers) if layer]
+        self._order = {index: order for order, index in enumerate(read)}
         self._moved = moved
         self.throttle = Throttle(bandwidth)
         self._overlaps = overlaps
