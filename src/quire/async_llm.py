@@ -230,12 +230,9 @@ class AsyncLLM(AsyncPrefixes):
     def _check_running(self, *, is_pin: bool = False) -> None:
         """Raises EngineStoppedError if the engine has stopped, QuireError if it takes no requests yet."""
         if self._failure is not None or self._closing:
-            raise self._stopped()
+            raise _stopped(self._failure)
         if self._engine_thread is not None and not (self._accepts or is_pin):
             raise QuireError("the engine is not ready: it first pins the prefixes of cache.pin; try again later")
-
-    def _stopped(self) -> EngineStoppedError:
-        return EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
 
     async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:
         """Compiles the grammar of a constraint on a thread, for requests with this salt. It stays compiled as long as
@@ -342,7 +339,7 @@ class AsyncLLM(AsyncPrefixes):
         self._submit(ask)
         while not (await asyncio.wait({found}, timeout=0.1))[0]:
             if not self._runs:
-                raise self._stopped()
+                raise _stopped(self._failure)
         return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
@@ -411,6 +408,10 @@ class AsyncLLM(AsyncPrefixes):
     def has_failed(self, reason: str) -> None:
         """See EngineListener."""
         self._streams.fail_all(reason)  # `_check_running` refuses later requests
+
+
+def _stopped(failure: str | None) -> EngineStoppedError:
+    return EngineStoppedError(f"the engine has stopped{f': {failure}' if failure else ''}")
 
 
 def _end(future: asyncio.Future[Any], answer: object = None, error: BaseException | None = None) -> None:
