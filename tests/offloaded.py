@@ -270,7 +270,7 @@ class Machine:
         plan = self.blocks.plan(slices)
         model: Any = Kernels(self)
         self.reads.clear()
-        found = run(model, rows, rows, plan, take=self.take, give=self.give, states=self.states, overlaps=self.overlaps)
+        found = run(model, rows, rows, plan, self, self.states, overlaps=self.overlaps)
         assert torch.equal(found, rows * 2 + model.shape.num_layers), "rows of one micro-batch came to another"
 
     def commit(self, made: FakeSequence, num_tokens: int) -> None:

@@ -23,7 +23,8 @@ import quire
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.decisions import RANKED, RetentionDecision
 from quire.cache.retention.policies import PolicyChain
-from quire.cache.retention.protocol import KeepAll, RetentionProtocol
+from quire.cache.retention.protocol import KeepAll
+from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import SamplerOutput, SampleRow
@@ -94,7 +95,7 @@ class Runner:
         finally:
             self._swap_retention(self.retainer)
 
-    def _swap_retention(self, retention: RetentionProtocol) -> None:
+    def _swap_retention(self, retention: KeepAll | Retainer) -> None:
         for each in (self.manager, self.manager.reservations, self.manager.paths):
             each.retention = retention
 

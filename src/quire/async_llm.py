@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from quire.background_calibration import BackgroundCalibration
@@ -18,7 +17,7 @@ from quire.engine.admission import AdmittedRequest, Prompt, admit
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.engine.pins import PIN_PARAMS, check_pin_room, log_pins, may_pin, pin_errors, protect, read_pins
+from quire.engine.pins import PIN_PARAMS, check_pin_room, log_pins, pin_errors, protect, read_pins
 from quire.engine_thread import EngineThread
 from quire.errors import EngineStoppedError, QuireError, RequestError
 from quire.llm import config_of
@@ -72,25 +71,19 @@ class RequestStreams:
 
     def post(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
         """On any thread: puts items into streams that are read."""
-        news = list(items)
+        self.on_loop(partial(self._hand_out, list(items)))
 
-        def hand_out() -> None:
-            for request_id, item in news:
-                queue = self._queues.get(request_id)
-                if queue is not None:
-                    queue.put_nowait(item)
-
-        self.on_loop(hand_out)
+    def _hand_out(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
+        for request_id, item in items:
+            queue = self._queues.get(request_id)
+            if queue is not None:
+                queue.put_nowait(item)
 
     def fail_all(self, reason: str) -> None:
         """On any thread: puts an error into every stream that is read then."""
-
-        def fail() -> None:
-            for queue in self._queues.values():
-                if queue is not None:
-                    queue.put_nowait(EngineStoppedError(f"the engine stopped: {reason}"))
-
-        self.on_loop(fail)
+        self.on_loop(
+            lambda: self._hand_out((each, EngineStoppedError(f"the engine stopped: {reason}")) for each in self)
+        )
 
     def on_loop(self, call: Callable[[], object]) -> None:
         """On any thread: calls a function on the loop, unless that is closed."""
@@ -212,9 +205,7 @@ class AsyncLLM(AsyncPrefixes):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> AdmittedRequest:
@@ -239,7 +230,7 @@ class AsyncLLM(AsyncPrefixes):
     def _check_running(self, *, is_pin: bool = False) -> None:
         """Raises EngineStoppedError if the engine has stopped, QuireError if it takes no requests yet."""
         if self._failure is not None or self._closing:
-            raise EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+            raise _stopped(self._failure)
         if self._engine_thread is not None and not (self._accepts or is_pin):
             raise QuireError("the engine is not ready: it first pins the prefixes of cache.pin; try again later")
 
@@ -340,15 +331,15 @@ class AsyncLLM(AsyncPrefixes):
 
         def ask() -> None:
             try:
-                settle = partial(_settle, found, question(engine))
+                end = partial(_end, found, question(engine))
             except QuireError as error:
-                settle = partial(_fail, found, error)
-            self._streams.on_loop(settle)
+                end = partial(_end, found, error=error)
+            self._streams.on_loop(end)
 
         self._submit(ask)
         while not (await asyncio.wait({found}, timeout=0.1))[0]:
             if not self._runs:
-                raise EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+                raise _stopped(self._failure)
         return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
@@ -372,7 +363,7 @@ class AsyncLLM(AsyncPrefixes):
         each = list(itertools.product(await asyncio.to_thread(read_pins, file, self.tokenizer), salts))
         for pin, salt in each:
             with pin_errors(file, pin.line, len(salts)):
-                check_pin_room(await self._ask(partial(may_pin, prompt_ids=pin.ids, salt=salt)))
+                await self._ask(partial(check_pin_room, prompt_ids=pin.ids, salt=salt))
                 async for _ in self._generate(pin.prompt(salt), PIN_PARAMS, is_pin=True):
                     pass
         for pin, salt in each:
@@ -407,7 +398,7 @@ class AsyncLLM(AsyncPrefixes):
     def has_started(self, error: BaseException | None) -> None:
         """See EngineListener."""
         assert self._started is not None
-        self._streams.on_loop(partial(_fail, self._started, error) if error else partial(_settle, self._started, None))
+        self._streams.on_loop(partial(_end, self._started, error=error))
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
         """See EngineListener."""
@@ -419,13 +410,15 @@ class AsyncLLM(AsyncPrefixes):
         self._streams.fail_all(reason)  # `_check_running` refuses later requests
 
 
-def _settle(future: asyncio.Future[Answer], answer: Answer) -> None:
-    """On the loop: completes a future, unless its waiter was cancelled."""
-    if not future.done():
-        future.set_result(answer)
+def _stopped(failure: str | None) -> EngineStoppedError:
+    return EngineStoppedError(f"the engine has stopped{f': {failure}' if failure else ''}")
 
 
-def _fail(future: asyncio.Future[Answer], error: BaseException) -> None:
-    """On the loop: passes an error to a future, unless its waiter was cancelled."""
-    if not future.done():
+def _end(future: asyncio.Future[Any], answer: object = None, error: BaseException | None = None) -> None:
+    """On the loop: gives a future its answer or its error, unless its waiter was cancelled."""
+    if future.done():
+        return
+    if error is not None:
         future.set_exception(error)
+    else:
+        future.set_result(answer)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,11 +106,6 @@ class BackgroundCalibration:
         if self._thread.ident is not None:
             self._thread.join()
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether the codec is still to come."""
-        return self._state in ("calibrating", "waiting")
-
     def report(self) -> dict[str, Any]:
         """For operators: the wanted codec; the state, which is calibrating, waiting (for a quiet moment), taken or
         failed; the share done; the seconds left, about; and the reason of a failure.
@@ -191,25 +187,22 @@ class BackgroundCalibration:
 
     def _attempt(self, attempt: Callable[[LoadedEngine], LoadedEngine | None]) -> bool:
         """Lets the engine's thread try to take the codec. Returns whether it did. Raises what the attempt raised."""
-        ended = threading.Event()
-        found: list[LoadedEngine | Exception | None] = []
+        is_taken: Future[bool] = Future()
 
         def run() -> None:
             try:
-                found.append(attempt(self._loaded()))
-                if isinstance(found[0], LoadedEngine):
-                    self._taken(found[0])
+                engine = attempt(self._loaded())
+                if engine is not None:
+                    self._taken(engine)
+                is_taken.set_result(engine is not None)
             except Exception as error:  # the engine goes on with dense pages
-                found[:] = [error]
-            ended.set()
+                is_taken.set_exception(error)
 
         self._submit(run)
-        while not ended.wait(0.1):
+        while not wait([is_taken], 0.1).done:
             if self._closed.is_set():
                 return False
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0] is not None
+        return is_taken.result()
 
 
 def _collect() -> None:

@@ -7,7 +7,6 @@ warning. docs/lab/quality.md has the divergences of working and failing codecs.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -34,6 +33,7 @@ from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.models.plan import Model
 from quire.models.tokenizer import Tokenizer
+from quire.safe_io import written_whole
 from quire.version import __version__
 
 log = logging.getLogger("quire")
@@ -111,7 +111,9 @@ def check_codec(
     tokens = _tokens(model, tokenizer)
     if len(tokens) < LEAST_TOKENS:
         return
-    file = results_folder() / f"{_digest(model, config, model_id, calibration, tokens)}.json"
+    # Of results: quire/checks in the user's cache folder, beside the calibrations.
+    folder = settings.folder().parent / "checks"
+    file = folder / f"{_digest(model, config, model_id, calibration, tokens)}.json"
     # Not Path.exists, which raises if the folder may not be read.
     if os.path.exists(file):
         return
@@ -133,11 +135,6 @@ def check_codec(
         time.monotonic() - begun,
     )
     _remember(file, {"codec": codec, "model": model_id, "kl": found.kl, "ratio": found.ratio})
-
-
-def results_folder() -> Path:
-    """The folder of results: quire/checks in the user's cache folder, beside the calibrations."""
-    return settings.folder().parent / "checks"
 
 
 @torch.inference_mode()
@@ -199,12 +196,8 @@ def _digest(
 
 def _remember(file: Path, result: dict[str, object]) -> None:
     """Writes a result atomically. If it cannot be written, the next start checks again."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(result))
-        unfinished.replace(file)
+        with written_whole(file) as draft:
+            draft.write_text(json.dumps(result))
     except OSError as error:
         log.warning("%s: cannot be written (%s); the next start checks again", file, error.strerror or error)
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)

@@ -33,15 +33,12 @@ class EngineListener(Protocol):
 
     def has_started(self, error: BaseException | None) -> None:
         """The engine is loaded, or could not be."""
-        ...
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
         """After every step, and after commands."""
-        ...
 
     def has_failed(self, reason: str) -> None:
         """The engine stopped by itself."""
-        ...
 
 
 class EngineThread:

@@ -57,10 +57,7 @@ FOREIGN_FLAGS: dict[str, MigrationHint] = {
     **_all("tokenizer tokenizer-path", _is("model.tokenizer")),
     **_all("chat-template chat-template-file", _is("model.chat_template")),
     **_all("quantization q", _is("model.weights", "a GGUF file stays packed; g4 packs other weights")),
-    **_all(
-        "kv-cache-dtype cache-type-k ctk cache-type-v ctv",
-        _is("cache.codec", _codecs()),
-    ),
+    **_all("kv-cache-dtype cache-type-k ctk cache-type-v ctv", _is("cache.codec", _codecs())),
     **_all(
         "gpu-memory-utilization mem-fraction-static kv-cache-memory-bytes kv-cache-memory",
         _is("cache.memory", "a size such as 8GiB, or auto"),

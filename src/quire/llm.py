@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -12,10 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from quire.config import ENGINE_GROUPS, EngineConfig, nearest
@@ -29,14 +29,7 @@ from quire.errors import ConfigError, QuireError, RequestError
 from quire.foreign_flags import setting_hint
 from quire.load import LoadedEngine, load_engine
 from quire.options import LISTED, settings_of
-from quire.prefixes.cached import (
-    CachedPrefix,
-    drop_prefix,
-    find_prefix,
-    known_prefixes,
-    parse_prefix_key,
-    prompt_key,
-)
+from quire.prefixes.cached import CachedPrefix, drop_prefix, find_prefix, known_prefixes, parse_prefix_key, prompt_key
 from quire.prefixes.disk_index import DiskPrefixIndex
 from quire.prefixes.listing import Prefix, engine_prefixes
 from quire.structured.grammar_source import term_of
@@ -349,8 +342,7 @@ class LLM(BaseLLM):
         """The prefixes of this model and its settings in the arena and on the disk of tiers.disk, those used last
         first: keys, tokens, and by tier bytes, last use and pin. Lists what `GET /v1/cache/prefixes` lists.
         """
-        disk_index = self._read_disk_index(_all)
-        return known_prefixes(self.prefixes(), disk_index)
+        return known_prefixes(self.prefixes(), self._read_disk_index(_all))
 
     def find_prefix(self, key: str) -> CachedPrefix | None:
         """The prefix with this key; see `prefix_key`. None if there is none."""
@@ -382,9 +374,7 @@ class LLM(BaseLLM):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(
@@ -405,7 +395,7 @@ class LLM(BaseLLM):
         order = [request_id for request_id, _ in todo]
         collected: dict[str, RequestOutput] = {}
         show = len(todo) > 8 and sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        with _Progress(len(todo), show) as advance:
+        with _progress(len(todo), show) as advance:
             try:
                 while todo or engine.has_work:
                     while todo and engine.scheduler.has_room(todo[0][1].params.n):
@@ -433,17 +423,7 @@ def merge_delta(collected: dict[str, RequestOutput], delta: RequestOutput) -> No
     """Adds a delta to the collected output of its request."""
     whole = collected.get(delta.request_id)
     if whole is None:
-        whole = collected[delta.request_id] = RequestOutput(
-            delta.request_id,
-            delta.prompt,
-            delta.prompt_token_ids,
-            delta.prompt_logprobs,
-            [],
-            False,
-            delta.num_cached_tokens,
-            delta.cached_by_tier,
-            delta.num_pinned_tokens,
-        )
+        whole = collected[delta.request_id] = replace(delta, outputs=[])
     whole.finished = delta.finished
     whole.kept_fraction = delta.kept_fraction
     whole.embedding = whole.embedding or delta.embedding
@@ -487,38 +467,25 @@ class _CallLock:
         self._lock.release()
 
 
-class _Progress:
-    """A progress bar over requests, with tokens per second; does nothing unless `show`."""
+@contextlib.contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar over requests, with tokens per second, unless it is not shown. Yields what is called with the
+    tokens of each finished request.
+    """
+    if not show:
+        yield lambda tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, total: int, show: bool) -> None:
-        self._bar: Any = None
-        self._tokens = 0
-        if show:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[speed]}"), console=Console(stderr=True)) as bar:
+        task, begun, done = bar.add_task("", total=total, speed=""), time.monotonic(), 0
 
-            self._bar = Progress(
-                TextColumn("generating"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[speed]}"),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task("", total=total, speed="")
-            self._start = time.monotonic()
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            speed = done / max(1e-9, time.monotonic() - begun)
+            bar.update(task, advance=1, speed=f"{speed:.0f} tokens/s")
 
-    def __enter__(self) -> Callable[[int], None]:
-        if self._bar is not None:
-            self._bar.start()
-        return self._advance
-
-    def _advance(self, tokens: int) -> None:
-        self._tokens += tokens
-        if self._bar is not None:
-            speed = self._tokens / max(1e-9, time.monotonic() - self._start)
-            self._bar.update(self._task, advance=1, speed=f"{speed:.0f} tokens/s")
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        yield advance

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quire.cache.codecs import DENSE
+from quire.calibrate import CalibrationSettings, calibrate
+from quire.calibrate.progress import progress_display
 from quire.codec_check import check_codec
 from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, ops_type, resolve
@@ -25,6 +26,7 @@ from quire.engine.pins import read_pin_lines
 from quire.engine.sizes import EngineSizes
 from quire.errors import ConfigError, LoadCancelledError
 from quire.gc_pause import gc_paused
+from quire.kernels import runtime
 from quire.kernels.levels import LEVELS
 from quire.models.digest import Report, digest_of
 from quire.models.fingerprint import fingerprint
@@ -36,9 +38,6 @@ from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import Checkpoint, open_model
 from quire.stores.opening import open_tiers
 from quire.stores.tiers import Tier, Tiers
-
-if TYPE_CHECKING:
-    from quire.calibrate import CalibrationSettings
 
 log = logging.getLogger("quire")
 
@@ -129,23 +128,17 @@ def load_engine(
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
     if neighbours:
         tiers = Tiers([*([] if tiers is None else tiers.tiers), *neighbours])
-    with contextlib.nullcontext() if is_given or tiers is None else _closed_on_error(tiers):
+    with contextlib.ExitStack() as on_error:
+        if tiers is not None and not is_given:
+            on_error.callback(tiers.close)
         engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
         if tiers is not None and not is_given:
             if resolved.tiers.disk is not None:
                 log.info("measuring the disk of tiers.disk, and how fast prompts are computed")
             engine.scheduler.manager.fetching.costs.speed = tiers.measure()
             measure_prefill(engine)
+        on_error.pop_all()
     return LoadedEngine(engine, tokenizer, shape, fits, resolved, name, path, model, pending_config)
-
-
-@contextlib.contextmanager
-def _closed_on_error(tiers: Tiers) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        tiers.close()
-        raise
 
 
 def _without_calibration(
@@ -213,11 +206,7 @@ def _must_wait(config: EngineConfig, resolved: EngineConfig) -> str:
 def _dense(cache: CacheConfig) -> CacheConfig:
     """The same cache with dense pages, without the settings that only other codecs have."""
     return CacheConfig(
-        codec=DENSE,
-        memory=cache.memory,
-        share=cache.share,
-        lifetime=cache.lifetime,
-        sparse_values=cache.sparse_values,
+        codec=DENSE, memory=cache.memory, share=cache.share, lifetime=cache.lifetime, sparse_values=cache.sparse_values
     )
 
 
@@ -278,8 +267,6 @@ def _machine(resolved: EngineConfig) -> str:
     """The device; for a CPU also the level of its kernels and what is slower with them."""
     if resolved.attention.backend != "cpu":
         return resolved.runtime.device
-    from quire.kernels import runtime
-
     level = runtime.level()
     slower = LEVELS[level].slower
     return f"{resolved.runtime.device} ({level}{slower and ': ' + slower})"
@@ -306,9 +293,6 @@ def _calibrated(
     told: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Makes a calibration; see `load_engine`."""
-    from quire.calibrate import CalibrationSettings, calibrate
-    from quire.calibrate.progress import progress_display
-
     settings = CalibrationSettings.of(config.cache)
     file = settings.file(fingerprint(path))
     # A warning, because the user did not ask for these minutes of work.
@@ -340,7 +324,6 @@ def _calibrated(
 
 def calibration_seconds(path: Path, config: EngineConfig, threads: int | None = None) -> float | None:
     """Estimated seconds of the default calibration for a cache with this configuration; None if it is not on a CPU."""
-    from quire.calibrate import CalibrationSettings
     from quire.calibrate.estimate import estimated_seconds
 
     if device_type_of(config.runtime.device) != "cpu":
@@ -373,8 +356,6 @@ def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:
     """
     if not config.cache.is_calibrated:
         return None
-    from quire.calibrate.settings import CalibrationSettings
-
     model = fingerprint(path)
     if config.cache.calibration is not None:
         return Calibration.load(Path(config.cache.calibration), model)

@@ -18,10 +18,7 @@ class RateLimitedWarning:
     """
 
     def __init__(
-        self,
-        log: logging.Logger,
-        seconds: float = INTERVAL_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
+        self, log: logging.Logger, seconds: float = INTERVAL_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._log, self._seconds, self._clock = log, seconds, clock
         self._lock = threading.Lock()
@@ -37,7 +34,8 @@ class RateLimitedWarning:
                 return
             num_suppressed, self._num_suppressed = self._num_suppressed, 0
             self._next = now + self._seconds
-        self._log.warning("%s%s", text, _as_many(num_suppressed))
+        more = f"; {num_suppressed} more since the last such line" if num_suppressed else ""
+        self._log.warning("%s%s", text, more)
 
     def end(self) -> None:
         """Logs how many warnings were counted since the last line."""
@@ -45,7 +43,3 @@ class RateLimitedWarning:
             num_suppressed, self._num_suppressed = self._num_suppressed, 0
         if num_suppressed:
             self._log.warning("such warnings since the last one: %d", num_suppressed)
-
-
-def _as_many(num_suppressed: int) -> str:
-    return f"; {num_suppressed} more since the last such line" if num_suppressed else ""

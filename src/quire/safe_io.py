@@ -6,21 +6,20 @@ more deeply, and have longer numbers, than Python parses; both are ordinary erro
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import stat
 import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 from quire.errors import ConfigError
 
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 class NotRegularError(OSError):
@@ -64,6 +63,20 @@ def read_source(name: str) -> bytes:
     if sys.stdin is None:
         raise ConfigError("- reads the standard input, but stdin is closed")
     return sys.stdin.buffer.read()
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields a path beside a file, to write to, in a folder that is made if it is missing. Afterwards the file is that
+    one: under its name there is never half a file. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:

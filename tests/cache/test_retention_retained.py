@@ -22,7 +22,7 @@ from quire.cache.path import Path, SwappedPath
 from quire.cache.retention.decisions import Retention, RetentionDecision
 from quire.cache.retention.policies import PolicyChain
 from quire.cache.table import ChunkTable
-from quire.cache.tree import NoSharing, PrefixTree
+from quire.cache.tree import PrefixTree
 from tests.effort import examples
 
 L, H, D = 2, 2, 8
@@ -68,7 +68,7 @@ def make_manager(chunks: int, *, share: bool = True, rows: int = 16) -> CacheMan
     arena.data.fill_(0xFF)
     table = ChunkTable(ledger, L, H, CODEC, sums=SumsCodec(), arena=arena)
     retention = Retention(CHAIN, special=[[1]], punctuation=frozenset([2]), profile_rows=rows)
-    return CacheManager(table, (PrefixTree if share else NoSharing)((L, H)), retention=retention)
+    return CacheManager(table, PrefixTree((L, H), shares=share), retention=retention)
 
 
 def values(layer: int, head: int, positions: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -91,7 +91,7 @@ def test_a_row_with_gaps_arrives_with_what_it_holds_and_shows_nothing_else(seed:
     source, target = make_table(), make_table(60)
     target.take(5, target.sealed_codec)
     rows = gappy_rows(source, rng)
-    pages = HeldPages.of(source, RunIdentity((b"h" * 16,)), rows)
+    pages = HeldPages(source, RunIdentity((b"h" * 16,)), rows)
     extents = extents_of(pages)
     # Of every page that is held the bytes are there once, of no other any.
     held = [image for row in rows.tolist() for image in bytes_of(source, row) if image is not None]
@@ -119,7 +119,7 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     rows = np.concatenate([table.take(1, table.sealed_codec) for _ in range(6)])
     write(table, rows, rng)
     expected = [image for row in rows[::2].tolist() for image in bytes_of(table, row)]
-    pages = HeldPages.of(table, RunIdentity((b"h" * 16,)), rows[::2])
+    pages = HeldPages(table, RunIdentity((b"h" * 16,)), rows[::2])
     table.free(rows)
     # All of the arena is wanted but for what is held.
     codec = table.sealed_codec
@@ -140,9 +140,9 @@ def test_an_extent_that_is_short_or_of_another_run_is_refused_and_writes_nothing
     rng = np.random.default_rng(seed)
     source, target = make_table(), make_table()
     rows = gappy_rows(source, rng)
-    pages = HeldPages.of(source, RunIdentity((b"h" * 16,)), rows)
+    pages = HeldPages(source, RunIdentity((b"h" * 16,)), rows)
     arrival = RunUnpacker(target, pages.run, take_rows(target, pages.run))
-    other = HeldPages.of(source, RunIdentity((b"o" * 16,)), rows[:3])
+    other = HeldPages(source, RunIdentity((b"o" * 16,)), rows[:3])
     before = target.arena.data.clone()
     extent = extents_of(pages)[0]
     wrong = [b"", extent[:40], extent[:-1], extent + b"\0", extents_of(other)[0]]
@@ -162,7 +162,7 @@ def test_a_layer_that_arrives_twice_counts_once() -> None:
     parts, extents = [], []
     for name in (b"a" * 16, b"b" * 16):
         rows = table.take(1, table.sealed_codec)
-        pages = HeldPages.of(table, RunIdentity((name,), np.arange(64, dtype=np.int32)), rows)
+        pages = HeldPages(table, RunIdentity((name,), np.arange(64, dtype=np.int32)), rows)
         extents.append(extents_of(pages))
         parts.append((pages.run, take_rows(table, pages.run)))
         pages.release()
@@ -182,7 +182,7 @@ def test_the_header_of_an_extent_is_that_of_the_page_format() -> None:
     rows = table.take(2, table.sealed_codec)
     write(table, rows, np.random.default_rng(0))
     tokens = np.arange(128, dtype=np.int32)
-    pages = HeldPages.of(table, RunIdentity((b"a" * 16, b"b" * 16), tokens), rows)
+    pages = HeldPages(table, RunIdentity((b"a" * 16, b"b" * 16), tokens), rows)
     extent = extents_of(pages)[2]
     magic, version, flags, layer, num_rows, attached, heads, length = struct.unpack_from("<4sHHIIIIQ", extent)
     assert (magic, version, flags, layer) == (b"QRUN", FORMAT_VERSION, 1, 2)

@@ -458,7 +458,7 @@ class Machine:
             names = asked.path.segments
             fresh = tuple((segment.number, len(segment.chunks)) for segment in names)
             assert self.tree.shared(asked.path) == fresh, "what a path remembers of its segments is out of date"
-        owners = [each.path for each in self.running] + [each.path for each in self.fetching.prefetches.values()]
+        owners = [each.path for each in self.running] + [*self.fetching.prefetches.values()]
         live = {path.transfer for path in owners if path.transfer is not None}
         assert live == set(self.fetching._underway), "a transfer of nobody, or one that nobody counts"
         arriving = [name for path in owners if path.transfer is not None for name in path.transfer.names]

@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.engine.engine import Engine
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.pins import may_pin, protect
+from quire.engine.pins import check_pin_room, protect
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from tests import engines
@@ -246,7 +246,7 @@ def test_what_is_kept_for_good_leaves_what_is_promised(sinks: int, chunks: int) 
     engine = make_engine(tiny_shape("qwen3", max_context=8192), chunks=chunks, **{"cache.sink_tokens": sinks})
     kept = [ids(66, 500 + seed) for seed in range(max(1, chunks // 8))]
     for prompt in kept:
-        assert may_pin(engine, prompt)
+        check_pin_room(engine, prompt)
         once = SamplingParams(max_tokens=1, temperature=0.0)
         engine.add("pinned", prompt, once, hints=CacheHints(cache_pin=True))
         drain(engine)

@@ -38,6 +38,7 @@ from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.models import triton_ops, triton_packed
+from quire.models.quants import FORMATS
 
 from .ahead import POINTERS, Compiled, compile_for
 
@@ -468,7 +469,7 @@ def test_gated_loads_and_stores_16_bytes_at_a_time() -> None:
 
 def packed_arguments(kernel: Any, kind: str) -> dict[str, Any]:
     """What a kernel of packed matrices takes, for [6144, 4096] in bfloat16."""
-    of = triton_packed.FORMATS[kind]
+    of = FORMATS[kind]
     arguments: dict[str, Any] = {"x": "*bf16", "out": "*bf16", "bias": None, "index": "*i64", "codes": "*i32"}
     arguments |= {"upper": {5: "*u8", 6: "*i16"}.get(of.bits), "d": "*fp16", "m": "*fp16" if of.minima else None}
     arguments |= {"scales": ("*u8" if of.minima else "*i8") if of.superblocks else None}
@@ -480,7 +481,7 @@ def packed_arguments(kernel: Any, kind: str) -> dict[str, Any]:
     return {name: arguments[name] for name in kernel.arg_names}
 
 
-@pytest.mark.parametrize("kind", sorted(triton_packed.KINDS))
+@pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_one_row_by_packed_blocks_spills_nothing(kind: str) -> None:
     compiled = compile_for(HOPPER, triton_packed._vector, packed_arguments(triton_packed._vector, kind), warps=4)
     weights = 16 * 32 * triton_packed.VECTOR_UNITS // 128
@@ -492,7 +493,7 @@ def test_one_row_by_packed_blocks_spills_nothing(kind: str) -> None:
     assert compiled.registers * 128 * 2 <= REGISTERS and compiled.shared_bytes * 2 <= SHARED_BYTES, describe(compiled)
 
 
-@combine(strength=1, kind=sorted(triton_packed.KINDS), rows=[8, 32, 64, 512])
+@combine(strength=1, kind=sorted(FORMATS), rows=[8, 32, 64, 512])
 def test_rows_by_packed_blocks_run_on_the_tensor_cores_and_spill_nothing(kind: str, rows: int) -> None:
     tile = triton_packed.tile_of(rows, torch.bfloat16)
     arguments = packed_arguments(triton_packed._tiles, kind)

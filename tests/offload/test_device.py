@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from quire.errors import QuireError
+from quire.models.image_folder import ImageEntry
 from quire.offload.device import ALIGNMENT, CopiedTensor, CopyStream, DiskSource
 from quire.offload.weight_placement import ALIGNMENT as BLOCK
-from quire.offload.weight_placement import ReadRange, StoredMatrix
+from quire.offload.weight_placement import ReadRange
 from quire.stores.direct import DirectFile
 
 from ..offloaded import patched
@@ -96,7 +97,7 @@ class OnDisk:
                 if home == "d":
                     offset = len(data)
                     data += bytes([value]) * size + bytes(-size % BLOCK)
-                    places.append(ReadRange(offset, len(data) - offset, (StoredMatrix(name, offset, size),)))
+                    places.append(ReadRange(offset, len(data) - offset, (ImageEntry(name, offset, size),)))
                     host = host.to("meta")
                 values.append(value)
                 copied.append(CopiedTensor(name, host, torch.empty(0, dtype=torch.uint8)))

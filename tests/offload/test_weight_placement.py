@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
+from quire.models.image_folder import ImageEntry
 from quire.offload.units import Share, Split
 from quire.offload.weight_placement import (
     ALIGNMENT,
     NUM_BUFFERS,
-    StoredMatrix,
     assign_tiers,
     buffer_sizes,
     place_by_split,
@@ -57,7 +57,7 @@ def test_layers_have_similar_shares() -> None:
     assert max(on_disk) - min(on_disk) <= 45
 
 
-def laid_out(sizes: list[list[int]], outside: int = 5000) -> tuple[list[list[StoredMatrix]], list[StoredMatrix]]:
+def laid_out(sizes: list[list[int]], outside: int = 5000) -> tuple[list[list[ImageEntry]], list[ImageEntry]]:
     """Places as an image has them: layers begin at whole blocks, matrices at multiples of 128."""
     at, layers = 0, []
     for number, layer in enumerate(sizes):
@@ -65,11 +65,11 @@ def laid_out(sizes: list[list[int]], outside: int = 5000) -> tuple[list[list[Sto
         places = []
         for index, size in enumerate(layer):
             at = -(-at // 128) * 128
-            places.append(StoredMatrix(f"layers.{number}.{index}", at, size))
+            places.append(ImageEntry(f"layers.{number}.{index}", at, size))
             at += size
         layers.append(places)
     at = -(-at // ALIGNMENT) * ALIGNMENT
-    return layers, [StoredMatrix("head", at, outside)]
+    return layers, [ImageEntry("head", at, outside)]
 
 
 @examples(100)

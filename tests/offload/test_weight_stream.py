@@ -23,7 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.offloading import policy_of
 from quire.errors import ConfigError, QuireError
 from quire.models.decoder import build_model
-from quire.models.image_folder import DRAFT_SUFFIX, image_folder, image_path, lock_draft
+from quire.models.image_folder import DRAFT_SUFFIX, ImageEntry, image_folder, image_path, lock_draft
 from quire.models.images import full_image_spec
 from quire.models.layers import Ops
 from quire.models.plan import Model
@@ -33,7 +33,7 @@ from quire.offload.files import policy_text, read_policy
 from quire.offload.model import OffloadedModel, load_offloaded
 from quire.offload.stream import WeightStream
 from quire.offload.units import Share, Split
-from quire.offload.weight_placement import ALIGNMENT, ReadRange, StoredMatrix
+from quire.offload.weight_placement import ALIGNMENT, ReadRange
 from quire.stores.direct import DirectFile
 from tests.dense_plan import DensePlan
 from tests.effort import tries
@@ -54,9 +54,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def layers_of(count: int, blocks: int = BLOCKS) -> list[tuple[ReadRange, ...]]:
     size = blocks * ALIGNMENT
-    return [
-        (ReadRange(n * size, size, (StoredMatrix(f"layer {n}", n * size + 128, size - 128),)),) for n in range(count)
-    ]
+    return [(ReadRange(n * size, size, (ImageEntry(f"layer {n}", n * size + 128, size - 128),)),) for n in range(count)]
 
 
 class Reader:

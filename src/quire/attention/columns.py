@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.attention.plan import StagedWrites
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)

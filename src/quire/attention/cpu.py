@@ -133,11 +133,7 @@ class CpuAttention:
         """A plan of single rows that only read: all chunks of the slices precede them and have bases in the table."""
         spec = self.spec
         layout = lay_out(
-            slices,
-            block_rows=self.block_rows,
-            num_heads=spec.num_kv_heads,
-            workers=runtime.num_threads(),
-            window=None,
+            slices, block_rows=self.block_rows, num_heads=spec.num_kv_heads, workers=runtime.num_threads(), window=None
         )
         layout.pieces[:, 4] = 0  # so that no piece ends behind its row, and none writes
         return CpuPlan(self, layout, slices, only_reads=True)

@@ -40,12 +40,9 @@ class PageTable(Protocol):
     @property
     def has_gaps(self) -> bool:
         """Whether paths may lack chunks or slots, so that masks and bases are read."""
-        ...
 
     def page_sizes(self, codec: PageFormat) -> Int32s:
         """Bytes of a chunk's pages, int32 [L, H]."""
-        ...
 
     def chunk_bytes(self, codec: PageFormat) -> int:
         """Bytes of a chunk's pages, without a sidecar."""
-        ...

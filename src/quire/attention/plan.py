@@ -79,7 +79,6 @@ class AttentionPlan(StepPlan, Protocol):
                      path up to the slice's end
         local        [L, H]: number of last tokens that each row also keeps, its own included
         """
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -95,7 +94,6 @@ class AttentionBackend(Protocol):
         moved   the last plan had the same rows, each one position earlier. These of the slices are in other chunks now;
                 a backend may advance the last plan. None: other rows
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -373,7 +371,12 @@ def _blocks_of_singles(
 ) -> _Blocks:
     """Slices of one row, and the runs that they share."""
     positions = np.array([piece.start for piece in singles], np.int32)
-    blocks = _single_blocks(positions, num_dropped, window)
+    # One piece per row. Column 4 counts chunks, not positions, until the layout is done.
+    blocks = np.zeros((len(singles), 6), np.int32)
+    blocks[:, 0], blocks[:, 1], blocks[:, 5] = np.arange(len(singles)), 1, -1
+    if window is not None:
+        blocks[:, 4] = np.maximum(0, positions + 1 - window) // PAGE_TOKENS
+    blocks[:, 3] = positions // PAGE_TOKENS + 1 - num_dropped - blocks[:, 4]
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
         blocks[first : first + count, 4] = high
@@ -453,18 +456,6 @@ def _place_runs(blocks: NDArray[np.int32], runs: list[NDArray[np.int32]], num_si
 
 _NO_MERGES = np.empty((0, 3), np.int32)
 _NO_PARTS = np.empty(0, np.int32)
-
-
-def _single_blocks(starts: NDArray[np.int32], num_dropped: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
-    """One piece per row. Column 4 counts chunks, not positions, until the layout is done."""
-    blocks = np.zeros((len(starts), 6), np.int32)
-    blocks[:, 0] = np.arange(len(starts))
-    blocks[:, 1] = 1
-    if window is not None:
-        blocks[:, 4] = np.maximum(0, starts + 1 - window) // PAGE_TOKENS
-    blocks[:, 3] = starts // PAGE_TOKENS + 1 - num_dropped - blocks[:, 4]
-    blocks[:, 5] = -1
-    return blocks
 
 
 _LEAVES_PARTIALS = -2

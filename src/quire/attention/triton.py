@@ -60,6 +60,7 @@ class TritonAttention:
     """Attention on GPU pages in bfloat16, float16 or float32; sums in float32.
 
     batch_sizes  the padded sizes of decode steps, in rising order
+    decode_plans  the one buffer of decode plans, which begin at its start
     plans_built  number of plans laid out; other steps advanced the last plan
     copies       number of copies from host to device so far: of plans, and of rows of the mirror
     reads        int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
@@ -121,27 +122,25 @@ class TritonAttention:
         self.keeps_lse = self.encodes_by_layer = False
         self._last: TritonPlan | None = None
         self._num_moved = 0  # the table's `num_moved_pages` at the last plan
-        self._decode = self._new_decode_buffer()
+        self.decode_plans = self._new_decode_plans()
 
     def clone(self) -> TritonAttention:
         """A backend of the same table with plans of its own: both plans may be alive. They share the memory that the
         launches of one layer use.
         """
         found = copy.copy(self)
-        found._last, found._decode = None, self._new_decode_buffer()
+        found._last, found.decode_plans = None, self._new_decode_plans()
         return found
 
     def refresh(self, chunks: NDArray[np.int32]) -> None:
         """Some chunks have other pages in the table now, for plans that exist already, too."""
         self.mirror.refresh(chunks)
 
-    def _new_decode_buffer(self) -> Tensor:
+    def _new_decode_plans(self) -> Tensor:
         largest = self.batch_sizes[-1]
-        return torch.zeros(
-            plan_offsets(largest, self.max_pieces(largest), MAX_PARTIALS)[-1] + MAX_DECODE_INDICES + 2 * largest,
-            dtype=torch.int32,
-            device=self.device,
-        )
+        num_pieces = self.tiles.max_short(largest) + self.tiles.max_common(largest)
+        at_indices = plan_offsets(largest, num_pieces, MAX_PARTIALS)[-1]
+        return torch.zeros(at_indices + MAX_DECODE_INDICES + 2 * largest, dtype=torch.int32, device=self.device)
 
     @property
     def copies(self) -> int:
@@ -190,14 +189,6 @@ class TritonAttention:
             self._plan_copies += 1
         self._last = TritonPlan(self, slices, layout, batch_size, (short, common), profile, ready)
         return self._last
-
-    def max_pieces(self, batch_size: int) -> int:
-        """Most pieces of a decode step of `batch_size` padded rows."""
-        return self.tiles.max_short(batch_size) + self.tiles.max_common(batch_size)
-
-    def decode_buffer(self, num_ints: int) -> Tensor:
-        """The start of the one buffer of decode plans."""
-        return self._decode[:num_ints]
 
     def staged(self, count: int) -> tuple[Tensor, int]:
         """A buffer for `count` dense chunks of one layer, and the id of its first page relative to the arena. The next

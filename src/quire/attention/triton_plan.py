@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -113,11 +114,9 @@ class TritonPlan:
         ints[at[2] : at[2] + num_entries] = layout.entries
         ints[at[3] : at[3] + len(layout.indices)] = layout.indices
         ints[at_seals:] = layout.seals.reshape(-1)
-        device = (
-            torch.empty(used, dtype=torch.int32, device=backend.device)
-            if batch_size is None
-            else backend.decode_buffer(used)
-        )
+        device = backend.decode_plans[:used]
+        if batch_size is None:
+            device = torch.empty(used, dtype=torch.int32, device=backend.device)
         # torch reuses the pinned block only after this copy.
         device.copy_(host, non_blocking=True)
         self.positions = device[:rows]
@@ -144,11 +143,9 @@ class TritonPlan:
             return None
         return GraphKey(self.batch_size, self.shares, self.profile is not None, self._launches[0].stages)
 
-    @contextlib.contextmanager
-    def profiling_suspended(self) -> Iterator[None]:
+    def profiling_suspended(self) -> AbstractContextManager[None]:
         """Nothing is added to column sums inside: keys and values may be written twice, sums must be added once."""
-        with contextlib.nullcontext() if self.profile is None else self.profile.suspended():
-            yield
+        return contextlib.nullcontext() if self.profile is None else self.profile.suspended()
 
     def advance(self) -> None:
         """Advances all slices by one position."""

@@ -69,6 +69,7 @@ class ProfileMemory:
     sums          the arena as float32
     lse           f32 [batch, H, G] of decode steps, base 2
     queries       [H * batch * G * D] of decode steps, rotated and scaled
+    columns       int32, the one buffer of decode steps' columns, which begin at its start
     num_programs  programs per kv head for columns of slices of one row
     """
 
@@ -94,12 +95,8 @@ class ProfileMemory:
         self.num_programs = max(1, -(-SINGLES_PER_PROCESSOR * processors // spec.num_kv_heads))
         self.launch = profile_launch(spec.dtype, spec.group_size, spec.head_dim)
         self.single_launch = single_profile_launch(spec.dtype, spec.group_size)
-        self._columns = torch.zeros(_HEADER + COLUMN_INTS * max_columns, dtype=torch.int32, device=self.device)
+        self.columns = torch.zeros(_HEADER + COLUMN_INTS * max_columns, dtype=torch.int32, device=self.device)
         self._scratch: dict[str, Tensor] = {}
-
-    def decode_columns(self, num_ints: int) -> Tensor:
-        """The start of the one buffer of decode steps' columns."""
-        return self._columns[:num_ints]
 
     def scratch_buffer(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
         """A buffer of at least `count` elements. The next call with the same name may return it again."""
@@ -165,7 +162,7 @@ class StepProfile:
         if batch_size is None or self.num_kept:
             device = torch.empty(len(host), dtype=torch.int32, device=memory.device)
         else:
-            device = memory.decode_columns(len(host))
+            device = memory.columns[: len(host)]
         device.copy_(host, non_blocking=True)
         self._num_columns = device[:1]
         self._singles = device[_HEADER:]

@@ -12,5 +12,3 @@ Indices = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 """Ids of pages or chunks, tokens, positions."""
 Int64s = NDArray[np.int64]
-Words = NDArray[np.uint64]
-"""Masks of 64 slots."""

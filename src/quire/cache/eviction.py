@@ -8,6 +8,7 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.demotion import Demotion
 from quire.cache.ledger import Demand
 from quire.cache.segment import Segment
+from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
 
@@ -23,6 +24,12 @@ class Eviction:
         self.demotion = demotion
         self._of_chunk = table.cost(table.sealed_codec)
         self._at_most = self._of_chunk + table.demand(sidecars=1)
+
+    @property
+    def pages(self) -> ChunkTable:
+        """The table, where pages are moved."""
+        assert isinstance(self.table, ChunkTable), "a table without pages"
+        return self.table
 
     def evictable(self) -> Demand:
         """The demand that evicting everything idle would free. All attachments count, also those of locked segments:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.counts import ChunkCounts
+from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.path import Path, SwappedPath
 from quire.cache.run import HeldPages, RunIdentity
 from quire.cache.table import ChunkTable
-from quire.cache.tree import PrefixTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +58,8 @@ class Exports:
     held  exports that nobody has ended
     """
 
-    def __init__(self, table: ChunkCounts, tree: PrefixTree) -> None:
-        self.table, self.tree = table, tree
+    def __init__(self, eviction: Eviction) -> None:
+        self.eviction = eviction
         self.held: set[ExportedSequence] = set()
 
     def add(self, holder: Holder) -> ExportedSequence:
@@ -69,12 +68,12 @@ class Exports:
         assert path.transfer is None and path.reservation.filled < 0, "the sequence is in the middle of a step"
         rows, shared, own = np.concatenate((path.private, path.retention.sums)), None, None
         if path.num_shared:
-            shared = shared_pages(self._table, holder.keys, path, list(range(path.num_shared)))
+            shared = shared_pages(self.eviction.pages, holder.keys, path, list(range(path.num_shared)))
         if len(rows):
-            own = HeldPages.of(self._table, RunIdentity((os.urandom(16),)), rows, attached=len(path.retention.sums))
-        export = ExportedSequence(
-            holder.keys, path, SwappedPath.of(path, None if own is None else own.run), shared, own
-        )
+            identity, num_attached = RunIdentity((os.urandom(16),)), len(path.retention.sums)
+            own = HeldPages(self.eviction.pages, identity, rows, attached=num_attached)
+        swapped = SwappedPath.of(path, None if own is None else own.run)
+        export = ExportedSequence(holder.keys, path, swapped, shared, own)
         self.held.add(export)
         return export
 
@@ -84,16 +83,11 @@ class Exports:
         for pages in (export.shared, export.own):
             if pages is not None:
                 pages.release()
-        self.table.free(self.tree.release(export.path))
-
-    @property
-    def _table(self) -> ChunkTable:
-        assert isinstance(self.table, ChunkTable), "a table without pages"
-        return self.table
+        self.eviction.table.free(self.eviction.tree.release(export.path))
 
 
 def shared_pages(table: ChunkTable, keys: ChunkKeys, path: Path, chunks: list[int]) -> HeldPages:
     """The pages of some shared chunks of a path, by rising index."""
     count = path.num_shared
     whole = RunIdentity(tuple(keys.first(count)), keys.tokens(0, count), keys.namespace)
-    return HeldPages.of(table, whole.subset(chunks), path.chunks[chunks])
+    return HeldPages(table, whole.subset(chunks), path.chunks[chunks])

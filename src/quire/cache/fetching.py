@@ -25,7 +25,6 @@ from quire.cache.reservations import Reservations
 from quire.cache.retention.protocol import PromptLimits
 from quire.cache.run import Run, run_bytes
 from quire.cache.store import Transfer
-from quire.cache.table import ChunkTable
 
 log = logging.getLogger("quire")
 
@@ -46,14 +45,6 @@ class FetchCounts:
     failed_transfers: int = 0
 
 
-@dataclass(eq=False)
-class Prefetch:
-    """Chunks on their way into the tree, for a sequence that is not admitted yet."""
-
-    keys: ChunkKeys
-    path: Path
-
-
 class Fetching:
     """Finds runs in a store, decides whether to fetch them, and starts and ends transfers.
 
@@ -62,7 +53,7 @@ class Fetching:
     arriving  keys of chunks in transfer
     changed   notified when a layer of any transfer arrives, or a transfer fails
     clock     seconds, monotonic; times transfers
-    prefetches    transfers for sequences that wait for admission, by sequence
+    prefetches  chunks on their way into the tree for sequences that wait for admission, by sequence
     """
 
     def __init__(
@@ -73,7 +64,7 @@ class Fetching:
         self.reservations = reservations
         self.costs = Costs()
         self.arriving: set[bytes] = set()
-        self.prefetches: dict[Holder, Prefetch] = {}
+        self.prefetches: dict[Holder, Path] = {}
         self.counts = FetchCounts()
         self.changed = threading.Condition()
         self.clock = clock
@@ -116,25 +107,25 @@ class Fetching:
         runs = self.far(keys, near, limits.num_fetchable)
         if not runs or not self._pays(holder, near, runs):
             return
-        prefetch = Prefetch(keys, Path(priority=holder.priority, lifetime=holder.lifetime))
-        path, demand = prefetch.path, table.demand(len(runs), sidecars=near == 0)
+        path = Path(priority=holder.priority, lifetime=holder.lifetime)
+        demand = table.demand(len(runs), sidecars=near == 0)
         self.tree.extend(path, keys, near, False)
         if not self.reservations.fits(demand + self.reservations.growth()):
             self.tree.release(path)
             return
         self.eviction.evict_for(lambda: demand)
         path.append(table.take(len(runs), table.sealed_codec, sidecar=near == 0))
-        self.prefetches[holder] = prefetch
+        self.prefetches[holder] = path
         self.start_transfer(keys, path, runs)
         if not self.reservations.fits(table.zero_demand):
             self.cancel_prefetch(holder)
 
     def cancel_prefetch(self, holder: Holder) -> None:
         """Ends the fetch for a sequence that waits, if there is one: it ends, or its room is wanted."""
-        prefetch = self.prefetches.pop(holder, None)
-        if prefetch is not None:
-            self.cancel(prefetch.path)
-            self.table.free(self.tree.release(prefetch.path))
+        path = self.prefetches.pop(holder, None)
+        if path is not None:
+            self.cancel(path)
+            self.table.free(self.tree.release(path))
 
     def cancel_latest_prefetch(self) -> bool:
         """Ends the latest fetch for a sequence that waits, because its room is wanted. False if there is none."""
@@ -145,19 +136,16 @@ class Fetching:
 
     def tick(self) -> None:
         """Puts chunks that have arrived for waiting sequences into the tree."""
-        if not self.prefetches:
-            return
-        for holder, prefetch in list(self.prefetches.items()):
-            transfer = prefetch.path.transfer
+        for holder, path in list(self.prefetches.items()):
+            transfer = path.transfer
             if transfer is None or not transfer.is_over:
                 continue
-            if self._close(prefetch.path):
-                self.counts.prefetched += len(prefetch.path.private)
+            if self._close(path):
+                self.counts.prefetched += len(path.private)
                 _note_sources(holder, transfer)
-                spare = self.tree.publish(prefetch.path, prefetch.keys, len(prefetch.path.chunks))
-                self.table.free(spare)
+                self.table.free(self.tree.publish(path, holder.keys, len(path.chunks)))
             del self.prefetches[holder]
-            self.table.free(self.tree.release(prefetch.path))
+            self.table.free(self.tree.release(path))
 
     def assume_arrived(self, holder: Holder) -> None:
         """Counts chunks in transfer as computed: the step's layers wait for their pages."""
@@ -200,12 +188,6 @@ class Fetching:
 
     # ---- transfers -------------------------------------------------------------------------------------------------
 
-    @property
-    def pages(self) -> ChunkTable:
-        """The table, for a store that keeps something."""
-        assert isinstance(self.table, ChunkTable), "a table without pages"
-        return self.table
-
     def start_transfer(self, keys: ChunkKeys, path: Path, far: list[Run], *private: tuple[Run, Int32s]) -> None:
         """Fetches the chunks of a path that follow its shared ones: `far[i]` is the run of the i-th one. If the last
         run ends with its attachment, the column sums of all chunks come with it.
@@ -225,9 +207,9 @@ class Fetching:
         self.counts.wasted += sum(
             int((rows[: len(run.names)] < 0).sum()) for run, rows in parts.items() if run.is_shared
         )
-        path.transfer = transfer = Transfer(self.pages, list(parts.items()), self.changed, self.clock, names)
+        path.transfer = transfer = Transfer(self.eviction.pages, list(parts.items()), self.changed, self.clock, names)
         self.arriving.update(names)
-        num_bytes = sum(run_bytes(self.pages, run) for run in parts)
+        num_bytes = sum(run_bytes(self.eviction.pages, run) for run in parts)
         self._underway[transfer] = num_bytes + self.backlog()
         self.store.get(transfer, transfer.runs)
 
@@ -268,7 +250,7 @@ class Fetching:
         """Whether fetching the chunks after the `near` first ones ends before computing them would, behind the prompts
         that are being computed.
         """
-        num_bytes, num_tokens = sum(run_bytes(self.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
+        num_bytes, num_tokens = sum(run_bytes(self.eviction.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
         fetching = self.costs.fetch(num_bytes + self.backlog())
         others = (each for each in self.reservations.live if each is not holder)
         before = sum(max(0, each.num_prompt - self._num_known(each)) for each in others)

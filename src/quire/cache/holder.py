@@ -31,14 +31,11 @@ class Holder(Protocol):
     @property
     def priority(self) -> int:
         """See `Segment`."""
-        ...
 
     @property
     def lifetime(self) -> float | None:
         """See `Segment`."""
-        ...
 
     @property
     def reads_cache(self) -> bool:
         """Whether its prompt may be found in the cache. It may not if every prompt row must be computed."""
-        ...

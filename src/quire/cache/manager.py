@@ -27,7 +27,7 @@ from quire.cache.pins import Pins
 from quire.cache.reservations import Reservations
 from quire.cache.retention.decisions import Retention, RetentionDecision
 from quire.cache.retention.packing import check_packed
-from quire.cache.retention.protocol import KeepAll, RetentionProtocol
+from quire.cache.retention.protocol import KeepAll
 from quire.cache.retention.retainer import Retainer
 from quire.cache.statistics import Statistics
 from quire.cache.store import NullStore, Store
@@ -75,13 +75,13 @@ class CacheManager:
         self.demotion = Demotion(table, store or NullStore())
         self.eviction = Eviction(table, tree, self.demotion)
         self.retainer = None if retention is None else Retainer(retention, self.eviction, replays)
-        self.retention: RetentionProtocol = self.retainer or KeepAll(table, replays)
+        self.retention: KeepAll | Retainer = self.retainer or KeepAll(table, replays)
         self.reservations = Reservations(self.eviction, self.retention)
         self.statistics = Statistics(table, tree)
         self.paths = PathManager(self.reservations, self.demotion, self.statistics)
         self.fetching = Fetching(self.eviction, self.reservations, clock)
         self.swapping = Swapping(self.fetching, self.eviction, self.reservations)
-        self.exports = Exports(table, tree)
+        self.exports = Exports(self.eviction)
         self.capacity = self.reservations.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
@@ -127,20 +127,9 @@ class CacheManager:
 
     def _state(self, holder: Holder) -> object:
         """The state on which the admission of a sequence depends."""
-        tree, allocated_bytes, num_prefetches = (
-            self.tree,
-            self.table.ledger.allocated_bytes,
-            len(self.fetching.prefetches),
-        )
-        return (
-            holder,
-            len(self.reservations.live),
-            num_prefetches,
-            allocated_bytes,
-            self.reservations.outstanding(),
-            tree.num_uses,
-            tree.num_chunks,
-        )
+        reservations, tree = self.reservations, self.tree
+        counts = len(reservations.live), len(self.fetching.prefetches), self.table.ledger.allocated_bytes
+        return holder, *counts, reservations.outstanding(), tree.num_uses, tree.num_chunks
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
@@ -259,14 +248,14 @@ class CacheManager:
             held += path.own_rows.tolist()
             if path.retention.retained is not None:
                 if path.transfer is None:  # a transfer's hold looks like a second owner
-                    check_packed(self.fetching.pages, path, path.retention.retained)
+                    check_packed(self.eviction.pages, path, path.retention.retained)
             else:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         for export in self.exports.held:
             held += export.path.own_rows.tolist()
-        for prefetch in self.fetching.prefetches.values():
-            held += prefetch.path.private.tolist()
+        for path in self.fetching.prefetches.values():
+            held += path.private.tolist()
         self.tree.check()
         self.pins.check()
         for segment in self.tree.segments():

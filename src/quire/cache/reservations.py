@@ -8,7 +8,8 @@ from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
-from quire.cache.retention.protocol import Newcomer, PromptLimits, RetentionProtocol
+from quire.cache.retention.protocol import KeepAll, Newcomer, PromptLimits
+from quire.cache.retention.retainer import Retainer
 from quire.cache.segment import PrefixMatch
 
 
@@ -20,7 +21,7 @@ class Reservations:
     live                 the outstanding demand of each sequence, without what retention expects of undecided ones
     """
 
-    def __init__(self, eviction: Eviction, retention: RetentionProtocol) -> None:
+    def __init__(self, eviction: Eviction, retention: KeepAll | Retainer) -> None:
         self.eviction = eviction
         self.table = eviction.table
         self.retention = retention

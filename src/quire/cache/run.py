@@ -129,18 +129,20 @@ class HeldPages:
     rows are freed.
     """
 
-    def __init__(self, table: ChunkTable, run: Run, rows: Int32s) -> None:
-        self.run = run
-        self._table = table
-        self._ids = table.pages[rows].copy()
-        self._positions = table.positions[rows].copy()
-        self._sidecars = table.sidecars[rows].copy()
-        self._held = table.hold(rows)
-
-    @classmethod
-    def of(cls, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int = 0) -> HeldPages:
+    def __init__(self, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int = 0) -> None:
         """The pages of some rows of the table. The last `attached` rows are the attachment."""
-        return cls(table, run_of(table, identity, rows, attached=attached), rows)
+        is_shared, chunks = len(identity.tokens) > 0, slice(len(rows) - attached)
+        self.run = run = Run(
+            **identity._asdict(), is_shared=is_shared, num_attached=attached, kinds=table.kinds[rows],
+            masks=table.masks[rows], placed=table.positions[rows] >= 0, bases=table.bases[rows],
+            has_sidecar=table.sidecars[rows] >= 0,
+        )  # fmt: skip
+        assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
+            "a shared run is complete"
+        )
+        self._table = table
+        self._ids, self._positions, self._sidecars = table.pages[rows], table.positions[rows], table.sidecars[rows]
+        self._held = table.hold(rows)
 
     def part(self, wanted: Bools) -> HeldPages:
         """The pages of some rows, bool [n], which are valid as long as these are held."""
@@ -179,49 +181,16 @@ class HeldPages:
             extent[start : start + at.beside] = arena.read(page * UNIT + layer * at.beside, at.beside)
 
 
-def run_of(table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int = 0) -> Run:
-    """The run of some rows of a table. The last `attached` rows are the attachment."""
-    is_shared = len(identity.tokens) > 0
-    run = Run(
-        identity.names,
-        is_shared,
-        identity.tokens,
-        attached,
-        table.kinds[rows].copy(),
-        table.masks[rows],
-        table.positions[rows] >= 0,
-        table.bases[rows].copy(),
-        table.sidecars[rows] >= 0,
-        identity.namespace,
-        identity.start,
-        identity.parent,
-    )
-    chunks = slice(len(rows) - attached)
-    assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
-        "a shared run is complete"
-    )
-    return run
-
-
 def complete_run(table: ChunkTable, identity: RunIdentity) -> Run:
     """The run that complete chunks, sealed in another arena of the same format, are. Any of them may come alone."""
     n, shape = len(identity.names), table.shape
     starts = np.arange(identity.start, identity.start + n) == 0
     return Run(
-        identity.names,
-        True,
-        identity.tokens,
-        0,
-        np.full(n, table.sealed_codec.kernel_id, np.uint8),
-        np.full((n, *shape), ALL_SLOTS, np.uint64),
-        np.zeros((n, *shape), bool),
-        np.full(n, -1, np.int32),
-        starts & (table.sidecar_bytes > 0),
-        identity.namespace,
-        identity.start,
-        identity.parent,
-        is_divisible=True,
-    )
+        **identity._asdict(), is_shared=True, num_attached=0, is_divisible=True,
+        kinds=np.full(n, table.sealed_codec.kernel_id, np.uint8), masks=np.full((n, *shape), ALL_SLOTS, np.uint64),
+        placed=np.zeros((n, *shape), bool), bases=np.full(n, -1, np.int32),
+        has_sidecar=starts & (table.sidecar_bytes > 0),
+    )  # fmt: skip
 
 
 class PageGroup:

@@ -69,7 +69,9 @@ class Transfer:
             if self._is_closed or self.error is not None:
                 return
             try:
-                layer = self._unpacker(run).unpack(extent)
+                if run not in self._unpackers:
+                    self._unpackers[run] = RunUnpacker(self._table, run, self._parts[run])
+                layer = self._unpackers[run].unpack(extent)
             except ExtentError as error:
                 self._fail(error, run)
                 return
@@ -127,25 +129,17 @@ class Transfer:
             self._table.ledger.release(self._held)
             return bool((self.ready == 1).all())
 
-    def _unpacker(self, run: Run) -> RunUnpacker:
-        found = self._unpackers.get(run)
-        if found is None:
-            found = self._unpackers[run] = RunUnpacker(self._table, run, self._parts[run])
-        return found
-
     def _note(self, run: Run, layer: int) -> None:
         self._missing[layer].discard(run)
         if not self._missing[layer]:
             self._ended = self._clock()
             self.ready[layer] = 1
-            self._tell()
+            with self._changed:
+                self._changed.notify_all()
 
     def _fail(self, error: QuireError, lost: Run | None) -> None:
         self.error, self.lost = error, lost
         self.ready[self.ready == 0] = -1
-        self._tell()
-
-    def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -161,30 +155,25 @@ class Store(Protocol):
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Which of these chunks it does not have and would take now. A use of the others."""
-        ...
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
         """Keeps a run, or not. The extents of all layers, in order, are each valid only until the next one is taken."""
-        ...
 
     def find(self, name: bytes) -> Run | None:
         """The run that contains the chunk with this key, or the private run with this handle."""
-        ...
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
         """Starts to bring all layers of some runs of a transfer, in order, and names itself as their source. Fails the
         transfer if a run was lost since it was found.
         """
-        ...
 
     def drop(self, names: Iterable[bytes]) -> None:
         """Forgets runs, each given by any of its names."""
-        ...
 
 
 def put_rows(store: Store, table: ChunkTable, identity: RunIdentity, rows: Int32s, *, attached: int) -> Run:
-    """Packs rows of a table and puts them into a store. See `HeldPages.of`."""
-    pages = HeldPages.of(table, identity, rows, attached=attached)
+    """Packs rows of a table and puts them into a store. See `HeldPages`."""
+    pages = HeldPages(table, identity, rows, attached=attached)
     store.put(pages.run, pages.pack(range(table.shape[0])))
     pages.release()
     return pages.run

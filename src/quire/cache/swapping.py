@@ -41,9 +41,9 @@ class Swapping:
             return
         if not self.store.wants([handle])[0]:
             return
-        if not self._pays(holder, self.fetching.pages.bytes_of(rows)):
+        if not self._pays(holder, self.eviction.pages.bytes_of(rows)):
             return
-        run = put_rows(self.store, self.fetching.pages, RunIdentity((handle,)), rows, attached=len(path.retention.sums))
+        run = put_rows(self.store, self.eviction.pages, RunIdentity((handle,)), rows, attached=len(path.retention.sums))
         if self.store.find(handle) is run:
             self.fetching.counts.swapped_out += len(path.private)
             holder.swapped = SwappedPath.of(path, run)
@@ -77,7 +77,7 @@ class Swapping:
         """Starts to bring back the path of a sequence, for which there is room. False, and it is forgotten, if it does
         not fit with its holds, or if the store has lost a part of it since it was asked.
         """
-        swapped, table = holder.swapped, self.fetching.pages
+        swapped, table = holder.swapped, self.eviction.pages
         assert swapped is not None
         path, run, keys, end = swapped.path, swapped.run, holder.keys, swapped.num_shared
         path.priority, path.lifetime = holder.priority, holder.lifetime  # a path of another engine has none
@@ -123,7 +123,7 @@ class Swapping:
 
     def _own(self, run: Run | None) -> Demand:
         """The demand of a path's own chunks."""
-        return self.table.zero_demand if run is None else demand_of(self.fetching.pages, run)
+        return self.table.zero_demand if run is None else demand_of(self.eviction.pages, run)
 
     def _pays(self, holder: Holder, num_bytes: int) -> bool:
         """Whether writing and reading a path takes less time than computing it again. Generated tokens are computed one

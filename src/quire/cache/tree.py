@@ -51,17 +51,17 @@ class PrefixTree(TreeCounts):
     """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; a locked or pinned
     segment has a locked or pinned parent; the counts are right.
 
-    shares       whether sequences share what they compute
     lifetime     seconds after which unused segments are dropped; None: when their memory is wanted
+    shares       whether sequences share what they compute. Otherwise the tree stays empty: every sequence has its own
+                 chunks, which are freed when it ends
     now          seconds on the engine's clock, for lifetimes
     num_evicted  chunks dropped since start because their memory was wanted
     num_uses     how often paths took or left segments; the smallest `last_use` is evicted first
     num_divided  how often a segment was divided, which alone changes the segments of other paths
     """
 
-    shares = True
-
     lifetime: float | None = None
+    shares: bool = True
     now: float = 0.0
     num_evicted: int = 0
     num_uses: int = 0
@@ -94,6 +94,8 @@ class PrefixTree(TreeCounts):
         If the tree already has some of them, the path takes the tree's. Returns the rows it no longer needs; the caller
         frees them.
         """
+        if not self.shares:
+            return NO_ROWS
         at, first, spare = path.tip or self._root, path.num_shared, NO_ROWS
         for segment in self._follow(path, at, keys.first(end)[first:]):
             segment.computed += 1
@@ -213,9 +215,13 @@ class PrefixTree(TreeCounts):
         """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
         return self.match(keys.first(limit))
 
-    def match(self, names: list[bytes]) -> Iterator[tuple[Segment, int]]:
-        """As `walk`, of a sequence given by the keys of its chunks."""
-        return self._match(self._root, names)
+    def match(self, names: list[bytes], after: Segment | None = None) -> Iterator[tuple[Segment, int]]:
+        """As `walk`, of a sequence given by the keys of its chunks; after: of those that follow this segment."""
+        at = after or self._root
+        while names and (child := at.children.get(names[0])) is not None:
+            at, count = child, num_common(child.keys, names)
+            names = names[count:] if count == len(at.chunks) else []
+            yield at, count
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
         """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
@@ -252,16 +258,9 @@ class PrefixTree(TreeCounts):
         for name, value in vars(counted).items():
             assert np.array_equal(getattr(self, name), value), f"{name}: {getattr(self, name)} counted, {value} there"
 
-    def _match(self, at: Segment, keys: list[bytes]) -> Iterator[tuple[Segment, int]]:
-        """Finds the segments after one that match the keys: (segment, number of its chunks that do)."""
-        while keys and (child := at.children.get(keys[0])) is not None:
-            at, count = child, num_common(child.keys, keys)
-            keys = keys[count:] if count == len(at.chunks) else []
-            yield at, count
-
     def _follow(self, path: Path, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
         """Locks the segments after one that match the keys. Divides the last one where the keys differ."""
-        for segment, count in self._match(at, keys):
+        for segment, count in self.match(keys, at):
             at = self._divide(segment, count) if count < len(segment.chunks) else segment
             self._count(at, -1)
             at.users += 1
@@ -323,11 +322,8 @@ class PrefixTree(TreeCounts):
             attached=NO_ROWS,
         )
         parent.children[front.keys[0]] = front
-        segment.tokens, segment.keys, segment.chunks = (
-            segment.tokens[cut:],
-            segment.keys[count:],
-            segment.chunks[count:],
-        )
+        segment.tokens, segment.keys = segment.tokens[cut:], segment.keys[count:]
+        segment.chunks = segment.chunks[count:]
         segment.start, segment.parent = front.end, front
         self._count(front, 1)
         self._count(segment, 1)
@@ -338,9 +334,8 @@ class PrefixTree(TreeCounts):
         rows = leaf.chunks[num_kept:]
         if len(leaf.attached):
             rows = np.concatenate((rows, leaf.attached))
-        dropped_chunks = DroppedChunks(
-            leaf.identity.part(num_kept, len(leaf.keys)), rows, len(leaf.attached), leaf.lifetime
-        )
+        identity = leaf.identity.part(num_kept, len(leaf.keys))
+        dropped_chunks = DroppedChunks(identity, rows, len(leaf.attached), leaf.lifetime)
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
@@ -354,13 +349,3 @@ class PrefixTree(TreeCounts):
         leaf.is_dropped = True  # it keeps its parent, for paths that still read it
         self._order.offer(parent, self.num_chunks)
         return dropped_chunks
-
-
-class NoSharing(PrefixTree):
-    """A tree that stays empty: every sequence has its own chunks, which are freed when it ends."""
-
-    shares = False
-
-    def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
-        """The path keeps its chunks to itself."""
-        return NO_ROWS

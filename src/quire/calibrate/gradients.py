@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels.memory import WeightMemory
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import GATE_LANES, Panels, has_panels
 from quire.models.layers import Embedding, Linear, TorchLinear, TorchOps
@@ -103,15 +102,15 @@ class _Norms:
     """The operations over rows, for both backends."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Ops."""
+        """See TorchOps."""
         return _applied(_Norm, x, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Ops. Later layers update the residual in place, so the norm keeps a copy."""
+        """See TorchOps. Later layers update the residual in place, so the norm keeps a copy."""
         return _applied(_Norm, residual.add_(x).clone(), weight, eps)
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """See Ops."""
+        """See TorchOps."""
         return _applied(_Gated, *gate_up.chunk(2, dim=-1))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
@@ -131,9 +130,6 @@ class GradientOps(_Norms, TorchOps):
 class PanelGradientOps(_Norms, CpuOps):
     """Over panels, laid out in memory as `CpuOps` does, so that both can map the same layer image."""
 
-    def __init__(self, memory: WeightMemory | None = None) -> None:
-        super().__init__(memory)
-
     def panels(  # type: ignore[override]
         self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
     ) -> Linear:
@@ -148,7 +144,7 @@ class PanelGradientOps(_Norms, CpuOps):
         return TorchLinear(found, bias)
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
-        """See Ops."""
+        """See TorchOps."""
         if not has_panels(weight, dtype):
             return self.plain(weight, None, dtype)
         return _product(Panels([weight], None, dtype, self._memory, wide=True))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from quire.calibrate.text import generate_windows, windows_from_text
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.build import assemble, load_model, resolve
 from quire.engine.calibration import Calibration, check_tables
-from quire.engine.machine import usable_cores
+from quire.engine.machine import device_type_of, usable_cores
 from quire.errors import ConfigError, LoadCancelledError
 from quire.kernels import runtime
 from quire.kernels.memory import trim_heap
@@ -104,12 +104,9 @@ def calibrate(
     model_id = fingerprint(path)
     gathered = _gathered(settings, text, dtype)
     name = _digest(json.dumps([model_id, gathered, config.model.tokenizer], sort_keys=True))[:16]
-    # Reports a text that is too short before it waits for another process.
-    windows = (
-        None
-        if text is None
-        else windows_from_text(load_tokenizer(path, config.model.tokenizer), text, settings.num_windows, tokens)
-    )
+    windows = None
+    if text is not None:  # reports one that is too short before it waits for another process
+        windows = windows_from_text(load_tokenizer(path, config.model.tokenizer), text, settings.num_windows, tokens)
     try:
         with _locked(folder() / f".{model_id[:16]}.lock", progress):
             found = unless()
@@ -194,9 +191,7 @@ def _check(settings: CalibrationSettings, shape: ModelShape) -> None:
 
 
 def _device_and_dtype(config: EngineConfig, shape: ModelShape) -> tuple[torch.device, torch.dtype]:
-    device = config.runtime.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type_of(config.runtime.device)
     dtype = torch_dtype(shape.dtype if config.model.dtype == "auto" else config.model.dtype)
     # Squared gradients exceed the range of float16.
     return torch.device(device), torch.float32 if dtype == torch.float16 else dtype
@@ -319,18 +314,13 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         waited = False
-        while not _lock(file):
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             progress(WAITING, 0, 1)
             time.sleep(WAITING_SECONDS)
             waited = True
         if waited:
             progress(WAITING, 1, 1)
         yield
-
-
-def _lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -10,7 +10,6 @@ Source: KVQuant, arXiv 2401.18079, equation 1 and section 4.1.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.nn import functional
 
 from quire.calibrate.gradients import has_matmul
 from quire.kernels.memory import trim_heap
+from quire.safe_io import written_whole
 
 if TYPE_CHECKING:
     from quire.models.plan import Model
@@ -242,14 +242,11 @@ class SampleStore:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file(tensors, unfinished)
-            unfinished.replace(path)
+            with written_whole(path) as draft:
+                save_file(tensors, draft)
         except SafetensorError as error:  # the library raises this for every error of the system
             raise OSError(errno.EIO, str(error), str(path)) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
 
 
 def _is_whole(path: Path) -> bool:

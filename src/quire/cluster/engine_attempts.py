@@ -302,7 +302,7 @@ class EngineAttempts:
         rows = np.concatenate([segment.chunks[:count] for segment, count in found])
         tokens = np.concatenate([segment.tokens[: count * PAGE_TOKENS] for segment, count in found])
         whole = RunIdentity(tuple(names[:num_found]), tokens, found[0][0].namespace)
-        return [HeldPages.of(self._table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
+        return [HeldPages(self._table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
 
     def _has_all(self, groups: list[list[int]], num_chunks: int) -> bool:
         """Whether groups of chunks are among the first ones, and these are complete."""

@@ -245,9 +245,7 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
 
     if config.offload.is_on:
         return load_with_offload(checkpoint, config, build)
-
-    image = images.image_spec(checkpoint, dtype, form) if config.model.images else None
-    return images.load(image, lambda memory: build(CpuOps(memory)))
+    return images.load(images.engine_image_spec(checkpoint, config), lambda memory: build(CpuOps(memory)))
 
 
 def assemble(
@@ -268,21 +266,14 @@ def assemble(
     shape = model.shape
     device = torch.device(config.runtime.device)
     dtype, far = torch_dtype(config.model.dtype), None
-    codecs, sinks, sums = formats_of(config, shape, calibration, model.key_bias)
+    formats = formats_of(config, shape, calibration, model.key_bias)
     table: ChunkTable | OffloadedTable
     if fits.disk_bytes:
-        table, far = build_offloaded_cache(model, config, fits, codecs, sinks, sums)
+        table, far = build_offloaded_cache(model, config, fits, formats)
     else:
-        ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
-        table = ChunkTable(
-            ledger,
-            shape.num_layers,
-            shape.num_kv_heads,
-            *codecs,
-            sinks=sinks,
-            sums=sums,
-            arena=Arena(ledger.num_bytes, device),
-        )
+        ledger, heads = PageLedger(fits.cache_bytes, fits.arena.slab_bytes), (shape.num_layers, shape.num_kv_heads)
+        arena, (codecs, sinks, sums) = Arena(ledger.num_bytes, device), formats
+        table = ChunkTable(ledger, *heads, *codecs, sinks=sinks, sums=sums, arena=arena)
     if tiers is not None and device.type == "cpu":
         populate_ahead(table.arena.data, AHEAD_BYTES)
     cos = sin = None

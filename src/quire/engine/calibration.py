@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from quire.cache.codecs.nuq import BLOCK_PAIRS, MAX_SLOTS, NUM_BOOK, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.errors import ConfigError
-from quire.safe_io import check_regular
+from quire.safe_io import check_regular, written_whole
 
 FORMAT = "1"
 """Version of the file format: its tensors and their meaning."""
@@ -55,14 +54,9 @@ class Calibration:
         """Writes the file atomically: under its name there is never half a file."""
         from safetensors.torch import save
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with written_whole(path) as draft:
             # The file gets the permissions of the user's umask. The library's own writer would give it fewer.
-            unfinished.write_bytes(save(self.tensors(), self.metadata()))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            draft.write_bytes(save(self.tensors(), self.metadata()))
 
     @classmethod
     def load(cls, path: Path, model: str) -> Calibration:

@@ -116,11 +116,7 @@ def measure_prefill(engine: Engine) -> None:
     """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
     Nothing of it stays.
     """
-    num_tokens = min(MEASURED_TOKENS, engine.max_context - 2)
     with engine.leaving_nothing():
-        for index in range(2):  # the first one also warms up
+        for trial in range(2):  # the first one also warms up
             engine.scheduler.manager.fetching.costs.forget_prefill()
-            prompt = [(index + 7919 * each) % engine.vocab_size for each in range(num_tokens)]
-            engine.add(f"measure-{index}", prompt, SamplingParams(max_tokens=1, detokenize=False))
-            while engine.has_work:
-                engine.step()
+            _prefill(engine, min(MEASURED_TOKENS, engine.max_context - 2), trial)

@@ -21,7 +21,7 @@ from quire.cache.namespace import Namespace
 from quire.cache.retention.decisions import RANKED, Retention
 from quire.cache.retention.policies import PolicyChain
 from quire.cache.sinks import Sinks
-from quire.cache.tree import NoSharing, PrefixTree
+from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig
 from quire.engine.calibration import Calibration, check_tables
 from quire.engine.scheduler import Scheduler
@@ -81,7 +81,7 @@ def scheduler_of(
     tiers  stores of the cache; None: there are none
     clock  seconds, monotonic; times transfers
     """
-    tree = (PrefixTree if config.cache.share else NoSharing)(table.shape)
+    tree = PrefixTree(table.shape, shares=config.cache.share)
     replays = config.cache.sparse_values < 1
     manager = CacheManager(table, tree, config.cache.lifetime, retention, tiers, clock, replays)
     limits = config.scheduler

@@ -392,11 +392,8 @@ def _continue(request: Request, continued: Handover) -> None:
     To this engine, what another one has computed was computed before a preemption.
     """
     (sequence,) = request.sequences
-    sequence.seed, sequence.will_hand_over, sequence.swapped = (
-        continued.seed,
-        continued.will_hand_over,
-        continued.swapped,
-    )
+    sequence.seed, sequence.swapped = continued.seed, continued.swapped
+    sequence.will_hand_over = continued.will_hand_over
     if continued.token_ids:
         sequence.token_ids += continued.token_ids
         sequence.high_water = len(sequence.token_ids) - 1

@@ -18,17 +18,15 @@ from quire.engine.offloading import cache_bytes, check_disk_room, mover_of, poli
 from quire.offload.units import ALL
 
 if TYPE_CHECKING:
+    from quire.attention.cpu import CpuAttention
     from quire.attention.plan import AttentionBackend
-    from quire.cache.codecs import Codec
-    from quire.cache.codecs.dense import DenseCodec
-    from quire.cache.codecs.sums import SumsCodec
-    from quire.cache.sinks import Sinks
+    from quire.attention.triton import TritonAttention
+    from quire.engine.control_plane import ChunkFormats
     from quire.engine.sizes import EngineSizes
     from quire.models.plan import Model
-    from quire.offload.blocks import CloneableBackend, FarTable
-    from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
+    from quire.offload.paged import Pager
     from quire.offload.table import OffloadedTable
 
 log = logging.getLogger("quire")
@@ -43,20 +41,16 @@ def offload_target(model: OffloadedModel, config: EngineConfig) -> Mover | torch
 
 
 def build_offloaded_cache(
-    model: Model,
-    config: EngineConfig,
-    fits: EngineSizes,
-    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
-    sinks: Sinks | None,
-    sums: SumsCodec | None,
-) -> tuple[ChunkTable | OffloadedTable, FarTable]:
-    """A cache that leaves memory: its table, and what moves its chunks. sums: with retention. Raises ConfigError."""
+    model: Model, config: EngineConfig, fits: EngineSizes, formats: ChunkFormats
+) -> tuple[ChunkTable | OffloadedTable, OffloadedTable | Pager]:
+    """A cache that leaves memory: its table, and what moves its chunks. Raises ConfigError."""
     from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
     from quire.offload.paged import PagedArena, Pager
+    from quire.offload.table import OffloadedTable
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
-    shape = model.shape
+    shape, (codecs, sinks, sums) = model.shape, formats
     sizes = [np.broadcast_to(codec.page_bytes, (shape.num_layers, shape.num_kv_heads)) for codec in codecs]
     found = cache_bytes(config, fits.max_context, sizes[-1], sizes[0] if len(sizes) > 1 else None)
     assert found is not None
@@ -79,23 +73,7 @@ def build_offloaded_cache(
         arena = PagedArena(ledger.num_bytes, budget, backing)
         pages = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
         return pages, Pager(pages, arena, memory_plan.own_bytes // needs.sealed.largest)
-    table = _offloaded_table(model, config, fits, codecs, sinks, memory_plan, backing)
-    return table, table
-
-
-def _offloaded_table(
-    model: OffloadedModel,
-    config: EngineConfig,
-    fits: EngineSizes,
-    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
-    sinks: Sinks | None,
-    memory_plan: MemoryPlan,
-    backing: Mover | torch.device,
-) -> OffloadedTable:
-    """Whole chunks leave memory. backing: see OffloadedTable."""
-    from quire.offload.table import OffloadedTable
-
-    shape, policy = model.shape, policy_of(config)
+    policy = policy_of(config)
     # A plan with a window has no gaps: what its rows see is loaded.
     has_window = (shape.sliding_window or fits.max_context) < fits.max_context
     wanted = policy is None or (policy.attended > 0 and policy.attended >= HALF * policy.cache.beyond(0))
@@ -104,7 +82,7 @@ def _offloaded_table(
         log.info("decoded tokens attend to chunks in the host's memory there")
     elif policy is not None and policy.attended > 0:
         log.warning("the policy's attended is not followed: this model's window has chunks loaded instead")
-    return OffloadedTable(
+    table = OffloadedTable(
         PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
         shape.num_layers,
         shape.num_kv_heads,
@@ -115,12 +93,13 @@ def _offloaded_table(
         near=ALL if policy is None else policy.cache.shares[0],
         attends=attends,
     )
+    return table, table
 
 
 def in_micro_batches(
     attention: AttentionBackend,
     config: EngineConfig,
-    table: FarTable | None,
+    table: OffloadedTable | Pager | None,
     padded_rows: Callable[[int], int],
 ) -> AttentionBackend:
     """Attention in micro-batches, where the configuration wants them. table: the cache, if it leaves memory."""
@@ -130,10 +109,11 @@ def in_micro_batches(
     size = config.offload.micro_batch or (policy.micro_batch if policy is not None else None)
     if table is None and (size is None or size >= config.scheduler.max_running):
         return attention
-    return BlockAttention(cast("CloneableBackend", attention), size or config.scheduler.max_running, table, padded_rows)
+    backend = cast("CpuAttention | TritonAttention", attention)
+    return BlockAttention(backend, size or config.scheduler.max_running, table, padded_rows)
 
 
-def offload_counters(model: Model, table: FarTable | None) -> Callable[[], dict[str, Any]]:
+def offload_counters(model: Model, table: OffloadedTable | Pager | None) -> Callable[[], dict[str, Any]]:
     """What `LLM.stats` says of offloading."""
     from quire.offload.model import OffloadedModel
 

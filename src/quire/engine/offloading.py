@@ -268,16 +268,17 @@ def _within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collecti
 
     Raises ConfigError if the memory is too small.
     """
+    from quire.models.image_folder import ImageEntry
     from quire.models.images import section_of
     from quire.models.loading import loaded_sizes
-    from quire.offload.weight_placement import StoredMatrix, place_within_memory
+    from quire.offload.weight_placement import place_within_memory
 
     assert config.offload.memory is not None
-    layers: list[list[StoredMatrix]] = [[] for _ in range(checkpoint.shape.num_layers)]
-    fixed: list[StoredMatrix] = []
+    layers: list[list[ImageEntry]] = [[] for _ in range(checkpoint.shape.num_layers)]
+    fixed: list[ImageEntry] = []
     sizes = loaded_sizes(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
     for name, num_bytes in sizes.items():
         if len(checkpoint.shape.tensor_shapes[name]) == 2:
-            section, place = section_of(name), StoredMatrix(name, 0, num_bytes)
+            section, place = section_of(name), ImageEntry(name, 0, num_bytes)
             (layers[int(section[7:])] if section.startswith("layers.") else fixed).append(place)
     return place_within_memory(layers, fixed, config.offload.memory)

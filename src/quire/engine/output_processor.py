@@ -5,23 +5,14 @@ or pages.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.engine.outputs import CompletionOutput, FinishReason, Logprob
 from quire.engine.request import Sequence
 from quire.engine.stops import StopChecker, StopStrings
 
-
-class DetokenizerProtocol(Protocol):
-    """Text of one growing token sequence."""
-
-    def push(self, token_id: int) -> str:
-        """The text that the token completes, in whole characters."""
-        ...
-
-    def flush(self) -> str:
-        """The complete characters still held back. A character that the tokens leave incomplete is never shown."""
-        ...
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Detokenizer
 
 
 class TokenDecoder(Protocol):
@@ -29,11 +20,9 @@ class TokenDecoder(Protocol):
 
     def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
         """The text of some tokens."""
-        ...
 
-    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> DetokenizerProtocol:
+    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> Detokenizer:
         """A detokenizer of text that continues the prompt."""
-        ...
 
 
 class OutputProcessor:

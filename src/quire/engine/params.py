@@ -6,7 +6,7 @@ Knows values and their limits, not the model: only `check_vocabulary` checks ids
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -87,27 +87,24 @@ class SamplingParams:
     the first token. None: no embedding."""
 
     def __post_init__(self) -> None:
-        self._set("n", _integer("n", self.n, 1, MAX_SEQUENCES))
-        self._set("temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
-        self._set("top_k", _integer("top_k", self.top_k, -1, None))
-        self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_below=True))
-        self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
-        self._set(
-            "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, open_below=True),
-        )
-        self._set("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        self._set("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        self._set("logit_bias", _logit_bias(self.logit_bias))
-        self._set("seed", _optional_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED))
-        self._set("stop", _stop_strings(self.stop))
-        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._check("n", _integer, 1, MAX_SEQUENCES)
+        self._check("temperature", _number, 0.0, MAX_TEMPERATURE)
+        self._check("top_k", _integer, -1)
+        self._check("top_p", _positive, 1.0)
+        self._check("min_p", _number, 0.0, 1.0)
+        self._check("repetition_penalty", _positive, MAX_REPETITION_PENALTY)
+        self._check("presence_penalty", _number, -2.0, 2.0)
+        self._check("frequency_penalty", _number, -2.0, 2.0)
+        self._check("logit_bias", _logit_bias)
+        self._check("seed", _optional_integer, -MAX_SEED - 1, MAX_SEED)
+        self._check("stop", _stop_strings)
+        self._check("stop_token_ids", _stop_token_ids)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            _boolean(name, getattr(self, name))
-        self._set("max_tokens", _optional_integer("max_tokens", self.max_tokens, 1, None))
-        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, None))
-        self._set("logprobs", _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
-        self._set("prompt_logprobs", _optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS))
+            self._check(name, _boolean)
+        self._check("max_tokens", _optional_integer, 1)
+        self._check("min_tokens", _integer, 0)
+        self._check("logprobs", _optional_integer, 0, MAX_LOGPROBS)
+        self._check("prompt_logprobs", _optional_integer, 0, MAX_LOGPROBS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}", param="min_tokens"
@@ -119,7 +116,7 @@ class SamplingParams:
         if self.pooling is not None and self.n > 1:
             raise RequestError("a prompt has one embedding; with pooling, n must be 1", "n")
         if isinstance(self.structured_outputs, Mapping):
-            self._set("structured_outputs", StructuredOutputsParams.from_options(self.structured_outputs))
+            self._check("structured_outputs", lambda _, options: StructuredOutputsParams.from_options(options))
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputsParams or a mapping")
@@ -128,8 +125,8 @@ class SamplingParams:
                     reason = "cannot be kept under a constraint, which says where the text ends"
                     raise RequestError(f"{name} {reason}", name)
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+    def _check(self, name: str, check: Callable[..., object], *limits: float) -> None:
+        object.__setattr__(self, name, check(name, getattr(self, name), *limits))
 
     @cached_property
     def greedy(self) -> bool:
@@ -246,7 +243,7 @@ def _beginning(value: object) -> str:
     return repr(value)
 
 
-def _integer(name: str, value: Any, low: int, high: int | None) -> int:
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     # In Python bool is an int, but `n=True` is a mistake.
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -257,7 +254,7 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> int:
     return number
 
 
-def _optional_integer(name: str, value: Any, low: int, high: int | None) -> int | None:
+def _optional_integer(name: str, value: Any, low: int, high: int | None = None) -> int | None:
     return None if value is None else _integer(name, value, low, high)
 
 
@@ -275,9 +272,14 @@ def _number(name: str, value: Any, low: float, high: float, *, open_below: bool 
     return number
 
 
-def _boolean(name: str, value: Any) -> None:
+def _positive(name: str, value: Any, high: float) -> float:
+    return _number(name, value, 0.0, high, open_below=True)
+
+
+def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _wrong(name, value, "true or false")
+    return value
 
 
 def _items(name: str, value: Any, wanted: str, limit: int) -> list[Any]:
@@ -289,41 +291,34 @@ def _items(name: str, value: Any, wanted: str, limit: int) -> list[Any]:
     return items
 
 
-def _stop_strings(value: Any) -> tuple[str, ...]:
+def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    strings = (
-        [value] if isinstance(value, str) else _items("stop", value, "a string or a list of strings", MAX_STOP_STRINGS)
-    )
+    wanted = "a string or a list of strings"
+    strings = [value] if isinstance(value, str) else _items(name, value, wanted, MAX_STOP_STRINGS)
     for string in strings:
         if not isinstance(string, str):
-            raise _wrong("stop", string, "a string or a list of strings")
+            raise _wrong(name, string, wanted)
         if not string:
-            raise RequestError("stop holds an empty string; it would end every answer at once", param="stop")
+            raise RequestError("stop holds an empty string; it would end every answer at once", name)
         if len(string) > MAX_STOP_STRING_CHARS:
-            raise RequestError(
-                f"stop holds a string of {len(string)} characters; at most {MAX_STOP_STRING_CHARS} are allowed",
-                param="stop",
-            )
+            found = f"stop holds a string of {len(string)} characters"
+            raise RequestError(f"{found}; at most {MAX_STOP_STRING_CHARS} are allowed", name)
     return tuple(dict.fromkeys(strings))
 
 
-def _stop_token_ids(value: Any) -> tuple[int, ...]:
+def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    ids = _items("stop_token_ids", value, "a list of token ids", MAX_STOP_TOKEN_IDS)
-    return tuple(dict.fromkeys(_integer("stop_token_ids", token_id, 0, None) for token_id in ids))
+    ids = _items(name, value, "a list of token ids", MAX_STOP_TOKEN_IDS)
+    return tuple(dict.fromkeys(_integer(name, token_id, 0) for token_id in ids))
 
 
-def _logit_bias(value: Any) -> dict[int, float] | None:
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _wrong("logit_bias", value, "a mapping from token ids to numbers")
+        raise _wrong(name, value, "a mapping from token ids to numbers")
     if len(value) > MAX_LOGIT_BIAS_IDS:
-        raise RequestError(
-            f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS_IDS} are allowed", param="logit_bias"
-        )
-    return {
-        _integer("logit_bias", key, 0, None): _number("logit_bias", bias, -100.0, 100.0) for key, bias in value.items()
-    }
+        raise RequestError(f"{name} has {len(value)} entries; at most {MAX_LOGIT_BIAS_IDS} are allowed", name)
+    return {_integer(name, key, 0): _number(name, bias, -100.0, 100.0) for key, bias in value.items()}

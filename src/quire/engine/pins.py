@@ -122,12 +122,6 @@ def pin_errors(file: Path, line: int, copies: int = 1) -> Iterator[None]:
         raise ConfigError(f"cache.pin {file}, line {line}: {error}{each}") from error
 
 
-def check_pin_room(is_there: bool) -> None:
-    """Raises RequestError if pins have no room for a prefix."""
-    if not is_there:
-        raise RequestError(f"it would pin over {PINNED_SHARE:.0%} of the cache; raise cache.memory", "cache_pin")
-
-
 def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequence[str] = ("",)) -> None:
     """Computes and pins prefixes of a file for each salt, with an engine that nobody else uses. Raises ConfigError if
     they do not fit.
@@ -135,7 +129,7 @@ def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequenc
     each = list(itertools.product(pins, salts))
     for number, (pin, salt) in enumerate(each):
         with pin_errors(file, pin.line, len(salts)):
-            check_pin_room(may_pin(engine, pin.ids, salt))
+            check_pin_room(engine, pin.ids, salt)
             hints = CacheHints(cache_pin=True, cache_salt=salt)
             name = f"pin-{number}"
             engine.add(name, pin.ids, PIN_PARAMS, hints)
@@ -152,10 +146,11 @@ def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequenc
     log_pins(engine, file, len(salts))
 
 
-def may_pin(engine: Engine, prompt_ids: list[int], salt: str = "") -> bool:
-    """Whether pins have room for a prompt."""
+def check_pin_room(engine: Engine, prompt_ids: list[int], salt: str = "") -> None:
+    """Raises RequestError if pins have no room for a prompt."""
     keys = ChunkKeys(replace(engine.namespace, salt=salt), prompt_ids)
-    return engine.scheduler.manager.pins.has_room(keys, len(prompt_ids) // PAGE_TOKENS)
+    if not engine.scheduler.manager.pins.has_room(keys, len(prompt_ids) // PAGE_TOKENS):
+        raise RequestError(f"it would pin over {PINNED_SHARE:.0%} of the cache; raise cache.memory", "cache_pin")
 
 
 def protect(engine: Engine, prompt_ids: list[int], salt: str = "") -> None:
@@ -169,10 +164,8 @@ def protect(engine: Engine, prompt_ids: list[int], salt: str = "") -> None:
     manager.pins.protect(ChunkKeys(replace(engine.namespace, salt=salt), prompt_ids))
     num_chunks, num_firsts = manager.pins.num_protected
     # All chunks are the tree's now, and those that are not protected can be evicted.
-    tree = manager.tree
-    left = (
-        manager.reservations.capacity(num_chunks - tree.num_chunks, num_firsts - tree.num_unread_firsts) * PAGE_TOKENS
-    )
+    num_more, num_more_firsts = num_chunks - manager.tree.num_chunks, num_firsts - manager.tree.num_unread_firsts
+    left = manager.reservations.capacity(num_more, num_more_firsts) * PAGE_TOKENS
     if left < engine.max_context:
         engine.max_context, engine.context_limit = left, "what cache.pin leaves of cache.memory"
 

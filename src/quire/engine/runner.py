@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,31 +26,17 @@ if TYPE_CHECKING:
     from quire.cache.retention.decisions import Recover, RetentionDecision
 
 
-class DecodeFunction(Protocol):
-    """Runs a step in which every row decodes."""
+DecodeFunction = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""Runs a step in which every row decodes: (tokens, positions, plan) -> logits [R, V]. Tokens and positions are int64
+[R], plan is the backend's newest."""
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Tokens and positions are int64 [R], plan is the backend's newest. Returns logits [R, V]."""
-        ...
+DecideFunction = Callable[[Sequence[int], "NDArray[np.int32]", "Recover | None"], "RetentionDecision"]
+"""Decides what heads keep of a prompt: (its ids, sums, recover). Sums, int32 [chunks], name the table rows of the
+prompt's column sums; recover is None if not needed."""
 
-
-class DecideFunction(Protocol):
-    """Decides what heads keep of a prompt."""
-
-    def __call__(
-        self, prompt_ids: Sequence[int], sums: NDArray[np.int32], recover: Recover | None
-    ) -> RetentionDecision:
-        """Sums, int32 [chunks], name the table rows of the prompt's column sums; recover is None if not needed."""
-        ...
-
-
-class PromptObserver(Protocol):
-    """Receives the prompt rows that have log-probabilities to compute, instead of the code that computes them."""
-
-    def __call__(self, sequence_id: int, start: int, hidden: torch.Tensor) -> None:
-        """Receives hidden [rows, E] of the tokens from `start` on, valid during the call; again after a preemption."""
-        ...
-
+PromptObserver = Callable[[int, int, torch.Tensor], None]
+"""Receives the prompt rows that have log-probabilities to compute, instead of the code that computes them: (sequence
+id, start, hidden [rows, E] of the tokens from `start` on, valid during the call); again after a preemption."""
 
 NOT_FINITE = "the logits of the prompt hold NaN or infinity"
 
@@ -170,12 +156,7 @@ class LocalRunner:
         return params.logprobs is None and not params.min_tokens
 
     def _sample(
-        self,
-        step: Step,
-        sampling: Sequence[int],
-        chosen: Sequence[int],
-        logits: torch.Tensor | None,
-        result: Result,
+        self, step: Step, sampling: Sequence[int], chosen: Sequence[int], logits: torch.Tensor | None, result: Result
     ) -> None:
         """Chooses the tokens of the slices `chosen`; those of the others in `sampling` are given. Accepts drafts up to
         the first that differs from the token of the row before it.

@@ -141,7 +141,7 @@ class Sampler:
             others = list(range(len(rows)))
         with self._limited_torch_threads():
             for block in _blocks(others):
-                chosen[block] = self._choose(_copy_rows(logits, block), [rows[index] for index in block])
+                chosen[block] = self._choose(_rows(logits, block, copies=True), [rows[index] for index in block])
             errors = dict.fromkeys((chosen < 0).nonzero()[:, 0].tolist(), _NO_TOKEN)
             logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
             wanting = [
@@ -366,15 +366,9 @@ def _blocks(indices: Sequence[int]) -> Iterator[list[int]]:
         yield list(indices[start : start + BLOCK_ROWS])
 
 
-def _rows(logits: Tensor, indices: list[int]) -> Tensor:
-    """The rows, [len(indices), V]; a view of the caller's memory if they are contiguous."""
+def _rows(logits: Tensor, indices: list[int], *, copies: bool = False) -> Tensor:
+    """The rows, [len(indices), V]: a contiguous copy, or, if they follow each other, a view of the caller's memory."""
     first, last = indices[0], indices[-1] + 1
-    return logits[first:last] if last - first == len(indices) else logits[indices]
-
-
-def _copy_rows(logits: Tensor, indices: list[int]) -> Tensor:
-    """A copy of the rows, [len(indices), V], contiguous."""
-    first, last = indices[0], indices[-1] + 1
-    if last - first == len(indices):
-        return logits[first:last].clone(memory_format=torch.contiguous_format)
-    return logits[indices]
+    if last - first != len(indices):
+        return logits[indices]
+    return logits[first:last].clone(memory_format=torch.contiguous_format) if copies else logits[first:last]

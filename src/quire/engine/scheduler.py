@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.retention.decisions import RetentionDecision
 from quire.engine.admission import queue_full
 from quire.engine.batch import Batch, SchedulerCounters
-from quire.engine.calendar import Calendar
 from quire.engine.outputs import Logprob
 from quire.engine.policy import Policy
 from quire.engine.request import Sequence, SequenceState
@@ -46,7 +44,7 @@ class Scheduler:
     """Queues sequences, makes steps of them and takes the results.
 
     max_queue  most sequences that wait
-    others     see `Policy`
+    others     see `Policy` and `Batch`
     """
 
     def __init__(self, manager: CacheManager, token_budget: int, max_running: int, max_queue: int) -> None:
@@ -55,23 +53,9 @@ class Scheduler:
         self.batch = Batch(manager)
         self.policy = Policy(self.batch, token_budget, max_running)
         self.builder = StepBuilder(self.batch)
+        self.waiting, self.running, self.calendar = self.batch.waiting, self.batch.running, self.batch.calendar
         self.finish, self.export, self.preempt = self.batch.finish, self.batch.export, self.batch.preempt
         self.check = self.batch.check
-
-    @property
-    def waiting(self) -> deque[Sequence]:
-        """See Batch."""
-        return self.batch.waiting
-
-    @property
-    def running(self) -> list[Sequence]:
-        """See Batch."""
-        return self.batch.running
-
-    @property
-    def calendar(self) -> Calendar:
-        """See Batch."""
-        return self.batch.calendar
 
     @property
     def counters(self) -> SchedulerCounters:

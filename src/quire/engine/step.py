@@ -154,12 +154,9 @@ class Runner(Protocol):
     @property
     def vocab_size(self) -> int:
         """Valid token ids are below it."""
-        ...
 
     def run(self, step: Step) -> Result:
         """Computes a step."""
-        ...
 
     def check(self, live: set[int]) -> None:
         """Proves that it remembers only sequences in `live`, by id."""
-        ...

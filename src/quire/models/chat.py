@@ -87,12 +87,8 @@ class ChatTemplate:
 
     def _ask(self, names: dict[str, Any] | None) -> tuple[bytes, str]:
         """The kind and text of the renderer's answer. names: the variables; None: only compile."""
-        seconds = MAX_SECONDS
-
-        def request(source: str | None) -> tuple[Any, ...]:
-            return self._number, source, names, MAX_CHARS, seconds
-
-        return _renderer.ask(request(None), lambda: request(self.source))
+        rest = names, MAX_CHARS, MAX_SECONDS
+        return _renderer.ask((self._number, None, *rest), lambda: (self._number, self.source, *rest))
 
 
 _REASONS = {

@@ -125,12 +125,7 @@ class ChildProcess:
             command = [sys.executable, "-I", "-S", "-c", _BEGIN, self._module, str(theirs.fileno()), *sys.path]
             null = subprocess.DEVNULL
             self._process = subprocess.Popen(
-                command,
-                stdin=null,
-                stdout=null,
-                stderr=null,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                command, stdin=null, stdout=null, stderr=null, pass_fds=[theirs.fileno()], start_new_session=True
             )
         self._socket, self._owner = ours, os.getpid()
         with contextlib.suppress(OSError):  # one that is gone already is found out by the request

@@ -58,7 +58,7 @@ class OneDnnLinear:
 
 
 class CpuOps:
-    """See `models.layers.Ops`.
+    """See `models.layers.TorchOps`.
 
     memory  memory for panels
     """

@@ -88,21 +88,6 @@ class Panels:
     wide   outputs are float32, for an output head
     """
 
-    __slots__ = (
-        "_apply",
-        "_dtype",
-        "_kind",
-        "_panels",
-        "_parts",
-        "_step",
-        "bias",
-        "is_packed",
-        "matrix",
-        "names",
-        "out_dtype",
-        "shape",
-    )
-
     def __init__(
         self,
         parts: Sequence[Weight],
@@ -123,13 +108,9 @@ class Panels:
             _place(name, weight, count, gated, memory)
             for name, weight, count in zip(self.names, parts, counts, strict=True)
         ]
-        kinds = [_kind(weight) for weight in parts]
-        self._parts = (_Part * len(parts))(
-            *(
-                _Part(panels.data_ptr(), kind, count)
-                for panels, kind, count in zip(self._panels, kinds, counts, strict=True)
-            )
-        )
+        kinds = [_number(kind_of(weight)) for weight in parts]
+        addresses = [panels.data_ptr() for panels in self._panels]
+        self._parts = (_Part * len(parts))(*map(_Part, addresses, kinds, counts))
         self.is_packed = any(kind in _PACKED.values() for kind in kinds)
         # Row strides must be even for products that read pairs.
         self._step = 1 if all(kind in _PACKED.values() for kind in kinds) else 2
@@ -229,10 +210,6 @@ def panel_bytes(kind: str | torch.dtype, outputs: int, inputs: int, *, gated: bo
     return count * int(runtime.kernels().quire_panel_bytes(_number(kind), inputs))
 
 
-def _kind(weight: Weight) -> int:
-    return _number(kind_of(weight))
-
-
 def _number(kind: str | torch.dtype) -> int:
     return _PACKED[kind] if isinstance(kind, str) else _PAIRS[kind]
 
@@ -252,6 +229,6 @@ def _pack(weight: torch.Tensor | Blocks, outputs: int, gated: bool, panels: torc
     kernels, inputs = runtime.kernels(), weight.shape[1]
     source = (weight.raw if isinstance(weight, Blocks) else weight).contiguous()
     if isinstance(weight, Blocks):
-        kernels.quire_pack_blocks(_kind(weight), source.data_ptr(), outputs, inputs, gated, panels.data_ptr())
+        kernels.quire_pack_blocks(_number(weight.kind), source.data_ptr(), outputs, inputs, gated, panels.data_ptr())
     else:
         kernels.quire_pack_linear(source.data_ptr(), outputs, inputs, gated, panels.data_ptr())

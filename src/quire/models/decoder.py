@@ -18,13 +18,14 @@ import torch
 from quire.models.layers import GatedLayer
 from quire.models.loading import WeightSource
 from quire.models.opt import OptDecoder
+from quire.models.plan import Model
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.layers import Ops
     from quire.models.loading import Form
-    from quire.models.plan import Model, StepPlan
+    from quire.models.plan import StepPlan
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _ONE_THREAD_PARAMETERS = 500_000_000
 
 
-class Decoder:
+class Decoder(Model):
     """A gated decoder. `ops` packs its weights once; they never change."""
 
     def __init__(self, shape: ModelShape, weights: WeightSource, ops: Ops) -> None:
@@ -65,13 +66,10 @@ class Decoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """See `plan.Model.hidden`. Positions are not read here; the plan has them."""
-        state = self.begin(tokens, positions)
         address = getattr(plan, "address", None)
         if self._stack is not None and address is not None:
-            return self._stack(*state, address)
-        for index in range(self.shape.num_layers):
-            state = self.layer(index, state, plan)
-        return self.finish(state)
+            return self._stack(*self.begin(tokens, positions), address)
+        return super().hidden(tokens, positions, plan)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The first norm's output and the residual stream, [R, E] each."""

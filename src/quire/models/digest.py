@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import ModelError
 from quire.folders import user_cache
 from quire.models.files import read_json
+from quire.safe_io import written_whole
 
 if TYPE_CHECKING:
     from quire.models.weights import Checkpoint
@@ -206,11 +206,5 @@ def _record(file: _File, hashed: str) -> dict[str, Any]:
 
 def _remember(file: _File, hashed: str) -> None:
     """Writes the record of a file. Who reads it meanwhile sees the one before."""
-    record = file.record
-    record.parent.mkdir(parents=True, exist_ok=True)
-    draft = record.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
+    with written_whole(file.record) as draft:
         draft.write_text(json.dumps(_record(file, hashed)), encoding="utf-8")
-        os.replace(draft, record)
-    finally:
-        draft.unlink(missing_ok=True)

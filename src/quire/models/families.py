@@ -97,14 +97,15 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
         method = quantization.text("quant_method", "an unknown method")
         raise ModelError(f"weights quantized with {method} are not supported; use plain safetensors or a GGUF")
     eos = CheckedSettings(generation, "generation_config.json").ids("eos_token_id")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     common: dict[str, Any] = {
         "vocab_size": settings.count("vocab_size"),
         "hidden_size": settings.count("hidden_size"),
         "num_layers": settings.count("num_hidden_layers"),
         "num_q_heads": settings.count("num_attention_heads"),
-        "dtype": _config_dtype(config),
+        "dtype": dtype if dtype in ITEM_BYTES else "float32",  # that of the saved weights, if it is supported
         "bos_token_id": next(iter(settings.ids("bos_token_id")), None),
-        "eos_token_ids": _unique(*eos, *settings.ids("eos_token_id")),
+        "eos_token_ids": tuple(dict.fromkeys((*eos, *settings.ids("eos_token_id")))),
     }
     if family == "opt":
         return _opt_shape(settings, common)
@@ -160,6 +161,7 @@ def shape_from_gguf(
     rotated = settings.count("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ModelError(f"rope rotates {rotated} of {head_dim} channels; only whole heads are supported")
+    eos = [each for key in ("eos_token_id", "eot_token_id") for each in _gguf_ids(vocabulary, key, vocab_size)]
     return ModelShape(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -179,9 +181,7 @@ def shape_from_gguf(
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         bos_token_id=next(iter(_gguf_ids(vocabulary, "bos_token_id", vocab_size)), None),
-        eos_token_ids=_unique(
-            *(each for key in ("eos_token_id", "eot_token_id") for each in _gguf_ids(vocabulary, key, vocab_size))
-        ),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
     )
 
 
@@ -251,25 +251,14 @@ def _config_rope(settings: CheckedSettings, head_dim: int) -> tuple[Rope, int]:
     if share != 1.0:
         raise ModelError(f"partial_rotary_factor {share:g} is not supported; only whole heads are rotated")
     theta, trained = merged.number("rope_theta", 10000.0), settings.count("max_position_embeddings")
-    if kind == "llama3":
-        rope = Rope(
-            theta=theta,
-            dim=head_dim,
-            kind=kind,
-            factor=merged.number("factor"),
-            low_freq_factor=merged.number("low_freq_factor"),
-            high_freq_factor=merged.number("high_freq_factor"),
-            original_context=merged.count("original_max_position_embeddings", trained),
-        )
-        return rope, trained
+    fields: dict[str, Any] = {} if kind == "default" else {"factor": merged.number("factor")}
     if kind == "dynamic":
-        return Rope(
-            theta=theta, dim=head_dim, kind=kind, factor=merged.number("factor"), original_context=trained
-        ), trained
-    if kind == "linear":
-        rope = Rope(theta=theta, dim=head_dim, kind=kind, factor=merged.number("factor"))
-        return rope, int(trained * rope.factor)
-    return Rope(theta=theta, dim=head_dim), trained
+        fields["original_context"] = trained
+    if kind == "llama3":
+        fields |= {name: merged.number(name) for name in ("low_freq_factor", "high_freq_factor")}
+        fields["original_context"] = merged.count("original_max_position_embeddings", trained)
+    rope = Rope(theta=theta, dim=head_dim, kind=kind, **fields)
+    return rope, int(trained * rope.factor) if kind == "linear" else trained
 
 
 def _gguf_rope(settings: CheckedSettings, head_dim: int, factors: tuple[float, ...]) -> Rope:
@@ -306,14 +295,3 @@ def _config_window(settings: CheckedSettings, family: str, num_layers: int) -> i
     if windowed not in (0, num_layers):
         raise ModelError(f"{windowed} of {num_layers} layers have a sliding window; only all or none is supported")
     return window if windowed else None
-
-
-def _config_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype of the saved weights; float32 if the file has none, or one that is not supported."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return name if name in ITEM_BYTES else "float32"
-
-
-def _unique(*token_ids: int) -> tuple[int, ...]:
-    """The ids without repetition, in their order."""
-    return tuple(dict.fromkeys(token_ids))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from quire.errors import ModelError
 from quire.safe_io import parse_json, read_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:

@@ -61,8 +61,6 @@ class StoredTensor:
     """Outermost dimension first, as in torch; the file stores the reverse order."""
     kind: str
     """F32, Q4_1, ..."""
-    block_size: int
-    block_bytes: int
     first_byte: int
     num_bytes: int
     part: int = 0
@@ -219,7 +217,7 @@ def _read_file(path: Path, size: int, modified: int) -> tuple[Path, dict[str, An
             for _ in range(num_entries):
                 key = reader.string()
                 metadata[key] = reader.value(reader.scalar("I"))
-            index = [_IndexEntry.read(reader) for _ in range(num_tensors)]
+            index = [reader.index_entry() for _ in range(num_tensors)]
         except (struct.error, UnicodeDecodeError, _Malformed) as error:
             raise ModelError(
                 f"{path}: the header is damaged or truncated at byte {reader.position} of {size} ({error})"
@@ -228,7 +226,7 @@ def _read_file(path: Path, size: int, modified: int) -> tuple[Path, dict[str, An
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"{path}: general.alignment is {alignment!r}; it must be a positive whole number")
         data_start = -(-reader.position // alignment) * alignment
-        tensors = {entry.name: entry.locate(path, data_start, size) for entry in index}
+        tensors = {entry[0]: _located(*entry, path, data_start, size) for entry in index}
     return path, metadata, tensors
 
 
@@ -285,42 +283,31 @@ class _Reader:
         self.position += struct.calcsize(f"<{count}{_SCALARS[kind]}")
         return values
 
+    def index_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, number of the type and offset of a tensor."""
+        name, num_dims = self.string(), self.scalar("I")
+        if num_dims > 4:
+            raise _Malformed(f"tensor {name} has {num_dims} dimensions")
+        dims = [self.scalar("Q") for _ in range(num_dims)]
+        return name, tuple(reversed(dims)), self.scalar("I"), self.scalar("Q")
+
 
 @functools.cache
 def _layout(code: str) -> struct.Struct:
     return struct.Struct("<" + code)
 
 
-@dataclass(frozen=True)
-class _IndexEntry:
-    name: str
-    shape: tuple[int, ...]
-    type_number: int
-    offset: int
-
-    @staticmethod
-    def read(reader: _Reader) -> _IndexEntry:
-        name, num_dims = reader.string(), reader.scalar("I")
-        if num_dims > 4:
-            raise _Malformed(f"tensor {name} has {num_dims} dimensions")
-        dims = [reader.scalar("Q") for _ in range(num_dims)]
-        return _IndexEntry(name, tuple(reversed(dims)), reader.scalar("I"), reader.scalar("Q"))
-
-    def locate(self, path: Path, data_start: int, size: int) -> StoredTensor:
-        kind, block_size, block_bytes = BLOCKS.get(self.type_number) or _rare_block(
-            self.type_number, f"{path}: tensor {self.name}"
-        )
-        elements = math.prod(self.shape)
-        if not self.shape or self.shape[-1] % block_size:
-            raise ModelError(
-                f"{path}: tensor {self.name} has shape {list(self.shape)}; {kind} rows are multiples of {block_size}"
-            )
-        first, num_bytes = data_start + self.offset, elements // block_size * block_bytes
-        if first + num_bytes > size:
-            raise ModelError(
-                f"{path}: truncated: tensor {self.name} ends at byte {first + num_bytes}, the file has {size}"
-            )
-        return StoredTensor(self.name, self.shape, kind, block_size, block_bytes, first, num_bytes)
+def _located(
+    name: str, shape: tuple[int, ...], type_number: int, offset: int, path: Path, data_start: int, size: int
+) -> StoredTensor:
+    """A tensor of the index. Raises ModelError if it does not fit its type or the file."""
+    kind, block_size, block_bytes = BLOCKS.get(type_number) or _rare_block(type_number, f"{path}: tensor {name}")
+    if not shape or shape[-1] % block_size:
+        raise ModelError(f"{path}: tensor {name} has shape {list(shape)}; {kind} rows are multiples of {block_size}")
+    first, num_bytes = data_start + offset, math.prod(shape) // block_size * block_bytes
+    if first + num_bytes > size:
+        raise ModelError(f"{path}: truncated: tensor {name} ends at byte {first + num_bytes}, the file has {size}")
+    return StoredTensor(name, shape, kind, first, num_bytes)
 
 
 def _rare_block(number: int, source: str) -> tuple[str, int, int]:

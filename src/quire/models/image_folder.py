@@ -95,12 +95,9 @@ class ImageEntry:
 
 
 @dataclass(frozen=True)
-class ImageSection:
+class ImageSection(ImageEntry):
     """Matrices that are read together, such as those of a layer."""
 
-    name: str
-    offset: int
-    num_bytes: int
     entries: tuple[ImageEntry, ...]
 
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
@@ -297,28 +296,23 @@ class ImageWriter:
         with contextlib.ExitStack() as stack, _as_image_error():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             remove_leftovers()
-            self._check_room(wanted.num_bytes)
+            status, needed = os.statvfs(path.parent), int(wanted.num_bytes * (1 + SPARE))
+            if (free := status.f_bavail * status.f_frsize) < needed:
+                found = f"{path.parent} has {format_bytes(free)} free"
+                raise ImageError(f"{found}, and it needs {format_bytes(needed)}")
             self._file = stack.enter_context(lock_draft(self._draft, create=True))
             stack.callback(self._leave)
             # Allocates the bytes in advance: writing is faster and cannot run out of space.
-            self._room = aligned(int(wanted.num_bytes * (1 + SPARE)), SECTION_ALIGNMENT) + (16 << 20)
+            self._room = aligned(needed, SECTION_ALIGNMENT) + (16 << 20)
             os.ftruncate(self._file, 0)
             os.posix_fallocate(self._file, 0, self._room)
             self._map = _mapped(self._file, self._room)
             self._open = stack.pop_all()
 
-    def _check_room(self, num_bytes: int) -> None:
-        status = os.statvfs(self._path.parent)
-        free, needed = status.f_bavail * status.f_frsize, int(num_bytes * (1 + SPARE))
-        if free < needed:
-            raise ImageError(f"{self._path.parent} has {format_bytes(free)} free, and it needs {format_bytes(needed)}")
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._is_finished:
             self._open.close()
 

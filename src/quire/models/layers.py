@@ -1,4 +1,4 @@
-"""The protocol of a decoder's operations, and their plainest implementation in torch.
+"""A decoder's operations, in their plainest implementation, in torch.
 
 The backends `CpuOps` and `TritonOps` implement the same methods; tests compare them with `TorchOps`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -17,17 +17,15 @@ from quire.models.quants import BLOCK_KINDS, Blocks, Weight, plain, read
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.models.cpu_ops import CpuOps
+    from quire.models.triton_ops import TritonOps
 
 HEAD_BLOCK = 4096
 """Rows of a 16-bit output head that are widened to float32 at once: 9 MiB for SmolLM2, 64 MiB at 4,096 channels."""
 
 
-class Linear(Protocol):
-    """One packed weight matrix."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` [R, K] -> x @ weight.T + bias, [R, N], newly allocated: the caller may write into it."""
-
+Linear = Callable[["Tensor"], "Tensor"]
+"""One packed weight matrix: x [R, K] -> x @ weight.T + bias, [R, N], newly allocated: the caller may write into it."""
 
 Embedding = Callable[["Tensor"], "Tensor"]
 """Token ids int64 [R] -> [R, E]."""
@@ -46,48 +44,9 @@ class GatedLayer(NamedTuple):
     next_norm: Tensor  # [E]: the next layer's first norm, or the model's last
 
 
-class Stack(Protocol):
-    """All layers of a decoder in one call."""
-
-    def __call__(self, x: Tensor, residual: Tensor, plan: int) -> Tensor:
-        """x, the first norm's output, and residual, both [R, E] -> the last norm's output; see StepPlan.address."""
-
-
-class Ops(Protocol):
-    """The operations of a backend; R rows, E channels. All but logits are in the model's dtype; sums are float32."""
-
-    @property
-    def kinds(self) -> Collection[str]:
-        """Block types that the products support. Matrices of other types are passed as plain tensors."""
-
-    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Packs weights [N, K], one below the other, and bias [N] once. Reads weights from the file only if needed. The
-        caller keeps no reference, so the packed copy is the only one. dtype: of rows, bias and plain weights.
-        """
-
-    def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
-        """The output head: x [R, E] -> float32 logits [R, V], never rounded to 16 bits."""
-
-    def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
-        """Rows of a matrix [V, E]."""
-
-    def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
-        """An embedding and the head over the same matrix [V, E], stored once if the backend's layout allows."""
-
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [R, E], or [R, h, D] with strided rows."""
-
-    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual += x` in place, then norm(residual): both [R, E], returns [R, E]."""
-
-    def gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of gate_up [R, 2F], gate first; returns [R, F]."""
-
-    def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """The product with weights [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
-
-    def stack(self, layers: Sequence[GatedLayer], eps: float) -> Stack | None:
-        """The layers as one call; None if the backend can only run them one by one."""
+Stack = Callable[["Tensor", "Tensor", int], "Tensor"]
+"""All layers of a decoder in one call: x, the first norm's output, and residual, both [R, E], and the plan's address ->
+the last norm's output; see StepPlan.address."""
 
 
 class GatedLinear:
@@ -188,53 +147,72 @@ class TorchHead:
 
 
 class TorchOps:
-    """The definition of every operation, on any device. Backends differ from it only by rounding."""
+    """The definition of every operation, on any device. Backends differ from it only by rounding. R rows, E channels.
+    All but logits are in the model's dtype; sums are float32.
 
-    kinds = BLOCK_KINDS
+    kinds  block types that the products support. Matrices of other types are passed as plain tensors
+    """
+
+    kinds: Collection[str] = BLOCK_KINDS
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Keeps the tensors themselves."""
+        """Packs weights [N, K], one below the other, and bias [N] once. Reads weights from the file only if needed. The
+        caller keeps no reference, so the packed copy is the only one. dtype: of rows, bias and plain weights.
+
+        Keeps the tensors themselves.
+        """
         if len(parts) > 1:
             return ConcatLinear([self.linear([weight], None, dtype) for weight in parts], bias)
         weight = read(parts[0])
         return BlockLinear(weight, bias, dtype) if isinstance(weight, Blocks) else TorchLinear(weight, bias)
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
-        """Keeps the tensor itself."""
+        """The output head: x [R, E] -> float32 logits [R, V], never rounded to 16 bits."""
         weight = read(weight)
         return BlockLinear(weight, None, torch.float32) if isinstance(weight, Blocks) else TorchHead(weight)
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
-        """Keeps the tensor itself."""
+        """Rows of a matrix [V, E]."""
         weight = read(weight)
         if isinstance(weight, Blocks):
             return block_rows(weight, dtype)
         return functools.partial(functional.embedding, weight=weight)
 
     def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
-        """One tensor serves both."""
+        """An embedding and the head over the same matrix [V, E], stored once if the backend's layout allows."""
         weight = read(weight)
         return self.embedding(weight, dtype), self.head(weight, dtype)
 
-    def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
-        """One by one."""
+    def stack(self, layers: Sequence[GatedLayer], eps: float) -> Stack | None:
+        """The layers as one call; None if the backend can only run them one by one."""
+        return None
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm; torch accumulates 16-bit inputs in float32."""
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [R, E], or [R, h, D] with strided rows. torch
+        accumulates 16-bit inputs in float32.
+        """
         return functional.rms_norm(x, weight.shape, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The residual is rounded to the model's dtype before it is normalised, because it is stored in that dtype."""
+        """`residual += x` in place, then norm(residual): both [R, E], returns [R, E]. The residual is rounded to the
+        model's dtype before it is normalised, because it is stored in that dtype.
+        """
         return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
     def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """One after the other."""
+        """The product with weights [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
         return GatedLinear(self, self.linear(parts, bias, dtype))
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Computes silu in the model's dtype, then the product."""
+        """silu(gate) * up of gate_up [R, 2F], gate first; returns [R, F]. Computes silu in the model's dtype, then the
+        product.
+        """
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+
+Ops: TypeAlias = "TorchOps | CpuOps | TritonOps"
+"""The operations of a backend."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

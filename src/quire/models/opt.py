@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional
 
+from quire.models.plan import Model
 from quire.models.shape import OPT_POSITION_OFFSET
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class _Layer(NamedTuple):
     down: Linear
 
 
-class OptDecoder:
+class OptDecoder(Model):
     """OPT in both its orders: norms before the sublayers (most sizes) or after the residual sum (350m)."""
 
     def __init__(self, shape: ModelShape, weights: WeightSource, ops: Ops) -> None:
@@ -74,13 +75,6 @@ class OptDecoder:
         self._project_in = weights.linear("project_in", bias=False) if projected else None
         self._project_out = weights.linear("project_out", bias=False) if projected else None
         self._head = head or weights.head("head")
-
-    def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """See `plan.Model.hidden`."""
-        state = self.begin(tokens, positions)
-        for index in range(self.shape.num_layers):
-            state = self.layer(index, state, plan)
-        return self.finish(state)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor]:
         """The embedded tokens and positions, [R, E]."""

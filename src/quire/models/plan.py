@@ -50,6 +50,10 @@ class Model(Protocol):
         positions  int64 [R], the tokens' positions in their own sequences
         returns    [R, E] in the model's dtype
         """
+        state = self.begin(tokens, positions)
+        for index in range(self.shape.num_layers):
+            state = self.layer(index, state, plan)
+        return self.finish(state)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The input of the first layer. `hidden` is begin, every layer in turn, finish."""

@@ -7,17 +7,14 @@ package's numpy, with bit-identical values (tests/models/test_gguf_file.py). Tha
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.errors import ModelError
 from quire.models.gguf_file import BLOCKS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 # Elements decoded at a time: 2 MiB of float32 stay in the second-level cache, and no whole tensor exists in float32.
 _STEP_ELEMENTS = 1 << 19
@@ -28,8 +25,42 @@ GROUP_CODES = "G4"
 _GROUP = 64
 _TOP_CODE = 15
 
-PLAIN = frozenset({"F32", "F16", "BF16"})
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of plain numbers, not blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFormat:
+    """The layout of a block type.
+
+    bits        bits per code
+    group       number of inputs that share a scale
+    offset      subtracted from unsigned codes; codes of 8 bits are signed
+    minima      whether a group adds a minimum
+    superblocks whether 256 inputs share float16 scales, and groups have byte scales
+    """
+
+    bits: int
+    group: int
+    offset: int = 0
+    minima: bool = False
+    superblocks: bool = False
+
+
+FORMATS = {
+    "Q4_0": BlockFormat(4, 32, 8),
+    "Q4_1": BlockFormat(4, 32, minima=True),
+    "Q5_0": BlockFormat(5, 32, 16),
+    "Q5_1": BlockFormat(5, 32, minima=True),
+    "Q8_0": BlockFormat(8, 32),
+    "Q4_K": BlockFormat(4, 32, minima=True, superblocks=True),
+    "Q5_K": BlockFormat(5, 32, minima=True, superblocks=True),
+    "Q6_K": BlockFormat(6, 16, 32, superblocks=True),
+    GROUP_CODES: BlockFormat(4, 64, minima=True),
+}
+
+BLOCK_KINDS = frozenset(FORMATS)
+"""Block types with a decoder here."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,15 +146,14 @@ def dequantize(raw: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype)
     returns  `dtype` [*shape]; each element is computed in float32 and rounded once
     Raises ModelError for an unsupported type.
     """
-    decode = _DECODERS.get(kind)
-    if decode is None:
+    if kind not in PLAIN and kind not in FORMATS:
         return _dequantize_rare(raw, kind, shape).to(dtype)
     size, num_bytes = _block(kind)
     blocks = raw.reshape(-1, num_bytes)
     out = torch.empty(len(blocks), size, dtype=dtype)
     step = max(1, _STEP_ELEMENTS // size)
     for first in range(0, len(blocks), step):
-        out[first : first + step] = decode(blocks[first : first + step])
+        out[first : first + step] = _decoded(blocks[first : first + step], kind)
     if shape[-1] % size == 0:
         return out.view(*shape)
     return out.view(*shape[:-1], -1)[..., : shape[-1]]
@@ -172,94 +202,78 @@ def _to_half(x: Tensor) -> Tensor:
     return x.clamp(-65504, 65504).half()
 
 
-def _half(blocks: Tensor, byte: int) -> Tensor:
-    """The float16 at a byte offset of each block, as float32 [n, 1]."""
-    return blocks[:, byte : byte + 2].contiguous().view(torch.float16).float()
+def _decoded(blocks: Tensor, kind: str) -> Tensor:
+    """The numbers of blocks, uint8 [n, bytes of a block] -> [n, elements of a block]."""
+    if kind in PLAIN:
+        return blocks.contiguous().view(PLAIN[kind])
+    codes, d, m, scales, minima = unpack(blocks, kind)
+    of = FORMATS[kind]
+    signed = codes.view(torch.int8) if of.bits == 8 else codes
+    found: Tensor = signed.unflatten(1, (-1, of.group)).float().sub_(of.offset)
+    found.mul_((d.float() if scales is None else d.float() * scales).unsqueeze(-1))
+    if m is not None:
+        found.add_((m.float() if minima is None else m.float() * -minima.float()).unsqueeze(-1))
+    return found.flatten(1)
+
+
+class UnpackedBlocks(NamedTuple):
+    """Rows of blocks apart.
+
+    codes           uint8 [n, K]; codes of 8 bits are signed
+    d, m            float16 [n, blocks]: scale and minimum of a block
+    scales, minima  int8 or uint8 [n, groups], by which d and m of a superblock are multiplied
+    """
+
+    codes: Tensor
+    d: Tensor
+    m: Tensor | None
+    scales: Tensor | None
+    minima: Tensor | None
+
+
+def unpack(raw: Tensor, kind: str) -> UnpackedBlocks:
+    """Takes rows of blocks apart, uint8 [n, bytes of a row]."""
+    n = len(raw)
+
+    def half(blocks: Tensor, byte: int) -> Tensor:
+        return blocks[..., byte : byte + 2].contiguous().view(torch.float16).squeeze(-1)
+
+    if kind == "Q6_K":
+        blocks = raw.view(n, -1, 210)
+        low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # [n, b, 2, 128]
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
+        high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3  # [n, b, 2, 4, 32]
+        codes = low | (high.flatten(-2) << 4)
+        scales = blocks[..., 192:208].contiguous().view(torch.int8)
+        return UnpackedBlocks(codes.reshape(n, -1), half(blocks, 208), None, scales.reshape(n, -1), None)
+    if kind in ("Q4_K", "Q5_K"):
+        blocks = raw.view(n, -1, 144 if kind == "Q4_K" else 176)
+        codes = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+        if kind == "Q5_K":
+            shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
+            codes = codes | (((blocks[..., None, 16:48] >> shifts) & 1) << 4)
+        low, low_min, mixed = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+        scales = torch.cat((low & 63, (mixed & 15) | ((low >> 2) & 48)), -1)
+        minima = torch.cat((low_min & 63, (mixed >> 4) | ((low_min >> 2) & 48)), -1)
+        halves = half(blocks, 0), half(blocks, 2)
+        return UnpackedBlocks(codes.reshape(n, -1), *halves, scales.reshape(n, -1), minima.reshape(n, -1))
+    of = FORMATS[kind]
+    packed = of.group * (of.bits if of.bits == 8 else 4) // 8
+    blocks = raw.view(n, -1, packed + 2 + 2 * of.minima + 4 * (of.bits == 5))
+    codes = blocks[..., -packed:]
+    if of.bits < 8:
+        codes = _nibbles(codes)
+    if of.bits == 5:
+        shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
+        fifth = (blocks[..., -packed - 4 : -packed].unsqueeze(-1) >> shifts) & 1
+        codes = codes | (fifth.flatten(-2) << 4)
+    minimum = half(blocks, 2) if of.minima else None
+    return UnpackedBlocks(codes.reshape(n, -1), half(blocks, 0), minimum, None, None)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """uint8 [n, b] -> uint8 [n, 2b]: all low nibbles, then all high ones."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_half(blocks, 0))
-
-
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
-
-
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """uint8 [n, 4] -> uint8 [n, 32]: 16 or 0 for each bit."""
-    return ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).view(len(packed), 32) << 4
-
-
-def _q5_0(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return codes.float().sub_(16).mul_(_half(blocks, 0))
-
-
-def _q5_1(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return codes.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    """256 elements: two halves, scales and minima in 12 bytes, eight runs of 32 nibbles."""
-    return _scaled(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32))
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit i of byte j belongs to element j of run i."""
-    fifth = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
-    return _scaled(blocks, _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | (fifth << 4))
-
-
-def _scaled(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Codes [n, 8, 32] by a superblock's eight 6-bit scales and minima, [n, 256]."""
-    low, low_min, mixed = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
-    scales = torch.cat((low & 63, (mixed & 15) | ((low >> 2) & 48)), dim=-1)
-    mins = torch.cat((low_min & 63, (mixed >> 4) | ((low_min >> 2) & 48)), dim=-1)
-    scale = (_half(blocks, 0) * scales).unsqueeze(-1)
-    return codes.float().mul_(scale).sub_((_half(blocks, 2) * mins).unsqueeze(-1)).view(-1, 256)
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    """256 elements: 128 bytes of low nibbles, 64 of upper bit pairs, sixteen signed scales, one half at the end."""
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
-    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    high = torch.cat([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], dim=2).view(-1, 8, 32)
-    codes = (low | (high << 4)).float().sub_(32).view(-1, 16, 16)
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
-    return codes.mul_(scales.unsqueeze(-1)).view(-1, 256)
-
-
-def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda blocks: blocks.contiguous().view(dtype)
-
-
-_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "F32": _plain(torch.float32),
-    "F16": _plain(torch.float16),
-    "BF16": _plain(torch.bfloat16),
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    GROUP_CODES: _q4_1,
-}
-
-BLOCK_KINDS = frozenset(_DECODERS) - PLAIN
-"""Block types with a decoder here."""
+    """uint8 [..., b] -> uint8 [..., 2b]: all low nibbles, then all high ones."""
+    return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _dequantize_rare(raw: Tensor, kind: str, shape: Sequence[int]) -> Tensor:

@@ -83,10 +83,8 @@ def _from_hub(name: str) -> tuple[Path | None, str]:
             return None, "HF_HUB_OFFLINE is set, and the model is not in its cache on this machine"
         if (reason := next((text for kind, text in _HUB_REASONS.items() if kind in kinds), None)) is not None:
             return None, reason
-        return (
-            None,
-            f"{type(error).__name__}: {_short(str(error).splitlines()[0]) if str(error) else 'no reason given'}",
-        )
+        reason = _short(str(error).splitlines()[0]) if str(error) else "no reason given"
+        return None, f"{type(error).__name__}: {reason}"
 
 
 def _short(text: str) -> str:

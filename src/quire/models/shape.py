@@ -211,7 +211,7 @@ class ModelShape:
         """Canonical name -> shape of every tensor that a checkpoint of this shape must have (matrices [out, in])."""
         embed = self.embed_size or self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab_size, embed)}
-        layer = self._opt_layer() if self.architecture == "opt" else self._gated_layer()
+        layer = self._layer()
         for index in range(self.num_layers):
             shapes.update((f"layers.{index}.{name}", size) for name, size in layer.items())
         if self.final_norm:
@@ -236,39 +236,26 @@ class ModelShape:
         """Bytes of all tensors in `dtype` (float32, bfloat16, float16)."""
         return self.num_parameters * ITEM_BYTES[dtype]
 
-    def _attention(self) -> dict[str, tuple[int, ...]]:
+    def _layer(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of a layer. OPT's norms have a bias, and its MLP has no gate."""
+        is_opt, channels = self.architecture == "opt", self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {
-            "q.weight": (self.q_size, self.hidden_size),
-            "k.weight": (self.kv_size, self.hidden_size),
-            "v.weight": (self.kv_size, self.hidden_size),
-            "o.weight": (self.hidden_size, self.q_size),
+            "q.weight": (self.q_size, channels),
+            "k.weight": (self.kv_size, channels),
+            "v.weight": (self.kv_size, channels),
+            "o.weight": (channels, self.q_size),
         }
         if self.qkv_bias:
             shapes |= {"q.bias": (self.q_size,), "k.bias": (self.kv_size,), "v.bias": (self.kv_size,)}
         if self.o_bias:
-            shapes["o.bias"] = (self.hidden_size,)
-        return shapes
-
-    def _gated_layer(self) -> dict[str, tuple[int, ...]]:
-        shapes = self._attention()
-        shapes |= {
-            "attn_norm.weight": (self.hidden_size,),
-            "mlp_norm.weight": (self.hidden_size,),
-            "gate.weight": (self.ffn_size, self.hidden_size),
-            "up.weight": (self.ffn_size, self.hidden_size),
-            "down.weight": (self.hidden_size, self.ffn_size),
-        }
+            shapes["o.bias"] = (channels,)
+        for norm in ("attn_norm", "mlp_norm"):
+            shapes |= {f"{norm}.{part}": (channels,) for part in (("weight", "bias") if is_opt else ("weight",))}
+        widening = ("up",) if is_opt else ("gate", "up")
+        shapes |= {f"{name}.weight": (self.ffn_size, channels) for name in widening}
+        shapes["down.weight"] = (channels, self.ffn_size)
         if self.mlp_bias:
-            shapes |= {"gate.bias": (self.ffn_size,), "up.bias": (self.ffn_size,), "down.bias": (self.hidden_size,)}
+            shapes |= {f"{name}.bias": (self.ffn_size,) for name in widening} | {"down.bias": (channels,)}
         if self.qk_norm:
             shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
-        return shapes
-
-    def _opt_layer(self) -> dict[str, tuple[int, ...]]:
-        shapes = self._attention()
-        for norm in ("attn_norm", "mlp_norm"):
-            shapes |= {f"{norm}.weight": (self.hidden_size,), f"{norm}.bias": (self.hidden_size,)}
-        shapes |= {"up.weight": (self.ffn_size, self.hidden_size), "down.weight": (self.hidden_size, self.ffn_size)}
-        if self.mlp_bias:
-            shapes |= {"up.bias": (self.ffn_size,), "down.bias": (self.hidden_size,)}
         return shapes

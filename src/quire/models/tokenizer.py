@@ -143,9 +143,8 @@ class Tokenizer:
         if self._to_bytes is None:
             return self._pipeline.decode(list(token_ids), skip_special_tokens=skip_special)
         skipped = self.special_ids if skip_special else frozenset()
-        text = b"".join(self.token_bytes(token_id) for token_id in token_ids if token_id not in skipped).decode(
-            "utf-8", "replace"
-        )
+        found = b"".join(self.token_bytes(token_id) for token_id in token_ids if token_id not in skipped)
+        text = found.decode("utf-8", "replace")
         return text[1:] if self._strips_space and text.startswith(" ") else text
 
     def stream(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
@@ -158,9 +157,8 @@ class Tokenizer:
         skipped = self.special_ids if skip_special else frozenset()
         if self._to_bytes is None:
             return _WindowDetokenizer(self._pipeline, skipped, prompt_ids[-_LOOKBACK:])
-        return _ByteDetokenizer(
-            self.token_bytes, skipped, prompt_ids[-_LOOKBACK:], self._strips_space and not prompt_ids
-        )
+        strips = self._strips_space and not prompt_ids
+        return _ByteDetokenizer(self.token_bytes, skipped, prompt_ids[-_LOOKBACK:], strips)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; for some tokens only a part of a character; empty for ids outside the vocabulary."""
@@ -346,15 +344,14 @@ class _ByteDetokenizer:
             if not 0x80 <= data[0] < 0xC0:  # it continues no character
                 self._decoder.reset()
         text = self._decode(data)
-        return self._stripped(text) if self._strip and text else text
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
 
     def flush(self) -> str:
         """See Detokenizer.flush: every complete character has already been returned."""
         return ""
-
-    def _stripped(self, text: str) -> str:
-        self._strip = False
-        return text.removeprefix(" ")
 
 
 class _WindowDetokenizer:
@@ -395,13 +392,11 @@ def _byte_rule(pipeline: Pipeline) -> tuple[Callable[[str], bytes] | None, bool]
         return _byte_level_bytes, False
     steps = steps.get("decoders", [])
     kinds = [step["type"] for step in steps]
-    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or steps[0] != _UNDERLINE_TO_SPACE:
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    is_known = kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == _UNDERLINE_TO_SPACE
+    if not is_known or steps[3:] not in ([], strip):
         return None, False
-    if kinds[3:] == []:
-        return _sentencepiece_bytes, False
-    if steps[3:] == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
-        return _sentencepiece_bytes, True
-    return None, False
+    return _sentencepiece_bytes, steps[3:] == strip
 
 
 _UNDERLINE_TO_SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}

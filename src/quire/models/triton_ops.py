@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from quire.models import triton_packed
 from quire.models.layers import GatedLinear, TorchHead, TorchLinear
-from quire.models.quants import Blocks, read
+from quire.models.quants import BLOCK_KINDS, Blocks, read
 from quire.models.triton_packed import PackedMatrix, unit_sums
 
 if TYPE_CHECKING:
@@ -192,13 +191,13 @@ class PackedLinear:
 
 
 class TritonOps:
-    """See `layers.Ops`; tensors on one GPU.
+    """See `layers.TorchOps`; tensors on one GPU.
 
     vector  whether our own kernel multiplies single rows; otherwise torch does, except for blocks. `scripts/gpu.sh
             decode` prints both
     """
 
-    kinds = triton_packed.KINDS
+    kinds = BLOCK_KINDS
 
     def __init__(self, vector: bool = True) -> None:
         self._vector = vector

@@ -29,12 +29,12 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.models.quants import GROUP_CODES
+from quire.models.quants import FORMATS, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.models.quants import Blocks
+    from quire.models.quants import BlockFormat, Blocks
 
 UNIT, PANEL, SUPERBLOCK = 32, 4, 256
 
@@ -49,40 +49,6 @@ VECTOR_PANELS, VECTOR_UNITS, VECTOR_STAGES = 4, 32, 4
 
 ROWS_UNITS = 32
 """Units per program of `_rows`."""
-
-
-@dataclass(frozen=True)
-class BlockFormat:
-    """The layout of a block type.
-
-    bits        bits per code
-    group       number of inputs that share a scale
-    offset      subtracted from unsigned codes; codes of 8 bits are signed
-    minima      whether a group adds a minimum
-    superblocks whether 256 inputs share float16 scales, and groups have byte scales
-    """
-
-    bits: int
-    group: int
-    offset: int = 0
-    minima: bool = False
-    superblocks: bool = False
-
-
-FORMATS = {
-    "Q4_0": BlockFormat(4, 32, 8),
-    "Q4_1": BlockFormat(4, 32, minima=True),
-    "Q5_0": BlockFormat(5, 32, 16),
-    "Q5_1": BlockFormat(5, 32, minima=True),
-    "Q8_0": BlockFormat(8, 32),
-    "Q4_K": BlockFormat(4, 32, minima=True, superblocks=True),
-    "Q5_K": BlockFormat(5, 32, minima=True, superblocks=True),
-    "Q6_K": BlockFormat(6, 16, 32, superblocks=True),
-    GROUP_CODES: BlockFormat(4, 64, minima=True),
-}
-
-KINDS = frozenset(FORMATS)
-"""Block types that products read as they are."""
 
 
 @triton.jit
@@ -413,7 +379,7 @@ def _planes(blocks: Blocks, of: BlockFormat, padded: int) -> tuple[Tensor | None
     small: list[list[Tensor | None]] = []
     for first in range(0, n, PACKED_ROWS):
         raw = blocks.raw[first : first + PACKED_ROWS]
-        found, *numbers = _unpacked(raw, blocks.kind)
+        found, *numbers = unpack(raw, blocks.kind)
         halves.append(numbers[:2])
         small.append(numbers[2:])
         found = torch.nn.functional.pad(found[:, : units * UNIT], (0, 0, 0, -len(found) % PANEL))
@@ -457,49 +423,3 @@ def _by_output(parts: list[Tensor | None], count: int, padded: int) -> Tensor | 
     out = torch.zeros(count, padded, dtype=whole.dtype, device=whole.device)
     out[:, : len(whole)] = whole.t()
     return out
-
-
-_Unpacked = tuple["Tensor", "Tensor", "Tensor | None", "Tensor | None", "Tensor | None"]
-
-
-def _unpacked(raw: Tensor, kind: str) -> _Unpacked:
-    """Rows of blocks as codes uint8 [n, K], d and m float16, scales int8 or uint8 and minima uint8; see quants."""
-    n = len(raw)
-
-    def half(blocks: Tensor, byte: int) -> Tensor:
-        return blocks[..., byte : byte + 2].contiguous().view(torch.float16).squeeze(-1)
-
-    if kind == "Q6_K":
-        blocks = raw.view(n, -1, 210)
-        low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # [n, b, 2, 128]
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
-        high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3  # [n, b, 2, 4, 32]
-        codes = low | (high.flatten(-2) << 4)
-        scales = blocks[..., 192:208].contiguous().view(torch.int8)
-        return codes.reshape(n, -1), half(blocks, 208), None, scales.reshape(n, -1), None
-    if kind in ("Q4_K", "Q5_K"):
-        blocks = raw.view(n, -1, 144 if kind == "Q4_K" else 176)
-        codes = _nibbles(blocks[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-        if kind == "Q5_K":
-            shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
-            codes = codes | (((blocks[..., None, 16:48] >> shifts) & 1) << 4)
-        low, low_min, mixed = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-        scales = torch.cat((low & 63, (mixed & 15) | ((low >> 2) & 48)), -1)
-        minima = torch.cat((low_min & 63, (mixed >> 4) | ((low_min >> 2) & 48)), -1)
-        return codes.reshape(n, -1), half(blocks, 0), half(blocks, 2), scales.reshape(n, -1), minima.reshape(n, -1)
-    of = FORMATS[kind]
-    packed = of.group * (of.bits if of.bits == 8 else 4) // 8
-    blocks = raw.view(n, -1, packed + 2 + 2 * of.minima + 4 * (of.bits == 5))
-    codes = blocks[..., -packed:]
-    if of.bits < 8:
-        codes = _nibbles(codes)
-    if of.bits == 5:
-        shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
-        fifth = (blocks[..., -packed - 4 : -packed].unsqueeze(-1) >> shifts) & 1
-        codes = codes | (fifth.flatten(-2) << 4)
-    return codes.reshape(n, -1), half(blocks, 0), half(blocks, 2) if of.minima else None, None, None
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., b] -> uint8 [..., 2b]: all low nibbles, then all high ones."""
-    return torch.cat((packed & 15, packed >> 4), -1)

@@ -6,17 +6,15 @@ any error, so an unknown name is rejected.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
 from quire.models.settings import CheckedSettings
 from quire.safe_io import check_regular, parse_json, read_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
 # The splitting rules of Llama 3 and Qwen 2. They differ in the number of digits per piece.
 _SPLIT = (

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from quire.attention.plan import AttentionPlan
 from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from quire.attention.cpu import CpuAttention, CpuPlan
     from quire.attention.pages import PageTable
     from quire.attention.plan import AttentionSpec
+    from quire.attention.triton_plan import TritonPlan
     from quire.cache.arrays import Bools
     from quire.offload.host import HostMemory
 
@@ -64,16 +64,10 @@ def host_attention(spec: AttentionSpec, pages: PageTable) -> CpuAttention:
     return found
 
 
-class PartialPlan(AttentionPlan, Protocol):
-    """A plan that keeps the log-sum-exp of its rows, float32 [R, H * G], natural log: its output may be a partial."""
-
-    lse: Tensor | None
-
-
 class NearFarPlan:
     """See AttentionPlan. Some rows attend to chunks on the host, too."""
 
-    def __init__(self, near: PartialPlan, far: CpuPlan, rows: Sequence[int], host: HostMemory) -> None:
+    def __init__(self, near: CpuPlan | TritonPlan, far: CpuPlan, rows: Sequence[int], host: HostMemory) -> None:
         """near: of all rows. far: of those that `rows` names. Both keep the lse."""
         self._near = near
         self._far = far

@@ -15,74 +15,29 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.attention.plan import AttentionBackend, AttentionPlan
+from quire.attention.plan import AttentionPlan
 from quire.cache.ledger import PAGE_TOKENS
 from quire.offload.attended import NearFarPlan, host_attention, split_near_far
 from quire.offload.mover import NOTHING, IoTicket
 from quire.offload.table import OffloadedTable
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from quire.attention.cpu import CpuAttention
-    from quire.attention.plan import AttentionSpec
     from quire.attention.rows import RowSlice
+    from quire.attention.triton import TritonAttention
     from quire.models.plan import Model
-    from quire.offload.attended import PartialPlan
+    from quire.offload.device import CopyStream
     from quire.offload.hidden import HiddenStates
-
-
-class CloneableBackend(AttentionBackend, Protocol):
-    """A backend of which several may plan at once. The attributes are those of `TritonAttention`."""
-
-    spec: AttentionSpec
-    keeps_lse: bool
-    encodes_by_layer: bool
-
-    def clone(self) -> CloneableBackend:
-        """One with plans and scratch of its own, of the same table."""
-
-    def refresh(self, chunks: NDArray[np.int32]) -> None:
-        """Some chunks have other pages in the table now, for plans that exist already, too."""
-
-
-class FarTable(Protocol):
-    """Moves the chunks of a cache that leaves memory: see `OffloadedTable` and `Pager`. What `place` returns is for the
-    other calls.
-    """
-
-    @property
-    def max_batch_chunks(self) -> int:
-        """Most chunks of a micro-batch."""
-
-    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Any], Any]:
-        """Prepares a step: something for each micro-batch, and for all of them."""
-
-    def load(self, layer: int, batch: int, num_batches: int, placed: Any, *after: IoTicket) -> IoTicket:
-        """Starts to load what a micro-batch reads in a layer."""
-
-    def load_shared(self, layer: int, placed: Any) -> IoTicket:
-        """Starts to load what several micro-batches read in a layer."""
-
-    def begin_batch(self, layer: int, batch: int, num_batches: int, placed: Any) -> NDArray[np.int32]:
-        """A micro-batch is computed next. Returns chunks that have other pages in this layer than plans were told."""
-
-    def store(self, layer: int, batch: int, num_batches: int, placed: Any) -> IoTicket:
-        """Starts to store what a micro-batch has filled in a layer."""
-
-    def loaded_path(self, slice_index: int) -> AbstractContextManager[None]:
-        """All layers of a slice's path can be read inside."""
-
-    def stats(self) -> dict[str, float]:
-        """See `LLM.stats`."""
+    from quire.offload.paged import Pager
+    from quire.offload.stream import WeightStream
 
 
 @dataclass(frozen=True)
@@ -108,12 +63,12 @@ class BlockPlan:
         batches: Sequence[MicroBatch],
         starts: Sequence[int],
         padded_rows: Callable[[int], int],
-        table: FarTable | None,
-        placed: tuple[list[Any], Any] | None,
+        table: OffloadedTable | Pager | None,
+        placed: tuple[list[Any], Any],
         refresh: Callable[[NDArray[np.int32]], None],
     ) -> None:
-        """starts: the first slice of each micro-batch. placed: the far chunks of each one, and of several. refresh: see
-        CloneableBackend.
+        """starts: the first slice of each micro-batch. placed: what the table's `place` has returned. refresh: of the
+        backend of the plans.
         """
         self.batches = batches
         self.padded_rows = padded_rows
@@ -136,28 +91,23 @@ class BlockPlan:
         with contextlib.nullcontext() if self._table is None else self._table.loaded_path(slice_index):
             return self.batches[batch].plan.recovered(slice_index - self._starts[batch], kept, local)
 
-    def load(self, layer: int, batch: int, *after: IoTicket) -> IoTicket:
-        """Starts to load what a micro-batch reads in a layer."""
-        if self._table is None or self._placed is None:
-            return NOTHING
-        return self._table.load(layer, batch, len(self.batches), self._placed[0][batch], *after)
-
-    def load_shared(self, layer: int) -> IoTicket:
-        """Starts to load what several micro-batches read in a layer."""
-        if self._table is None or self._placed is None:
-            return NOTHING
-        return self._table.load_shared(layer, self._placed[1])
+    def load(self, layer: int, batch: int, *after: IoTicket) -> tuple[IoTicket, ...]:
+        """Starts to load what a micro-batch reads in a layer, and before the first one what several read."""
+        if self._table is None:
+            return ()
+        common = self._table.load_shared(layer, self._placed[1]) if batch == 0 else NOTHING
+        return common, self._table.load(layer, batch, len(self.batches), self._placed[0][batch], *after)
 
     def begin_batch(self, layer: int, batch: int) -> None:
         """Must be called before a micro-batch is computed in a layer."""
-        if self._table is not None and self._placed is not None:
+        if self._table is not None:
             renamed = self._table.begin_batch(layer, batch, len(self.batches), self._placed[0][batch])
             if len(renamed):
                 self._refresh(renamed)
 
     def store(self, layer: int, batch: int) -> IoTicket:
         """Starts to store what a micro-batch has filled in a layer."""
-        if self._table is None or self._placed is None:
+        if self._table is None:
             return NOTHING
         return self._table.store(layer, batch, len(self.batches), self._placed[0][batch])
 
@@ -172,9 +122,9 @@ class BlockAttention:
 
     def __init__(
         self,
-        attention: CloneableBackend,
+        attention: CpuAttention | TritonAttention,
         micro_batch: int,
-        table: FarTable | None,
+        table: OffloadedTable | Pager | None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
     ) -> None:
         self.micro_batch = micro_batch
@@ -200,7 +150,9 @@ class BlockAttention:
             moved = None
         self._starts = starts
         bounds = list(itertools.pairwise([*starts, len(slices)]))
-        placed = None if self._table is None else self._table.place([slices[low:high] for low, high in bounds])
+        placed: tuple[list[Any], Any] = [], None
+        if self._table is not None:
+            placed = self._table.place([slices[low:high] for low, high in bounds])
         while len(self._backends) < len(bounds):
             self._backends.append(self._backends[0].clone())
         batches, row = [], 0
@@ -213,7 +165,7 @@ class BlockAttention:
             row += count
         return BlockPlan(batches, starts, self._padded_rows, self._table, placed, self._backends[0].refresh)
 
-    def _divided_plan(self, backend: CloneableBackend, slices: Sequence[RowSlice]) -> AttentionPlan:
+    def _divided_plan(self, backend: CpuAttention | TritonAttention, slices: Sequence[RowSlice]) -> AttentionPlan:
         """A plan whose single rows attend to far chunks on the host. A new one for each step, because chunks come near
         and go far.
         """
@@ -232,7 +184,7 @@ class BlockAttention:
         plan = backend.plan(near)
         if not far:
             return plan
-        return NearFarPlan(cast("PartialPlan", plan), self._far.read_only_plan(far), rows, table.host.memory)
+        return NearFarPlan(plan, self._far.read_only_plan(far), rows, table.host.memory)
 
     def _divided(self, slices: Sequence[RowSlice]) -> list[int]:
         """The first slice of each micro-batch. Neighbours share prefixes, so they stay together."""
@@ -252,17 +204,16 @@ def run(
     tokens: Tensor,
     positions: Tensor,
     plan: BlockPlan,
-    *,
-    take: Callable[[int], None],
-    give: Callable[[int], None],
+    stream: WeightStream | CopyStream,
     states: HiddenStates,
+    *,
     overlaps: bool,
 ) -> Tensor:
     """The result of `Model.hidden`: all layers of all micro-batches.
 
-    take, give   called before and after each layer, for its weights
-    states       keeps the micro-batches' activations between layers
-    overlaps     whether the next micro-batch's bytes are loaded, and the last one's stored, while one is computed
+    stream    brings the weights of each layer
+    states    keeps the micro-batches' activations between layers
+    overlaps  whether the next micro-batch's bytes are loaded, and the last one's stored, while one is computed
     """
     batches = plan.batches
     states.begin(len(batches))
@@ -277,12 +228,11 @@ def run(
 
     def load(layer: int, batch: int) -> None:
         # Into the buffer of the micro-batch before the last one: that one is computed, and what it filled is stored.
-        common = plan.load_shared(layer) if batch == 0 else NOTHING
-        loads[layer, batch] = common, plan.load(layer, batch, *stores[-1:]), states.load(batch)
+        loads[layer, batch] = *plan.load(layer, batch, *stores[-1:]), states.load(batch)
 
     for number, (layer, batch) in enumerate(order):
         if batch == 0:
-            take(layer)
+            stream.take(layer)
         if number == 0 or not overlaps:
             load(layer, batch)
         if overlaps and number + 1 < len(order):
@@ -296,7 +246,7 @@ def run(
             stores[-1].wait()
             states.settle()
         if batch == len(batches) - 1:
-            give(layer)
+            stream.give(layer)
     for ticket in stores:
         ticket.wait()
     ends = [each.rows.stop - each.rows.start for each in batches]

@@ -23,7 +23,7 @@ import torch
 
 from quire.config import format_bytes
 from quire.errors import ConfigError
-from quire.models.image_folder import ImageEntry, ImageError
+from quire.models.image_folder import ImageEntry, ImageError, aligned
 from quire.models.images import ensure_image, section_of
 from quire.models.quants import Blocks, LazyWeight, block_bytes
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
@@ -31,7 +31,7 @@ from quire.offload.host import pinned
 from quire.offload.model import OffloadedModel
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
-from quire.offload.weight_placement import NUM_BUFFERS, ReadRange, StoredMatrix, TierAssigner, WeightPlacement
+from quire.offload.weight_placement import NUM_BUFFERS, ReadRange, TierAssigner, WeightPlacement
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +113,7 @@ class PlacingOps(TritonOps):
     def __init__(self, split: Split, device: torch.device, image: Image | None) -> None:
         """split: shares of device, host and disk. image: has the matrices of the disk; None if it has no share."""
         super().__init__()
-        self.places: dict[int, list[StoredMatrix]] = {}
+        self.places: dict[int, list[ImageEntry]] = {}
         self.tiers: dict[int, list[int]] = {}
         self.copied: dict[int, list[CopiedTensor]] = {}
         self._device = device
@@ -142,7 +142,7 @@ class PlacingOps(TritonOps):
             raise ImageError(f"it does not have {name} as this model needs it")
         of_layer = self.copied.setdefault(layer, [])
         for entry, tensor in zip(entries, product.tensors, strict=True):
-            self.places.setdefault(layer, []).append(StoredMatrix(entry.name, entry.offset, entry.num_bytes))
+            self.places.setdefault(layer, []).append(entry)
             self.tiers.setdefault(layer, []).append(tier)
             if tier == DEVICE:
                 continue
@@ -203,7 +203,7 @@ class CopyStream:
         self._order = {index: order for order, index in enumerate(i for i, layer in enumerate(layers) if layer)}
         self._overlaps = overlaps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        sizes = [sum(_aligned(each.host.nbytes) for each in item) for item in self._items]
+        sizes = [sum(aligned(each.host.nbytes, ALIGNMENT) for each in item) for item in self._items]
         count = min(NUM_BUFFERS, len(self._items))
         self._buffers = [
             torch.empty(max(sizes[buffer::count]), dtype=torch.uint8, device=device) for buffer in range(count)
@@ -212,7 +212,7 @@ class CopyStream:
             buffer, at = self._buffers[order % count], 0
             for _, host, there in item:
                 there.data = buffer[at : at + host.nbytes].view(host.dtype).view(host.shape)
-                at += _aligned(host.nbytes)
+                at += aligned(host.nbytes, ALIGNMENT)
         self._next = 0  # the next layer that is copied, counted since the start
         self._given = 0  # layers that were computed
         self._copied: list[torch.cuda.Event | None] = [None] * count
@@ -232,7 +232,7 @@ class CopyStream:
 
     @property
     def bytes_from_disk(self) -> int:
-        """See LayerStream."""
+        """Bytes of `bytes_read` that came from the disk."""
         return 0 if self._disk is None else self._disk.bytes_read
 
     def begin(self) -> None:
@@ -358,7 +358,3 @@ def load_on_device(
         time.perf_counter() - begun,
     )
     return OffloadedModel(model, weights, stream, None, overlaps=overlaps)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.kernels.memory import huge_pages
 from quire.offload.mover import NOTHING, IoRequest, IoTicket
 from quire.options import format_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def pinned(num_bytes: int, device: torch.device, owner: object) -> Tensor:

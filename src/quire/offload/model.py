@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from quire.config import format_bytes
-from quire.kernels.memory import Fill, HugePageAllocator, WeightMemory, huge_pages
-from quire.models.image_folder import Image, ImageError
+from quire.kernels.memory import Fill, HugePageAllocator, huge_pages
+from quire.models.image_folder import Image, ImageEntry, ImageError
 from quire.models.images import ensure_image
+from quire.models.plan import Model
 from quire.offload.blocks import BlockPlan, run
 from quire.offload.hidden import HiddenStates
 from quire.offload.ops import RelocatableOps
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
-from quire.offload.weight_placement import (
-    StoredMatrix,
-    WeightPlacement,
-    enclosing_blocks,
-    place_by_split,
-    place_within_memory,
-)
+from quire.offload.weight_placement import WeightPlacement, enclosing_blocks, place_by_split, place_within_memory
 from quire.stores.direct import DirectFile, reads_direct
 
 if TYPE_CHECKING:
@@ -33,39 +28,13 @@ if TYPE_CHECKING:
 
     from quire.models.images import ImageSpec
     from quire.models.layers import Ops
-    from quire.models.plan import Model, StepPlan
+    from quire.models.plan import StepPlan
+    from quire.offload.device import CopyStream
 
 log = logging.getLogger("quire")
 
 
-class LayerStream(Protocol):
-    """Loads layers in order, pass after pass: see `WeightStream`."""
-
-    num_loads: int
-    bytes_read: int
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds that the host waited."""
-
-    @property
-    def bytes_from_disk(self) -> int:
-        """Bytes of `bytes_read` that came from the disk."""
-
-    def begin(self) -> None:
-        """Begins a pass."""
-
-    def take(self, layer: int) -> None:
-        """A layer is computed after this call."""
-
-    def give(self, layer: int) -> None:
-        """A layer has been computed."""
-
-    def close(self) -> None:
-        """Ends."""
-
-
-class OffloadedModel:
+class OffloadedModel(Model):
     """See `models.plan.Model`. Each layer waits for its weights, and gives their memory back.
 
     weights   where the matrices are
@@ -76,7 +45,13 @@ class OffloadedModel:
     """
 
     def __init__(
-        self, model: Model, weights: WeightPlacement, stream: LayerStream, folder: Path | None, *, overlaps: bool = True
+        self,
+        model: Model,
+        weights: WeightPlacement,
+        stream: WeightStream | CopyStream,
+        folder: Path | None,
+        *,
+        overlaps: bool = True,
     ) -> None:
         self.shape = model.shape
         self.folder = folder
@@ -92,20 +67,8 @@ class OffloadedModel:
         """See Model. The plan may be a block's."""
         if isinstance(plan, BlockPlan):
             self.stream.begin()
-            return run(
-                self._model,
-                tokens,
-                positions,
-                plan,
-                take=self.stream.take,
-                give=self.stream.give,
-                states=self.states,
-                overlaps=self.overlaps,
-            )
-        state = self.begin(tokens, positions)
-        for index in range(self.shape.num_layers):
-            state = self.layer(index, state, plan)
-        return self.finish(state)
+            return run(self._model, tokens, positions, plan, self.stream, self.states, overlaps=self.overlaps)
+        return super().hidden(tokens, positions, plan)
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """See Model. Layers must then be used in order, each once."""
@@ -132,7 +95,7 @@ class _Resident:
     """Memory for packed weights: reads what stays in memory, and promises the rest."""
 
     def __init__(self, image: Image, weights: WeightPlacement) -> None:
-        self._order: Iterator[StoredMatrix] = (place for section in _sections(image) for place in section)
+        self._order = (entry for section in image.sections for entry in section.entries)
         self._streamed = {place.name for layer in weights.streamed for piece in layer for place in piece.places}
         self._file = DirectFile(image.path, is_direct=reads_direct(image.path))
         # One mapping: pages have 2 MiB, and in blocks for a few matrices the last page of each block is mostly empty.
@@ -162,13 +125,6 @@ class _Resident:
         self._file.close()
 
 
-def _sections(image: Image) -> list[list[StoredMatrix]]:
-    return [
-        [StoredMatrix(entry.name, entry.offset, entry.num_bytes) for entry in section.entries]
-        for section in image.sections
-    ]
-
-
 def load_offloaded(
     wanted: ImageSpec,
     build: Callable[[Ops], Model],
@@ -190,17 +146,14 @@ def load_offloaded(
     overlaps   whether the next layer is read while one is computed
     Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.
     """
-
-    def make(memory: WeightMemory) -> Model:
-        return build(RelocatableOps(memory))
-
-    image = ensure_image(wanted, make)
-    layers, fixed = [], []
-    for section, places in zip(image.sections, _sections(image), strict=True):
+    image = ensure_image(wanted, lambda memory: build(RelocatableOps(memory)))
+    layers: list[Sequence[ImageEntry]] = []
+    fixed: list[ImageEntry] = []
+    for section in image.sections:
         if section.name.startswith("layers."):
-            layers.append(places)
+            layers.append(section.entries)
         else:
-            fixed += places
+            fixed += section.entries
     names = {place.name.partition(" ")[0] for place in fixed}
     unpacked = sum(size for name, size in (outside or {}).items() if name not in names)
     if split is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,6 +54,14 @@ class IoTicket:
 
 NOTHING = IoTicket(0, (), "")
 """A ticket without parts."""
+
+
+def end_threads(threads: Sequence[threading.Thread], file: DirectFile) -> None:
+    """Closes the file of threads that were told to end, once they have."""
+    for thread in threads:
+        thread.join(CLOSE_SECONDS)
+    if not any(thread.is_alive() for thread in threads):
+        file.close()
 
 
 class Mover:
@@ -107,10 +115,7 @@ class Mover:
             self._changed.notify_all()
         for ticket, _, _ in left:
             self._finish(ticket, QuireError("it was closed"))
-        for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
-        if not any(thread.is_alive() for thread in self._threads):
-            self._file.close()
+        end_threads(self._threads, self._file)
 
     def _add(self, parts: Iterable[IoRequest], is_write: bool, after: tuple[IoTicket, ...]) -> IoTicket:
         todo = list(parts)

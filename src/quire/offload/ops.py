@@ -46,7 +46,7 @@ class RelocatableLinear:
 
 
 class RelocatableOps(CpuOps):
-    """See `models.layers.Ops`. Knows which product has which matrix."""
+    """See `models.layers.TorchOps`. Knows which product has which matrix."""
 
     def __init__(self, memory: WeightMemory) -> None:
         super().__init__(memory)

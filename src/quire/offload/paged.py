@@ -257,7 +257,7 @@ class WorkingSet:
 
 
 class Pager:
-    """Brings what the micro-batches of a step compute with, and lets it go: see `blocks.FarTable`.
+    """Brings what the micro-batches of a step compute with, and lets it go. `OffloadedTable` has the same methods.
 
     table       a chunk table over a paged arena
     max_batch_chunks  most chunks of a micro-batch

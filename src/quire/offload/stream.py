@@ -16,15 +16,13 @@ import torch
 
 from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
+from quire.offload.mover import end_threads
 from quire.offload.weight_placement import ReadRange, buffer_sizes
 from quire.stores.direct import REQUEST_BYTES, DirectFile, reads_direct
 from quire.stores.throttle import Throttle
 
 NUM_READERS = 2
 """One of them reads while the other one's request is being completed."""
-
-CLOSE_SECONDS = 1.0
-"""Time that a thread has to end. One that hangs in a read is left alone, with the file."""
 
 OnLoaded = Callable[[str, torch.Tensor], None]
 """Called with a matrix's name and its bytes, uint8 [num_bytes], which stay there until its layer has been computed."""
@@ -53,10 +51,8 @@ class WeightStream:
         uint8 [num_bytes]. Raises OSError.
         """
         self._items = [tuple(layer) for layer in layers if layer]
-        self._order: dict[int, int] = {}
-        for index, layer in enumerate(layers):
-            if layer:
-                self._order[index] = len(self._order)
+        read = [index for index, layer in enumerate(layers) if layer]
+        self._order = {index: order for order, index in enumerate(read)}
         self._moved = moved
         self.throttle = Throttle(bandwidth)
         self._overlaps = overlaps
@@ -85,7 +81,7 @@ class WeightStream:
 
     @property
     def bytes_from_disk(self) -> int:
-        """See `offload.model.LayerStream`: all of them."""
+        """Bytes of `bytes_read` that came from the disk: all of them."""
         return self.bytes_read
 
     def begin(self) -> None:
@@ -130,10 +126,7 @@ class WeightStream:
             self._is_closed = True
             self._changed.notify_all()
         self.throttle.close()
-        for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
-        if not any(thread.is_alive() for thread in self._threads):
-            self._file.close()
+        end_threads(self._threads, self._file)
 
     @staticmethod
     def _requests_of(item: Sequence[ReadRange]) -> list[tuple[int, int, int]]:

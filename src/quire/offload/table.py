@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attention.pages import PageTable
 from quire.attention.rows import RowSlice
@@ -42,9 +42,6 @@ from quire.offload.mover import IoRequest, IoTicket, Mover
 from quire.offload.step_chunks import FarChunks, StepChunks, distinct, path_of
 from quire.offload.units import ALL, Share
 from quire.stores.direct import padded
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class LayerBuffers:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
+from quire.models.image_folder import ImageEntry
 from quire.offload.units import Share, Split
 from quire.options import format_bytes
 
@@ -21,21 +22,12 @@ _STEPS = 1000
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
-    """A matrix in a file of packed weights."""
-
-    name: str
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class ReadRange:
     """Consecutive bytes of the file: whole blocks around neighbouring matrices."""
 
     offset: int
     num_bytes: int
-    places: tuple[StoredMatrix, ...]
+    places: tuple[ImageEntry, ...]
 
 
 class TierAssigner:
@@ -78,19 +70,18 @@ def realised_split(sizes: Sequence[Sequence[int]], tiers: Sequence[Sequence[int]
     return Split(tuple(Share(size / total) for size in placed))
 
 
-def read_ranges(layer: Sequence[StoredMatrix], tiers: Sequence[int], tier: int) -> tuple[ReadRange, ...]:
+def read_ranges(layer: Sequence[ImageEntry], tiers: Sequence[int], tier: int) -> tuple[ReadRange, ...]:
     """What must be read for the matrices of a layer on a tier. Neighbours share a piece, and pieces share no block."""
     found: list[ReadRange] = []
     for place, home in zip(layer, tiers, strict=True):
         if home != tier:
             continue
-        start = place.offset // ALIGNMENT * ALIGNMENT
-        end = -(-(place.offset + place.num_bytes) // ALIGNMENT) * ALIGNMENT
+        start, size = enclosing_blocks(place)
         if found and found[-1].offset + found[-1].num_bytes >= start:
             last = found.pop()
-            found.append(ReadRange(last.offset, end - last.offset, (*last.places, place)))
+            found.append(ReadRange(last.offset, start + size - last.offset, (*last.places, place)))
         else:
-            found.append(ReadRange(start, end - start, (place,)))
+            found.append(ReadRange(start, size, (place,)))
     return tuple(found)
 
 
@@ -117,9 +108,9 @@ class WeightPlacement:
     unpacked   bytes of other matrices outside of layers, which are not in the file and stay in memory too
     """
 
-    layers: tuple[tuple[StoredMatrix, ...], ...]
+    layers: tuple[tuple[ImageEntry, ...], ...]
     tiers: tuple[tuple[int, ...], ...]
-    fixed: tuple[StoredMatrix, ...]
+    fixed: tuple[ImageEntry, ...]
     requested: Split
     unpacked: int = 0
 
@@ -159,14 +150,14 @@ class WeightPlacement:
         return realised_split(sizes, self.tiers, len(self.requested.shares))
 
 
-def enclosing_blocks(place: StoredMatrix) -> tuple[int, int]:
+def enclosing_blocks(place: ImageEntry) -> tuple[int, int]:
     """Offset and bytes of the whole blocks around a matrix."""
     start = place.offset // ALIGNMENT * ALIGNMENT
     return start, -(-(place.offset + place.num_bytes - start) // ALIGNMENT) * ALIGNMENT
 
 
 def place_by_split(
-    layers: Sequence[Sequence[StoredMatrix]], fixed: Sequence[StoredMatrix], split: Split, *, unpacked: int = 0
+    layers: Sequence[Sequence[ImageEntry]], fixed: Sequence[ImageEntry], split: Split, *, unpacked: int = 0
 ) -> WeightPlacement:
     """Places a model's matrices by shares of memory and disk."""
     tiers = assign_tiers([[place.num_bytes for place in layer] for layer in layers], split)
@@ -174,7 +165,7 @@ def place_by_split(
 
 
 def place_within_memory(
-    layers: Sequence[Sequence[StoredMatrix]], fixed: Sequence[StoredMatrix], memory: int, *, unpacked: int = 0
+    layers: Sequence[Sequence[ImageEntry]], fixed: Sequence[ImageEntry], memory: int, *, unpacked: int = 0
 ) -> WeightPlacement:
     """Places as much as possible in `memory` bytes, buffers included.
 

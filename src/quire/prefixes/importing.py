@@ -235,7 +235,7 @@ def check_pages(
             raise QuireError("a chunk was computed and is not in the cache")
         segment, count = place
         origin = RunIdentity((name,), run.tokens[row * PAGE_TOKENS : (row + 1) * PAGE_TOKENS], run.namespace)
-        pages = HeldPages.of(table, origin, segment.chunks[count - 1 : count])
+        pages = HeldPages(table, origin, segment.chunks[count - 1 : count])
         mine = decoded(table, pages.run, [bytes(extent) for extent in pages.pack(range(shape.num_layers))], 0)
         pages.release()
         theirs = decoded(table, run, [bytes(extent) for extent in archive.extents(each)], row)

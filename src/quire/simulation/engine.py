@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from quire.engine.calibration import Calibration
 from quire.engine.capacity import MeasuredCapacity, measure_capacity, measure_prefill
 from quire.engine.control_plane import ChunkFormats, formats_of, namespace_of, retention_of, scheduler_of
 from quire.engine.engine import Engine
-from quire.engine.output_processor import DetokenizerProtocol
 from quire.engine.outputs import RequestOutput
 from quire.engine.sizes import EngineSizes
 from quire.engine.step import Result, Slice, Step
@@ -33,6 +32,9 @@ from quire.simulation.events import Events, StepClock
 from quire.simulation.table import PagesOnly
 from quire.stores.tiers import Tier, Tiers
 
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Detokenizer
+
 NO_MARKS = StructuralTokens((), frozenset())
 """Imagined tokens have no meaning. Retention keeps the first ones as special in any case."""
 
@@ -44,7 +46,7 @@ class NoText:
         """Nothing."""
         return ""
 
-    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> DetokenizerProtocol:
+    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> Detokenizer:
         """Never called: requests are not detokenized."""
         raise AssertionError("a simulated request has no text")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.models.quants import GROUP_CODES, Weight, plain
+from quire.models.quants import FORMATS, GROUP_CODES, Weight, plain
 from quire.models.triton_ops import TritonOps
-from quire.models.triton_packed import FORMATS, PackedMatrix
+from quire.models.triton_packed import PackedMatrix
 
 from ...packed_blocks import KINDS, random_blocks
 

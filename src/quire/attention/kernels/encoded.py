@@ -313,22 +313,9 @@ def attend_page(
     first_q, second_q = first_query, second_query
     if ROTATE:
         base, slot_cos, slot_sin = slot_angles(
-            words,
-            masks,
-            slot_positions,
-            bases,
-            cos,
-            sin,
-            turns,
-            chunk_id,
-            layer_head,
-            page_start,
-            order,
-            ROW,
-            HALF,
-            HP,
-            P,
-        )
+            words, masks, slot_positions, bases, cos, sin, turns, chunk_id, layer_head, page_start, order, ROW, HALF,
+            HP, P,
+        )  # fmt: skip
         first, second = turned(first, second, slot_cos, slot_sin)
         # All rows of a decode piece have the same position.
         past = (tl.full((1,), 0, tl.int32) + end if APPEND else position) - base

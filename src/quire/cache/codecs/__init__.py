@@ -32,7 +32,6 @@ class PageFormat(Protocol):
     @property
     def page_bytes(self) -> int | NDArray[np.int32]:
         """Bytes of one page: 64 slots of one head of one layer, a multiple of 128. [L, H] where they differ."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,14 @@ class Codec(PageFormat, Protocol):
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keys and values [n, P, D] of a head as page images, uint8 [n, page_bytes]."""
-        ...
 
     def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page images uint8 [n, page_bytes] as keys and values, float32 [n, P, D] each."""
-        ...
 
     def move(self, arena: torch.Tensor, moves: SlotMoves) -> None:
         """Overwrites token slots of pages in an arena, uint8 [bytes], with other ones, in place: bit for bit what
         encoding these tokens in their new slots would give. On a GPU, enqueued on the current stream.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,7 @@ def scores_of(peaks: Floats, positions: Int32s, num_tokens: int) -> Floats:
 
 
 def allocate(
-    scores: Floats,
-    positions: Int32s,
-    special: Bools,
-    page_bytes: NDArray[Any],
-    page_tokens: int,
-    most_bytes: float,
+    scores: Floats, positions: Int32s, special: Bools, page_bytes: NDArray[Any], page_tokens: int, most_bytes: float
 ) -> Bools:
     """The tokens that heads keep in whole pages, bool [heads, slots]. A head fills its pages if it has the tokens. The
     first of equal tokens are kept.

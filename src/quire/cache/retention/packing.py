@@ -40,8 +40,8 @@ class PathPacker:
     """Follows what retention leaves of paths with their pages and their rows of sums."""
 
     def __init__(self, eviction: Eviction) -> None:
-        table = eviction.table
-        assert isinstance(table, ChunkTable) and table.sums is not None, "the table has no room for sums"
+        table = eviction.pages
+        assert table.sums is not None, "the table has no room for sums"
         self.table, self.sums = table, table.sums
         self.eviction, self.tree = eviction, eviction.tree
 

@@ -1,11 +1,10 @@
-"""What the cache and the scheduler ask retention, and the answers for sequences that keep every token."""
+"""What retention answers to the cache and the scheduler, and the answers for sequences that keep every token."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire.cache.counts import ChunkCounts
 from quire.cache.holder import Holder
@@ -70,71 +69,12 @@ class Profiling(NamedTuple):
     decides: bool = False
 
 
-class RetentionProtocol(Protocol):
-    """Answers for heads that keep every token (`KeepAll`), or not (`Retainer`). Neither cache nor scheduler asks which.
+class KeepAll:
+    """Every head keeps every token. `Retainer` has the same methods for heads that do not; neither cache nor scheduler
+    asks which of the two it has.
 
     per_chunk    the demand of a running sequence for one more chunk
     bytes_freed  bytes of the pages that retention took from requests since start
-    """
-
-    per_chunk: Demand
-    bytes_freed: int
-
-    def limits(self, holder: Holder) -> PromptLimits:
-        """The limits of a sequence's prompt."""
-        ...
-
-    def slice_limits(self, holder: Holder) -> SliceLimits:
-        """The limits of its next slice."""
-        ...
-
-    def profiling(self, holder: Holder, end: int) -> Profiling | None:
-        """How a slice that ends after `end` tokens is profiled; None if it is not."""
-        ...
-
-    def must_wait(self, holder: Holder) -> bool:
-        """Whether another sequence is about to cache what this one needs."""
-        ...
-
-    def expected(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
-        """The demand of undecided sequences beyond what is reserved for their prompts without retention. Its chunks may
-        be fewer than none: sequences that shrink one after the other need less than all prompts at once.
-        """
-        ...
-
-    def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
-        """The demand, beside chunks, of a path that grows to `num_tokens` tokens by `num_sealed` sealed chunks."""
-        ...
-
-    # ---- what happens ----------------------------------------------------------------------------------------------
-
-    def enter(self, holder: Holder) -> None:
-        """A sequence is admitted."""
-        ...
-
-    def resume(self, holder: Holder, num_taken: int) -> None:
-        """The path of a sequence was to be extended over cached chunks, and took `num_taken` of them."""
-        ...
-
-    def extend(self, path: Path, num_sealed: int) -> None:
-        """A path has new chunks. Takes the demand of `growth`."""
-        ...
-
-    def seal(self, holder: Holder, make_room: Callable[[Demand], bool]) -> None:
-        """The sealed chunks of a sequence are computed, and the tree has those that it may get.
-
-        make_room  makes room for a demand of the sequence, if there may be
-        """
-        ...
-
-    def leave(self, holder: Holder) -> None:
-        """A sequence ends, is preempted, or has been decided on."""
-        ...
-
-
-class KeepAll:
-    """Every head keeps every token.
-
     replays  whether the tokens of an answer are computed otherwise than those of a prompt. Then chunks with such tokens
              stay out of the tree, where prompts would find them, and after a preemption they are computed again one
              token at a time
@@ -168,8 +108,9 @@ class KeepAll:
             return SliceLimits(end, end)
         return SliceLimits(holder.num_prompt if num_tokens < holder.num_prompt else num_tokens + 1, end)
 
-    def profiling(self, holder: Holder, end: int) -> None:
+    def profiling(self, holder: Holder, end: int) -> Profiling | None:
         """Never."""
+        return None
 
     def must_wait(self, holder: Holder) -> bool:
         """Never."""

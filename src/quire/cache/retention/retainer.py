@@ -37,7 +37,7 @@ LEAST_RATIOS, QUANTILE = 8, 0.9
 
 
 class Retainer:
-    """Retention of all sequences of one engine: a `RetentionProtocol`.
+    """Retention of all sequences of one engine. `KeepAll` has the same methods for heads that keep every token.
 
     replays       see `KeepAll`. Here it matters for answers to prompts of which everything is kept
     shares_sums   whether the tree keeps sums. Not within a budget: the last rows rank its tokens, and every prompt
@@ -111,8 +111,9 @@ class Retainer:
 
     def expected(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
         """The most that undecided sequences will need if they are computed one after the other and each then keeps the
-        share that other requests kept. Beside their chunks they need rows of sums, the tree's included, and room for
-        the positions of packed pages.
+        share that other requests kept, beyond what is reserved for their prompts without retention. Beside their chunks
+        they need rows of sums, the tree's included, and room for the positions of packed pages. The chunks may be fewer
+        than none: sequences that shrink one after the other need less than all prompts at once.
         """
         reads = [
             (each.path, [(segment, len(segment.chunks)) for segment in each.path.segments])
@@ -137,41 +138,47 @@ class Retainer:
             most = max(most, before + max(own + lacking, after) - own)
             before += after - own
             reserved += lacking
-            num_sums += self._num_sums(path.reservation.num_reserved) - len(path.retention.sums)
+            # Rows of sums and positions for the prompt, and for the beginnings of it that the tree keeps.
+            num_prompt = path.reservation.num_reserved
+            kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_prompt) if self.shares_sums else 0
+            num_sums += (1 + self.table.encodes) * -(-num_prompt // PAGE_TOKENS) + kept - len(path.retention.sums)
             num_rows += path.num_stored
         return self.table.demand(math.ceil(most) - reserved, sums=num_sums, rows=num_rows)
 
     def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
-        """Rows of sums, and room for the positions of packed pages."""
+        """The demand, beside chunks, of a path that grows to `num_tokens` tokens by `num_sealed` sealed chunks: rows of
+        sums, and room for the positions of packed pages.
+        """
         kept = path.retention
         missing = kept.needs_sums * max(0, -(-num_tokens // PAGE_TOKENS) - len(kept.sums) - kept.num_dropped)
         packed = num_sealed * (self.table.encodes and kept.retained is not None)
         return self.table.demand(sums=missing + packed)
 
-    def _num_sums(self, num_prompt: int) -> int:
-        """Rows of sums and positions for a prompt, and for the beginnings of it that the tree keeps."""
-        kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_prompt) if self.shares_sums else 0
-        return (1 + self.table.encodes) * -(-num_prompt // PAGE_TOKENS) + kept
-
     # ---- what happens ----------------------------------------------------------------------------------------------
 
     def enter(self, holder: Holder) -> None:
-        """The sequence is undecided."""
+        """A sequence is admitted: it is undecided."""
         self._undecided[holder] = None
 
     def resume(self, holder: Holder, num_taken: int) -> None:
-        """Gives the path's sums back: its new chunks have none, or bring those of their end."""
+        """The path of a sequence was to be extended over cached chunks, and took `num_taken` of them. Gives the path's
+        sums back: its new chunks have none, or bring those of their end.
+        """
         if num_taken:
             self.packer.free_sums(holder.path)
         if self.shares_sums:
             self.shared_sums.resume(holder, num_taken, self.retention.num_reusable(holder.num_prompt))
 
     def extend(self, path: Path, num_sealed: int) -> None:
-        """Takes rows of zero sums."""
+        """A path has new chunks. Takes the demand of `growth`: rows of zero sums."""
         self.packer.extend(path, num_sealed)
 
     def seal(self, holder: Holder, make_room: Callable[[Demand], bool]) -> None:
-        """After the decision, each sealed chunk leads to a new choice among all tokens, whose pages are then packed."""
+        """The sealed chunks of a sequence are computed, and the tree has those that it may get. After the decision,
+        each sealed chunk leads to a new choice among all tokens, whose pages are then packed.
+
+        make_room  makes room for a demand of the sequence, if there may be
+        """
         path, retained = holder.path, holder.path.retention.retained
         if retained is None:
             self.shared_sums.attach(holder, make_room)
@@ -183,7 +190,7 @@ class Retainer:
         self.bytes_freed += self.packer.pack(path, retained, num_pages)
 
     def leave(self, holder: Holder) -> None:
-        """The sequence is not undecided any more, and the tree gets no more of its sums."""
+        """A sequence ends, is preempted, or has been decided on: the tree gets no more of its sums."""
         self._undecided.pop(holder, None)
         self.shared_sums.stops.pop(holder, None)
 
