@@ -222,10 +222,14 @@ def test_damaged_lost_and_repeated_messages_cost_no_token(
 ) -> None:
     rng = random.Random(seed)
     prompts, params = asked(rng, tries(8), max_tokens=10)
+    expected = tokens(single_engine.generate(prompts, params))
     with threads(model, f"{faults},seed={seed}", timeout=1, tries=50) as running:
-        assert tokens(running.generate(prompts, params)) == tokens(single_engine.generate(prompts, params))
         connections = [running.instance(role)._connections for role in ("prefill", "decode")]
-        happened = sum((each.counts for each in connections if isinstance(each, FaultyConnections)), Counter[str]())
+        for _ in range(30):  # few messages may all arrive
+            assert tokens(running.generate(prompts, params)) == expected
+            happened = sum((each.counts for each in connections if isinstance(each, FaultyConnections)), Counter[str]())
+            if happened:
+                break
         assert set(happened) == {faults.partition("=")[0]}, "nothing went wrong"
 
 
