@@ -47,7 +47,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 QUIET = HEALTH | {"/metrics"}
 """What machines ask for again and again: it is not in the access log."""
@@ -117,7 +117,7 @@ class AccessMiddleware:
 
 
 def create_app(
-    llm: EngineProtocol, serve_config: ServeConfig, keys: ApiKeys | None = None, slo: SloConfig | None = None
+    llm: ServedEngine, serve_config: ServeConfig, keys: ApiKeys | None = None, slo: SloConfig | None = None
 ) -> FastAPI:
     """The application that serves `llm`. Its `state.service` counts the current requests and can refuse new ones.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,8 +21,10 @@ from quire.server.auth import is_loopback
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
 from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.event_stream import unless_disconnected
-from quire.server.protocol import Operations
 from quire.server.service import Service
+
+if TYPE_CHECKING:
+    from quire.cluster.operations import ClusterOperations
 
 log = logging.getLogger("quire.server")
 
@@ -83,21 +85,21 @@ class ClusterEndpoints:
         await self._finish(request, switch)
         return self._answer(operations)
 
-    def _check_no_switch(self, operations: Operations) -> None:
+    def _check_no_switch(self, operations: ClusterOperations) -> None:
         """Raises ApiError 409 while a switch is under way, or waits for its turn. The cluster may have begun it."""
         switch = operations.state()["switch"]
         if self._switches or (switch is not None and not switch["error"]):
             message = "a switch to another placement is under way; try again when it has ended"
             raise ApiError(409, message, code="switch_under_way")
 
-    def _operations(self) -> Operations:
+    def _operations(self) -> ClusterOperations:
         found = self._service.engine.operations
         if found is None:
             message = "this server has one engine and no cluster; see cluster.prefill, cluster.decode, cluster.mixed"
             raise ApiError(404, message, code="no_cluster")
         return found
 
-    def _changeable(self) -> Operations:
+    def _changeable(self) -> ClusterOperations:
         """Raises ApiError 404 without a cluster, and 403 on a public server without keys: anybody could stop it."""
         found, config = self._operations(), self._service.config
         if not self._service.keys.keys and (config.allow_public or not is_loopback(config.host)):
@@ -105,7 +107,7 @@ class ClusterEndpoints:
             raise ApiError(403, message, code="operators_only")
         return found
 
-    def _named(self, place: str) -> Operations:
+    def _named(self, place: str) -> ClusterOperations:
         """Raises ApiError 404 for an instance that is not there, too."""
         found = self._changeable()
         places = [each["place"] for each in found.state()["instances"]]
@@ -138,7 +140,7 @@ class ClusterEndpoints:
         if error is not None and not isinstance(error, EngineStoppedError | ApiError):
             log.error("an operation on instances failed: %s", error)
 
-    def _answer(self, operations: Operations) -> Response:
+    def _answer(self, operations: ClusterOperations) -> Response:
         state = operations.state()
         found: shapes.ClusterInfo = {
             "instances": [_instance(each) for each in state["instances"]],

@@ -15,7 +15,7 @@ from quire.server.shapes import PromptLogprob, TextLogprobs, TokenLogprob, TopLo
 
 if TYPE_CHECKING:
     from quire.engine.outputs import Logprob
-    from quire.server.protocol import TokenizerProtocol
+    from quire.models.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 500_000
 """Maximum number of prompt log-probabilities in one answer, over all choices. Each takes about 70 bytes of JSON (35 MB
@@ -49,7 +49,7 @@ def check_prompt_logprobs(asked: Mapping[str, int | None], num_choices: int, num
 class TokenTextCache:
     """The text of single tokens, cached per request, because the same few ids recur at many positions."""
 
-    def __init__(self, tokenizer: TokenizerProtocol) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 

@@ -16,7 +16,7 @@ from quire.tools.calls import Tool
 from quire.tools.conversation import ChatText, render_chat
 
 if TYPE_CHECKING:
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class RequestTokenizer:
     each may use a core and much memory.
     """
 
-    def __init__(self, engine: EngineProtocol, keep_tokens: bool = False) -> None:
+    def __init__(self, engine: ServedEngine, keep_tokens: bool = False) -> None:
         """keep_tokens: of users' and tools' texts in conversations; see `render_chat`."""
         self.engine = engine
         self._keep_tokens = keep_tokens

@@ -28,7 +28,7 @@ from quire.server.tooling import Tooling, refusals
 from quire.tools.calls import TextDelta
 
 if TYPE_CHECKING:
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 LOGPROB_BYTES = 90
 """About those of a log-probability in an answer."""
@@ -66,7 +66,7 @@ async def create_response(service: Service, request: Request) -> Response:
     return await collector.answer(request, stream=body.stream)
 
 
-async def _tooling(engine: EngineProtocol, body: ResponsesRequest, salt: str) -> Tooling:
+async def _tooling(engine: ServedEngine, body: ResponsesRequest, salt: str) -> Tooling:
     """The tools of a request. One that does not say whether it is strict is, as in OpenAI's API; but it is not where
     its schema cannot be honoured and the model is free to call.
     """

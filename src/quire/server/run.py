@@ -31,7 +31,7 @@ from quire.server.service import Service, shutting_down
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 BACKLOG = 2048
 """Maximum number of connections that wait to be accepted."""
@@ -108,7 +108,7 @@ class ServeSummary:
 
 
 async def serve(
-    llm: EngineProtocol,
+    llm: ServedEngine,
     listener: HttpListener,
     ready: Callable[[], None] = lambda: None,
     limits: ConnectionLimits | None = None,

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope
 
     from quire.config import EngineConfig, ServeConfig, SloConfig
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
-    FaultFinder = Callable[[EngineProtocol, str], Awaitable[RequestError | None]]
+    FaultFinder = Callable[[ServedEngine, str], Awaitable[RequestError | None]]
     """Finds what of a request is at fault, for requests with a salt."""
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: EngineProtocol, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None
+        self, engine: ServedEngine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None
     ) -> None:
         self.engine = engine
         self.config = config
