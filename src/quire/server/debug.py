@@ -17,10 +17,10 @@ from starlette.responses import Response
 from quire.server import shapes
 from quire.server.auth import is_loopback
 from quire.server.debug_tiers import moves_of, tiers_of
+from quire.server.engine_metrics import hit_rate
 from quire.server.errors import ApiError, bad_request
 from quire.server.event_stream import unless_disconnected
 from quire.server.json_encoding import encoded, pieces
-from quire.server.metrics import hit_rate
 from quire.server.service import Service
 from quire.server.usage import TenantTokens
 

@@ -131,9 +131,7 @@ class Service:
     waiting          by tenant, the tokens of its jobs that wait for their first token
     """
 
-    def __init__(
-        self, engine: ServedEngine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None
-    ) -> None:
+    def __init__(self, engine: ServedEngine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None) -> None:
         self.engine = engine
         self.config = config
         self.keys = keys
