@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -31,13 +31,6 @@ class QueuedTokens:
     num_tokens: int
 
 
-class Refusal(NamedTuple):
-    """The status of an error and what its answer says. The exception itself would keep the body."""
-
-    status: int
-    error: Mapping[str, Any]
-
-
 @dataclass
 class AccessRecord:
     """What is known of a request when it ends. Times are of time.monotonic.
@@ -45,7 +38,7 @@ class AccessRecord:
     request_id  the client's X-Request-Id, or one of ours
     answer_id   of the completion, by which engines log it
     num_kept    tokens of the prompts that retention keeps; None without retention
-    refusal     the error that it was answered with
+    refusal     a line about the error that it was answered with
     queued      what may wait of its prompts
     """
 
@@ -57,7 +50,7 @@ class AccessRecord:
     num_cached: int = 0
     num_generated: int = 0
     num_kept: float | None = None
-    refusal: Refusal | None = None
+    refusal: str | None = None
     queued: list[QueuedTokens] = field(default_factory=list)
 
     @classmethod
@@ -74,12 +67,10 @@ class AccessRecord:
         if item.kept_fraction is not None:
             self.num_kept = (self.num_kept or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
 
-    def reason(self) -> str | None:
-        """A line about the error that the request was answered with; None if it was none."""
-        if (refusal := self.refusal) is None:
-            return None
+    def refuse(self, status: int, error: Mapping[str, Any]) -> None:
+        """Notes the error that the request is answered with."""
         # As JSON, because the message may quote the request: line breaks of it must not begin another line.
-        return f"refused id={self.request_id} status={refusal.status} error={json.dumps(refusal.error)}"
+        self.refusal = f"refused id={self.request_id} status={status} error={json.dumps(error)}"
 
     def line(self, scope: Scope, status: int) -> str:
         """The line of a request that has ended: name=value, and what has no value is left out."""

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.chat_schema import ChatRequest, content_text
+from quire.server.chat_schema import ChatRequest, content_text, template_messages
 from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
 from quire.server.errors import json_response
 from quire.server.event_stream import sse_event
@@ -30,7 +30,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         tooling = await Tooling.of(body, service.engine.tokenizer)
         ids = await service.request_tokenizer.encode_chat(
-            body.messages,
+            lambda: template_messages(body.messages),
             body.chat_template_kwargs,
             body.begins_answer,
             tooling.tools,
@@ -75,19 +75,16 @@ class ChatChoiceBuilder:
     def add(self, event: ChoiceDelta) -> None:
         """Adds what is new, apart from what is told of tokens."""
         for part in event.parts:
-            self._add_part(part)
+            match part:
+                case TextDelta(text):
+                    self.text += text
+                case ReasoningDelta(text):
+                    self.reasoning += text
+                case CallStart(_, id_, name):
+                    self.calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": ""}})
+                case ArgumentsDelta(index, text):
+                    self.calls[index]["function"]["arguments"] += text
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
-
-    def _add_part(self, part: AnswerDelta) -> None:
-        match part:
-            case TextDelta(text):
-                self.text += text
-            case ReasoningDelta(text):
-                self.reasoning += text
-            case CallStart(_, id_, name):
-                self.calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": ""}})
-            case ArgumentsDelta(index, text):
-                self.calls[index]["function"]["arguments"] += text
 
     def message(self, before: str) -> shapes.ChatMessage:
         """The whole answer. before: what stands before its text."""

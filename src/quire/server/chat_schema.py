@@ -66,10 +66,6 @@ class FunctionCallParam(ConversationObject):
     arguments: JsonText
     parsed_arguments: Ignored = None
 
-    def parsed(self) -> Any:
-        """See `read_arguments`."""
-        return read_arguments(self.arguments)
-
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -145,7 +141,7 @@ class AssistantMessage(BaseMessage):
         """See BaseMessage."""
         calls = [
             {"id": call.id, "type": "function",
-             "function": {"name": call.function.name, "arguments": call.function.parsed()}}
+             "function": {"name": call.function.name, "arguments": read_arguments(call.function.arguments)}}
             for call in self.tool_calls or ()
         ]  # fmt: skip
         message: dict[str, Any] = {"role": "assistant", "content": content_text(self.content), **super().for_template()}
@@ -180,6 +176,11 @@ Message = Annotated[
     | Annotated[ToolMessage, Tag("=tool")],
     Discriminator(_kind_of_message),
 ]
+
+
+def template_messages(messages: list[Message] | None) -> list[dict[str, Any]]:
+    """A conversation in the form of chat templates."""
+    return [message.for_template() for message in messages or ()]
 
 
 def check_continued(messages: list[Any] | None, begins_answer: bool | None, continues: bool | None) -> None:

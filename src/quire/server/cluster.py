@@ -17,8 +17,8 @@ from starlette.responses import Response
 from quire.errors import ConfigError, EngineStoppedError, ModelError
 from quire.planning.placement_file import Placement, placement_of
 from quire.server import shapes
-from quire.server.auth import is_loopback
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
+from quire.server.debug import check_query
 from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.event_stream import unless_disconnected
 from quire.server.service import Service
@@ -101,8 +101,8 @@ class ClusterEndpoints:
 
     def _changeable(self) -> ClusterOperations:
         """Raises ApiError 404 without a cluster, and 403 on a public server without keys: anybody could stop it."""
-        found, config = self._operations(), self._service.config
-        if not self._service.keys.keys and (config.allow_public or not is_loopback(config.host)):
+        found = self._operations()
+        if self._service.is_open:
             message = "this server is public (serve.allow_public) and has no API keys; set serve.api_key_file"
             raise ApiError(403, message, code="operators_only")
         return found
@@ -155,9 +155,7 @@ class ClusterEndpoints:
 
 def _pauses(request: Request) -> bool:
     """Whether a switch may pause. Raises ApiError 400."""
-    unknown = next((name for name in request.query_params if name != "pause"), None)
-    if unknown is not None:
-        raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
+    check_query(request, "pause")
     words = {"true": True, "false": False}
     *given, text = ["true" if PAUSE["default"] else "false", *request.query_params.getlist("pause")]
     if len(given) > 1 or text not in words:

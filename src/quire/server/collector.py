@@ -128,7 +128,7 @@ class AnswerCollector:
         self._usage = renderer.usage
         self._num_choices = renderer.jobs[0].params.n
         self._is_prompt_only = is_prompt_only
-        self._readers = [_ChoiceReader(index, parser, self._usage) for index, parser in enumerate(parsers)]
+        self._readers = [_ChoiceReader(parser, self._usage) for parser in parsers]
         self._starts: dict[int, PromptStart] = {}
 
     async def answer(self, request: Request, *, stream: bool | None) -> Response:
@@ -184,45 +184,33 @@ class AnswerCollector:
         if self._is_prompt_only:
             return None if reason is None else ChoiceDelta(choice, "", (), [], None, "length", None)
         self._usage.completion_tokens += len(output.token_ids)
+        delta = ChoiceDelta(choice, output.text, (), output.token_ids, output.logprobs, reason, output.stop_reason)
         if self._readers:
-            return self._readers[choice].read(output)
-        return ChoiceDelta(choice, output.text, (), output.token_ids, output.logprobs, reason, output.stop_reason)
+            self._readers[choice].read(delta)
+        return delta
 
 
 class _ChoiceReader:
     """Parses the text of one choice, and counts its tokens of reasoning."""
 
-    def __init__(self, choice: int, parser: AnswerParser, usage: Usage) -> None:
-        self._choice = choice
+    def __init__(self, parser: AnswerParser, usage: Usage) -> None:
         self._parser = parser
         self._usage = usage
         self._num_undecided = 0
 
-    def read(self, output: CompletionOutput) -> ChoiceDelta:
-        """What an output adds to the choice."""
-        parser, text = self._parser, output.text
-        reason: str | None = output.finish_reason
+    def read(self, delta: ChoiceDelta) -> None:
+        """Parses the text of a delta."""
+        parser = self._parser
         if parser.is_plain:
-            parts: Sequence[AnswerDelta] = (TextDelta(text),) if text else ()
-            return ChoiceDelta(self._choice, text, parts, output.token_ids, output.logprobs, reason, output.stop_reason)
+            delta.parts = (TextDelta(delta.text),) if delta.text else ()
+            return
         was_outside_text, was_reasoning = parser.is_outside_text, parser.is_reasoning
-        parts = parser.read(text, is_last=reason is not None)
-        self._count_reasoning(len(output.token_ids), was_reasoning, parts)
-        is_all_text = not (was_outside_text or parser.is_outside_text)
-        is_cut = parser.is_cut
-        if reason == "stop" and parser.num_calls and not is_cut:
-            reason = "tool_calls"
-        return ChoiceDelta(
-            self._choice,
-            text,
-            parts,
-            output.token_ids,
-            output.logprobs,
-            reason,
-            output.stop_reason,
-            is_all_text,
-            is_cut,
-        )
+        delta.parts = parser.read(delta.text, is_last=delta.finish_reason is not None)
+        self._count_reasoning(len(delta.token_ids), was_reasoning, delta.parts)
+        delta.is_all_text = not (was_outside_text or parser.is_outside_text)
+        delta.is_cut = parser.is_cut
+        if delta.finish_reason == "stop" and parser.num_calls and not delta.is_cut:
+            delta.finish_reason = "tool_calls"
 
     def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: Sequence[AnswerDelta]) -> None:
         """Counts tokens of reasoning, its marks included: they may be several tokens that are held back."""

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.auth import is_loopback
 from quire.server.debug_tiers import moves_of, tiers_of
 from quire.server.engine_metrics import hit_rate
 from quire.server.errors import ApiError, bad_request
@@ -61,10 +60,7 @@ async def with_engine_timeout(answer: Awaitable[T]) -> T:
 
 def check_allowed(service: Service) -> None:
     """Raises ApiError 403 on a public server without keys: its callers may not read each other's prompts."""
-    if service.keys.keys:
-        return
-    config = service.config
-    if config.allow_public or not is_loopback(config.host):
+    if service.is_open:
         raise ApiError(
             403,
             "this endpoint shows prompts, and this server is public (serve.allow_public) and has no API keys;"
@@ -73,11 +69,16 @@ def check_allowed(service: Service) -> None:
         )
 
 
-def limit_of(request: Request) -> int:
-    """The number of prefixes asked for. Raises ApiError 400."""
-    unknown = next((name for name in request.query_params if name != "limit"), None)
+def check_query(request: Request, known: str) -> None:
+    """Raises ApiError 400 for a parameter with another name."""
+    unknown = next((name for name in request.query_params if name != known), None)
     if unknown is not None:
         raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
+
+
+def limit_of(request: Request) -> int:
+    """The number of prefixes asked for. Raises ApiError 400."""
+    check_query(request, "limit")
     if len(request.query_params.getlist("limit")) > 1:
         raise bad_request("'limit' is given more than once", "limit")
     low, high = LIMIT["minimum"], LIMIT["maximum"]

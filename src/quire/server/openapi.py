@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.errors import TYPES
+from quire.server.errors import error_type
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -102,7 +102,7 @@ class ApiDocument:
         responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
         for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):
             responses[status] = {
-                "description": TYPES[status],
+                "description": error_type(status),
                 "content": {"application/json": {"schema": _named(shapes.ErrorResponse)}},
             }
         extra: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from quire.engine.pins import PIN_PARAMS
 from quire.errors import RequestError
 from quire.prefixes.cached import parse_prefix_key
 from quire.server import shapes
+from quire.server.chat_schema import template_messages
 from quire.server.debug import check_allowed, limit_of, with_engine_timeout
 from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.event_stream import unless_disconnected
@@ -135,7 +136,9 @@ async def _prompt(service: Service, body: PrefixPrompt, tenant: str) -> tuple[li
     if body.messages is not None:
         param = "messages"
         marked = body.add_generation_prompt is True
-        ids = await service.request_tokenizer.encode_chat(body.messages, body.chat_template_kwargs, marked)
+        ids = await service.request_tokenizer.encode_chat(
+            lambda: template_messages(body.messages), body.chat_template_kwargs, marked
+        )
     else:
         param = "prompt"
         assert body.prompt is not None, "a body without a prompt"

@@ -6,9 +6,8 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -41,7 +40,7 @@ async def create_response(service: Service, request: Request) -> Response:
         salt = service.tenants.salt(request.state.tenant, body.cache_salt)
         tooling = await unless_disconnected(request.receive, _tooling(service.engine, body, salt))
         ids = await service.request_tokenizer.encode_chat(
-            lambda: [_PlainMessage(each) for each in body.messages()],
+            body.for_template,
             body.chat_template_kwargs,
             tools=tooling.tools,
             param="input",
@@ -89,16 +88,6 @@ async def _tooling(engine: ServedEngine, body: ResponsesRequest, salt: str) -> T
 def _written_tools(tools: Iterable[FunctionTool]) -> EncodedList[Any]:
     """The tools as a response tells of them."""
     return EncodedList(encoded(tool.model_dump() | {"strict": tool.strict is not False} for tool in tools))
-
-
-@dataclass(frozen=True)
-class _PlainMessage:
-    """A message that is in the form of chat templates already."""
-
-    message: Mapping[str, Any]
-
-    def for_template(self) -> dict[str, Any]:
-        return dict(self.message)
 
 
 class ResponseRenderer(Renderer):

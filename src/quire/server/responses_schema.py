@@ -262,7 +262,7 @@ class ResponsesRequest(ConversationFields, GenerationRequest):
     def _formatted(self) -> StructuredOutputsParams | None:
         return None if self.text is None or self.text.format is None else self.text.format.structure
 
-    def messages(self) -> list[dict[str, Any]]:
+    def for_template(self) -> list[dict[str, Any]]:
         """The conversation in the form of chat templates."""
         found: list[dict[str, Any]] = []
         if self.instructions is not None:

@@ -27,7 +27,7 @@ from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
 from quire.server.access_log import CURRENT, QueuedTokens
-from quire.server.auth import ApiKeys
+from quire.server.auth import ApiKeys, is_loopback
 from quire.server.body_reader import BodyReader
 from quire.server.byte_limiter import ByteLimiter
 from quire.server.errors import ApiError, bad_request
@@ -135,7 +135,7 @@ class Service:
         self.engine = engine
         self.config = config
         self.keys = keys
-        self.tenants = tenants_of(config, keys)
+        self.tenants = Tenants(() if config.tenants_share else keys.tenants)
         self.tenant_tokens: dict[str, TenantTokens] = {}
         self.sampling = engine.sampling_defaults if config.sampling_defaults == "model" else NO_DEFAULTS
         self.metrics = Metrics(engine.stats, slo)
@@ -176,14 +176,9 @@ class Service:
             self.idle.set()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the server accepts requests."""
-        return self.engine.is_ready and not self.draining
-
-    @property
-    def max_context(self) -> int:
-        """Maximum number of tokens of prompt and answer together."""
-        return self.engine.max_context
+    def is_open(self) -> bool:
+        """Whether other machines reach the server without a key."""
+        return not self.keys.keys and (self.config.allow_public or not is_loopback(self.config.host))
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that is not served here. The model's path is a name of it, too."""
@@ -218,16 +213,16 @@ class Service:
                         large schema are not made 256 times
         Raises ApiError or RequestError (400) for values that exceed a limit or contradict each other.
         """
-        room = self.max_context - num_prompt_tokens
+        room = self.engine.max_context - num_prompt_tokens
         most = self.config.max_output_tokens
         if max_tokens is not None and most is not None and max_tokens > most:
             limit = f"this server generates at most {most} (serve.max_output_tokens)"
             raise bad_request(f"'{length_param}' is {max_tokens}; {limit}", length_param)
         wanted = max_tokens or 1  # the engine generates at least one token
         if room < wanted:
-            limit = self.engine.context_limit
+            limit = f"{self.engine.max_context} tokens ({self.engine.context_limit})"
             message = (
-                f"This model's maximum context length is {self.max_context} tokens ({limit}). However, you requested "
+                f"This model's maximum context length is {limit}. However, you requested "
                 f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in the completion"
                 f"{', which is computed with max_tokens 0 too' if max_tokens == 0 else ''}). "
                 "Please reduce the length of the prompt or of the completion."
@@ -471,11 +466,6 @@ _PASSED_ON = (
 
 
 _HINTS = ("cache_pin", "cache_priority", "cache_lifetime")
-
-
-def tenants_of(config: ServeConfig, keys: ApiKeys) -> Tenants:
-    """A tenant for each key, unless they share."""
-    return Tenants(() if config.tenants_share else keys.tenants)
 
 
 @functools.lru_cache(maxsize=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from typing import TYPE_CHECKING
@@ -30,13 +31,12 @@ class SloMetrics:
         targets = {"ttft": config.ttft, "tpot": config.tpot}
         if all(each is None for each in targets.values()):
             return
-        target = Gauge("quire_slo_target_seconds", "Latency targets.", ["target"], registry=registry)
+        gauge = functools.partial(Gauge, registry=registry)
+        target = gauge("quire_slo_target_seconds", "Latency targets.", ["target"])
         for name, seconds in targets.items():
             if seconds is not None:
                 target.labels(name).set(seconds)
-        wanted = Gauge(
-            "quire_slo_attainment_target_ratio", "Share of requests that should meet both targets.", registry=registry
-        )
+        wanted = gauge("quire_slo_attainment_target_ratio", "Share of requests that should meet both targets.")
         wanted.set(config.attainment)
         self._requests = Counter(
             "quire_slo_requests",
@@ -46,11 +46,8 @@ class SloMetrics:
         )
         for met in ("both", "ttft", "tpot", "neither"):
             self._requests.labels(met)
-        attained = Gauge(
-            "quire_slo_attainment_ratio",
-            f"Share of the last {RECENT:,} requests that met both targets.",
-            registry=registry,
-        )
+        text = f"Share of the last {RECENT:,} requests that met both targets."
+        attained = gauge("quire_slo_attainment_ratio", text)
         attained.set_function(self.attainment)
 
     def attainment(self) -> float:
