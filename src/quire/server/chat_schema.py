@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
 from quire.server.fields import (
-    TEXT_OR_PARTS,
     UNUSED,
     Ignored,
     Metadata,
     OnlyFalse,
     TemplateVariables,
+    TextOr,
     Unsupported,
+    WordOr,
     extension,
 )
-from quire.server.ignored_fields import ConversationMessage, ConversationObject, ConversationPart
 from quire.server.json_complexity import JsonText
 from quire.server.schema import BaseCompletionRequest, ModelRequest, StrictModel
 from quire.tools.calls import EMPTY, Tool, ToolChoice
@@ -38,24 +39,57 @@ MAX_MODALITIES = 8
 """Number of names. OpenAI has two modalities."""
 
 
-class TextPart(ConversationPart):
+log = logging.getLogger("quire.server")
+
+_said: set[str] = set()
+"""Names of fields that the log has; at most those below."""
+
+
+class ConversationObject(StrictModel):
+    """An object of a conversation. Clients send back in it what another server gave them, or a library adds for one.
+
+    Such fields change nothing here. Only these names are passed over; any other one is refused, so that a mistyped name
+    is found.
+
+    ignored_names  names of fields of which the log says once that they are not used
+    """
+
+    ignored_names: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "extra_content", "provider_specific_fields"}  # no more than has a field
+    )
+
+    cache_control: Ignored = None
+    extra_content: Ignored = None
+    provider_specific_fields: Ignored = None
+
+    @model_validator(mode="after")
+    def _say(self) -> ConversationObject:
+        for name in self.ignored_names.intersection(self.__pydantic_fields_set__).difference(_said):
+            if getattr(self, name) is not None:
+                _said.add(name)
+                log.info("a conversation has %r, which is passed over here; this is said once", name)
+        return self
+
+
+class TextPart(ConversationObject):
     """A piece of a message."""
+
+    ignored_names: ClassVar[frozenset[str]] = ConversationObject.ignored_names | {
+        "annotations", "extras", "id", "index",
+    }  # fmt: skip
+
+    annotations: Ignored = None
+    extras: Ignored = None
+    id: Ignored = None
+    index: Ignored = None
 
     type: Literal["text"]
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("=string")]
-    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("=parts")],
-    TEXT_OR_PARTS,
-]
+Content = TextOr[Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]]
 
-ReplyContent = Annotated[
-    Annotated[str, Tag("=string")]
-    | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("=parts")],
-    TEXT_OR_PARTS,
-]
+ReplyContent = TextOr[Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]]
 """What an answer or a tool has said, which may be nothing."""
 
 
@@ -93,8 +127,18 @@ class ToolCallParam(ConversationObject):
 ToolCallParams = Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=MAX_CALLS)]
 
 
-class BaseMessage(ConversationMessage):
+class BaseMessage(ConversationObject):
     """What messages of all roles have in common."""
+
+    ignored_names: ClassVar[frozenset[str]] = ConversationObject.ignored_names | {
+        "annotations", "id", "reasoning", "reasoning_details", "thinking_blocks",
+    }  # fmt: skip
+
+    annotations: Ignored = None
+    id: Ignored = None
+    reasoning: Ignored = None
+    reasoning_details: Ignored = None
+    thinking_blocks: Ignored = None
 
     name: str | None = None
 
@@ -246,19 +290,6 @@ class NamedTool(StrictModel):
         return self.function.name
 
 
-def _kind_of_choice(value: Any) -> str:
-    return "=word" if isinstance(value, str) else "=tool"
-
-
-ToolChoiceParam = (
-    Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[NamedTool, Tag("=tool")],
-        Discriminator(_kind_of_choice),
-    ]
-    | None
-)
-
-
 class ConversationFields(StrictModel):
     """What all endpoints for conversations take. What a tool and a choice look like is their own."""
 
@@ -319,7 +350,7 @@ class ChatRequest(ConversationFields, BaseCompletionRequest):
     include_reasoning: bool | None = extension("split reasoning off the answer (default).")
 
     tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoiceParam = None
+    tool_choice: WordOr[NamedTool] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls (default).")
     store: OnlyFalse = None
     metadata: Metadata | None = UNUSED

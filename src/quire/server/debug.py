@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.debug_tiers import moves_of, tiers_of
 from quire.server.engine_metrics import hit_rate
 from quire.server.errors import ApiError, bad_request
 from quire.server.event_stream import unless_disconnected
@@ -102,8 +102,8 @@ async def _contents(service: Service, tenant: str, limit: int) -> shapes.CacheIn
         "truncated": len(shown) < len(found),
         "scope": "tenant" if service.tenants.are_isolated else "all",
         "totals": _totals(service, tenant, stats, found),
-        "tiers": tiers_of(service, tenant, stats),
-        "moves": moves_of(stats),
+        "tiers": _tiers(service, tenant, stats),
+        "moves": _moves(stats),
     }
 
 
@@ -174,3 +174,43 @@ def _pinned_bytes(found: Sequence[Prefix]) -> int:
         if prefix.pinned_seconds is not None or own in kept:
             kept |= {own, parent}
     return sum(prefix.num_bytes for prefix in found if (prefix.instance, prefix.id) in kept)
+
+
+def _tiers(service: Service, tenant: str, stats: dict[str, Any]) -> dict[str, shapes.TierInfo]:
+    """The tiers by name, nearest first; empty without tiers."""
+    found: Counter[str] = Counter()
+    for name, tokens in service.tenant_tokens.items():
+        if name == tenant or not service.tenants.are_isolated:
+            found.update(tokens.by_tier)
+    return {
+        name: {
+            "bytes": each["bytes"],
+            "capacity_bytes": each["cap_bytes"],
+            "chunks": each["chunks"],
+            "found_tokens": found[name],
+            "fetched_bytes": each["bytes_read"],
+            "demoted_bytes": each.get("bytes_written", 0),
+            "seconds_reading": round(each.get("seconds_reading", 0.0), 3),
+            "seconds_writing": round(each.get("seconds_writing", 0.0), 3),
+            "failed_reads": each.get("num_failed", 0),
+            "is_on": bool(each["is_on"]),
+        }
+        for name, each in stats.get("tiers", {}).items()
+    }
+
+
+def _moves(stats: dict[str, Any]) -> shapes.MovesInfo | None:
+    """Speeds and counts of moving chunks; None without tiers."""
+    if "moves" not in stats:
+        return None
+    moves, costs = stats["moves"], stats["costs"]
+    return {
+        "chunk_bytes": costs["chunk_bytes"],
+        "fetched_bytes_per_second": costs["fetched_bytes_per_second"],
+        "prefill_tokens_per_second": costs["prefill_tokens_per_second"],
+        "fetched": moves["fetched"],
+        "wasted": moves["wasted"],
+        "computed_instead": moves["computed_instead"],
+        "failed_fetches": moves["failed_transfers"],
+        "lost": moves["lost"],
+    }

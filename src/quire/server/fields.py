@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
@@ -19,8 +19,19 @@ MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 MAX_USER = 1024
 """Characters of `user`, which a response gives back."""
 
-TEXT_OR_PARTS = Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string")
-"""Of a content: a text, or a list of pieces."""
+T = TypeVar("T")
+
+TextOr = Annotated[
+    Annotated[str, Tag("=string")] | Annotated[T, Tag("=parts")],
+    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+]
+"""A text, or a list of something."""
+
+WordOr = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[T, Tag("=tool")],
+    Discriminator(lambda value: "=word" if isinstance(value, str) else "=tool"),
+]
+"""A choice of tools: a word, or the tool that must be called."""
 Ignored = Annotated[Any, Field(description="Accepted and not used.")]
 UNUSED: Any = Field(None, description="Accepted and not used.")
 """Of a field that changes nothing here."""

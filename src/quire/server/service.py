@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from quire.config import EngineConfig, ServeConfig, SloConfig
     from quire.server.engines import ServedEngine
+    from quire.server.prefix_schema import PrefixRequest
 
     FaultFinder = Callable[[ServedEngine, str], Awaitable[RequestError | None]]
     """Finds what of a request is at fault, for requests with a salt."""
@@ -60,15 +61,6 @@ T = TypeVar("T")
 MAX_WAITING_TOKENS = 1 << 22
 """Tokens of prompts that may wait for their first token: 70 MB. Of several tenants each may have half of them. One
 request of each may always wait."""
-
-
-class CacheHintFields(Protocol):
-    """What a body asks of the cache; see `CacheHints`."""
-
-    cache_salt: str | None
-    cache_pin: Any
-    cache_priority: int | None
-    cache_lifetime: float | None
 
 
 @dataclass(eq=False)
@@ -280,8 +272,8 @@ class Service:
             "system_fingerprint": _fingerprint(self.engine.model_name, self.engine.config),
         }
 
-    def hints(self, request: CacheHintFields, tenant: str) -> dict[str, Any]:
-        """The cache hints of a request of `tenant`."""
+    def hints(self, request: GenerationRequest | PrefixRequest, tenant: str) -> dict[str, Any]:
+        """The cache hints of a request of `tenant`; see `CacheHints`."""
         given = {name: value for name in _HINTS if (value := getattr(request, name)) is not None}
         return {"cache_salt": self.tenants.salt(tenant, request.cache_salt), **given}
 

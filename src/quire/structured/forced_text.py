@@ -16,7 +16,7 @@ from decimal import Decimal
 from math import inf
 from typing import Any
 
-from quire.structured.schemas import resolve_reference
+from quire.structured.schema_references import SchemaRoot
 
 MAX_FORCED_BYTES = 16 << 10
 """Literal text takes 5 us a byte, an expression up to 66: at most 0.1 s."""
@@ -117,6 +117,7 @@ class _Schema:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._references = SchemaRoot(root)
         self._known: dict[int, float] = {}
         self._about_members: dict[int, bool] = {}
 
@@ -170,7 +171,7 @@ class _Schema:
             found += [[each] for each in named.values()]
         for word in ("$ref", "$dynamicRef"):
             if isinstance(reference := own.get(word), str):
-                target = self._root if reference == "#" else resolve_reference(reference, self._root)
+                target = self._root if reference == "#" else self._references.resolve(reference)
                 found.append([target if isinstance(target, Mapping | bool) else _UNKNOWN])
         return found
 

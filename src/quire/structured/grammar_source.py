@@ -58,14 +58,16 @@ def text_without(text: str) -> str:
     return rf"/(.|\n)+/ & ~/(.|\n)*{escaped(text)}(.|\n)*/"
 
 
-def term_of(wanted: StructuredOutputsParams) -> str:
-    """The constraint as a term of Lark. Raises RequestError for a grammar, which has rules of its own."""
+def term_of(wanted: StructuredOutputsParams) -> tuple[str, float]:
+    """The constraint as a term of Lark, and the bytes that it can force in one piece; see forced_text. Raises
+    RequestError for a grammar, which has rules of its own.
+    """
     if wanted.kind == "grammar":
         raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
-    found, _ = _constraint_grammar(wanted)
+    found, num_forced = _constraint_grammar(wanted)
     if "json_schema" in found:
-        return f"%json {json.dumps(found['json_schema'])}"
-    return str(found["lark_grammar"]).removeprefix("start: ")
+        return f"%json {json.dumps(found['json_schema'])}", num_forced
+    return str(found["lark_grammar"]).removeprefix("start: "), num_forced
 
 
 def _constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
@@ -88,11 +90,6 @@ def _constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any]
             return {"lark_grammar": f"start: /{term}/"}, max(len(each.encode()) for each in wanted.choice)
         case _:
             return {"lark_grammar": _as_lark(wanted.text)}, 0.0 if wanted.may_force else inf
-
-
-def forced_bytes(wanted: StructuredOutputsParams) -> float:
-    """Bytes that the constraint can force in one piece; see forced_text."""
-    return _constraint_grammar(wanted)[1]
 
 
 def escaped(text: str) -> str:
