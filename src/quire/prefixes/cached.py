@@ -95,7 +95,7 @@ def find_prefix(
 ) -> CachedPrefix | None:
     """The prefix that ends with this chunk, wherever that is; None if no visible one does. On the engine's thread."""
     tree, now = engine.scheduler.manager.tree, time.time()
-    if (place := find_chunk(tree, key, lambda namespace: visible(namespace.salt))) is None:
+    if (place := find_chunk(tree, key, visible)) is None:
         return _stored(disk_index, key)
     segment, count = place
     assert segment.parent is not None
@@ -114,7 +114,7 @@ def branch_of(engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: 
     tree = engine.scheduler.manager.tree
     names: list[bytes] = []
     end: bytes | None = key
-    while end is not None and (place := find_chunk(tree, end, lambda ns: visible(ns.salt))) is None:
+    while end is not None and (place := find_chunk(tree, end, visible)) is None:
         run = disk_index.run_of.get(end)
         if run is None or end in names:  # a part of it is lost
             break

@@ -73,14 +73,13 @@ class BodyReader:
 
     max_bytes     a larger body is answered 413
     body_seconds  see BODY_SECONDS
-    room_seconds  see ROOM_SECONDS
     """
 
-    def __init__(self, max_bytes: int, body_seconds: float = BODY_SECONDS, room_seconds: float = ROOM_SECONDS) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.start_throttle = StartThrottle()
-        self.body_seconds = body_seconds
-        self.memory_limiter = BodyMemoryLimiter(NUM_LARGEST * max_bytes, room_seconds)
+        self.body_seconds = BODY_SECONDS
+        self.memory_limiter = BodyMemoryLimiter(NUM_LARGEST * max_bytes, ROOM_SECONDS)
         self.parsed = ByteLimiter(PARSED_BYTES)
         self.memory_trimmer = MemoryTrimmer()
         # One at a time, so that a body that is being checked has the other core.

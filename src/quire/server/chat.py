@@ -38,25 +38,23 @@ async def create_chat(service: Service, request: Request) -> Response:
         )
         is_new = body.max_completion_tokens is not None
         max_tokens = body.max_completion_tokens if is_new else body.max_tokens
-        params = service.params(
+        job = service.job(
             body,
-            len(ids),
+            ids,
+            request.state.tenant,
             max_tokens,
             param="messages",
             length_param="max_completion_tokens" if is_new else "max_tokens",
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            structure=tooling.constraint(ids),
-            shows_special=tooling.shows_special,
+            tooling=tooling,
         )
-        tenant = request.state.tenant
-        job = PromptJob(ids, params, service.hints(body, tenant), tenant)
         check_prompt_logprobs({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
-        parsers = [tooling.answer_parser(ids) for _ in range(params.n)]
+        parsers = [tooling.answer_parser(ids) for _ in range(job.params.n)]
         collector = AnswerCollector(ChatRenderer(service, body, job), parsers)
         body.forget("messages", "chat_template_kwargs", "tools", "metadata", "prompt_cache_key", "safety_identifier")
         body.forget("user")
-    await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
+    await service.admit([job], request.receive, tooling.find_fault)
     return await collector.answer(request, stream=body.stream)
 
 

@@ -33,7 +33,7 @@ async def create_completion(service: Service, request: Request) -> Response:
         jobs = await _jobs(service, body, request.state.tenant)
         collector = AnswerCollector(CompletionRenderer(service, body, jobs), is_prompt_only=body.max_tokens == 0)
         body.forget("prompt", "user")
-    await service.admit(jobs, request.receive, body.structure_param)
+    await service.admit(jobs, request.receive)
     return await collector.answer(request, stream=body.stream)
 
 
@@ -55,17 +55,19 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
         if not ids:
             raise bad_request("'prompt' is empty: it has no token", "prompt")
         service.check_tokens(ids, "prompt")
-        params = service.params(
+        job = service.job(
             body,
-            len(ids),
+            ids,
+            tenant,
             body.max_tokens if "max_tokens" in body.model_fields_set else None,
             default_tokens=MAX_TOKENS,
             param="prompt",
             logprobs=body.logprobs,
             prompt_logprobs=max(asked) if asked else None,
+            text=text,
             made=made,
         )
-        jobs.append(PromptJob(ids, params, service.hints(body, tenant), tenant, text))
+        jobs.append(job)
     echoed = {"logprobs": body.logprobs} if body.echo else {}
     asked_for = echoed | {"prompt_logprobs": body.prompt_logprobs}
     check_prompt_logprobs(asked_for, body.n or 1, sum(len(job.prompt_ids) for job in jobs))

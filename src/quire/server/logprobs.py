@@ -53,15 +53,11 @@ class TokenTextCache:
         self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of `token_id`."""
-        return self.tokenizer.token_bytes(token_id)
-
     def of(self, token_id: int) -> str:
         """The text of `token_id`. Bytes that are not a whole character become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.bytes_of(token_id).decode(errors="replace")
+            text = self._texts[token_id] = self.tokenizer.token_bytes(token_id).decode(errors="replace")
         return text
 
 
@@ -81,7 +77,7 @@ def chat_logprobs(
     """`logprobs.content` of a chat choice: one entry per token with its `num_top` best alternatives."""
 
     def entry(token_id: int, logprob: Logprob) -> TopLogprob:
-        own = list(token_texts.bytes_of(token_id))
+        own = list(token_texts.tokenizer.token_bytes(token_id))
         return {"token": token_texts.of(token_id), "logprob": finite(logprob.logprob), "bytes": own}
 
     return [
@@ -125,7 +121,7 @@ class LegacyLogprobs:
         for token_id, position in zip(token_ids, positions, strict=True):
             text_offset.append(self._offset)
             if self._is_shown(token_id, text):
-                self._offset += len(self._characters.decode(self.token_texts.bytes_of(token_id)))
+                self._offset += len(self._characters.decode(self.token_texts.tokenizer.token_bytes(token_id)))
             token_logprobs.append(None if position is None else finite(position[token_id].logprob))
             top_logprobs.append(None if position is None else self._top(token_id, position))
         return {

@@ -45,23 +45,21 @@ async def create_response(service: Service, request: Request) -> Response:
             tools=tooling.tools,
             param="input",
         )
-        params = service.params(
+        job = service.job(
             body,
-            len(ids),
+            ids,
+            request.state.tenant,
             body.max_output_tokens,
             param="input",
             length_param="max_output_tokens",
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
-            structure=tooling.constraint(ids),
-            shows_special=tooling.shows_special,
+            tooling=tooling,
         )
-        tenant = request.state.tenant
-        job = PromptJob(ids, params, service.hints(body, tenant), tenant)
         # Written once, off the event loop: every event about the whole response has them.
         tools = await asyncio.to_thread(_written_tools, body.tools) if body.tools else EncodedList[Any]()
         collector = AnswerCollector(ResponseRenderer(service, body, job, tools), [tooling.answer_parser(ids)])
         body.forget("tools", "input", "chat_template_kwargs", "prompt_cache_key", "safety_identifier")
-    await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
+    await service.admit([job], request.receive, tooling.find_fault)
     return await collector.answer(request, stream=body.stream)
 
 

@@ -41,7 +41,7 @@ from quire.server.schema import GenerationRequest, refused_as
 from quire.server.tenants import Tenants
 from quire.server.usage import TenantTokens
 from quire.structured.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
-from quire.structured.params import CONSTRAINT_KINDS, StructuredOutputsParams
+from quire.structured.params import CONSTRAINT_KINDS
 from quire.tools.formats import format_of
 from quire.tools.reasoning import reasoning_of
 from quire.version import __version__
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig, ServeConfig, SloConfig
     from quire.server.engines import ServedEngine
     from quire.server.prefix_schema import PrefixRequest
+    from quire.server.tooling import Tooling
 
     FaultFinder = Callable[[ServedEngine, str], Awaitable[RequestError | None]]
     """Finds what of a request is at fault, for requests with a salt."""
@@ -178,33 +179,35 @@ class Service:
             message = f"The model '{name[:200]}' does not exist; this server serves '{self.engine.model_name}'."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def params(
+    def job(
         self,
         request: GenerationRequest,
-        num_prompt_tokens: int,
+        prompt_ids: list[int],
+        tenant: str,
         max_tokens: int | None,
         *,
         param: str,
         length_param: str = "max_tokens",
         default_tokens: int | None = None,
-        logprobs: int | None = None,
+        logprobs: int | None,
         prompt_logprobs: int | None = None,
-        structure: StructuredOutputsParams | None = None,
-        shows_special: bool = False,
+        tooling: Tooling | None = None,
+        text: str | None = None,
         made: dict[int, SamplingParams] | None = None,
-    ) -> SamplingParams:
-        """The sampling parameters of `request` for a prompt of `num_prompt_tokens` tokens.
+    ) -> PromptJob:
+        """A prompt of `request`, with its sampling parameters.
 
         max_tokens      None: the default, or the rest of the context or serve.max_output_tokens if that is less
         param           parameter to name if the prompt is too long
         length_param    parameter to name if max_tokens is too large
         default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
-        structure       of the text, in place of the request's
-        shows_special   whether special tokens are needed in the text, whatever the request says
+        tooling         says what the text must be, in place of the request, and whether special tokens are needed in it
+        text            of the prompt, if it was given as text
         made            parameters of the request's other prompts, by max_tokens: those of one with 256 prompts and a
                         large schema are not made 256 times
         Raises ApiError or RequestError (400) for values that exceed a limit or contradict each other.
         """
+        num_prompt_tokens = len(prompt_ids)
         room = self.engine.max_context - num_prompt_tokens
         most = self.config.max_output_tokens
         if max_tokens is not None and most is not None and max_tokens > most:
@@ -224,20 +227,19 @@ class Service:
             if default_tokens is None and (advised := self.sampling.values.get("max_tokens")) is not None:
                 default_tokens = max(int(advised), request.min_tokens or 0)
             max_tokens = min(each for each in (room, most, default_tokens) if each is not None)
-        made = {} if made is None else made
-        if (found := made.get(max(max_tokens, 1))) is not None:
-            return found
-        self.check_tokens(request.logit_bias, "logit_bias")
-        self.check_tokens(request.stop_token_ids, "stop_token_ids")
-        given = {name: value for name in _PASSED_ON if (value := getattr(request, name, None)) is not None}
-        fixed = {
-            "max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
-            "structured_outputs": structure or request.structure(),
-        }  # fmt: skip
-        if shows_special:
-            fixed["skip_special_tokens"] = False
-        found = made[max(max_tokens, 1)] = SamplingParams(**{**self.sampling.values, **given, **fixed})
-        return found
+        max_tokens, made = max(max_tokens, 1), {} if made is None else made
+        if (params := made.get(max_tokens)) is None:
+            self.check_tokens(request.logit_bias, "logit_bias")
+            self.check_tokens(request.stop_token_ids, "stop_token_ids")
+            given = {name: value for name in _PASSED_ON if (value := getattr(request, name, None)) is not None}
+            fixed = {
+                "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
+                "structured_outputs": (tooling and tooling.constraint(prompt_ids)) or request.structure(),
+            }  # fmt: skip
+            if tooling is not None and tooling.shows_special:
+                fixed["skip_special_tokens"] = False
+            params = made[max_tokens] = SamplingParams(**{**self.sampling.values, **given, **fixed})
+        return PromptJob(prompt_ids, params, self.hints(request, tenant), tenant, text, request.structure_param)
 
     @functools.cached_property
     def model_capabilities(self) -> ModelCapabilities:
@@ -300,15 +302,13 @@ class Service:
         self,
         jobs: Sequence[PromptJob],
         receive: Receive | None = None,
-        structure_param: str = "structured_outputs",
         find_fault: FaultFinder | None = None,
     ) -> None:
         """Raises the error that refuses the jobs, before anything is computed or sent; ClientDisconnected if the client
         leaves while grammars are compiled.
 
-        receive          gives the messages of the client, whose body has been read; None: no job has a constraint
-        structure_param  names the constraint of the text in errors
-        find_fault       finds what else of the request is at fault if the constraint cannot be honoured
+        receive     gives the messages of the client, whose body has been read; None: no job has a constraint
+        find_fault  finds what else of the request is at fault if the constraint cannot be honoured
         """
         if self.draining:
             raise shutting_down()
@@ -318,18 +318,17 @@ class Service:
             message = f"{self.logprob_limiter.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
         self._hold(jobs)
-        admission = self._admit(jobs, structure_param, find_fault)
+        admission = self._admit(jobs, find_fault)
         if all(job.params.structured_outputs is None for job in jobs):
             await admission
         else:
             assert receive is not None
             await unless_disconnected(receive, admission)
 
-    async def _admit(self, jobs: Sequence[PromptJob], structure_param: str, find_fault: FaultFinder | None) -> None:
+    async def _admit(self, jobs: Sequence[PromptJob], find_fault: FaultFinder | None) -> None:
         for index, job in enumerate(jobs):
             if index:
                 await self.body_reader.start_throttle.acquire()  # a million token ids take 0.1 s
-            job.constraint_param = structure_param
             try:
                 job.admitted = await self.engine.admit(job.prompt, job.params)
             except RequestError as error:
@@ -337,7 +336,7 @@ class Service:
                     raise
                 salt = str(job.hints.get("cache_salt") or "")
                 own = None if find_fault is None else await find_fault(self.engine, salt)
-                raise own or refused_as(error, structure_param) from None
+                raise own or refused_as(error, job.constraint_param) from None
 
     def _hold(self, jobs: Sequence[PromptJob]) -> None:
         """Counts jobs as waiting. Raises QueueFullError if too many tokens wait already."""
