@@ -23,14 +23,6 @@ log = logging.getLogger("quire.access")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-@dataclass(eq=False)
-class QueuedTokens:
-    """Tokens of a tenant's prompt that wait for its first token; 0 once it is there."""
-
-    tenant: str
-    num_tokens: int
-
-
 @dataclass
 class AccessRecord:
     """What is known of a request when it ends. Times are of time.monotonic.
@@ -39,7 +31,8 @@ class AccessRecord:
     answer_id   of the completion, by which engines log it
     num_kept    tokens of the prompts that retention keeps; None without retention
     refusal     a line about the error that it was answered with
-    queued      what may wait of its prompts
+    tenant      whose prompts wait
+    num_queued  tokens of its prompts that wait for their first token
     """
 
     request_id: str
@@ -51,7 +44,8 @@ class AccessRecord:
     num_generated: int = 0
     num_kept: float | None = None
     refusal: str | None = None
-    queued: list[QueuedTokens] = field(default_factory=list)
+    tenant: str = ""
+    num_queued: int = 0
 
     @classmethod
     def of(cls, headers: Headers) -> AccessRecord:

@@ -93,7 +93,7 @@ class AccessMiddleware:
         finally:
             CURRENT.reset(trace)
             access_of.reset(noted)
-            self.service.release_queued(access.queued)
+            self.service.release_queued(access, access.num_queued)
             self.service.request_ended()
             if self.service.config.access_log and scope["path"] not in QUIET:
                 log.info("%s", access.line(scope, status))

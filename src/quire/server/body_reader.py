@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -153,17 +153,13 @@ class BodyReader:
     @asynccontextmanager
     async def _parsed_room(self, size: int) -> AsyncIterator[None]:
         """Holds room for a parsed body within the context. Raises ApiError 503 if it waits too long."""
-        size = min(size, self.parsed.size)
-        try:
-            async with asyncio.timeout(self.memory_limiter.seconds):
-                await self.parsed.acquire(size)
-        except TimeoutError:
-            taken = self.parsed.size - self.parsed.free
-            raise _full(f"parsed request bodies of {taken} bytes in total are in use") from None
-        try:
+        async with AsyncExitStack() as held:
+            try:
+                await held.enter_async_context(self.parsed.hold(size, self.memory_limiter.seconds))
+            except TimeoutError:
+                taken = self.parsed.size - self.parsed.free
+                raise _full(f"parsed request bodies of {taken} bytes in total are in use") from None
             yield
-        finally:
-            self.parsed.release(size)
 
     def _too_large(self) -> ApiError:
         message = f"the body exceeds {self.max_bytes} bytes, the limit set by serve.max_request_bytes"

@@ -12,8 +12,6 @@ from quire.server.errors import bad_request
 from quire.server.fields import TOKEN_SCHEMA, TemplateVariables, is_token
 from quire.server.schema import StrictModel
 
-_FORMS = "Must be a text or a list of token ids, and not empty"
-
 
 def _prompt(value: Any) -> str | list[int] | None:
     if value is None or (isinstance(value, str) and value):
@@ -21,7 +19,7 @@ def _prompt(value: Any) -> str | list[int] | None:
         return text
     if isinstance(value, list) and value and all(map(is_token, value)):
         return value
-    raise ValueError(_FORMS)
+    raise ValueError("Must be a text or a list of token ids, and not empty")
 
 
 Prompt = Annotated[

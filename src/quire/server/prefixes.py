@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -79,7 +79,7 @@ async def list_prefixes(service: Service, request: Request) -> Response:
         found = await service.engine.known_prefixes(visible)
         shown = found[:limit]
         return {
-            "data": await asyncio.to_thread(_listed, shown),
+            "data": shapes.EncodedList(await asyncio.to_thread(encoded, map(_described, shown))),
             "num_prefixes": len(found),
             "truncated": len(shown) < len(found),
             "scope": "tenant" if service.tenants.are_isolated else "all",
@@ -152,11 +152,6 @@ async def _prompt(service: Service, body: PrefixPrompt, tenant: str) -> tuple[li
         return ids, service.engine.prefix_key({"prompt_token_ids": ids, "cache_salt": salt})
     except RequestError as error:
         raise bad_request(str(error), param) from error
-
-
-def _listed(prefixes: Sequence[CachedPrefix]) -> shapes.EncodedList[shapes.ListedPrefix]:
-    found: Iterator[shapes.ListedPrefix] = map(_described, prefixes)
-    return shapes.EncodedList(encoded(found))
 
 
 def _described(prefix: CachedPrefix) -> shapes.ListedPrefix:

@@ -12,7 +12,7 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
-from quire.server.access_log import CURRENT, QueuedTokens
+from quire.server.access_log import CURRENT, AccessRecord
 from quire.server.auth import ApiKeys, is_loopback
 from quire.server.body_reader import BodyReader
 from quire.server.byte_limiter import ByteLimiter
@@ -79,8 +79,6 @@ class PromptJob:
     """The parameter of the request that constrains the answer."""
     admitted: Any = None
     """The request as the engine has admitted it, with its grammar; held until the answer has ended."""
-    queued: QueuedTokens | None = None
-    """What it has in `Service.waiting`."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = InternedTokenIds(self.prompt_ids)
@@ -348,15 +346,13 @@ class Service:
         self.waiting[tenant] += more
         access = CURRENT.get()
         assert access is not None
-        for job in jobs:
-            job.queued = QueuedTokens(tenant, job.num_tokens)
-            access.queued.append(job.queued)
+        access.tenant = tenant
+        access.num_queued += more
 
-    def release_queued(self, queued: Iterable[QueuedTokens]) -> None:
-        """Prompts do not wait any more: their first tokens are there, or their requests have ended."""
-        for each in queued:
-            self.waiting[each.tenant] -= each.num_tokens
-            each.num_tokens = 0
+    def release_queued(self, access: AccessRecord, num_tokens: int) -> None:
+        """Tokens of a request do not wait any more: their first tokens are there, or the request has ended."""
+        self.waiting[access.tenant] -= num_tokens
+        access.num_queued -= num_tokens
 
     def run(
         self,
@@ -393,12 +389,11 @@ class Service:
                     generated = self.engine.generate(job.admitted, job.params, request_id)
                     items = await ends.enter_async_context(aclosing(generated))
                     item = await anext(items)
-                    if job.queued is not None:
-                        self.release_queued([job.queued])
                     timer.record(item)
                     self._check_outputs(item, job.constraint_param)
                     self._count_found(job, item)
                     if access is not None:
+                        self.release_queued(access, job.num_tokens)
                         access.record(item)
                     await on_first_output(item)
                     item.prompt_logprobs = None
