@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.server import shapes
 from quire.server.chat_schema import ChatRequest, content_text, template_messages
-from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
+from quire.server.collector import AnswerCollector, ChoiceDelta, Renderer
 from quire.server.errors import json_response
 from quire.server.event_stream import sse_event
 from quire.server.json_encoding import LargeJsonResponse, encoded, extend
@@ -165,16 +165,11 @@ class ChatRenderer(Renderer):
             found["token_ids"] = choice.token_ids
         return found
 
-    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+    async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
         """See Renderer."""
-        news = b"".join(map(self._chunks, events))
+        first = b"" if begun is None else b"".join(map(self._first_chunk, range(len(self.choices))))
+        news = first + b"".join(self.chunks.event(each) for delta in deltas for each in self._deltas(delta))
         return (news,) if news else ()
-
-    def _chunks(self, event: Event) -> bytes:
-        """The chunks of an event."""
-        if isinstance(event, PromptStart):
-            return b"".join(self._first_chunk(index) for index in range(len(self.choices)))
-        return b"".join(map(self.chunks.event, self._deltas(event)))
 
     def _first_chunk(self, index: int) -> bytes:
         """The first chunk of a choice has its role."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from quire.engine.params import SamplingParams
 from quire.server import shapes
-from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
+from quire.server.collector import AnswerCollector, ChoiceDelta, Renderer
 from quire.server.errors import bad_request, json_response
 from quire.server.json_encoding import Bytes, LargeJsonResponse, encoded, extend, pieces
 from quire.server.logprobs import LegacyLogprobs, check_prompt_logprobs, prompt_logprobs
@@ -225,18 +225,14 @@ class CompletionRenderer(Renderer):
             return json_response(content)  # 4 us for one choice, where pieces take 22
         return LargeJsonResponse(content, held.pop_all())
 
-    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+    async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
         """See Renderer. The choices of an output are written at once."""
-        return self._chunks(events)
+        return self._chunks(deltas, begun)
 
-    def _chunks(self, events: Iterable[Event]) -> Iterator[bytes]:
-        deltas: list[ChoiceDelta] = []
-        for event in events:
-            if isinstance(event, PromptStart):
-                yield from self._first_chunks(event.prompt)
-            else:
-                deltas.append(event)
-        if news := b"".join(map(self._chunk, deltas)):
+    def _chunks(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterator[bytes]:
+        if begun is not None:
+            yield from self._first_chunks(begun)
+        if news := b"".join(map(self._chunk, list(deltas))):
             yield news
 
     def _first_chunks(self, prompt: int) -> Iterator[bytes]:

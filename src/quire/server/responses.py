@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
+from quire.server.collector import AnswerCollector, ChoiceDelta, Renderer
 from quire.server.errors import ApiError
 from quire.server.event_stream import unless_disconnected
 from quire.server.json_encoding import encoded, pieces
@@ -123,12 +123,13 @@ class ResponseRenderer(Renderer):
         content = await self.service.make_answer(self.num_scores, lambda: b"".join(pieces(self._response())))
         return Response(content, media_type="application/json")
 
-    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+    async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
         """See Renderer."""
-        taken = list(events)
-        make = functools.partial(self._sent, itertools.chain.from_iterable(map(self._events, taken)))
+        taken = list(deltas)
+        first = () if begun is None else map(self._about, ("created", "in_progress"))
+        make = functools.partial(self._sent, itertools.chain(first, *map(self._events, taken)))
         # The last ones have all log-probabilities, several times.
-        is_large = self.num_scores and any(map(_is_last, taken))
+        is_large = self.num_scores and any(delta.finish_reason is not None for delta in taken)
         news = await self.service.make_answer(self.num_scores, make) if is_large else make()
         return (news,) if news else ()
 
@@ -158,11 +159,8 @@ class ResponseRenderer(Renderer):
         """An event about the whole response."""
         return {"type": f"response.{kind}", "response": self._response()}
 
-    def _events(self, event: Event) -> Iterator[NamedEvent]:
-        """What an event of the engine adds."""
-        if isinstance(event, PromptStart):
-            yield from map(self._about, ("created", "in_progress"))
-            return
+    def _events(self, event: ChoiceDelta) -> Iterator[NamedEvent]:
+        """What a delta adds."""
         # Of tokens whose text is held back; those of reasoning, calls and marks have no place.
         self.scores += self._logprobs(event)
         for part in event.parts:
@@ -230,7 +228,3 @@ class ResponseRenderer(Renderer):
             "output_tokens_details": {"reasoning_tokens": self.usage.reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
-
-
-def _is_last(event: Event) -> bool:
-    return isinstance(event, ChoiceDelta) and event.finish_reason is not None

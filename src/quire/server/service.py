@@ -126,7 +126,7 @@ class Service:
         self.engine = engine
         self.config = config
         self.keys = keys
-        self.tenants = Tenants(() if config.tenants_share else keys.tenants)
+        self.tenants = tenants_of(config, keys)
         self.tenant_tokens: dict[str, TenantTokens] = {}
         self.sampling = engine.sampling_defaults if config.sampling_defaults == "model" else NO_DEFAULTS
         self.metrics = Metrics(engine.stats, slo)
@@ -452,6 +452,11 @@ _PASSED_ON = (
 
 
 _HINTS = ("cache_pin", "cache_priority", "cache_lifetime")
+
+
+def tenants_of(config: ServeConfig, keys: ApiKeys) -> Tenants:
+    """A tenant for each key, unless they share."""
+    return Tenants(() if config.tenants_share else keys.tenants)
 
 
 @functools.lru_cache(maxsize=4)
