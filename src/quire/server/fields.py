@@ -155,24 +155,13 @@ def _structure(value: Any, info: ValidationInfo) -> StructuredOutputsParams | No
         raise bad_request(str(error), error.param) from None
 
 
-TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
-    ]
-}
-_STOP_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS},
-        {
-            "type": "array",
-            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS},
-            "maxItems": MAX_STOP_STRINGS,
-        },
-        {"type": "null"},
+        {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
     ]
 }
 _BIAS_SCHEMA = {
@@ -204,8 +193,13 @@ _STRUCTURE_SCHEMA = {
     ],
     "description": "Extension: what the text must be, as vLLM takes it. One of the first five.",
 }
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-Stops = Annotated[list[str] | None, PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+Stops = Annotated[
+    list[str] | None,
+    PlainValidator(_stops, StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None),
+]
 OnlyFalse = Annotated[bool | None, PlainValidator(_only_false), WithJsonSchema({"enum": [False, None]})]
 TemplateVariables = Annotated[
     dict[str, Any] | None,
