@@ -80,7 +80,8 @@ def known_prefixes(
     now = time.time() if now is None else now
     found: list[CachedPrefix] = []
     for prefix in arena:
-        tiers = {ARENA: _in_arena(prefix, now)}
+        until = 0.0 if prefix.pinned_seconds is None else now + prefix.pinned_seconds
+        tiers = {ARENA: TierCopy(prefix.num_bytes, now - prefix.idle_seconds, until)}
         if (tier_copy := disk_index.tier_copy(bytes.fromhex(prefix.id), prefix.num_tokens)) is not None:
             tiers[DISK] = tier_copy
         found.append(CachedPrefix(prefix.id, prefix.parent, prefix.start + prefix.num_tokens, tiers))
@@ -163,17 +164,12 @@ def parse_prefix_key(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
-def _in_arena(prefix: Prefix, now: float) -> TierCopy:
-    until = 0.0 if prefix.pinned_seconds is None else now + prefix.pinned_seconds
-    return TierCopy(prefix.num_bytes, now - prefix.idle_seconds, until)
-
-
 def _stored(disk_index: DiskPrefixIndex, key: bytes) -> CachedPrefix | None:
     """The prefix that ends with a chunk on the disk; its parent is where its chain of runs begins."""
-    first = disk_index.chain_start(key)
-    if first is None:
+    run = disk_index.run_of.get(key)
+    if run is None:
         return None
-    num_tokens = disk_index.num_tokens_to(key)
+    first, num_tokens = disk_index.chain_start(run), (run.start + run.names.index(key) + 1) * PAGE_TOKENS
     tier_copy = disk_index.tier_copy(key, num_tokens - first.start * PAGE_TOKENS)
     assert tier_copy is not None, "a stored chunk without bytes"
     return CachedPrefix(key.hex(), first.parent.hex() if first.start else None, num_tokens, {DISK: tier_copy})

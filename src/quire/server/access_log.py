@@ -69,8 +69,9 @@ class AccessRecord:
     def line(self, scope: Scope, status: int) -> str:
         """The line of a request that has ended: name=value, and what has no value is left out."""
         now, client = time.monotonic(), scope.get("client")
+        path = re.sub(r"[^\x21-\x7e]", "?", scope["path"])[:200]  # nothing in it begins another line or value
         parts = [
-            f"{client[0] if client else '-'} {scope['method']} {_quoted(scope['path'])} {status}",
+            f"{client[0] if client else '-'} {scope['method']} {path} {status}",
             f"seconds={now - self.begun:.3f}",
         ]
         if self.first_at is not None:
@@ -87,8 +88,3 @@ class AccessRecord:
 
 CURRENT: ContextVar[AccessRecord | None] = ContextVar("quire_access", default=None)
 """The request that is being answered."""
-
-
-def _quoted(path: str) -> str:
-    """A path without anything that could begin another line or value."""
-    return re.sub(r"[^\x21-\x7e]", "?", path)[:200]

@@ -96,7 +96,8 @@ class BodyReader:
         it or for it once parsed, and 400 if it is not JSON or not a `model`.
         """
         _check_kind(request)
-        announced = _announced(request)
+        length = request.headers.get("content-length", "")
+        announced = int(length[:20]) if length.isdecimal() else None
         if announced is not None and announced > self.max_bytes:
             raise self._too_large()
         body = bytearray()
@@ -307,11 +308,6 @@ def _check_kind(request: Request) -> None:
         raise bad_request(
             "the body must be JSON, with the header Content-Type: application/json", code="invalid_content_type"
         )
-
-
-def _announced(request: Request) -> int | None:
-    length = request.headers.get("content-length", "")
-    return int(length[:20]) if length.isdecimal() else None
 
 
 def _most_bytes(body: bytearray) -> int:

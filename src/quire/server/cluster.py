@@ -34,7 +34,6 @@ class ClusterEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._turn = asyncio.Lock()
         self._running: set[asyncio.Future[None]] = set()
         self._switches = False
 
@@ -119,14 +118,10 @@ class ClusterEndpoints:
     async def _finish(self, request: Request, work: Callable[[], Awaitable[None]]) -> None:
         """Waits for an operation, which goes on if the client leaves. Raises ApiError 503 if it fails."""
 
-        async def in_turn() -> None:
-            async with self._turn:
-                await work()
-
         async def patiently(task: asyncio.Future[None]) -> None:
             await asyncio.shield(task)
 
-        task = asyncio.ensure_future(in_turn())
+        task = asyncio.ensure_future(work())
         self._running.add(task)
         task.add_done_callback(self._has_ended)
         try:

@@ -114,7 +114,10 @@ async def drop_prefix(service: Service, request: Request) -> Response:
             key = _checked(body.key)
     dropped = await _alone(service, lambda: service.engine.drop_prefix(key, service.tenants.visible_salts(tenant)))
     if dropped is None:
-        raise _unknown(key) if body.key is not None else _not_cached(body)
+        if body.key is not None:
+            raise _unknown(key)
+        param = "prompt" if body.messages is None else "messages"
+        raise ApiError(404, f"The prefix of '{param}' is not cached.", param=param, code="prefix_not_found")
     return json_response(shapes.DroppedPrefix(key=key, dropped=dropped))
 
 
@@ -177,11 +180,6 @@ def _checked(key: str) -> str:
         return parse_prefix_key(key).hex()
     except RequestError:
         raise _unknown(key) from None
-
-
-def _not_cached(body: PrefixPrompt) -> ApiError:
-    param = "prompt" if body.messages is None else "messages"
-    return ApiError(404, f"The prefix of '{param}' is not cached.", param=param, code="prefix_not_found")
 
 
 def _unknown(key: str) -> ApiError:
