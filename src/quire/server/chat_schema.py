@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -42,7 +43,17 @@ MAX_MODALITIES = 8
 log = logging.getLogger("quire.server")
 
 _said: set[str] = set()
-"""Names of fields that the log has; at most those below."""
+"""Names of fields that the log has; at most those of type Reported."""
+
+_REPORTED = object()
+Reported = Annotated[Ignored, _REPORTED]
+"""A field that changes nothing, of which the log says once that it is not used."""
+
+
+@functools.cache
+def reported_names(kind: type[StrictModel]) -> frozenset[str]:
+    """The fields of a class that the log tells of."""
+    return frozenset(name for name, field in kind.model_fields.items() if _REPORTED in field.metadata)
 
 
 class ConversationObject(StrictModel):
@@ -50,21 +61,15 @@ class ConversationObject(StrictModel):
 
     Such fields change nothing here. Only these names are passed over; any other one is refused, so that a mistyped name
     is found.
-
-    ignored_names  names of fields of which the log says once that they are not used
     """
 
-    ignored_names: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "extra_content", "provider_specific_fields"}  # no more than has a field
-    )
-
-    cache_control: Ignored = None
-    extra_content: Ignored = None
-    provider_specific_fields: Ignored = None
+    cache_control: Reported = None
+    extra_content: Reported = None
+    provider_specific_fields: Reported = None
 
     @model_validator(mode="after")
     def _say(self) -> ConversationObject:
-        for name in self.ignored_names.intersection(self.__pydantic_fields_set__).difference(_said):
+        for name in reported_names(type(self)).intersection(self.__pydantic_fields_set__).difference(_said):
             if getattr(self, name) is not None:
                 _said.add(name)
                 log.info("a conversation has %r, which is passed over here; this is said once", name)
@@ -74,14 +79,10 @@ class ConversationObject(StrictModel):
 class TextPart(ConversationObject):
     """A piece of a message."""
 
-    ignored_names: ClassVar[frozenset[str]] = ConversationObject.ignored_names | {
-        "annotations", "extras", "id", "index",
-    }  # fmt: skip
-
-    annotations: Ignored = None
-    extras: Ignored = None
-    id: Ignored = None
-    index: Ignored = None
+    annotations: Reported = None
+    extras: Reported = None
+    id: Reported = None
+    index: Reported = None
 
     type: Literal["text"]
     text: str
@@ -130,15 +131,11 @@ ToolCallParams = Annotated[list[ToolCallParam], Field(fail_fast=True, max_length
 class BaseMessage(ConversationObject):
     """What messages of all roles have in common."""
 
-    ignored_names: ClassVar[frozenset[str]] = ConversationObject.ignored_names | {
-        "annotations", "id", "reasoning", "reasoning_details", "thinking_blocks",
-    }  # fmt: skip
-
-    annotations: Ignored = None
-    id: Ignored = None
-    reasoning: Ignored = None
-    reasoning_details: Ignored = None
-    thinking_blocks: Ignored = None
+    annotations: Reported = None
+    id: Reported = None
+    reasoning: Reported = None
+    reasoning_details: Reported = None
+    thinking_blocks: Reported = None
 
     name: str | None = None
 

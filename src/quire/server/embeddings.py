@@ -24,7 +24,7 @@ from quire.engine.params import SamplingParams
 from quire.llm import normalized
 from quire.server import shapes
 from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
-from quire.server.errors import ApiError, bad_request, encode, json_response
+from quire.server.errors import ApiError, bad_request, json_bytes, json_response
 from quire.server.event_stream import unless_disconnected
 from quire.server.json_encoding import LargeJsonResponse
 from quire.server.model_capabilities import Pooling
@@ -76,7 +76,7 @@ def _encoded(body: EmbeddingsRequest, index: int, vector: list[float]) -> bytes:
     if body.encoding_format == "base64":
         told = base64.b64encode(struct.pack(f"<{len(part)}f", *part)).decode()
     data: shapes.Embedding = {"object": "embedding", "index": index, "embedding": told}
-    return encode(data).encode()
+    return json_bytes(data)
 
 
 async def create_scores(service: Service, request: Request) -> Response:

@@ -30,8 +30,7 @@ from quire.server.shapes import ErrorResponse
 
 log = logging.getLogger("quire.server")
 
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-"""Encodes a response as compact JSON. Raises ValueError rather than sending `NaN`."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 _TYPES = {429: "rate_limit_error", 501: "invalid_request_error", 503: "service_unavailable_error"}
 
@@ -84,9 +83,14 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+def json_bytes(value: Any) -> bytes:
+    """A value as compact UTF-8 JSON. Raises ValueError rather than sending `NaN`."""
+    return _ENCODER.encode(value).encode(errors="backslashreplace")
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`content` as compact UTF-8 JSON."""
-    return Response(encode(content).encode(errors="backslashreplace"), status, dict(headers or {}), "application/json")
+    """A response with `content` as JSON."""
+    return Response(json_bytes(content), status, dict(headers or {}), "application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
