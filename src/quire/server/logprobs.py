@@ -7,6 +7,7 @@ The dict of a position has the requested number of best tokens, and always the t
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -101,8 +102,7 @@ class LegacyLogprobs:
 
     def copy(self) -> LegacyLogprobs:
         """A copy with the same state; every choice continues with one after the prompt."""
-        other = LegacyLogprobs.__new__(LegacyLogprobs)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other._characters = codecs.getincrementaldecoder("utf-8")("replace")
         other._characters.setstate(self._characters.getstate())
         return other

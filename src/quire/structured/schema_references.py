@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,6 +24,17 @@ def resolve_pointer(reference: Any, base: Any) -> Any:
             found = found[int(name)]
         else:
             return None
+    return found
+
+
+def groups_in_place(schema: Mapping[str, Any]) -> list[list[Any]]:
+    """Schemas in a schema that are about the same value: all groups hold, and of each group one schema or several."""
+    found = [[each] for each in schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
+    found += [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) and schema[word]]
+    found += [[schema[word]] for word in ("if", "then", "else", "not") if word in schema]
+    for word in ("dependentSchemas", "dependencies"):
+        if isinstance(named := schema.get(word), Mapping):
+            found += [[each] for each in named.values()]
     return found
 
 

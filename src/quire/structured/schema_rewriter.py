@@ -31,7 +31,7 @@ from quire.structured.negation import (
     measure_json,
 )
 from quire.structured.number_bounds import separate_bounds
-from quire.structured.schema_references import SchemaRoot
+from quire.structured.schema_references import SchemaRoot, groups_in_place
 
 MAX_COPIED = 65_536
 """Characters of a schema's JSON that are written a second time, all rules together."""
@@ -89,9 +89,11 @@ class SchemaRewriter:
         nothing. Raises SchemaTooLongError.
         """
         every = list(schemas)
-        for own in every if not self._has_other_uses else ():
-            for each in _in_place(own):
-                self._around.setdefault(id(each), own)  # copies share what is in them, and come last
+        around = [] if self._has_other_uses else [own for own in every if not _IN_PLACE.isdisjoint(own)]
+        for own in around:
+            for each in itertools.chain.from_iterable(groups_in_place(own)):
+                if isinstance(each, dict):
+                    self._around.setdefault(id(each), own)  # copies share what is in them, and come last
         given = [own for own in every if not _REWRITTEN.isdisjoint(own) and isinstance(own.get("allOf", []), list)]
         words = {word for own in given for word in own if word in _REWRITTEN}
         for rules in (FIRST_RULES, RULES):
@@ -145,18 +147,6 @@ class SchemaRewriter:
         size, is_named = measure_json(schema, self._left)
         self._left -= size * times
         return self._left > 0 and not is_named
-
-
-def _in_place(own: dict[str, Any]) -> list[Any]:
-    """The schemas in a schema that are about the same value."""
-    if _IN_PLACE.isdisjoint(own):
-        return []
-    found = [own.get(word) for word in ("if", "then", "else", "not")]
-    for word in ("allOf", "anyOf", "oneOf"):
-        found += own[word] if isinstance(own.get(word), list) else []
-    for word in ("dependentSchemas", "dependencies"):
-        found += own[word].values() if isinstance(own.get(word), dict) else []
-    return [each for each in found if isinstance(each, dict)]
 
 
 class SchemaTooLongError(ValueError):
