@@ -169,8 +169,7 @@ class ConnectionManager:
         if len(self.open) - len(self.lingering) > self.limits.connections:
             oldest = next(filter(self._is_replaceable, self.awaiting_request), None)
             if oldest is None:
-                message = f"all {self.limits.connections} connections are in use"
-                message += " (serve.max_connections)"
+                message = f"all {self.limits.connections} connections are in use (serve.max_connections)"
                 raise ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"})
             oldest.abort()
         self.awaiting_request[connection] = None

@@ -146,7 +146,7 @@ class RequestTimer:
     def end(self, reason: str | None) -> None:
         """Records the request. Unfinished choices count as ended for `reason`; None: refused, counted nowhere."""
         now = time.monotonic()
-        metrics = self.metrics
+        metrics, steps = self.metrics, self.num_tokens / self.num_choices - 1
         if self.unfinished > 0 and reason is not None:
             metrics.finished.labels(reason).inc(self.unfinished)
         metrics.generation_tokens.inc(self.num_tokens)
@@ -155,13 +155,11 @@ class RequestTimer:
             metrics.first_token.observe(self.first - self.arrived)
             if self.kept is not None:
                 metrics.kept.observe(self.kept)
-            steps = self.num_tokens / self.num_choices - 1
             if steps >= 1:
                 metrics.per_token.observe((now - self.first) / steps)
         if self.unfinished <= 0:
             metrics.whole.observe(now - self.arrived)
             first = self.first or now
-            steps = self.num_tokens / self.num_choices - 1
             metrics.slo.record(first - self.arrived, (self.last - first) / steps if steps > 0 else None)
         elif reason == "error":
             metrics.slo.record(None, None)

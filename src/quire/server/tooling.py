@@ -97,9 +97,7 @@ class Tooling:
             most = None if self.is_parallel else 1
             is_exact = self.structure is not None
             calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_constraint)
-        if self.reasoning is None:
-            return AnswerParser(None, calls)
-        if self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # it is switched off
+        if self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # it is switched off
             return AnswerParser(None, calls)
         is_inside = self._prompt_ends_with(self.reasoning.begins, prompt_ids)
         return AnswerParser(ReasoningParser(self.reasoning, is_inside=is_inside), calls)
