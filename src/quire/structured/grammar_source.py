@@ -25,7 +25,7 @@ def source_of(wanted: StructuredOutputsParams, token_of: TokenOf) -> str:
 
     Raises UnsupportedSchemaError, ValueError and the errors of llguidance's converters.
     """
-    constraint, forced_bytes = _constraint_grammar(wanted)
+    constraint, forced_bytes = constraint_grammar(wanted)
     parts: list[dict[str, Any]] = [{"name": "constraint", **constraint}]
     options = "" if forced_bytes <= MAX_FORCED_BYTES else '%llguidance {"no_forcing": true}\n'
     if wanted.reasoning is not None:
@@ -64,13 +64,13 @@ def term_of(wanted: StructuredOutputsParams) -> tuple[str, float]:
     """
     if wanted.kind == "grammar":
         raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
-    found, num_forced = _constraint_grammar(wanted)
+    found, num_forced = constraint_grammar(wanted)
     if "json_schema" in found:
         return f"%json {json.dumps(found['json_schema'])}", num_forced
     return str(found["lark_grammar"]).removeprefix("start: "), num_forced
 
 
-def _constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
+def constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
     """The grammar of the constraint alone, and the bytes that it can force."""
     from llguidance import regex_to_lark
 
