@@ -19,8 +19,7 @@ from quire.structured.params import StructuredOutputsParams
 from quire.tools.answer_parser import AnswerParser
 from quire.tools.calls import ArgumentsDelta, CallStart, ReasoningDelta, TextDelta, Tool, ToolChoice
 from quire.tools.format import ToolFormat
-from quire.tools.formats import FORMATS, format_of
-from quire.tools.formats.generic import GENERIC
+from quire.tools.formats import FORMATS, GENERIC, format_of
 from quire.tools.parser import CallParser
 from quire.tools.reasoning import FORMATS as REASONING
 from quire.tools.reasoning import ReasoningParser

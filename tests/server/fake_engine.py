@@ -1,6 +1,6 @@
 """An engine without a model: it answers with the prompt's bytes, and can be slowed, filled up and made to fail.
 
-Fulfils `quire.server.protocol.Engine` with the real sampling parameters, outputs and stop rules.
+Has what the server asks of `quire.server.engines`, with the real sampling parameters, outputs and stop rules.
 """
 
 from __future__ import annotations

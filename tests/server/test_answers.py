@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.server import completions, errors, json_encoding
-from quire.server.errors import encode
+from quire.server.errors import json_bytes
 from quire.server.json_encoding import SENT_BYTES, SLICE, AnswerByteLimiter, LargeJsonResponse, encoded, extend, pieces
 from quire.server.shapes import EncodedList
 from tests.effort import examples
@@ -31,7 +31,7 @@ PROMPT = list(range(1, 151))
 @examples(40)
 @given(JSON)
 def test_pieces_join_to_the_json_of_the_whole(value):
-    assert b"".join(pieces(value)) == encode(value).encode(errors="backslashreplace")
+    assert b"".join(pieces(value)) == json_bytes(value)
 
 
 @examples(40)
@@ -40,7 +40,7 @@ def test_a_list_that_was_begun_goes_on_as_one(values, begun):
     grown = bytearray()
     sizes = [extend(grown, [each]) for each in values[begun:]]
     value = {"a": [{"b": EncodedList(encoded(iter(values[:begun])), grown)}]}
-    assert b"".join(pieces(value)) == encode({"a": [{"b": values}]}).encode(errors="backslashreplace")
+    assert b"".join(pieces(value)) == json_bytes({"a": [{"b": values}]})
     assert encoded(values) == encoded(iter(values)) and sum(sizes) == len(grown)
 
 
@@ -160,7 +160,9 @@ async def test_echoed_lists_are_made_once_for_all_choices(stream, monkeypatch):
 )
 async def test_no_single_call_encodes_a_large_part_of_an_answer(path, body, monkeypatch):
     lengths = []
-    monkeypatch.setattr(json_encoding, "encode", lambda value: lengths.append(len(text := encode(value))) or text)
+    monkeypatch.setattr(
+        json_encoding, "json_bytes", lambda value: lengths.append(len(text := json_bytes(value))) or text
+    )
     async with client() as http:
         answer = await http.post(f"/v1/{path}", json=body | {"max_tokens": 300})
     assert answer.status_code == 200 and len(answer.content) > 250_000
@@ -193,7 +195,7 @@ async def test_more_scores_than_an_answer_holds_are_refused_by_name(asked, num_s
 async def test_an_answer_without_log_probabilities_is_encoded_in_one_call(monkeypatch):
     calls = []
     for module in (json_encoding, errors):
-        monkeypatch.setattr(module, "encode", lambda value: calls.append(value) or encode(value))
+        monkeypatch.setattr(module, "json_bytes", lambda value: calls.append(value) or json_bytes(value))
     async with client() as http:
         answer = await http.post("/v1/completions", json={"prompt": ["a"] * 20, "n": 2, "max_tokens": 2})
     assert len(answer.json()["choices"]) == 40 and len(calls) == 1

@@ -48,6 +48,7 @@ class FakeOperations:
 
     def __init__(self):
         self.done, self.gate, self.error = [], asyncio.Event(), None
+        self.turn = asyncio.Lock()  # as a cluster's operations have one
         self.gate.set()
         self.times = StageTimes()
         self.times.add(Stages(0.2, 0.5, 0.004, 2.0))
@@ -69,11 +70,12 @@ class FakeOperations:
         await self._do("restart")
 
     async def _do(self, *what):
-        self.done.append(("begins", *what))
-        await self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        self.done.append(what)
+        async with self.turn:
+            self.done.append(("begins", *what))
+            await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            self.done.append(what)
 
     async def switch(self, placement, *, may_pause=False):
         await self._do("place", *((each.role, each.count, each.options) for each in placement.instances), may_pause)

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from quire.server import ignored_fields
-from quire.server.ignored_fields import ConversationMessage, ConversationObject, ConversationPart
+from quire.server import chat_schema
+from quire.server.chat_schema import BaseMessage, ConversationObject, TextPart, reported_names
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import client, error_of
 
@@ -47,7 +47,7 @@ REPLAYS = {
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch):
-    monkeypatch.setattr(ignored_fields, "_said", set())
+    monkeypatch.setattr(chat_schema, "_said", set())
 
 
 async def prompt_of(*messages, **more):
@@ -74,8 +74,8 @@ async def test_an_answer_that_a_client_sends_back_is_the_same_prompt_as_its_text
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
 async def test_messages_of_every_role_and_their_parts_may_have_the_fields(role):
-    extras = {key: {"a": [1]} for key in sorted(ConversationMessage.ignored_names)} | {"refusal": None, "audio": None}
-    part = {"type": "text", "text": "Hi"} | dict.fromkeys(sorted(ConversationPart.ignored_names), "x")
+    extras = {key: {"a": [1]} for key in sorted(reported_names(BaseMessage))} | {"refusal": None, "audio": None}
+    part = {"type": "text", "text": "Hi"} | dict.fromkeys(sorted(reported_names(TextPart)), "x")
     own = {"tool_call_id": "c1"} if role == "tool" else {}
     before = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}] if role == "tool" else []
     plain = await prompt_of(*before, {"role": role, "content": "Hi", **own})
@@ -83,7 +83,7 @@ async def test_messages_of_every_role_and_their_parts_may_have_the_fields(role):
 
 
 async def test_calls_that_a_client_sends_back_may_have_the_fields():
-    extras = {key: {"google": {"thought_signature": "x"}} for key in sorted(ConversationObject.ignored_names)}
+    extras = {key: {"google": {"thought_signature": "x"}} for key in sorted(reported_names(ConversationObject))}
     made = CALL | extras | {"index": 0, "function": CALL["function"] | extras}
     answers = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in (CALL, made)]
     result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
@@ -92,7 +92,7 @@ async def test_calls_that_a_client_sends_back_may_have_the_fields():
 
 
 async def test_items_of_a_response_may_have_the_fields():
-    extras = {key: {"a": 1} for key in sorted(ConversationObject.ignored_names)}
+    extras = {key: {"a": 1} for key in sorted(reported_names(ConversationObject))}
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Hello", **extras}], **extras},
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm.", **extras}], **extras},
@@ -116,7 +116,7 @@ async def test_each_name_is_said_once_in_the_log(caplog):
 
 async def test_a_field_that_is_null_is_not_worth_a_line(caplog):
     caplog.set_level(logging.INFO, "quire.server")
-    await prompt_of(USER | dict.fromkeys(ConversationMessage.ignored_names))
+    await prompt_of(USER | dict.fromkeys(reported_names(BaseMessage)))
     assert "passed over" not in caplog.text
 
 
@@ -139,10 +139,10 @@ async def test_other_names_are_refused_and_not_logged(message, param, code, capl
     caplog.set_level(logging.INFO, "quire.server")
     found = await refusal_of(message)
     assert (found["param"], found["code"]) == (param, code)
-    assert "passed over" not in caplog.text and ignored_fields._said == set()
+    assert "passed over" not in caplog.text and chat_schema._said == set()
 
 
 def test_every_name_that_is_passed_over_is_a_field_without_a_meaning():
-    for kind in (ConversationObject, ConversationMessage, ConversationPart):
+    for kind in (ConversationObject, BaseMessage, TextPart):
         own = {name for name, field in kind.model_fields.items() if field.description == "Accepted and not used."}
-        assert own == kind.ignored_names == set(kind.model_fields)
+        assert own == reported_names(kind)

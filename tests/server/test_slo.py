@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry
 from quire.config import SloConfig
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server import metrics
-from quire.server.metrics import Metrics, RequestTimer
-from quire.server.slo_metrics import RECENT, SloMetrics
+from quire.server.metrics import RECENT, Metrics, RequestTimer, SloMetrics
 from tests.server.fake_engine import FakeEngine
 
 

@@ -127,13 +127,13 @@ def test_only_checked_strings_are_parsed_by_the_server():
 
 async def test_the_conversation_of_a_response_is_made_where_it_does_not_hold_up_the_event_loop(monkeypatch):
     threads = set()
-    original = ResponsesRequest.messages
+    original = ResponsesRequest.for_template
 
     def messages(self):
         threads.add(threading.current_thread())
         return original(self)
 
-    monkeypatch.setattr(ResponsesRequest, "messages", messages)
+    monkeypatch.setattr(ResponsesRequest, "for_template", messages)
     body = json.dumps({"input": replayed(*["{}"] * 12_000)}).encode()
     async with client() as http, turns() as found:
         assert error_of(await ask(http, "POST", "/v1/responses", body))["code"] == "context_length_exceeded"

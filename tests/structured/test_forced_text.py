@@ -16,7 +16,7 @@ from quire.models.tokenizer import load_tokenizer
 from quire.structured import schemas
 from quire.structured.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_bytes
 from quire.structured.grammar_compiler import GrammarCompiler
-from quire.structured.grammar_source import forced_bytes
+from quire.structured.grammar_source import constraint_grammar
 from quire.structured.params import StructuredOutputsParams
 
 from ..effort import tries
@@ -105,7 +105,7 @@ FORCING: dict[str, Any] = {
 
 def bound(given: dict[str, Any]) -> float:
     """Of the grammar that is made of it."""
-    return forced_bytes(StructuredOutputsParams(**given))
+    return constraint_grammar(StructuredOutputsParams(**given))[1]
 
 
 @pytest.mark.parametrize("name", FORCING)

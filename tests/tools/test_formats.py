@@ -16,8 +16,7 @@ from quire.structured.grammar_compiler import GrammarCompiler
 from quire.structured.params import StructuredOutputsParams
 from quire.tools.calls import AnswerDelta, ArgumentsDelta, Call, CallStart, TextDelta, Tool, ToolChoice
 from quire.tools.format import ToolFormat
-from quire.tools.formats import FORMATS, format_of
-from quire.tools.formats.generic import GENERIC
+from quire.tools.formats import FORMATS, GENERIC, format_of
 from quire.tools.parser import CallParser
 
 from ..effort import tries

@@ -131,10 +131,10 @@ class PrefixService(AsyncPrefixes):
             case PrefixQueryKind.KNOWN:
                 return PrefixReply(number, known=await self.known_prefixes(visible))
             case PrefixQueryKind.FIND:
-                found = await self.find_by_key(question.key, visible)
+                found = await self.find_prefix(question.key.hex(), visible)
                 return PrefixReply(number, known=[] if found is None else [found])
             case PrefixQueryKind.DROP:
-                dropped = await self.drop_by_key(question.key, visible)
+                dropped = await self.drop_prefix(question.key.hex(), visible)
                 if dropped is not None:
                     dropped.pop(PeerStore.name, None)  # each instance drops its own
                 return PrefixReply(number, dropped=dropped)

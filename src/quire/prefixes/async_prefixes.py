@@ -42,21 +42,13 @@ class AsyncPrefixes(BaseLLM):
 
     async def find_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> CachedPrefix | None:
         """As `LLM.find_prefix`, of a prefix with a visible salt."""
-        return await self.find_by_key(parse_prefix_key(key), visible)
-
-    async def find_by_key(self, key: bytes, visible: Callable[[str], bool]) -> CachedPrefix | None:
-        """As `find_prefix`, by the bytes of the key."""
-        disk_index = await self._disk_index(visible)
-        return await self._ask(lambda engine: find_prefix(engine, key, disk_index, visible))
+        name, disk_index = parse_prefix_key(key), await self._disk_index(visible)
+        return await self._ask(lambda engine: find_prefix(engine, name, disk_index, visible))
 
     async def drop_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> dict[str, int] | None:
         """As `LLM.drop_prefix`, of a prefix with a visible salt."""
-        return await self.drop_by_key(parse_prefix_key(key), visible)
-
-    async def drop_by_key(self, key: bytes, visible: Callable[[str], bool]) -> dict[str, int] | None:
-        """As `drop_prefix`, by the bytes of the key."""
-        disk_index = await self._disk_index(visible)
-        dropped = await self._ask(lambda engine: drop_prefix(engine, key, disk_index, visible))
+        name, disk_index = parse_prefix_key(key), await self._disk_index(visible)
+        dropped = await self._ask(lambda engine: drop_prefix(engine, name, disk_index, visible))
         if dropped is not None and (tiers := self._parts.engine.tiering.tiers) is not None:
             await asyncio.to_thread(tiers.flush, DROP_SECONDS)
         return dropped

@@ -80,7 +80,8 @@ def known_prefixes(
     now = time.time() if now is None else now
     found: list[CachedPrefix] = []
     for prefix in arena:
-        tiers = {ARENA: _in_arena(prefix, now)}
+        until = 0.0 if prefix.pinned_seconds is None else now + prefix.pinned_seconds
+        tiers = {ARENA: TierCopy(prefix.num_bytes, now - prefix.idle_seconds, until)}
         if (tier_copy := disk_index.tier_copy(bytes.fromhex(prefix.id), prefix.num_tokens)) is not None:
             tiers[DISK] = tier_copy
         found.append(CachedPrefix(prefix.id, prefix.parent, prefix.start + prefix.num_tokens, tiers))
@@ -95,7 +96,7 @@ def find_prefix(
 ) -> CachedPrefix | None:
     """The prefix that ends with this chunk, wherever that is; None if no visible one does. On the engine's thread."""
     tree, now = engine.scheduler.manager.tree, time.time()
-    if (place := find_chunk(tree, key, lambda namespace: visible(namespace.salt))) is None:
+    if (place := find_chunk(tree, key, visible)) is None:
         return _stored(disk_index, key)
     segment, count = place
     assert segment.parent is not None
@@ -114,7 +115,7 @@ def branch_of(engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: 
     tree = engine.scheduler.manager.tree
     names: list[bytes] = []
     end: bytes | None = key
-    while end is not None and (place := find_chunk(tree, end, lambda ns: visible(ns.salt))) is None:
+    while end is not None and (place := find_chunk(tree, end, visible)) is None:
         run = disk_index.run_of.get(end)
         if run is None or end in names:  # a part of it is lost
             break
@@ -163,17 +164,12 @@ def parse_prefix_key(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
-def _in_arena(prefix: Prefix, now: float) -> TierCopy:
-    until = 0.0 if prefix.pinned_seconds is None else now + prefix.pinned_seconds
-    return TierCopy(prefix.num_bytes, now - prefix.idle_seconds, until)
-
-
 def _stored(disk_index: DiskPrefixIndex, key: bytes) -> CachedPrefix | None:
     """The prefix that ends with a chunk on the disk; its parent is where its chain of runs begins."""
-    first = disk_index.chain_start(key)
-    if first is None:
+    run = disk_index.run_of.get(key)
+    if run is None:
         return None
-    num_tokens = disk_index.num_tokens_to(key)
+    first, num_tokens = disk_index.chain_start(run), (run.start + run.names.index(key) + 1) * PAGE_TOKENS
     tier_copy = disk_index.tier_copy(key, num_tokens - first.start * PAGE_TOKENS)
     assert tier_copy is not None, "a stored chunk without bytes"
     return CachedPrefix(key.hex(), first.parent.hex() if first.start else None, num_tokens, {DISK: tier_copy})

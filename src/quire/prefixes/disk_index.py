@@ -50,15 +50,9 @@ class DiskPrefixIndex:
         self.chains = _chains(stored)
         self._chain_of = {run.names[-1]: chain for chain in self.chains for run in chain}
 
-    def chain_start(self, key: bytes) -> StoredRun | None:
-        """The first run of the chain that leads to a chunk; None if the chunk is not stored."""
-        run = self.run_of.get(key)
-        return None if run is None else self._chain_of[run.names[-1]][0]
-
-    def num_tokens_to(self, key: bytes) -> int:
-        """The number of tokens up to the end of a stored chunk, from the first one of the prompt on."""
-        run = self.run_of[key]
-        return (run.start + run.names.index(key) + 1) * PAGE_TOKENS
+    def chain_start(self, run: StoredRun) -> StoredRun:
+        """The first run of the chain that leads to a run."""
+        return self._chain_of[run.names[-1]][0]
 
     def tier_copy(self, key: bytes, num_tokens: int) -> TierCopy | None:
         """What there is of the last `num_tokens` tokens up to a chunk, over all runs that have them."""

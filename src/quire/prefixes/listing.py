@@ -58,15 +58,16 @@ class Prefix:
     instance: str = ""
 
 
-def prefixes(
-    tree: PrefixTree, chunk_bytes: int, visible: Callable[[Any], bool] = lambda namespace: True
-) -> list[Prefix]:
-    """The segments of the visible namespaces, parents first."""
+def engine_prefixes(engine: Engine, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
+    """The prefix tree's contents under visible salts, parents first. On the engine's thread."""
+    manager = engine.scheduler.manager
+    manager.tick(engine.clock())
+    tree, chunk_bytes = manager.tree, manager.statistics.chunk_bytes
     found: list[Prefix] = []
     same: dict[Segment, int] = {}
     for segment in tree.segments():
-        namespace = segment.namespace
-        if not visible(namespace):
+        namespace: Any = segment.namespace
+        if not visible(namespace.salt):
             continue
         assert segment.parent is not None
         if segment not in same:
@@ -94,19 +95,13 @@ def prefixes(
     return found
 
 
-def engine_prefixes(engine: Engine, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
-    """The prefix tree's contents under visible salts, parents first. On the engine's thread."""
-    manager = engine.scheduler.manager
-    manager.tick(engine.clock())
-    return prefixes(manager.tree, manager.statistics.chunk_bytes, lambda namespace: visible(namespace.salt))
-
-
 def find_chunk(
-    tree: PrefixTree, key: bytes, visible: Callable[[Any], bool] = lambda namespace: True
+    tree: PrefixTree, key: bytes, visible: Callable[[str], bool] = lambda salt: True
 ) -> tuple[Segment, int] | None:
     """The segment with this chunk, and the number of its chunks up to there. None if no visible one has it."""
     for segment in tree.segments():
-        if key in segment.keys and visible(segment.namespace):
+        namespace: Any = segment.namespace
+        if key in segment.keys and visible(namespace.salt):
             return segment, segment.keys.index(key) + 1
     return None
 

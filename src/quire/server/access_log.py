@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -23,21 +23,6 @@ log = logging.getLogger("quire.access")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-@dataclass(eq=False)
-class QueuedTokens:
-    """Tokens of a tenant's prompt that wait for its first token; 0 once it is there."""
-
-    tenant: str
-    num_tokens: int
-
-
-class Refusal(NamedTuple):
-    """The status of an error and what its answer says. The exception itself would keep the body."""
-
-    status: int
-    error: Mapping[str, Any]
-
-
 @dataclass
 class AccessRecord:
     """What is known of a request when it ends. Times are of time.monotonic.
@@ -45,8 +30,9 @@ class AccessRecord:
     request_id  the client's X-Request-Id, or one of ours
     answer_id   of the completion, by which engines log it
     num_kept    tokens of the prompts that retention keeps; None without retention
-    refusal     the error that it was answered with
-    queued      what may wait of its prompts
+    refusal     a line about the error that it was answered with
+    tenant      whose prompts wait
+    num_queued  tokens of its prompts that wait for their first token
     """
 
     request_id: str
@@ -57,8 +43,9 @@ class AccessRecord:
     num_cached: int = 0
     num_generated: int = 0
     num_kept: float | None = None
-    refusal: Refusal | None = None
-    queued: list[QueuedTokens] = field(default_factory=list)
+    refusal: str | None = None
+    tenant: str = ""
+    num_queued: int = 0
 
     @classmethod
     def of(cls, headers: Headers) -> AccessRecord:
@@ -74,18 +61,17 @@ class AccessRecord:
         if item.kept_fraction is not None:
             self.num_kept = (self.num_kept or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
 
-    def reason(self) -> str | None:
-        """A line about the error that the request was answered with; None if it was none."""
-        if (refusal := self.refusal) is None:
-            return None
+    def refuse(self, status: int, error: Mapping[str, Any]) -> None:
+        """Notes the error that the request is answered with."""
         # As JSON, because the message may quote the request: line breaks of it must not begin another line.
-        return f"refused id={self.request_id} status={refusal.status} error={json.dumps(refusal.error)}"
+        self.refusal = f"refused id={self.request_id} status={status} error={json.dumps(error)}"
 
     def line(self, scope: Scope, status: int) -> str:
         """The line of a request that has ended: name=value, and what has no value is left out."""
         now, client = time.monotonic(), scope.get("client")
+        path = re.sub(r"[^\x21-\x7e]", "?", scope["path"])[:200]  # nothing in it begins another line or value
         parts = [
-            f"{client[0] if client else '-'} {scope['method']} {_quoted(scope['path'])} {status}",
+            f"{client[0] if client else '-'} {scope['method']} {path} {status}",
             f"seconds={now - self.begun:.3f}",
         ]
         if self.first_at is not None:
@@ -102,8 +88,3 @@ class AccessRecord:
 
 CURRENT: ContextVar[AccessRecord | None] = ContextVar("quire_access", default=None)
 """The request that is being answered."""
-
-
-def _quoted(path: str) -> str:
-    """A path without anything that could begin another line or value."""
-    return re.sub(r"[^\x21-\x7e]", "?", path)[:200]

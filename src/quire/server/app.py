@@ -6,7 +6,6 @@ Knows the URLs. The endpoints are in their own modules.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 QUIET = HEALTH | {"/metrics"}
 """What machines ask for again and again: it is not in the access log."""
@@ -63,7 +62,7 @@ class AccessMiddleware:
         self.app = app
         self.service = service
         config = service.config
-        self.allowed_hosts = AllowedHosts.of(config.host, service.keys, config.allow_public)
+        self.allowed_hosts = AllowedHosts(config.host, service.keys, config.allow_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on or answers it here (ASGI)."""
@@ -94,12 +93,12 @@ class AccessMiddleware:
         finally:
             CURRENT.reset(trace)
             access_of.reset(noted)
-            self.service.release_queued(access.queued)
+            self.service.release_queued(access, access.num_queued)
             self.service.request_ended()
             if self.service.config.access_log and scope["path"] not in QUIET:
                 log.info("%s", access.line(scope, status))
-            if log.isEnabledFor(logging.DEBUG) and (reason := access.reason()) is not None:
-                log.debug("%s", reason)
+            if access.refusal is not None:
+                log.debug("%s", access.refusal)
             route = getattr(scope.get("route"), "path", "other")
             self.service.metrics.responses.labels(route, str(status)).inc()
 
@@ -117,7 +116,7 @@ class AccessMiddleware:
 
 
 def create_app(
-    llm: EngineProtocol, serve_config: ServeConfig, keys: ApiKeys | None = None, slo: SloConfig | None = None
+    llm: ServedEngine, serve_config: ServeConfig, keys: ApiKeys | None = None, slo: SloConfig | None = None
 ) -> FastAPI:
     """The application that serves `llm`. Its `state.service` counts the current requests and can refuse new ones.
 
@@ -217,7 +216,7 @@ def _add_api(app: FastAPI, service: Service, document: ApiDocument) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "quire",
-            "max_model_len": service.max_context,
+            "max_model_len": service.engine.max_context,
             "capabilities": service.capabilities,
             "sampling_defaults": dict(service.sampling.values),
         }

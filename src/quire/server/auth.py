@@ -101,14 +101,9 @@ class AllowedHosts:
     is_any  whether every name is accepted
     """
 
-    def __init__(self, host: str, is_any: bool) -> None:
+    def __init__(self, host: str, keys: ApiKeys, allow_public: bool) -> None:
         self.own = host.lower()
-        self.is_any = is_any
-
-    @classmethod
-    def of(cls, host: str, keys: ApiKeys, allow_public: bool) -> AllowedHosts:
-        """The names of a server with these settings."""
-        return cls(host, bool(keys.keys) or allow_public or not is_loopback(host))
+        self.is_any = bool(keys.keys) or allow_public or not is_loopback(host)
 
     def check(self, hosts: Sequence[str]) -> None:
         """Raises ApiError 403 for Host headers that name another machine."""

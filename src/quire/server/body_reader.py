@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -73,14 +73,13 @@ class BodyReader:
 
     max_bytes     a larger body is answered 413
     body_seconds  see BODY_SECONDS
-    room_seconds  see ROOM_SECONDS
     """
 
-    def __init__(self, max_bytes: int, body_seconds: float = BODY_SECONDS, room_seconds: float = ROOM_SECONDS) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.start_throttle = StartThrottle()
-        self.body_seconds = body_seconds
-        self.memory_limiter = BodyMemoryLimiter(NUM_LARGEST * max_bytes, room_seconds)
+        self.body_seconds = BODY_SECONDS
+        self.memory_limiter = BodyMemoryLimiter(NUM_LARGEST * max_bytes, ROOM_SECONDS)
         self.parsed = ByteLimiter(PARSED_BYTES)
         self.memory_trimmer = MemoryTrimmer()
         # One at a time, so that a body that is being checked has the other core.
@@ -97,7 +96,8 @@ class BodyReader:
         it or for it once parsed, and 400 if it is not JSON or not a `model`.
         """
         _check_kind(request)
-        announced = _announced(request)
+        length = request.headers.get("content-length", "")
+        announced = int(length[:20]) if length.isdecimal() else None
         if announced is not None and announced > self.max_bytes:
             raise self._too_large()
         body = bytearray()
@@ -154,17 +154,13 @@ class BodyReader:
     @asynccontextmanager
     async def _parsed_room(self, size: int) -> AsyncIterator[None]:
         """Holds room for a parsed body within the context. Raises ApiError 503 if it waits too long."""
-        size = min(size, self.parsed.size)
-        try:
-            async with asyncio.timeout(self.memory_limiter.seconds):
-                await self.parsed.acquire(size)
-        except TimeoutError:
-            taken = self.parsed.size - self.parsed.free
-            raise _full(f"parsed request bodies of {taken} bytes in total are in use") from None
-        try:
+        async with AsyncExitStack() as held:
+            try:
+                await held.enter_async_context(self.parsed.hold(size, self.memory_limiter.seconds))
+            except TimeoutError:
+                taken = self.parsed.size - self.parsed.free
+                raise _full(f"parsed request bodies of {taken} bytes in total are in use") from None
             yield
-        finally:
-            self.parsed.release(size)
 
     def _too_large(self) -> ApiError:
         message = f"the body exceeds {self.max_bytes} bytes, the limit set by serve.max_request_bytes"
@@ -312,11 +308,6 @@ def _check_kind(request: Request) -> None:
         raise bad_request(
             "the body must be JSON, with the header Content-Type: application/json", code="invalid_content_type"
         )
-
-
-def _announced(request: Request) -> int | None:
-    length = request.headers.get("content-length", "")
-    return int(length[:20]) if length.isdecimal() else None
 
 
 def _most_bytes(body: bytearray) -> int:

@@ -22,10 +22,13 @@ class ByteLimiter:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def hold(self, size: int) -> AsyncIterator[None]:
-        """Waits until `size` units (at most all) are free, and holds them within the context."""
+    async def hold(self, size: int, seconds: float | None = None) -> AsyncIterator[None]:
+        """Waits until `size` units (at most all) are free, and holds them within the context. Raises TimeoutError if
+        it waits for longer than `seconds`.
+        """
         size = min(size, self.size)
-        await self.acquire(size)
+        async with asyncio.timeout(seconds):
+            await self.acquire(size)
         try:
             yield
         finally:

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.chat_schema import ChatRequest, content_text
-from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
+from quire.server.chat_schema import ChatRequest, content_text, template_messages
+from quire.server.collector import AnswerCollector, ChoiceDelta, Renderer
 from quire.server.errors import json_response
 from quire.server.event_stream import sse_event
 from quire.server.json_encoding import LargeJsonResponse, encoded, extend
@@ -30,7 +30,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         tooling = await Tooling.of(body, service.engine.tokenizer)
         ids = await service.request_tokenizer.encode_chat(
-            body.messages,
+            lambda: template_messages(body.messages),
             body.chat_template_kwargs,
             body.begins_answer,
             tooling.tools,
@@ -38,25 +38,23 @@ async def create_chat(service: Service, request: Request) -> Response:
         )
         is_new = body.max_completion_tokens is not None
         max_tokens = body.max_completion_tokens if is_new else body.max_tokens
-        params = service.params(
+        job = service.job(
             body,
-            len(ids),
+            ids,
+            request.state.tenant,
             max_tokens,
             param="messages",
             length_param="max_completion_tokens" if is_new else "max_tokens",
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            structure=tooling.constraint(ids),
-            shows_special=tooling.shows_special,
+            tooling=tooling,
         )
-        tenant = request.state.tenant
-        job = PromptJob(ids, params, service.hints(body, tenant), tenant)
         check_prompt_logprobs({"prompt_logprobs": body.prompt_logprobs}, 1, len(ids))
-        parsers = [tooling.answer_parser(ids) for _ in range(params.n)]
+        parsers = [tooling.answer_parser(ids) for _ in range(job.params.n)]
         collector = AnswerCollector(ChatRenderer(service, body, job), parsers)
         body.forget("messages", "chat_template_kwargs", "tools", "metadata", "prompt_cache_key", "safety_identifier")
         body.forget("user")
-    await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
+    await service.admit([job], request.receive, tooling.find_fault)
     return await collector.answer(request, stream=body.stream)
 
 
@@ -75,19 +73,16 @@ class ChatChoiceBuilder:
     def add(self, event: ChoiceDelta) -> None:
         """Adds what is new, apart from what is told of tokens."""
         for part in event.parts:
-            self._add_part(part)
+            match part:
+                case TextDelta(text):
+                    self.text += text
+                case ReasoningDelta(text):
+                    self.reasoning += text
+                case CallStart(_, id_, name):
+                    self.calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": ""}})
+                case ArgumentsDelta(index, text):
+                    self.calls[index]["function"]["arguments"] += text
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
-
-    def _add_part(self, part: AnswerDelta) -> None:
-        match part:
-            case TextDelta(text):
-                self.text += text
-            case ReasoningDelta(text):
-                self.reasoning += text
-            case CallStart(_, id_, name):
-                self.calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": ""}})
-            case ArgumentsDelta(index, text):
-                self.calls[index]["function"]["arguments"] += text
 
     def message(self, before: str) -> shapes.ChatMessage:
         """The whole answer. before: what stands before its text."""
@@ -170,16 +165,11 @@ class ChatRenderer(Renderer):
             found["token_ids"] = choice.token_ids
         return found
 
-    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+    async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
         """See Renderer."""
-        news = b"".join(map(self._chunks, events))
+        first = b"" if begun is None else b"".join(map(self._first_chunk, range(len(self.choices))))
+        news = first + b"".join(self.chunks.event(each) for delta in deltas for each in self._deltas(delta))
         return (news,) if news else ()
-
-    def _chunks(self, event: Event) -> bytes:
-        """The chunks of an event."""
-        if isinstance(event, PromptStart):
-            return b"".join(self._first_chunk(index) for index in range(len(self.choices)))
-        return b"".join(map(self.chunks.event, self._deltas(event)))
 
     def _first_chunk(self, index: int) -> bytes:
         """The first chunk of a choice has its role."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import re
 from typing import Annotated, Any, Literal
 
@@ -11,16 +13,16 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from quire.engine.params import MAX_LOGPROBS
 from quire.server.errors import bad_request
 from quire.server.fields import (
-    TEXT_OR_PARTS,
     UNUSED,
     Ignored,
     Metadata,
     OnlyFalse,
     TemplateVariables,
+    TextOr,
     Unsupported,
+    WordOr,
     extension,
 )
-from quire.server.ignored_fields import ConversationMessage, ConversationObject, ConversationPart
 from quire.server.json_complexity import JsonText
 from quire.server.schema import BaseCompletionRequest, ModelRequest, StrictModel
 from quire.tools.calls import EMPTY, Tool, ToolChoice
@@ -38,24 +40,57 @@ MAX_MODALITIES = 8
 """Number of names. OpenAI has two modalities."""
 
 
-class TextPart(ConversationPart):
+log = logging.getLogger("quire.server")
+
+_said: set[str] = set()
+"""Names of fields that the log has; at most those of type Reported."""
+
+_REPORTED = object()
+Reported = Annotated[Ignored, _REPORTED]
+"""A field that changes nothing, of which the log says once that it is not used."""
+
+
+@functools.cache
+def reported_names(kind: type[StrictModel]) -> frozenset[str]:
+    """The fields of a class that the log tells of."""
+    return frozenset(name for name, field in kind.model_fields.items() if _REPORTED in field.metadata)
+
+
+class ConversationObject(StrictModel):
+    """An object of a conversation. Clients send back in it what another server gave them, or a library adds for one.
+
+    Such fields change nothing here. Only these names are passed over; any other one is refused, so that a mistyped name
+    is found.
+    """
+
+    cache_control: Reported = None
+    extra_content: Reported = None
+    provider_specific_fields: Reported = None
+
+    @model_validator(mode="after")
+    def _say(self) -> ConversationObject:
+        for name in reported_names(type(self)).intersection(self.__pydantic_fields_set__).difference(_said):
+            if getattr(self, name) is not None:
+                _said.add(name)
+                log.info("a conversation has %r, which is passed over here; this is said once", name)
+        return self
+
+
+class TextPart(ConversationObject):
     """A piece of a message."""
+
+    annotations: Reported = None
+    extras: Reported = None
+    id: Reported = None
+    index: Reported = None
 
     type: Literal["text"]
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("=string")]
-    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("=parts")],
-    TEXT_OR_PARTS,
-]
+Content = TextOr[Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]]
 
-ReplyContent = Annotated[
-    Annotated[str, Tag("=string")]
-    | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("=parts")],
-    TEXT_OR_PARTS,
-]
+ReplyContent = TextOr[Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]]
 """What an answer or a tool has said, which may be nothing."""
 
 
@@ -65,10 +100,6 @@ class FunctionCallParam(ConversationObject):
     name: str
     arguments: JsonText
     parsed_arguments: Ignored = None
-
-    def parsed(self) -> Any:
-        """See `read_arguments`."""
-        return read_arguments(self.arguments)
 
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -97,8 +128,14 @@ class ToolCallParam(ConversationObject):
 ToolCallParams = Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=MAX_CALLS)]
 
 
-class BaseMessage(ConversationMessage):
+class BaseMessage(ConversationObject):
     """What messages of all roles have in common."""
+
+    annotations: Reported = None
+    id: Reported = None
+    reasoning: Reported = None
+    reasoning_details: Reported = None
+    thinking_blocks: Reported = None
 
     name: str | None = None
 
@@ -145,7 +182,7 @@ class AssistantMessage(BaseMessage):
         """See BaseMessage."""
         calls = [
             {"id": call.id, "type": "function",
-             "function": {"name": call.function.name, "arguments": call.function.parsed()}}
+             "function": {"name": call.function.name, "arguments": read_arguments(call.function.arguments)}}
             for call in self.tool_calls or ()
         ]  # fmt: skip
         message: dict[str, Any] = {"role": "assistant", "content": content_text(self.content), **super().for_template()}
@@ -180,6 +217,11 @@ Message = Annotated[
     | Annotated[ToolMessage, Tag("=tool")],
     Discriminator(_kind_of_message),
 ]
+
+
+def template_messages(messages: list[Message] | None) -> list[dict[str, Any]]:
+    """A conversation in the form of chat templates."""
+    return [message.for_template() for message in messages or ()]
 
 
 def check_continued(messages: list[Any] | None, begins_answer: bool | None, continues: bool | None) -> None:
@@ -245,19 +287,6 @@ class NamedTool(StrictModel):
         return self.function.name
 
 
-def _kind_of_choice(value: Any) -> str:
-    return "=word" if isinstance(value, str) else "=tool"
-
-
-ToolChoiceParam = (
-    Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[NamedTool, Tag("=tool")],
-        Discriminator(_kind_of_choice),
-    ]
-    | None
-)
-
-
 class ConversationFields(StrictModel):
     """What all endpoints for conversations take. What a tool and a choice look like is their own."""
 
@@ -318,7 +347,7 @@ class ChatRequest(ConversationFields, BaseCompletionRequest):
     include_reasoning: bool | None = extension("split reasoning off the answer (default).")
 
     tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoiceParam = None
+    tool_choice: WordOr[NamedTool] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls (default).")
     store: OnlyFalse = None
     metadata: Metadata | None = UNUSED

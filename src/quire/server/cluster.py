@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,12 +17,14 @@ from starlette.responses import Response
 from quire.errors import ConfigError, EngineStoppedError, ModelError
 from quire.planning.placement_file import Placement, placement_of
 from quire.server import shapes
-from quire.server.auth import is_loopback
 from quire.server.cluster_schema import PAUSE, DrainRequest, PlaceRequest, RestartRequest, RoleRequest
+from quire.server.debug import check_query
 from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.event_stream import unless_disconnected
-from quire.server.protocol import Operations
 from quire.server.service import Service
+
+if TYPE_CHECKING:
+    from quire.cluster.operations import ClusterOperations
 
 log = logging.getLogger("quire.server")
 
@@ -32,7 +34,6 @@ class ClusterEndpoints:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._turn = asyncio.Lock()
         self._running: set[asyncio.Future[None]] = set()
         self._switches = False
 
@@ -83,29 +84,29 @@ class ClusterEndpoints:
         await self._finish(request, switch)
         return self._answer(operations)
 
-    def _check_no_switch(self, operations: Operations) -> None:
+    def _check_no_switch(self, operations: ClusterOperations) -> None:
         """Raises ApiError 409 while a switch is under way, or waits for its turn. The cluster may have begun it."""
         switch = operations.state()["switch"]
         if self._switches or (switch is not None and not switch["error"]):
             message = "a switch to another placement is under way; try again when it has ended"
             raise ApiError(409, message, code="switch_under_way")
 
-    def _operations(self) -> Operations:
+    def _operations(self) -> ClusterOperations:
         found = self._service.engine.operations
         if found is None:
             message = "this server has one engine and no cluster; see cluster.prefill, cluster.decode, cluster.mixed"
             raise ApiError(404, message, code="no_cluster")
         return found
 
-    def _changeable(self) -> Operations:
+    def _changeable(self) -> ClusterOperations:
         """Raises ApiError 404 without a cluster, and 403 on a public server without keys: anybody could stop it."""
-        found, config = self._operations(), self._service.config
-        if not self._service.keys.keys and (config.allow_public or not is_loopback(config.host)):
+        found = self._operations()
+        if self._service.is_open:
             message = "this server is public (serve.allow_public) and has no API keys; set serve.api_key_file"
             raise ApiError(403, message, code="operators_only")
         return found
 
-    def _named(self, place: str) -> Operations:
+    def _named(self, place: str) -> ClusterOperations:
         """Raises ApiError 404 for an instance that is not there, too."""
         found = self._changeable()
         places = [each["place"] for each in found.state()["instances"]]
@@ -117,14 +118,10 @@ class ClusterEndpoints:
     async def _finish(self, request: Request, work: Callable[[], Awaitable[None]]) -> None:
         """Waits for an operation, which goes on if the client leaves. Raises ApiError 503 if it fails."""
 
-        async def in_turn() -> None:
-            async with self._turn:
-                await work()
-
         async def patiently(task: asyncio.Future[None]) -> None:
             await asyncio.shield(task)
 
-        task = asyncio.ensure_future(in_turn())
+        task = asyncio.ensure_future(work())
         self._running.add(task)
         task.add_done_callback(self._has_ended)
         try:
@@ -138,7 +135,7 @@ class ClusterEndpoints:
         if error is not None and not isinstance(error, EngineStoppedError | ApiError):
             log.error("an operation on instances failed: %s", error)
 
-    def _answer(self, operations: Operations) -> Response:
+    def _answer(self, operations: ClusterOperations) -> Response:
         state = operations.state()
         found: shapes.ClusterInfo = {
             "instances": [_instance(each) for each in state["instances"]],
@@ -153,9 +150,7 @@ class ClusterEndpoints:
 
 def _pauses(request: Request) -> bool:
     """Whether a switch may pause. Raises ApiError 400."""
-    unknown = next((name for name in request.query_params if name != "pause"), None)
-    if unknown is not None:
-        raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
+    check_query(request, "pause")
     words = {"true": True, "false": False}
     *given, text = ["true" if PAUSE["default"] else "false", *request.query_params.getlist("pause")]
     if len(given) > 1 or text not in words:

@@ -1,4 +1,4 @@
-"""Collects what an engine says of a request: a flat sequence of events, which a renderer turns into an answer.
+"""Collects what an engine says of a request: a flat sequence of deltas, which a renderer turns into an answer.
 
 Knows the engine's outputs, token counts and the parts of an answer; what endpoints answer is known to renderers.
 """
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class PromptStart:
-    """The first output of a prompt has come. prompt: its index in the request."""
-
-    prompt: int
-
-
-@dataclass(slots=True)
 class ChoiceDelta:
     """What is new in one choice.
 
@@ -59,11 +52,8 @@ class ChoiceDelta:
     is_cut: bool = False
 
 
-Event = PromptStart | ChoiceDelta
-
-
 class Renderer(ABC):
-    """Writes the answer to a request from its events, whole or as server-sent events.
+    """Writes the answer to a request from its deltas, whole or as server-sent events.
 
     kind, what  see `Service.head`
     large       names in errors what makes the answer large, and the parameter that asks for it
@@ -86,22 +76,25 @@ class Renderer(ABC):
 
     @abstractmethod
     async def prepare(self, prompt: int, logprobs: list[dict[int, Logprob] | None]) -> None:
-        """Encodes what the answer has of a prompt. Called before its PromptStart.
+        """Encodes what the answer has of a prompt. Called before its first output is rendered.
 
         logprobs  one dict per position, if they were asked for; there is room for them only during this call
         """
 
     @abstractmethod
     def add(self, event: ChoiceDelta) -> None:
-        """Adds an event to the whole answer."""
+        """Adds what is new in a choice to the whole answer."""
 
     @abstractmethod
     async def whole(self, held: ExitStack) -> Response:
         """The answer in one piece. held: has the count of its bytes, which a large answer takes over."""
 
     @abstractmethod
-    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
-        """The events of an output as server-sent events, a large one in parts."""
+    async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
+        """The deltas of an output as server-sent events, a large one in parts.
+
+        begun  the prompt, by its index in the request, of which this is the first output; None: it is a later one
+        """
 
     @abstractmethod
     async def end(self) -> bytes:
@@ -128,8 +121,8 @@ class AnswerCollector:
         self._usage = renderer.usage
         self._num_choices = renderer.jobs[0].params.n
         self._is_prompt_only = is_prompt_only
-        self._readers = [_ChoiceReader(index, parser, self._usage) for index, parser in enumerate(parsers)]
-        self._starts: dict[int, PromptStart] = {}
+        self._readers = [_ChoiceReader(parser, self._usage) for parser in parsers]
+        self._begun = set[int]()  # prompts whose first output is not rendered yet
 
     async def answer(self, request: Request, *, stream: bool | None) -> Response:
         """The answer to an admitted request, as a whole or as a stream. Raises ClientDisconnected."""
@@ -143,7 +136,8 @@ class AnswerCollector:
             self._renderer.begin(held.enter_context(self._service.answer_limiter.hold(*self._renderer.large)))
             async with aclosing(self._outputs()) as outputs:
                 async for prompt, output in outputs:
-                    self._add(prompt, output)
+                    for delta in self._deltas(prompt, output):
+                        self._renderer.add(delta)
             return await self._renderer.whole(held)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -152,7 +146,9 @@ class AnswerCollector:
             self._renderer.begin(held.enter_context(self._service.answer_limiter.hold(*self._renderer.large)))
             outputs = await held.enter_async_context(aclosing(self._outputs()))
             async for prompt, output in outputs:
-                for data in await self._renderer.render(self._events(prompt, output)):
+                begun = prompt if prompt in self._begun else None
+                self._begun.discard(prompt)
+                for data in await self._renderer.render(self._deltas(prompt, output), begun):
                     yield data
         yield await self._renderer.end()
 
@@ -163,17 +159,10 @@ class AnswerCollector:
     async def _on_first_output(self, prompt: int, output: RequestOutput) -> None:
         self._usage.record(output)
         await self._renderer.prepare(prompt, output.prompt_logprobs or [])
-        self._starts[prompt] = PromptStart(prompt)
+        self._begun.add(prompt)
 
-    def _add(self, prompt: int, output: RequestOutput) -> None:
-        for each in output.outputs:
-            if (delta := self._delta(prompt, each)) is not None:
-                self._renderer.add(delta)
-
-    def _events(self, prompt: int, output: RequestOutput) -> Iterator[Event]:
-        """Yields what an output adds. Tokens are counted when their event is taken."""
-        if self._starts and (start := self._starts.pop(prompt, None)) is not None:
-            yield start
+    def _deltas(self, prompt: int, output: RequestOutput) -> Iterator[ChoiceDelta]:
+        """Yields what an output adds. Tokens are counted when their delta is taken."""
         for each in output.outputs:
             if (delta := self._delta(prompt, each)) is not None:
                 yield delta
@@ -184,45 +173,33 @@ class AnswerCollector:
         if self._is_prompt_only:
             return None if reason is None else ChoiceDelta(choice, "", (), [], None, "length", None)
         self._usage.completion_tokens += len(output.token_ids)
+        delta = ChoiceDelta(choice, output.text, (), output.token_ids, output.logprobs, reason, output.stop_reason)
         if self._readers:
-            return self._readers[choice].read(output)
-        return ChoiceDelta(choice, output.text, (), output.token_ids, output.logprobs, reason, output.stop_reason)
+            self._readers[choice].read(delta)
+        return delta
 
 
 class _ChoiceReader:
     """Parses the text of one choice, and counts its tokens of reasoning."""
 
-    def __init__(self, choice: int, parser: AnswerParser, usage: Usage) -> None:
-        self._choice = choice
+    def __init__(self, parser: AnswerParser, usage: Usage) -> None:
         self._parser = parser
         self._usage = usage
         self._num_undecided = 0
 
-    def read(self, output: CompletionOutput) -> ChoiceDelta:
-        """What an output adds to the choice."""
-        parser, text = self._parser, output.text
-        reason: str | None = output.finish_reason
+    def read(self, delta: ChoiceDelta) -> None:
+        """Parses the text of a delta."""
+        parser = self._parser
         if parser.is_plain:
-            parts: Sequence[AnswerDelta] = (TextDelta(text),) if text else ()
-            return ChoiceDelta(self._choice, text, parts, output.token_ids, output.logprobs, reason, output.stop_reason)
+            delta.parts = (TextDelta(delta.text),) if delta.text else ()
+            return
         was_outside_text, was_reasoning = parser.is_outside_text, parser.is_reasoning
-        parts = parser.read(text, is_last=reason is not None)
-        self._count_reasoning(len(output.token_ids), was_reasoning, parts)
-        is_all_text = not (was_outside_text or parser.is_outside_text)
-        is_cut = parser.is_cut
-        if reason == "stop" and parser.num_calls and not is_cut:
-            reason = "tool_calls"
-        return ChoiceDelta(
-            self._choice,
-            text,
-            parts,
-            output.token_ids,
-            output.logprobs,
-            reason,
-            output.stop_reason,
-            is_all_text,
-            is_cut,
-        )
+        delta.parts = parser.read(delta.text, is_last=delta.finish_reason is not None)
+        self._count_reasoning(len(delta.token_ids), was_reasoning, delta.parts)
+        delta.is_all_text = not (was_outside_text or parser.is_outside_text)
+        delta.is_cut = parser.is_cut
+        if delta.finish_reason == "stop" and parser.num_calls and not delta.is_cut:
+            delta.finish_reason = "tool_calls"
 
     def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: Sequence[AnswerDelta]) -> None:
         """Counts tokens of reasoning, its marks included: they may be several tokens that are held back."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from quire.engine.params import SamplingParams
 from quire.server import shapes
-from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
+from quire.server.collector import AnswerCollector, ChoiceDelta, Renderer
 from quire.server.errors import bad_request, json_response
 from quire.server.json_encoding import Bytes, LargeJsonResponse, encoded, extend, pieces
 from quire.server.logprobs import LegacyLogprobs, check_prompt_logprobs, prompt_logprobs
@@ -33,7 +33,7 @@ async def create_completion(service: Service, request: Request) -> Response:
         jobs = await _jobs(service, body, request.state.tenant)
         collector = AnswerCollector(CompletionRenderer(service, body, jobs), is_prompt_only=body.max_tokens == 0)
         body.forget("prompt", "user")
-    await service.admit(jobs, request.receive, body.structure_param)
+    await service.admit(jobs, request.receive)
     return await collector.answer(request, stream=body.stream)
 
 
@@ -55,17 +55,19 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
         if not ids:
             raise bad_request("'prompt' is empty: it has no token", "prompt")
         service.check_tokens(ids, "prompt")
-        params = service.params(
+        job = service.job(
             body,
-            len(ids),
+            ids,
+            tenant,
             body.max_tokens if "max_tokens" in body.model_fields_set else None,
             default_tokens=MAX_TOKENS,
             param="prompt",
             logprobs=body.logprobs,
             prompt_logprobs=max(asked) if asked else None,
+            text=text,
             made=made,
         )
-        jobs.append(PromptJob(ids, params, service.hints(body, tenant), tenant, text))
+        jobs.append(job)
     echoed = {"logprobs": body.logprobs} if body.echo else {}
     asked_for = echoed | {"prompt_logprobs": body.prompt_logprobs}
     check_prompt_logprobs(asked_for, body.n or 1, sum(len(job.prompt_ids) for job in jobs))
@@ -223,18 +225,14 @@ class CompletionRenderer(Renderer):
             return json_response(content)  # 4 us for one choice, where pieces take 22
         return LargeJsonResponse(content, held.pop_all())
 
-    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+    async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
         """See Renderer. The choices of an output are written at once."""
-        return self._chunks(events)
+        return self._chunks(deltas, begun)
 
-    def _chunks(self, events: Iterable[Event]) -> Iterator[bytes]:
-        deltas: list[ChoiceDelta] = []
-        for event in events:
-            if isinstance(event, PromptStart):
-                yield from self._first_chunks(event.prompt)
-            else:
-                deltas.append(event)
-        if news := b"".join(map(self._chunk, deltas)):
+    def _chunks(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterator[bytes]:
+        if begun is not None:
+            yield from self._first_chunks(begun)
+        if news := b"".join(map(self._chunk, list(deltas))):
             yield news
 
     def _first_chunks(self, prompt: int) -> Iterator[bytes]:

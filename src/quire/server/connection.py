@@ -68,9 +68,9 @@ class HttpConnection(HttpToolsProtocol):
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        loop: asyncio.AbstractEventLoop | None = None,
+        _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, loop)
+        super().__init__(config, server_state, app_state, _loop)
         self.manager = manager
         self.state = ConnectionState.HEAD
         self.since = 0.0

@@ -7,11 +7,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import Scope
-from uvicorn.config import Config
-from uvicorn.server import ServerState
 
 from quire.server.connection import ConnectionState, HttpConnection
 from quire.server.disconnect_probe import has_ended
@@ -61,7 +58,7 @@ class ConnectionLimits:
 
 
 class ConnectionManager:
-    """The connections of one server, and their limits. uvicorn creates connections with `protocol`.
+    """The connections of one server, and their limits.
 
     refused         called with the status of each refusal, to count it
     start_throttle  of all requests
@@ -72,14 +69,14 @@ class ConnectionManager:
     def __init__(
         self,
         limits: ConnectionLimits,
-        refused: Callable[[int], None] = lambda status: None,
-        start_throttle: StartThrottle | None = None,
-        freed: Callable[[int], None] = lambda num_bytes: None,
-        is_authorized: Callable[[Scope], bool] = lambda scope: True,
+        refused: Callable[[int], None],
+        start_throttle: StartThrottle,
+        freed: Callable[[int], None],
+        is_authorized: Callable[[Scope], bool],
     ) -> None:
         self.limits = limits
         self.refused = refused
-        self.start_throttle = start_throttle or StartThrottle()
+        self.start_throttle = start_throttle
         self.freed = freed
         self.is_authorized = is_authorized
         self.open: set[HttpConnection] = set()
@@ -89,16 +86,6 @@ class ConnectionManager:
         self.awaiting_request: dict[HttpConnection, None] = {}
         # Refused connections that stay open briefly, so that the client can read the answer; the oldest first.
         self.lingering: dict[HttpConnection, None] = {}
-
-    def protocol(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> HttpConnection:
-        """A new connection."""
-        return HttpConnection(self, config, server_state, app_state, _loop)
 
     async def watch(self) -> None:
         """Ends connections that take too long, until cancelled."""
@@ -182,8 +169,7 @@ class ConnectionManager:
         if len(self.open) - len(self.lingering) > self.limits.connections:
             oldest = next(filter(self._is_replaceable, self.awaiting_request), None)
             if oldest is None:
-                message = f"all {self.limits.connections} connections are in use"
-                message += " (serve.max_connections)"
+                message = f"all {self.limits.connections} connections are in use (serve.max_connections)"
                 raise ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"})
             oldest.abort()
         self.awaiting_request[connection] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,12 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.auth import is_loopback
-from quire.server.debug_tiers import moves_of, tiers_of
+from quire.server.engine_metrics import hit_rate
 from quire.server.errors import ApiError, bad_request
 from quire.server.event_stream import unless_disconnected
 from quire.server.json_encoding import encoded, pieces
-from quire.server.metrics import hit_rate
 from quire.server.service import Service
 from quire.server.usage import TenantTokens
 
@@ -61,10 +60,7 @@ async def with_engine_timeout(answer: Awaitable[T]) -> T:
 
 def check_allowed(service: Service) -> None:
     """Raises ApiError 403 on a public server without keys: its callers may not read each other's prompts."""
-    if service.keys.keys:
-        return
-    config = service.config
-    if config.allow_public or not is_loopback(config.host):
+    if service.is_open:
         raise ApiError(
             403,
             "this endpoint shows prompts, and this server is public (serve.allow_public) and has no API keys;"
@@ -73,11 +69,16 @@ def check_allowed(service: Service) -> None:
         )
 
 
-def limit_of(request: Request) -> int:
-    """The number of prefixes asked for. Raises ApiError 400."""
-    unknown = next((name for name in request.query_params if name != "limit"), None)
+def check_query(request: Request, known: str) -> None:
+    """Raises ApiError 400 for a parameter with another name."""
+    unknown = next((name for name in request.query_params if name != known), None)
     if unknown is not None:
         raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
+
+
+def limit_of(request: Request) -> int:
+    """The number of prefixes asked for. Raises ApiError 400."""
+    check_query(request, "limit")
     if len(request.query_params.getlist("limit")) > 1:
         raise bad_request("'limit' is given more than once", "limit")
     low, high = LIMIT["minimum"], LIMIT["maximum"]
@@ -101,8 +102,8 @@ async def _contents(service: Service, tenant: str, limit: int) -> shapes.CacheIn
         "truncated": len(shown) < len(found),
         "scope": "tenant" if service.tenants.are_isolated else "all",
         "totals": _totals(service, tenant, stats, found),
-        "tiers": tiers_of(service, tenant, stats),
-        "moves": moves_of(stats),
+        "tiers": _tiers(service, tenant, stats),
+        "moves": _moves(stats),
     }
 
 
@@ -173,3 +174,43 @@ def _pinned_bytes(found: Sequence[Prefix]) -> int:
         if prefix.pinned_seconds is not None or own in kept:
             kept |= {own, parent}
     return sum(prefix.num_bytes for prefix in found if (prefix.instance, prefix.id) in kept)
+
+
+def _tiers(service: Service, tenant: str, stats: dict[str, Any]) -> dict[str, shapes.TierInfo]:
+    """The tiers by name, nearest first; empty without tiers."""
+    found: Counter[str] = Counter()
+    for name, tokens in service.tenant_tokens.items():
+        if name == tenant or not service.tenants.are_isolated:
+            found.update(tokens.by_tier)
+    return {
+        name: {
+            "bytes": each["bytes"],
+            "capacity_bytes": each["cap_bytes"],
+            "chunks": each["chunks"],
+            "found_tokens": found[name],
+            "fetched_bytes": each["bytes_read"],
+            "demoted_bytes": each.get("bytes_written", 0),
+            "seconds_reading": round(each.get("seconds_reading", 0.0), 3),
+            "seconds_writing": round(each.get("seconds_writing", 0.0), 3),
+            "failed_reads": each.get("num_failed", 0),
+            "is_on": bool(each["is_on"]),
+        }
+        for name, each in stats.get("tiers", {}).items()
+    }
+
+
+def _moves(stats: dict[str, Any]) -> shapes.MovesInfo | None:
+    """Speeds and counts of moving chunks; None without tiers."""
+    if "moves" not in stats:
+        return None
+    moves, costs = stats["moves"], stats["costs"]
+    return {
+        "chunk_bytes": costs["chunk_bytes"],
+        "fetched_bytes_per_second": costs["fetched_bytes_per_second"],
+        "prefill_tokens_per_second": costs["prefill_tokens_per_second"],
+        "fetched": moves["fetched"],
+        "wasted": moves["wasted"],
+        "computed_instead": moves["computed_instead"],
+        "failed_fetches": moves["failed_transfers"],
+        "lost": moves["lost"],
+    }

@@ -24,10 +24,11 @@ from quire.engine.params import SamplingParams
 from quire.llm import normalized
 from quire.server import shapes
 from quire.server.embeddings_schema import EmbeddingsRequest, RerankRequest, ScoreRequest
-from quire.server.errors import ApiError, bad_request, encode, json_response
+from quire.server.errors import ApiError, bad_request, json_bytes, json_response
 from quire.server.event_stream import unless_disconnected
 from quire.server.json_encoding import LargeJsonResponse
 from quire.server.model_capabilities import Pooling
+from quire.server.schema import ModelRequest
 from quire.server.service import PromptJob, Service
 from quire.server.shapes import EncodedList
 from quire.server.usage import Usage
@@ -75,79 +76,69 @@ def _encoded(body: EmbeddingsRequest, index: int, vector: list[float]) -> bytes:
     if body.encoding_format == "base64":
         told = base64.b64encode(struct.pack(f"<{len(part)}f", *part)).decode()
     data: shapes.Embedding = {"object": "embedding", "index": index, "embedding": told}
-    return encode(data).encode()
+    return json_bytes(data)
 
 
 async def create_scores(service: Service, request: Request) -> Response:
     """How near texts are to each other, pair by pair: the cosine of their embeddings."""
     async with service.body_reader.read(request, ScoreRequest) as body:
-        service.check_model(body.model)
-        _check_trained(service)
+        found = _comparison(service, request, body)
         num_ones, num_others = len(body.text_1), len(body.text_2)
         if num_ones not in (1, num_others):
             raise bad_request(f"'text_1' has {num_ones} texts; it must have 1 or {num_others}", "text_1")
-        found = EmbeddingGeneration(service, request, service.model_capabilities.pooling)
         await found.add(body.text_1, "text_1")
         await found.add(body.text_2, "text_2")
         body.forget("text_1", "text_2")
     await found.admit()
-
-    async def answer() -> Response:
-        vectors = await found.vectors()
-        left, right = vectors[:num_ones], vectors[num_ones:]
-        pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        data: list[shapes.ScoreResult] = [
-            {"object": "score", "index": index, "score": _cosine(*pair)} for index, pair in enumerate(pairs)
-        ]
-        content: shapes.ScoreResponse = {
-            "id": f"score-{uuid.uuid4().hex}", "object": "list", "data": data, "model": service.engine.model_name,
-            "usage": found.usage,
-        }  # fmt: skip
-        return json_response(content)
-
-    return await unless_disconnected(request.receive, answer())
+    vectors = await unless_disconnected(request.receive, found.vectors())
+    left, right = vectors[:num_ones], vectors[num_ones:]
+    pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
+    data: list[shapes.ScoreResult] = [
+        {"object": "score", "index": index, "score": _cosine(*pair)} for index, pair in enumerate(pairs)
+    ]
+    content: shapes.ScoreResponse = {
+        "id": f"score-{uuid.uuid4().hex}", "object": "list", "data": data, "model": service.engine.model_name,
+        "usage": found.usage,
+    }  # fmt: skip
+    return json_response(content)
 
 
 async def create_ranking(service: Service, request: Request) -> Response:
     """Documents by their nearness to a query, the nearest first."""
     async with service.body_reader.read(request, RerankRequest) as body:
-        service.check_model(body.model)
-        _check_trained(service)
-        found = EmbeddingGeneration(service, request, service.model_capabilities.pooling)
+        found = _comparison(service, request, body)
         await found.add([body.query], "query")
         await found.add(body.documents, "documents")
     await found.admit()
-
-    async def answer() -> Response:
-        query, *others = await found.vectors()
-        scores = [(_cosine(query, each), index) for index, each in enumerate(others)]
-        scores.sort(key=lambda each: (-each[0], each[1]))
-        results: list[shapes.RerankResult] = []
-        for score, index in scores[: body.top_n or None]:
-            ranked: shapes.RerankResult = {"index": index, "relevance_score": score}
-            if body.return_documents is not False:
-                ranked["document"] = {"text": body.documents[index]}
-            results.append(ranked)
-        content: shapes.RerankResponse = {
-            "id": f"rerank-{uuid.uuid4().hex}", "model": service.engine.model_name, "results": results,
-            "usage": found.usage,
-        }  # fmt: skip
-        return json_response(content)
-
-    return await unless_disconnected(request.receive, answer())
+    query, *others = await unless_disconnected(request.receive, found.vectors())
+    scores = [(_cosine(query, each), index) for index, each in enumerate(others)]
+    scores.sort(key=lambda each: (-each[0], each[1]))
+    results: list[shapes.RerankResult] = []
+    for score, index in scores[: body.top_n or None]:
+        ranked: shapes.RerankResult = {"index": index, "relevance_score": score}
+        if body.return_documents is not False:
+            ranked["document"] = {"text": body.documents[index]}
+        results.append(ranked)
+    content: shapes.RerankResponse = {
+        "id": f"rerank-{uuid.uuid4().hex}", "model": service.engine.model_name, "results": results,
+        "usage": found.usage,
+    }  # fmt: skip
+    return json_response(content)
 
 
-def _check_trained(service: Service) -> None:
-    if not service.model_capabilities.is_similarity:
+def _comparison(service: Service, request: Request, body: ModelRequest) -> EmbeddingGeneration:
+    """The embeddings of texts that are compared. Raises ApiError (400) for a model that was not made for that."""
+    service.check_model(body.model)
+    capabilities = service.model_capabilities
+    if not capabilities.is_similarity:
         why = "was not made to compare texts: there is no modules.json of sentence-transformers beside it"
-        message = (
-            _lacking(service) if service.model_capabilities.unsupported else f"'{service.engine.model_name}' {why}"
-        )
+        message = _lacking(service) if capabilities.unsupported else f"'{service.engine.model_name}' {why}"
         raise bad_request(
             f"{message}, so its scores would mean nothing; /v1/embeddings has its hidden states",
             "model",
             "unsupported_value",
         )
+    return EmbeddingGeneration(service, request, capabilities.pooling)
 
 
 def _lacking(service: Service) -> str:

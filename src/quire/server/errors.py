@@ -25,34 +25,22 @@ from quire.errors import (
     RequestError,
 )
 from quire.foreign_flags import parameter_hint
-from quire.server.access_log import CURRENT, Refusal
+from quire.server.access_log import CURRENT
 from quire.server.shapes import ErrorResponse
 
 log = logging.getLogger("quire.server")
 
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-"""Encodes a response as compact JSON. Raises ValueError rather than sending `NaN`."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "invalid_request_error",
-    403: "invalid_request_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "server_error",
-    501: "invalid_request_error",
-    503: "service_unavailable_error",
-}
-"""Every error status of the server, and the `type` in its body."""
-
+_TYPES = {429: "rate_limit_error", 501: "invalid_request_error", 503: "service_unavailable_error"}
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
 """Limits of an error's message and param. They may quote the request, which may be large."""
+
+
+def error_type(status: int) -> str:
+    """The `type` in the body of an error."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 class ClientDisconnected(Exception):
@@ -80,12 +68,11 @@ class ApiError(Exception):
 
     def body(self) -> ErrorResponse:
         """The JSON body, as a dict."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else _cut(self.param, MAX_PARAM_CHARS)
         return {
             "error": {
                 "message": _cut(self.message, MAX_MESSAGE_CHARS),
-                "type": kind,
+                "type": error_type(self.status),
                 "param": param,
                 "code": self.code,
             }
@@ -96,9 +83,14 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+def json_bytes(value: Any) -> bytes:
+    """A value as compact UTF-8 JSON. Raises ValueError rather than sending `NaN`."""
+    return _ENCODER.encode(value).encode(errors="backslashreplace")
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """`content` as compact UTF-8 JSON."""
-    return Response(encode(content).encode(errors="backslashreplace"), status, dict(headers or {}), "application/json")
+    """A response with `content` as JSON."""
+    return Response(json_bytes(content), status, dict(headers or {}), "application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
@@ -112,7 +104,7 @@ def api_error(error: Exception) -> ApiError:
     """
     answer = _converted(error)
     if (access := CURRENT.get()) is not None:
-        access.refusal = Refusal(answer.status, answer.body()["error"])
+        access.refuse(answer.status, answer.body()["error"])
     return answer
 
 

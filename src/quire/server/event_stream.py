@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, ClientDisconnected, api_error, encode
+from quire.server.errors import ApiError, ClientDisconnected, api_error, json_bytes
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ PING = b": ping\n\n"
 
 def sse_event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {encode(data)}\n\n".encode(errors="backslashreplace")
+    return b"data: " + json_bytes(data) + b"\n\n"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import MAX_LOGIT_BIAS_IDS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
@@ -19,8 +19,19 @@ MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 MAX_USER = 1024
 """Characters of `user`, which a response gives back."""
 
-TEXT_OR_PARTS = Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string")
-"""Of a content: a text, or a list of pieces."""
+T = TypeVar("T")
+
+TextOr = Annotated[
+    Annotated[str, Tag("=string")] | Annotated[T, Tag("=parts")],
+    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+]
+"""A text, or a list of something."""
+
+WordOr = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[T, Tag("=tool")],
+    Discriminator(lambda value: "=word" if isinstance(value, str) else "=tool"),
+]
+"""A choice of tools: a word, or the tool that must be called."""
 Ignored = Annotated[Any, Field(description="Accepted and not used.")]
 UNUSED: Any = Field(None, description="Accepted and not used.")
 """Of a field that changes nothing here."""
@@ -144,24 +155,13 @@ def _structure(value: Any, info: ValidationInfo) -> StructuredOutputsParams | No
         raise bad_request(str(error), error.param) from None
 
 
-TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
-    ]
-}
-_STOP_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS},
-        {
-            "type": "array",
-            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS},
-            "maxItems": MAX_STOP_STRINGS,
-        },
-        {"type": "null"},
+        {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
     ]
 }
 _BIAS_SCHEMA = {
@@ -193,8 +193,13 @@ _STRUCTURE_SCHEMA = {
     ],
     "description": "Extension: what the text must be, as vLLM takes it. One of the first five.",
 }
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-Stops = Annotated[list[str] | None, PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+Stops = Annotated[
+    list[str] | None,
+    PlainValidator(_stops, StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None),
+]
 OnlyFalse = Annotated[bool | None, PlainValidator(_only_false), WithJsonSchema({"enum": [False, None]})]
 TemplateVariables = Annotated[
     dict[str, Any] | None,

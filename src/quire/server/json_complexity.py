@@ -107,9 +107,9 @@ def check_complexity(text: bytes | bytearray) -> JsonComplexity:
     return found
 
 
-def check_string(text: str, info: ValidationInfo) -> None:
-    """Counts a string of the request that is parsed as JSON, together with the body and the strings before it. Raises
-    pydantic's error for the field that it stands in.
+def check_string(text: str, info: ValidationInfo) -> str:
+    """Counts a string of the request that is parsed as JSON, together with the body and the strings before it, and
+    returns it. Raises pydantic's error for the field that it stands in.
     """
     budget = info.context if isinstance(info.context, JsonComplexity) else JsonComplexity()
     before = budget.values
@@ -120,14 +120,10 @@ def check_string(text: str, info: ValidationInfo) -> None:
     except TooComplexError as error:
         reason = f"as JSON within the body, it makes the request have {error}"
         raise PydanticCustomError("body_too_complex", "{reason}", {"reason": reason}) from None
-
-
-def _json_text(text: str, info: ValidationInfo) -> str:
-    check_string(text, info)
     return text
 
 
-JsonText = Annotated[str, AfterValidator(_json_text)]
+JsonText = Annotated[str, AfterValidator(check_string)]
 """A string that is parsed as JSON if it is JSON. Its structure counts as the body's."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, bad_request, encode
+from quire.server.errors import ApiError, bad_request, json_bytes
 from quire.server.shapes import EncodedList
 
 SLICE = 64
@@ -52,7 +52,7 @@ def encoded(values: Iterable[Any]) -> bytes:
     """The elements of a list as JSON, without brackets. Consumes an iterator element by element."""
     if isinstance(values, list):
         return b",".join(_slices(values))
-    return b",".join(map(_bytes, values))
+    return b",".join(map(json_bytes, values))
 
 
 def pieces(value: Any) -> Iterator[bytes]:
@@ -81,7 +81,7 @@ def _pieces(value: Any, level: int) -> Iterator[Bytes]:
     elif isinstance(value, dict) and level < _LEVELS:
         yield b"{"
         for number, (name, each) in enumerate(value.items()):
-            yield b"," * bool(number) + _bytes(name) + b":"
+            yield b"," * bool(number) + json_bytes(name) + b":"
             yield from _pieces(each, level + 1)
         yield b"}"
     elif isinstance(value, list) and level < _LEVELS:
@@ -93,16 +93,12 @@ def _pieces(value: Any, level: int) -> Iterator[Bytes]:
     elif isinstance(value, list):
         yield from (b"[", encoded(value), b"]")
     else:
-        yield _bytes(value)
+        yield json_bytes(value)
 
 
 def _slices(values: list[Any]) -> Iterator[bytes]:
     for begin in range(0, len(values), SLICE):
-        yield _bytes(values[begin : begin + SLICE])[1:-1]
-
-
-def _bytes(value: Any) -> bytes:
-    return encode(value).encode(errors="backslashreplace")
+        yield json_bytes(values[begin : begin + SLICE])[1:-1]
 
 
 class AnswerByteLimiter:

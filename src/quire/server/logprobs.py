@@ -7,6 +7,7 @@ The dict of a position has the requested number of best tokens, and always the t
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from quire.server.shapes import PromptLogprob, TextLogprobs, TokenLogprob, TopLo
 
 if TYPE_CHECKING:
     from quire.engine.outputs import Logprob
-    from quire.server.protocol import TokenizerProtocol
+    from quire.models.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 500_000
 """Maximum number of prompt log-probabilities in one answer, over all choices. Each takes about 70 bytes of JSON (35 MB
@@ -49,19 +50,15 @@ def check_prompt_logprobs(asked: Mapping[str, int | None], num_choices: int, num
 class TokenTextCache:
     """The text of single tokens, cached per request, because the same few ids recur at many positions."""
 
-    def __init__(self, tokenizer: TokenizerProtocol) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of `token_id`."""
-        return self.tokenizer.token_bytes(token_id)
 
     def of(self, token_id: int) -> str:
         """The text of `token_id`. Bytes that are not a whole character become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.bytes_of(token_id).decode(errors="replace")
+            text = self._texts[token_id] = self.tokenizer.token_bytes(token_id).decode(errors="replace")
         return text
 
 
@@ -81,7 +78,7 @@ def chat_logprobs(
     """`logprobs.content` of a chat choice: one entry per token with its `num_top` best alternatives."""
 
     def entry(token_id: int, logprob: Logprob) -> TopLogprob:
-        own = list(token_texts.bytes_of(token_id))
+        own = list(token_texts.tokenizer.token_bytes(token_id))
         return {"token": token_texts.of(token_id), "logprob": finite(logprob.logprob), "bytes": own}
 
     return [
@@ -105,8 +102,7 @@ class LegacyLogprobs:
 
     def copy(self) -> LegacyLogprobs:
         """A copy with the same state; every choice continues with one after the prompt."""
-        other = LegacyLogprobs.__new__(LegacyLogprobs)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other._characters = codecs.getincrementaldecoder("utf-8")("replace")
         other._characters.setstate(self._characters.getstate())
         return other
@@ -125,7 +121,7 @@ class LegacyLogprobs:
         for token_id, position in zip(token_ids, positions, strict=True):
             text_offset.append(self._offset)
             if self._is_shown(token_id, text):
-                self._offset += len(self._characters.decode(self.token_texts.bytes_of(token_id)))
+                self._offset += len(self._characters.decode(self.token_texts.tokenizer.token_bytes(token_id)))
             token_logprobs.append(None if position is None else finite(position[token_id].logprob))
             top_logprobs.append(None if position is None else self._top(token_id, position))
         return {

@@ -6,19 +6,18 @@ Nothing is recorded per token, so a stream costs the same with and without metri
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from quire.config import SloConfig
-from quire.server.cluster_metrics import cluster_metrics
-from quire.server.slo_metrics import SloMetrics
-from quire.server.tier_metrics import offload_metrics, tier_metrics
+from quire.server.engine_metrics import EngineCollector
 from quire.version import __version__
 
 if TYPE_CHECKING:
@@ -40,14 +39,10 @@ LAG_PERIOD = 0.05
 LAG_WINDOW = 60.0
 """Minimum seconds for which the worst lag is shown; the maximum is twice that."""
 
-CALIBRATION_STATES = ("calibrating", "waiting", "taken", "failed")
+RECENT = 1000
+"""Requests that the gauge of attainment is about."""
 
 SHARES = tuple(count / 10 for count in range(1, 11))
-
-
-def hit_rate(cached: int, computed: int) -> float:
-    """The share of prompt tokens that came from the cache; 0 without prompt tokens."""
-    return cached / (cached + computed) if cached + computed else 0.0
 
 
 class Metrics:
@@ -56,60 +51,44 @@ class Metrics:
     def __init__(self, stats: Callable[[], dict[str, Any]], slo: SloConfig | None = None) -> None:
         self.registry = CollectorRegistry()
         self.slo = SloMetrics(slo or SloConfig(), self.registry)
-        self.registry.register(_EngineCollector(stats))
+        self.registry.register(EngineCollector(stats))
         ProcessCollector(registry=self.registry)
+        counter = functools.partial(Counter, registry=self.registry)
+        histogram = functools.partial(Histogram, registry=self.registry)
         Info("quire_build", "The running version.", registry=self.registry).info(
             {"version": __version__, "python": platform.python_version()}
         )
-        self.first_token = Histogram(
-            "quire_time_to_first_token_seconds",
-            "Time from arrival to the first token.",
-            buckets=SECONDS,
-            registry=self.registry,
+        self.first_token = histogram(
+            "quire_time_to_first_token_seconds", "Time from arrival to the first token.", buckets=SECONDS
         )
-        self.per_token = Histogram(
+        self.per_token = histogram(
             "quire_time_per_output_token_seconds",
             "Mean time of a request's tokens after its first.",
             buckets=TOKEN_SECONDS,
-            registry=self.registry,
         )
-        self.whole = Histogram(
-            "quire_request_seconds", "Time from arrival to the last token.", buckets=SECONDS, registry=self.registry
-        )
-        self.kept = Histogram(
+        self.whole = histogram("quire_request_seconds", "Time from arrival to the last token.", buckets=SECONDS)
+        self.kept = histogram(
             "quire_retention_kept_ratio",
             "Share of a prompt's tokens, over all heads, that retention kept.",
             buckets=SHARES,
-            registry=self.registry,
         )
-        self.prompt_tokens = Counter("quire_prompt_tokens", "Prompt tokens.", registry=self.registry)
-        self.generation_tokens = Counter("quire_generation_tokens", "Generated tokens.", registry=self.registry)
-        self.cached_tokens = Counter(
-            "quire_cached_tokens", "Prompt tokens found in the cache, by tier.", ["tier"], registry=self.registry
+        self.prompt_tokens = counter("quire_prompt_tokens", "Prompt tokens.")
+        self.generation_tokens = counter("quire_generation_tokens", "Generated tokens.")
+        self.cached_tokens = counter("quire_cached_tokens", "Prompt tokens found in the cache, by tier.", ["tier"])
+        self.finished = counter(
+            "quire_requests_finished", "Choices by how they ended, without refused requests.", ["reason"]
         )
-        self.finished = Counter(
-            "quire_requests_finished",
-            "Choices by how they ended, without refused requests.",
-            ["reason"],
-            registry=self.registry,
-        )
-        self.responses = Counter(
+        self.responses = counter(
             "quire_http_responses",
             "HTTP responses by route and status; 499: the client left; route none: refused before a request.",
             ["route", "status"],
-            registry=self.registry,
         )
-
-        self.lag = Histogram(
-            "quire_event_loop_lag_seconds",
-            "Delay of the server's event loop.",
-            buckets=LAG_SECONDS,
-            registry=self.registry,
-        )
+        self.lag = histogram("quire_event_loop_lag_seconds", "Delay of the server's event loop.", buckets=LAG_SECONDS)
         self.worst_lag = Gauge(
-            "quire_event_loop_lag_worst_seconds", "The largest lag of the last one to two minutes.",
+            "quire_event_loop_lag_worst_seconds",
+            "The largest lag of the last one to two minutes.",
             registry=self.registry,
-        )  # fmt: skip
+        )
 
     def refused(self, status: int) -> None:
         """Counts a connection that was refused before it sent a request."""
@@ -136,7 +115,7 @@ class Metrics:
 
 
 class RequestTimer:
-    """Times and counts of one engine request, from its arrival."""
+    """Times and counts of one engine request, from its arrival. begun: whether the engine has sent output for it."""
 
     def __init__(self, metrics: Metrics, arrived: float, num_prompt_tokens: int, num_choices: int) -> None:
         self.metrics = metrics
@@ -145,14 +124,14 @@ class RequestTimer:
         self.unfinished = num_choices
         self.num_choices = num_choices
         self.num_tokens = 0
-        self.num_items = 0
+        self.begun = False
         self.first: float | None = None
         self.last = 0.0
         self.kept: float | None = None
 
     def record(self, item: RequestOutput) -> None:
         """Count one item of the engine."""
-        self.num_items += 1
+        self.begun = True
         for output in item.outputs:
             self.num_tokens += len(output.token_ids)
             if output.finish_reason is not None:
@@ -164,15 +143,10 @@ class RequestTimer:
         if item.kept_fraction is not None:
             self.kept = item.kept_fraction
 
-    @property
-    def begun(self) -> bool:
-        """Whether the engine has sent output for the request."""
-        return self.num_items > 0
-
     def end(self, reason: str | None) -> None:
         """Records the request. Unfinished choices count as ended for `reason`; None: refused, counted nowhere."""
         now = time.monotonic()
-        metrics = self.metrics
+        metrics, steps = self.metrics, self.num_tokens / self.num_choices - 1
         if self.unfinished > 0 and reason is not None:
             metrics.finished.labels(reason).inc(self.unfinished)
         metrics.generation_tokens.inc(self.num_tokens)
@@ -181,91 +155,61 @@ class RequestTimer:
             metrics.first_token.observe(self.first - self.arrived)
             if self.kept is not None:
                 metrics.kept.observe(self.kept)
-            steps = self.num_tokens / self.num_choices - 1
             if steps >= 1:
                 metrics.per_token.observe((now - self.first) / steps)
         if self.unfinished <= 0:
             metrics.whole.observe(now - self.arrived)
-            self._meet(now)
+            first = self.first or now
+            metrics.slo.record(first - self.arrived, (self.last - first) / steps if steps > 0 else None)
         elif reason == "error":
             metrics.slo.record(None, None)
 
-    def _meet(self, now: float) -> None:
-        """Counts an answered request by the latency targets that it meets."""
-        first = self.first or now
-        steps = self.num_tokens / self.num_choices - 1
-        self.metrics.slo.record(first - self.arrived, (self.last - first) / steps if steps > 0 else None)
 
+class SloMetrics:
+    """Counts requests by the latency targets that they meet; a request attains its targets only if it meets both.
+    There are no metrics without a target.
 
-class _EngineCollector(Collector):
-    """The engine's own counters at the time of the scrape."""
+    TTFT is the time from arrival to the first token. TPOT is the mean time of the tokens after it: an answer of one
+    token meets every target of TPOT. A request that failed meets no target. Refused requests do not count, nor do those
+    whose client left.
+    """
 
-    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
-        self.stats = stats
+    def __init__(self, config: SloConfig, registry: CollectorRegistry) -> None:
+        self.config = config
+        self._recent: deque[bool] = deque(maxlen=RECENT)
+        self._requests: Counter | None = None
+        targets = {"ttft": config.ttft, "tpot": config.tpot}
+        if all(each is None for each in targets.values()):
+            return
+        gauge = functools.partial(Gauge, registry=registry)
+        target = gauge("quire_slo_target_seconds", "Latency targets.", ["target"])
+        for name, seconds in targets.items():
+            if seconds is not None:
+                target.labels(name).set(seconds)
+        wanted = gauge("quire_slo_attainment_target_ratio", "Share of requests that should meet both targets.")
+        wanted.set(config.attainment)
+        self._requests = Counter(
+            "quire_slo_requests",
+            "Requests by the targets that they met: both, only one of them, or neither.",
+            ["met"],
+            registry=registry,
+        )
+        for met in ("both", "ttft", "tpot", "neither"):
+            self._requests.labels(met)
+        text = f"Share of the last {RECENT:,} requests that met both targets."
+        attained = gauge("quire_slo_attainment_ratio", text)
+        attained.set_function(self.attainment)
 
-    def collect(self) -> Iterable[Metric]:
-        stats = self.stats()
-        yield GaugeMetricFamily("quire_requests_running", "Requests in the batch.", stats["running"])
-        yield GaugeMetricFamily("quire_requests_waiting", "Requests in the queue.", stats["waiting"])
-        yield CounterMetricFamily("quire_preemptions", "Preempted requests.", stats["preemptions"])
-        yield CounterMetricFamily("quire_steps", "Engine steps.", stats["steps"])
-        yield CounterMetricFamily("quire_decode_tokens", "Tokens decoded by the engine.", stats["decode_tokens"])
-        yield CounterMetricFamily(
-            "quire_replayed_tokens", "Tokens computed again after a preemption.", stats["replayed_tokens"]
-        )
-        computed, cached = stats["prefill_tokens_computed"], stats["prefill_tokens_cached"]
-        prefill = CounterMetricFamily("quire_prefill_tokens", "Prompt tokens by source.", labels=["source"])
-        prefill.add_metric(["computed"], computed)
-        prefill.add_metric(["cached"], cached)
-        yield prefill
-        yield GaugeMetricFamily(
-            "quire_prefix_cache_hit_rate",
-            "Share of the prompt tokens since start that came from the cache.",
-            hit_rate(cached, computed),
-        )
-        cache = stats["cache"]
-        yield GaugeMetricFamily("quire_cache_capacity_bytes", "Size of the cache's arena.", cache["bytes_total"])
-        yield GaugeMetricFamily("quire_cache_peak_bytes", "Most bytes ever used at once.", cache["bytes_peak"])
-        state = GaugeMetricFamily("quire_cache_bytes", "Bytes of the arena by state.", labels=["state"])
-        for name in ("used", "cached", "free"):
-            state.add_metric([name], cache[f"bytes_{name}"])
-        yield state
-        yield GaugeMetricFamily(
-            "quire_cache_pinned_bytes", "Bytes, cached or used, held by pins.", cache["bytes_pinned"]
-        )
-        yield GaugeMetricFamily(
-            "quire_cache_saved_bytes",
-            "Additional bytes that running requests would need without sharing.",
-            cache["bytes_saved"],
-        )
-        yield CounterMetricFamily(
-            "quire_cache_evicted_bytes",
-            "Bytes of evicted prefixes.",
-            cache["bytes_evicted"],
-        )
-        yield CounterMetricFamily(
-            "quire_retention_freed_bytes",
-            "Bytes that retention freed in running requests.",
-            cache["bytes_retention_freed"],
-        )
-        yield from _calibration_metrics(stats)
-        yield from tier_metrics(stats)
-        yield from offload_metrics(stats)
-        yield from cluster_metrics(stats)
+    def attainment(self) -> float:
+        """The share of the last requests that met both targets; NaN without any."""
+        return sum(self._recent) / len(self._recent) if self._recent else math.nan
 
-
-def _calibration_metrics(stats: dict[str, Any]) -> Iterable[Metric]:
-    """Of a codec that the server began without."""
-    report = stats.get("calibration")
-    if report is None:
-        return
-    state = GaugeMetricFamily(
-        "quire_calibration_state", "1 for the state of the calibration beside requests.", labels=["codec", "state"]
-    )
-    for name in CALIBRATION_STATES:
-        state.add_metric([report["codec"], name], float(name == report["state"]))
-    yield state
-    yield GaugeMetricFamily("quire_calibration_done_ratio", "Share of the calibration that is done.", report["done"])
-    yield GaugeMetricFamily(
-        "quire_calibration_seconds_left", "Estimated seconds until it is done.", report["seconds_left"]
-    )
+    def record(self, ttft: float | None, tpot: float | None) -> None:
+        """Counts a request. ttft: None if it failed. tpot: None if it has one token."""
+        if self._requests is None:
+            return
+        is_soon = ttft is not None and (self.config.ttft is None or ttft <= self.config.ttft)
+        is_fast = ttft is not None and (tpot is None or self.config.tpot is None or tpot <= self.config.tpot)
+        met = {(True, True): "both", (True, False): "ttft", (False, True): "tpot"}.get((is_soon, is_fast), "neither")
+        self._requests.labels(met).inc()
+        self._recent.append(is_soon and is_fast)

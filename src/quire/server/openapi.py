@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import shapes
-from quire.server.errors import TYPES
+from quire.server.errors import error_type
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -52,7 +52,12 @@ class ApiDocument:
     def make(self, *, has_keys: bool) -> dict[str, Any]:
         """The document. has_keys: whether requests need a key."""
         found = get_openapi(title=self._app.title, version=self._app.version, routes=self._app.routes)
-        found["components"] = {"schemas": self._schemas()}
+        named: list[tuple[type, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
+            *((shape, "validation", TypeAdapter(shape)) for shape in self._bodies),
+            *((shape, "serialization", TypeAdapter(shape)) for shape in self._answers),
+        ]
+        _, schemas = TypeAdapter.json_schemas(named, ref_template=_REF + "{model}")
+        found["components"] = {"schemas": schemas["$defs"]}
         if has_keys:
             found["components"]["securitySchemes"] = {
                 "key": {"type": "http", "scheme": "bearer"},
@@ -62,15 +67,6 @@ class ApiDocument:
         for described in (each for methods in found["paths"].values() for each in methods.values()):
             described["responses"].pop("422", None)  # FastAPI's own; ours are 400
         return found
-
-    def _schemas(self) -> dict[str, Any]:
-        named: list[tuple[type, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
-            *((shape, "validation", TypeAdapter(shape)) for shape in self._bodies),
-            *((shape, "serialization", TypeAdapter(shape)) for shape in self._answers),
-        ]
-        _, schemas = TypeAdapter.json_schemas(named, ref_template=_REF + "{model}")
-        definitions: dict[str, Any] = schemas["$defs"]
-        return definitions
 
     def operation(
         self,
@@ -102,7 +98,7 @@ class ApiDocument:
         responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
         for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):
             responses[status] = {
-                "description": TYPES[status],
+                "description": error_type(status),
                 "content": {"application/json": {"schema": _named(shapes.ErrorResponse)}},
             }
         extra: dict[str, Any] = {}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.chat_schema import Messages
 from quire.server.errors import bad_request
-from quire.server.fields import TOKEN_SCHEMA, TemplateVariables, is_token
+from quire.server.fields import TemplateVariables, TokenIds, is_token
 from quire.server.schema import StrictModel
-
-_FORMS = "Must be a text or a list of token ids, and not empty"
 
 
 def _prompt(value: Any) -> str | list[int] | None:
@@ -21,21 +19,12 @@ def _prompt(value: Any) -> str | list[int] | None:
         return text
     if isinstance(value, list) and value and all(map(is_token, value)):
         return value
-    raise ValueError(_FORMS)
+    raise ValueError("Must be a text or a list of token ids, and not empty")
 
 
 Prompt = Annotated[
     str | list[int] | None,
-    PlainValidator(_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1},
-                {"type": "null"},
-            ]
-        }
-    ),
+    PlainValidator(_prompt, Annotated[str, Field(min_length=1)] | TokenIds | None),
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from quire.engine.pins import PIN_PARAMS
 from quire.errors import RequestError
 from quire.prefixes.cached import parse_prefix_key
 from quire.server import shapes
+from quire.server.chat_schema import template_messages
 from quire.server.debug import check_allowed, limit_of, with_engine_timeout
 from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.event_stream import unless_disconnected
@@ -78,7 +79,7 @@ async def list_prefixes(service: Service, request: Request) -> Response:
         found = await service.engine.known_prefixes(visible)
         shown = found[:limit]
         return {
-            "data": await asyncio.to_thread(_listed, shown),
+            "data": shapes.EncodedList(await asyncio.to_thread(encoded, map(_described, shown))),
             "num_prefixes": len(found),
             "truncated": len(shown) < len(found),
             "scope": "tenant" if service.tenants.are_isolated else "all",
@@ -113,7 +114,10 @@ async def drop_prefix(service: Service, request: Request) -> Response:
             key = _checked(body.key)
     dropped = await _alone(service, lambda: service.engine.drop_prefix(key, service.tenants.visible_salts(tenant)))
     if dropped is None:
-        raise _unknown(key) if body.key is not None else _not_cached(body)
+        if body.key is not None:
+            raise _unknown(key)
+        param = "prompt" if body.messages is None else "messages"
+        raise ApiError(404, f"The prefix of '{param}' is not cached.", param=param, code="prefix_not_found")
     return json_response(shapes.DroppedPrefix(key=key, dropped=dropped))
 
 
@@ -135,7 +139,9 @@ async def _prompt(service: Service, body: PrefixPrompt, tenant: str) -> tuple[li
     if body.messages is not None:
         param = "messages"
         marked = body.add_generation_prompt is True
-        ids = await service.request_tokenizer.encode_chat(body.messages, body.chat_template_kwargs, marked)
+        ids = await service.request_tokenizer.encode_chat(
+            lambda: template_messages(body.messages), body.chat_template_kwargs, marked
+        )
     else:
         param = "prompt"
         assert body.prompt is not None, "a body without a prompt"
@@ -149,11 +155,6 @@ async def _prompt(service: Service, body: PrefixPrompt, tenant: str) -> tuple[li
         return ids, service.engine.prefix_key({"prompt_token_ids": ids, "cache_salt": salt})
     except RequestError as error:
         raise bad_request(str(error), param) from error
-
-
-def _listed(prefixes: Sequence[CachedPrefix]) -> shapes.EncodedList[shapes.ListedPrefix]:
-    found: Iterator[shapes.ListedPrefix] = map(_described, prefixes)
-    return shapes.EncodedList(encoded(found))
 
 
 def _described(prefix: CachedPrefix) -> shapes.ListedPrefix:
@@ -179,11 +180,6 @@ def _checked(key: str) -> str:
         return parse_prefix_key(key).hex()
     except RequestError:
         raise _unknown(key) from None
-
-
-def _not_cached(body: PrefixPrompt) -> ApiError:
-    param = "prompt" if body.messages is None else "messages"
-    return ApiError(404, f"The prefix of '{param}' is not cached.", param=param, code="prefix_not_found")
 
 
 def _unknown(key: str) -> ApiError:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.errors import RequestError
 from quire.models.tokenizer import GROWTH
@@ -16,7 +16,7 @@ from quire.tools.calls import Tool
 from quire.tools.conversation import ChatText, render_chat
 
 if TYPE_CHECKING:
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 T = TypeVar("T")
 
@@ -39,20 +39,12 @@ MAX_TOKENS = MAX_VALUES
 each fits the context, would be 8,000,000 tokens and 300 MB."""
 
 
-class TemplateMessage(Protocol):
-    """A message of any endpoint."""
-
-    def for_template(self) -> dict[str, Any]:
-        """The message in the form of chat templates."""
-        ...
-
-
 class RequestTokenizer:
     """The tokenizer of an engine, for requests. Processes one long text and renders one conversation at a time, because
     each may use a core and much memory.
     """
 
-    def __init__(self, engine: EngineProtocol, keep_tokens: bool = False) -> None:
+    def __init__(self, engine: ServedEngine, keep_tokens: bool = False) -> None:
         """keep_tokens: of users' and tools' texts in conversations; see `render_chat`."""
         self.engine = engine
         self._keep_tokens = keep_tokens
@@ -132,13 +124,8 @@ class RequestTokenizer:
             return
         most = 4 * self.engine.tokenizer.max_token_bytes * self.engine.max_context
         if num_chars > most:
-            message = f"'{param}' has {num_chars:,} characters with its tools and variables; at most {most:,} can fit"
-            context = f"This model's maximum context length is {self.engine.max_context} tokens"
-            raise bad_request(
-                f"{context} ({self.engine.context_limit}). However, {message}. Please reduce its length.",
-                param,
-                "context_length_exceeded",
-            )
+            held = f"{num_chars:,} characters with its tools and variables; at most {most:,} can fit"
+            raise self._too_long(param, held)
 
     def _too_long(self, param: str, held: str) -> ApiError:
         message = (
@@ -149,7 +136,7 @@ class RequestTokenizer:
 
     async def encode_chat(
         self,
-        messages: Sequence[TemplateMessage] | Callable[[], Sequence[TemplateMessage]],
+        messages: Callable[[], list[dict[str, Any]]],
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         tools: Sequence[Tool] = (),
@@ -160,15 +147,14 @@ class RequestTokenizer:
         """The token ids of a conversation, rendered by the model's chat template with `variables`. Raises RequestError
         if the template rejects the messages or its text does not fit the context.
 
-        messages   or what makes them, on the thread
+        messages   makes them, in the form of chat templates, on the thread
         tools      that the answer may call
         continues  whether the prompt ends within the last message, which the answer goes on with
         param      names the conversation in errors
         """
 
         def run() -> ChatText:
-            said = messages() if callable(messages) else messages
-            given, opens = [message.for_template() for message in said], add_generation_prompt and not continues
+            given, opens = messages(), add_generation_prompt and not continues
             told = [tool.for_template() for tool in tools]
             self._check_chars(_num_chars(given) + _num_chars(told) + _num_chars(variables or {}), param)
             if continues:

@@ -9,7 +9,7 @@ from pydantic import Field
 # pydantic takes that of `typing` only from Python 3.12 on, and brings this one.
 from typing_extensions import TypedDict
 
-from quire.server.shapes import Count, TokenLogprob
+from quire.server.shapes import Count, PromptTokensDetails, TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -61,14 +61,10 @@ class OutputCall(TypedDict):
     status: ItemStatus
 
 
-class InputDetails(TypedDict):
+class InputDetails(PromptTokensDetails):
     """What the cache did for the prompt."""
 
     cache_write_tokens: Count
-    cached_tokens: Count
-    cached_tokens_by_tier: dict[str, Count]
-    pinned_tokens: NotRequired[Count]
-    kept_fraction: NotRequired[float]
 
 
 class OutputDetails(TypedDict):

@@ -6,16 +6,15 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.collector import AnswerCollector, ChoiceDelta, Event, PromptStart, Renderer
+from quire.server.collector import AnswerCollector, ChoiceDelta, Renderer
 from quire.server.errors import ApiError
 from quire.server.event_stream import unless_disconnected
 from quire.server.json_encoding import encoded, pieces
@@ -28,7 +27,7 @@ from quire.server.tooling import Tooling, refusals
 from quire.tools.calls import TextDelta
 
 if TYPE_CHECKING:
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 LOGPROB_BYTES = 90
 """About those of a log-probability in an answer."""
@@ -41,32 +40,30 @@ async def create_response(service: Service, request: Request) -> Response:
         salt = service.tenants.salt(request.state.tenant, body.cache_salt)
         tooling = await unless_disconnected(request.receive, _tooling(service.engine, body, salt))
         ids = await service.request_tokenizer.encode_chat(
-            lambda: [_PlainMessage(each) for each in body.messages()],
+            body.for_template,
             body.chat_template_kwargs,
             tools=tooling.tools,
             param="input",
         )
-        params = service.params(
+        job = service.job(
             body,
-            len(ids),
+            ids,
+            request.state.tenant,
             body.max_output_tokens,
             param="input",
             length_param="max_output_tokens",
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
-            structure=tooling.constraint(ids),
-            shows_special=tooling.shows_special,
+            tooling=tooling,
         )
-        tenant = request.state.tenant
-        job = PromptJob(ids, params, service.hints(body, tenant), tenant)
         # Written once, off the event loop: every event about the whole response has them.
         tools = await asyncio.to_thread(_written_tools, body.tools) if body.tools else EncodedList[Any]()
         collector = AnswerCollector(ResponseRenderer(service, body, job, tools), [tooling.answer_parser(ids)])
         body.forget("tools", "input", "chat_template_kwargs", "prompt_cache_key", "safety_identifier")
-    await service.admit([job], request.receive, body.structure_param, tooling.find_fault)
+    await service.admit([job], request.receive, tooling.find_fault)
     return await collector.answer(request, stream=body.stream)
 
 
-async def _tooling(engine: EngineProtocol, body: ResponsesRequest, salt: str) -> Tooling:
+async def _tooling(engine: ServedEngine, body: ResponsesRequest, salt: str) -> Tooling:
     """The tools of a request. One that does not say whether it is strict is, as in OpenAI's API; but it is not where
     its schema cannot be honoured and the model is free to call.
     """
@@ -89,16 +86,6 @@ async def _tooling(engine: EngineProtocol, body: ResponsesRequest, salt: str) ->
 def _written_tools(tools: Iterable[FunctionTool]) -> EncodedList[Any]:
     """The tools as a response tells of them."""
     return EncodedList(encoded(tool.model_dump() | {"strict": tool.strict is not False} for tool in tools))
-
-
-@dataclass(frozen=True)
-class _PlainMessage:
-    """A message that is in the form of chat templates already."""
-
-    message: Mapping[str, Any]
-
-    def for_template(self) -> dict[str, Any]:
-        return dict(self.message)
 
 
 class ResponseRenderer(Renderer):
@@ -136,12 +123,13 @@ class ResponseRenderer(Renderer):
         content = await self.service.make_answer(self.num_scores, lambda: b"".join(pieces(self._response())))
         return Response(content, media_type="application/json")
 
-    async def render(self, events: Iterable[Event]) -> Iterable[bytes]:
+    async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
         """See Renderer."""
-        taken = list(events)
-        make = functools.partial(self._sent, itertools.chain.from_iterable(map(self._events, taken)))
+        taken = list(deltas)
+        first = () if begun is None else map(self._about, ("created", "in_progress"))
+        make = functools.partial(self._sent, itertools.chain(first, *map(self._events, taken)))
         # The last ones have all log-probabilities, several times.
-        is_large = self.num_scores and any(map(_is_last, taken))
+        is_large = self.num_scores and any(delta.finish_reason is not None for delta in taken)
         news = await self.service.make_answer(self.num_scores, make) if is_large else make()
         return (news,) if news else ()
 
@@ -171,11 +159,8 @@ class ResponseRenderer(Renderer):
         """An event about the whole response."""
         return {"type": f"response.{kind}", "response": self._response()}
 
-    def _events(self, event: Event) -> Iterator[NamedEvent]:
-        """What an event of the engine adds."""
-        if isinstance(event, PromptStart):
-            yield from map(self._about, ("created", "in_progress"))
-            return
+    def _events(self, event: ChoiceDelta) -> Iterator[NamedEvent]:
+        """What a delta adds."""
         # Of tokens whose text is held back; those of reasoning, calls and marks have no place.
         self.scores += self._logprobs(event)
         for part in event.parts:
@@ -243,7 +228,3 @@ class ResponseRenderer(Renderer):
             "output_tokens_details": {"reasoning_tokens": self.usage.reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
-
-
-def _is_last(event: Event) -> bool:
-    return isinstance(event, ChoiceDelta) and event.finish_reason is not None

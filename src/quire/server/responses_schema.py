@@ -13,12 +13,12 @@ from quire.server.chat_schema import (
     MAX_PARTS,
     MAX_TOOLS,
     ConversationFields,
+    ConversationObject,
     content_text,
     read_arguments,
 )
 from quire.server.errors import bad_request
-from quire.server.fields import TEXT_OR_PARTS, Ignored, Metadata, OnlyFalse, Unsupported
-from quire.server.ignored_fields import ConversationObject
+from quire.server.fields import Ignored, Metadata, OnlyFalse, TextOr, Unsupported, WordOr
 from quire.server.json_complexity import JsonText
 from quire.server.schema import GenerationRequest, StrictModel, json_structure
 from quire.structured.params import StructuredOutputsParams
@@ -36,9 +36,7 @@ class InputText(ConversationObject):
 
 
 InputParts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
-InputContent = Annotated[Annotated[str, Tag("=string")] | Annotated[InputParts, Tag("=parts")], TEXT_OR_PARTS]
-ToolOutputParts = Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]
-ToolOutput = Annotated[Annotated[str, Tag("=string")] | Annotated[ToolOutputParts, Tag("=parts")], TEXT_OR_PARTS]
+ToolOutput = TextOr[Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]]
 """What a tool returned, which may be nothing."""
 
 
@@ -67,7 +65,7 @@ class InputMessage(InputObject):
 
     type: Annotated[Literal["message"], BeforeValidator(_is_message)] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: InputContent
+    content: TextOr[InputParts]
     phase: Ignored = None
 
 
@@ -123,13 +121,6 @@ InputItem = Annotated[
     | Annotated[InputReasoning, Tag("=reasoning")],
     Discriminator(_kind),
 ]
-Input = Annotated[
-    Annotated[str, Tag("=string")]
-    | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("=items")],
-    Discriminator(lambda value: "=items" if isinstance(value, list) else "=string"),
-]
-
-
 FORMAT_PARAM = "text.format.schema"
 
 
@@ -187,15 +178,6 @@ class NamedFunctionTool(StrictModel):
     name: str
 
 
-ResponsesToolChoice = (
-    Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[NamedFunctionTool, Tag("=tool")],
-        Discriminator(lambda value: "=word" if isinstance(value, str) else "=tool"),
-    ]
-    | None
-)
-
-
 class NoReasoning(StrictModel):
     """What a response says of reasoning: its effort cannot be chosen."""
 
@@ -213,11 +195,11 @@ class ResponsesStreamOptions(StrictModel):
 class ResponsesRequest(ConversationFields, GenerationRequest):
     """The body of POST /v1/responses."""
 
-    input: Input
+    input: TextOr[Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: ResponsesToolChoice = None
+    tool_choice: WordOr[NamedFunctionTool] | None = None
     text: TextConfig | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -262,7 +244,7 @@ class ResponsesRequest(ConversationFields, GenerationRequest):
     def _formatted(self) -> StructuredOutputsParams | None:
         return None if self.text is None or self.text.format is None else self.text.format.structure
 
-    def messages(self) -> list[dict[str, Any]]:
+    def for_template(self) -> list[dict[str, Any]]:
         """The conversation in the form of chat templates."""
         found: list[dict[str, Any]] = []
         if self.instructions is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import resource
@@ -26,12 +27,13 @@ from quire.errors import ConfigError
 from quire.options import format_count
 from quire.server.app import create_app
 from quire.server.auth import ApiKeys, check_exposure
+from quire.server.connection import HttpConnection
 from quire.server.connection_manager import ConnectionLimits, ConnectionManager
 from quire.server.service import Service, shutting_down
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig, SloConfig
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
 
 BACKLOG = 2048
 """Maximum number of connections that wait to be accepted."""
@@ -108,7 +110,7 @@ class ServeSummary:
 
 
 async def serve(
-    llm: EngineProtocol,
+    llm: ServedEngine,
     listener: HttpListener,
     ready: Callable[[], None] = lambda: None,
     limits: ConnectionLimits | None = None,
@@ -133,7 +135,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http=manager.protocol,  # type: ignore[arg-type]
+            http=functools.partial(HttpConnection, manager),  # type: ignore[arg-type]
             ws="none",
             log_level="warning",
             access_log=False,

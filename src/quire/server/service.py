@@ -12,11 +12,11 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
 
@@ -26,8 +26,8 @@ from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import EngineStoppedError, QueueFullError, RequestError
 from quire.server import shapes
-from quire.server.access_log import CURRENT, QueuedTokens
-from quire.server.auth import ApiKeys
+from quire.server.access_log import CURRENT, AccessRecord
+from quire.server.auth import ApiKeys, is_loopback
 from quire.server.body_reader import BodyReader
 from quire.server.byte_limiter import ByteLimiter
 from quire.server.errors import ApiError, bad_request
@@ -41,7 +41,7 @@ from quire.server.schema import GenerationRequest, refused_as
 from quire.server.tenants import Tenants
 from quire.server.usage import TenantTokens
 from quire.structured.masks import GRAMMAR_FAILED, NO_TEXT, TOO_COMPLEX
-from quire.structured.params import CONSTRAINT_KINDS, StructuredOutputsParams
+from quire.structured.params import CONSTRAINT_KINDS
 from quire.tools.formats import format_of
 from quire.tools.reasoning import reasoning_of
 from quire.version import __version__
@@ -50,9 +50,11 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope
 
     from quire.config import EngineConfig, ServeConfig, SloConfig
-    from quire.server.protocol import EngineProtocol
+    from quire.server.engines import ServedEngine
+    from quire.server.prefix_schema import PrefixRequest
+    from quire.server.tooling import Tooling
 
-    FaultFinder = Callable[[EngineProtocol, str], Awaitable[RequestError | None]]
+    FaultFinder = Callable[[ServedEngine, str], Awaitable[RequestError | None]]
     """Finds what of a request is at fault, for requests with a salt."""
 
 T = TypeVar("T")
@@ -60,15 +62,6 @@ T = TypeVar("T")
 MAX_WAITING_TOKENS = 1 << 22
 """Tokens of prompts that may wait for their first token: 70 MB. Of several tenants each may have half of them. One
 request of each may always wait."""
-
-
-class CacheHintFields(Protocol):
-    """What a body asks of the cache; see `CacheHints`."""
-
-    cache_salt: str | None
-    cache_pin: Any
-    cache_priority: int | None
-    cache_lifetime: float | None
 
 
 @dataclass(eq=False)
@@ -86,8 +79,6 @@ class PromptJob:
     """The parameter of the request that constrains the answer."""
     admitted: Any = None
     """The request as the engine has admitted it, with its grammar; held until the answer has ended."""
-    queued: QueuedTokens | None = None
-    """What it has in `Service.waiting`."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = InternedTokenIds(self.prompt_ids)
@@ -131,9 +122,7 @@ class Service:
     waiting          by tenant, the tokens of its jobs that wait for their first token
     """
 
-    def __init__(
-        self, engine: EngineProtocol, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None
-    ) -> None:
+    def __init__(self, engine: ServedEngine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None) -> None:
         self.engine = engine
         self.config = config
         self.keys = keys
@@ -178,14 +167,9 @@ class Service:
             self.idle.set()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the server accepts requests."""
-        return self.engine.is_ready and not self.draining
-
-    @property
-    def max_context(self) -> int:
-        """Maximum number of tokens of prompt and answer together."""
-        return self.engine.max_context
+    def is_open(self) -> bool:
+        """Whether other machines reach the server without a key."""
+        return not self.keys.keys and (self.config.allow_public or not is_loopback(self.config.host))
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 for a model that is not served here. The model's path is a name of it, too."""
@@ -193,43 +177,45 @@ class Service:
             message = f"The model '{name[:200]}' does not exist; this server serves '{self.engine.model_name}'."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def params(
+    def job(
         self,
         request: GenerationRequest,
-        num_prompt_tokens: int,
+        prompt_ids: list[int],
+        tenant: str,
         max_tokens: int | None,
         *,
         param: str,
         length_param: str = "max_tokens",
         default_tokens: int | None = None,
-        logprobs: int | None = None,
+        logprobs: int | None,
         prompt_logprobs: int | None = None,
-        structure: StructuredOutputsParams | None = None,
-        shows_special: bool = False,
+        tooling: Tooling | None = None,
+        text: str | None = None,
         made: dict[int, SamplingParams] | None = None,
-    ) -> SamplingParams:
-        """The sampling parameters of `request` for a prompt of `num_prompt_tokens` tokens.
+    ) -> PromptJob:
+        """A prompt of `request`, with its sampling parameters.
 
         max_tokens      None: the default, or the rest of the context or serve.max_output_tokens if that is less
         param           parameter to name if the prompt is too long
         length_param    parameter to name if max_tokens is too large
         default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
-        structure       of the text, in place of the request's
-        shows_special   whether special tokens are needed in the text, whatever the request says
+        tooling         says what the text must be, in place of the request, and whether special tokens are needed in it
+        text            of the prompt, if it was given as text
         made            parameters of the request's other prompts, by max_tokens: those of one with 256 prompts and a
                         large schema are not made 256 times
         Raises ApiError or RequestError (400) for values that exceed a limit or contradict each other.
         """
-        room = self.max_context - num_prompt_tokens
+        num_prompt_tokens = len(prompt_ids)
+        room = self.engine.max_context - num_prompt_tokens
         most = self.config.max_output_tokens
         if max_tokens is not None and most is not None and max_tokens > most:
             limit = f"this server generates at most {most} (serve.max_output_tokens)"
             raise bad_request(f"'{length_param}' is {max_tokens}; {limit}", length_param)
         wanted = max_tokens or 1  # the engine generates at least one token
         if room < wanted:
-            limit = self.engine.context_limit
+            limit = f"{self.engine.max_context} tokens ({self.engine.context_limit})"
             message = (
-                f"This model's maximum context length is {self.max_context} tokens ({limit}). However, you requested "
+                f"This model's maximum context length is {limit}. However, you requested "
                 f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in the completion"
                 f"{', which is computed with max_tokens 0 too' if max_tokens == 0 else ''}). "
                 "Please reduce the length of the prompt or of the completion."
@@ -239,20 +225,19 @@ class Service:
             if default_tokens is None and (advised := self.sampling.values.get("max_tokens")) is not None:
                 default_tokens = max(int(advised), request.min_tokens or 0)
             max_tokens = min(each for each in (room, most, default_tokens) if each is not None)
-        made = {} if made is None else made
-        if (found := made.get(max(max_tokens, 1))) is not None:
-            return found
-        self.check_tokens(request.logit_bias, "logit_bias")
-        self.check_tokens(request.stop_token_ids, "stop_token_ids")
-        given = {name: value for name in _PASSED_ON if (value := getattr(request, name, None)) is not None}
-        fixed = {
-            "max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
-            "structured_outputs": structure or request.structure(),
-        }  # fmt: skip
-        if shows_special:
-            fixed["skip_special_tokens"] = False
-        found = made[max(max_tokens, 1)] = SamplingParams(**{**self.sampling.values, **given, **fixed})
-        return found
+        max_tokens, made = max(max_tokens, 1), {} if made is None else made
+        if (params := made.get(max_tokens)) is None:
+            self.check_tokens(request.logit_bias, "logit_bias")
+            self.check_tokens(request.stop_token_ids, "stop_token_ids")
+            given = {name: value for name in _PASSED_ON if (value := getattr(request, name, None)) is not None}
+            fixed = {
+                "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
+                "structured_outputs": (tooling and tooling.constraint(prompt_ids)) or request.structure(),
+            }  # fmt: skip
+            if tooling is not None and tooling.shows_special:
+                fixed["skip_special_tokens"] = False
+            params = made[max_tokens] = SamplingParams(**{**self.sampling.values, **given, **fixed})
+        return PromptJob(prompt_ids, params, self.hints(request, tenant), tenant, text, request.structure_param)
 
     @functools.cached_property
     def model_capabilities(self) -> ModelCapabilities:
@@ -287,8 +272,8 @@ class Service:
             "system_fingerprint": _fingerprint(self.engine.model_name, self.engine.config),
         }
 
-    def hints(self, request: CacheHintFields, tenant: str) -> dict[str, Any]:
-        """The cache hints of a request of `tenant`."""
+    def hints(self, request: GenerationRequest | PrefixRequest, tenant: str) -> dict[str, Any]:
+        """The cache hints of a request of `tenant`; see `CacheHints`."""
         given = {name: value for name in _HINTS if (value := getattr(request, name)) is not None}
         return {"cache_salt": self.tenants.salt(tenant, request.cache_salt), **given}
 
@@ -315,15 +300,13 @@ class Service:
         self,
         jobs: Sequence[PromptJob],
         receive: Receive | None = None,
-        structure_param: str = "structured_outputs",
         find_fault: FaultFinder | None = None,
     ) -> None:
         """Raises the error that refuses the jobs, before anything is computed or sent; ClientDisconnected if the client
         leaves while grammars are compiled.
 
-        receive          gives the messages of the client, whose body has been read; None: no job has a constraint
-        structure_param  names the constraint of the text in errors
-        find_fault       finds what else of the request is at fault if the constraint cannot be honoured
+        receive     gives the messages of the client, whose body has been read; None: no job has a constraint
+        find_fault  finds what else of the request is at fault if the constraint cannot be honoured
         """
         if self.draining:
             raise shutting_down()
@@ -333,18 +316,17 @@ class Service:
             message = f"{self.logprob_limiter.num_waiting} prompts wait for room for their log-probabilities"
             raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
         self._hold(jobs)
-        admission = self._admit(jobs, structure_param, find_fault)
+        admission = self._admit(jobs, find_fault)
         if all(job.params.structured_outputs is None for job in jobs):
             await admission
         else:
             assert receive is not None
             await unless_disconnected(receive, admission)
 
-    async def _admit(self, jobs: Sequence[PromptJob], structure_param: str, find_fault: FaultFinder | None) -> None:
+    async def _admit(self, jobs: Sequence[PromptJob], find_fault: FaultFinder | None) -> None:
         for index, job in enumerate(jobs):
             if index:
                 await self.body_reader.start_throttle.acquire()  # a million token ids take 0.1 s
-            job.constraint_param = structure_param
             try:
                 job.admitted = await self.engine.admit(job.prompt, job.params)
             except RequestError as error:
@@ -352,7 +334,7 @@ class Service:
                     raise
                 salt = str(job.hints.get("cache_salt") or "")
                 own = None if find_fault is None else await find_fault(self.engine, salt)
-                raise own or refused_as(error, structure_param) from None
+                raise own or refused_as(error, job.constraint_param) from None
 
     def _hold(self, jobs: Sequence[PromptJob]) -> None:
         """Counts jobs as waiting. Raises QueueFullError if too many tokens wait already."""
@@ -364,15 +346,13 @@ class Service:
         self.waiting[tenant] += more
         access = CURRENT.get()
         assert access is not None
-        for job in jobs:
-            job.queued = QueuedTokens(tenant, job.num_tokens)
-            access.queued.append(job.queued)
+        access.tenant = tenant
+        access.num_queued += more
 
-    def release_queued(self, queued: Iterable[QueuedTokens]) -> None:
-        """Prompts do not wait any more: their first tokens are there, or their requests have ended."""
-        for each in queued:
-            self.waiting[each.tenant] -= each.num_tokens
-            each.num_tokens = 0
+    def release_queued(self, access: AccessRecord, num_tokens: int) -> None:
+        """Tokens of a request do not wait any more: their first tokens are there, or the request has ended."""
+        self.waiting[access.tenant] -= num_tokens
+        access.num_queued -= num_tokens
 
     def run(
         self,
@@ -409,12 +389,11 @@ class Service:
                     generated = self.engine.generate(job.admitted, job.params, request_id)
                     items = await ends.enter_async_context(aclosing(generated))
                     item = await anext(items)
-                    if job.queued is not None:
-                        self.release_queued([job.queued])
                     timer.record(item)
                     self._check_outputs(item, job.constraint_param)
                     self._count_found(job, item)
                     if access is not None:
+                        self.release_queued(access, job.num_tokens)
                         access.record(item)
                     await on_first_output(item)
                     item.prompt_logprobs = None

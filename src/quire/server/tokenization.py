@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.chat_schema import TokenizeRequest
+from quire.server.chat_schema import TokenizeRequest, template_messages
 from quire.server.errors import json_response
 from quire.server.schema import DetokenizeRequest
 from quire.server.service import Service
@@ -18,7 +18,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
             ids = await service.request_tokenizer.encode_chat(
-                body.messages,
+                lambda: template_messages(body.messages),
                 body.chat_template_kwargs,
                 body.add_generation_prompt is not False,
                 [param.tool() for param in body.tools or ()],
@@ -28,7 +28,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             ids = await service.request_tokenizer.encode(
                 body.prompt or "", body.add_special_tokens is not False, "prompt"
             )
-    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=service.max_context))
+    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=service.engine.max_context))
 
 
 async def detokenize(service: Service, request: Request) -> Response:

@@ -7,10 +7,10 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from quire.errors import RequestError
 from quire.server.chat_schema import ChatRequest
-from quire.server.protocol import EngineProtocol, TokenizerProtocol
 from quire.server.responses_schema import ResponsesRequest
 from quire.server.schema import refused_as
 from quire.structured.params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
@@ -21,6 +21,10 @@ from quire.tools.format import ToolFormat
 from quire.tools.formats import format_of
 from quire.tools.parser import CallParser
 from quire.tools.reasoning import ReasoningFormat, ReasoningParser, reasoning_of
+
+if TYPE_CHECKING:
+    from quire.models.tokenizer import Tokenizer
+    from quire.server.engines import ServedEngine
 
 LAST_TOKENS = 8
 """Tokens at the end of a prompt in which reasoning may begin or end."""
@@ -43,7 +47,7 @@ class Tooling:
     has_constraint  whether an answer is either calls or a text with a constraint
     """
 
-    tokenizer: TokenizerProtocol
+    tokenizer: Tokenizer
     format: ToolFormat
     tools: tuple[Tool, ...] = ()
     params: tuple[str, ...] = ()
@@ -54,12 +58,12 @@ class Tooling:
     has_constraint: bool = False
 
     @classmethod
-    async def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: TokenizerProtocol) -> Tooling:
+    async def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
         """Those of a request. Schemas of tools are rewritten on a thread: large ones take a tenth of a second."""
         return await asyncio.to_thread(cls._of, body, tokenizer) if body.tools else cls._of(body, tokenizer)
 
     @classmethod
-    def _of(cls, body: ChatRequest | ResponsesRequest, tokenizer: TokenizerProtocol) -> Tooling:
+    def _of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
         choice = body.chosen
         template = tokenizer.chat_template if choice.mode == "none" else tokenizer.tool_template
         format_ = format_of(template)
@@ -93,9 +97,7 @@ class Tooling:
             most = None if self.is_parallel else 1
             is_exact = self.structure is not None
             calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_constraint)
-        if self.reasoning is None:
-            return AnswerParser(None, calls)
-        if self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # it is switched off
+        if self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # it is switched off
             return AnswerParser(None, calls)
         is_inside = self._prompt_ends_with(self.reasoning.begins, prompt_ids)
         return AnswerParser(ReasoningParser(self.reasoning, is_inside=is_inside), calls)
@@ -107,7 +109,7 @@ class Tooling:
         begins = "" if self._prompt_ends_with(self.reasoning.begins, prompt_ids) else self.reasoning.begins
         return replace(self.structure, reasoning=(begins, self.reasoning.ends))
 
-    async def find_fault(self, engine: EngineProtocol, cache_salt: str) -> RequestError | None:
+    async def find_fault(self, engine: ServedEngine, cache_salt: str) -> RequestError | None:
         """The error of the first tool whose parameters cannot be honoured; None if none is found."""
         found = await refusals(engine, self.tools, cache_salt, most=1)
         return next((refused_as(error, self.params[place]) for place, error in found.items()), None)
@@ -118,7 +120,7 @@ class Tooling:
 
 
 async def refusals(
-    engine: EngineProtocol, tools: Sequence[Tool], cache_salt: str, most: int = 128
+    engine: ServedEngine, tools: Sequence[Tool], cache_salt: str, most: int = 128
 ) -> dict[int, RequestError]:
     """Why parameters of tools cannot be honoured, by place. Looks for at most `most`, for at most BLAME_SECONDS."""
     found: dict[int, RequestError] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.outputs import RequestOutput
 from quire.server import shapes
-from quire.server.errors import encode
+from quire.server.errors import json_bytes
 from quire.server.event_stream import DONE, sse_event
 from quire.server.schema import StreamOptions
 
@@ -75,8 +75,8 @@ class StreamChunks:
         self._head = head
 
     @functools.cached_property
-    def _begin(self) -> str:
-        return encode(self.head())[:-1]
+    def _begin(self) -> bytes:
+        return json_bytes(self.head())[:-1]
 
     def head(self) -> shapes.ChunkBase:
         """What the next chunk has besides its choices."""
@@ -87,9 +87,8 @@ class StreamChunks:
 
     def event(self, choice: shapes.CompletionDelta | shapes.ChatDelta) -> bytes:
         """The server-sent event of what is new in a choice."""
-        begin = encode(self.head())[:-1] if self._is_continuous else self._begin
-        text = f'data: {begin},"choices":[{encode(choice)}]}}\n\n'
-        return text.encode(errors="backslashreplace")
+        begin = json_bytes(self.head())[:-1] if self._is_continuous else self._begin
+        return b'data: %s,"choices":[%s]}\n\n' % (begin, json_bytes(choice))
 
     def end(self) -> bytes:
         """Usage, if it was asked for, and the end of the stream."""

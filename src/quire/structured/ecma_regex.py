@@ -59,10 +59,8 @@ class RegexTranslationError(ValueError):
     """Why an expression is not ECMA-262's, or is not supported."""
 
 
-class _Property(NamedTuple):
-    """A class by a Unicode property, as Rust writes it."""
-
-    text: str
+Meaning = int | Ranges | str
+"""What a piece of an expression stands for: a character, a class, or a class by a property as Rust writes it."""
 
 
 def to_rust(pattern: str) -> RustRegex:
@@ -192,9 +190,9 @@ class _Translator:
         found = self._escaped()
         if isinstance(found, int):
             return self._one(found)
-        return _named_class([found.text]) if isinstance(found, _Property) else self._one_of(found)
+        return _named_class([found]) if isinstance(found, str) else self._one_of(found)
 
-    def _escaped(self) -> int | Ranges | _Property:
+    def _escaped(self) -> Meaning:
         """The character or the class that an escape means."""
         char = self._ahead(2)[1:]
         self._place += 2
@@ -218,12 +216,12 @@ class _Translator:
                 raise RegexTranslationError(f"\\{char} is no escape of ECMA-262")
         return self._char(ord(char), 0)
 
-    def _property(self, char: str) -> _Property:
+    def _property(self, char: str) -> str:
         found = _PROPERTY.match(self._text, self._place)
         if found is None:
             raise RegexTranslationError(f"\\{char} is not followed by a property in braces")
         self._place = found.end()
-        return _Property(f"\\{char}{found[0]}")
+        return f"\\{char}{found[0]}"
 
     def _coded(self, char: str) -> int:
         if char == "u" and (braced := _CODE_POINT.match(self._text, self._place)) is not None:
@@ -264,8 +262,8 @@ class _Translator:
                     ranges.append((first, last))
                     continue
                 self._place = back  # the hyphen is a member: a class ends no range
-            if isinstance(first, _Property):
-                properties.append(first.text)
+            if isinstance(first, str):
+                properties.append(first)
             else:
                 ranges += [(first, first)] if isinstance(first, int) else first
         self._place += 1
@@ -273,7 +271,7 @@ class _Translator:
             return _named_class([*properties, *map(_range_text, ranges)], "^" if is_negated else "")
         return self._one_of(_complement(ranges) if is_negated else ranges)
 
-    def _member(self) -> int | Ranges | _Property:
+    def _member(self) -> Meaning:
         char = self._ahead(1)
         if char != "\\":
             return self._char(ord(char), 1)

@@ -16,7 +16,7 @@ from decimal import Decimal
 from math import inf
 from typing import Any
 
-from quire.structured.schemas import resolve_reference
+from quire.structured.schema_references import SchemaRoot, groups_in_place
 
 MAX_FORCED_BYTES = 16 << 10
 """Literal text takes 5 us a byte, an expression up to 66: at most 0.1 s."""
@@ -109,14 +109,13 @@ _MEMBERS = frozenset(
 _UNKNOWN = object()
 """What a reference points to that is not found."""
 
-_CONDITIONS = ("if", "then", "else", "not")
-
 
 class _Schema:
     """The sizes of a schema's subschemas, each computed once."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._references = SchemaRoot(root)
         self._known: dict[int, float] = {}
         self._about_members: dict[int, bool] = {}
 
@@ -162,15 +161,11 @@ class _Schema:
         return found + max(1, len(further), _count(own, "minProperties")) * others
 
     def _groups(self, own: Mapping[str, Any]) -> list[list[Any]]:
-        """Schemas about the same value as this one: all groups hold, and of each group one schema or several."""
-        found = [[each] for each in own["allOf"]] if isinstance(own.get("allOf"), list) else []
-        found += [own[word] for word in ("anyOf", "oneOf") if isinstance(own.get(word), list) and own[word]]
-        found += [[own[word]] for word in _CONDITIONS if word in own]
-        if isinstance(named := own.get("dependentSchemas"), Mapping):
-            found += [[each] for each in named.values()]
+        """As `groups_in_place`, with what a schema refers to."""
+        found = groups_in_place(own)
         for word in ("$ref", "$dynamicRef"):
             if isinstance(reference := own.get(word), str):
-                target = self._root if reference == "#" else resolve_reference(reference, self._root)
+                target = self._root if reference == "#" else self._references.resolve(reference)
                 found.append([target if isinstance(target, Mapping | bool) else _UNKNOWN])
         return found
 

@@ -283,7 +283,8 @@ class GrammarCompiler:
                     self._vocabulary = make_vocabulary(self._table)
                 except Exception as error:  # the library's own kinds
                     self._vocabulary = RequestError(
-                        f"structured_outputs: not with this tokenizer: {_first_line(str(error))}", "structured_outputs"
+                        f"structured_outputs: not with this tokenizer: {str(error).strip().partition(chr(10))[0]}",
+                        "structured_outputs",
                     )
             return self._vocabulary
 
@@ -324,7 +325,3 @@ def _refused(wanted: StructuredOutputsParams, reason: str) -> RequestError:
 
 
 _BAD_EXPRESSION = re.compile(r"regex parse error:\n(?:.*\n)+?error: (.*)")
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

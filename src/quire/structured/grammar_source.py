@@ -25,7 +25,7 @@ def source_of(wanted: StructuredOutputsParams, token_of: TokenOf) -> str:
 
     Raises UnsupportedSchemaError, ValueError and the errors of llguidance's converters.
     """
-    constraint, forced_bytes = _constraint_grammar(wanted)
+    constraint, forced_bytes = constraint_grammar(wanted)
     parts: list[dict[str, Any]] = [{"name": "constraint", **constraint}]
     options = "" if forced_bytes <= MAX_FORCED_BYTES else '%llguidance {"no_forcing": true}\n'
     if wanted.reasoning is not None:
@@ -58,17 +58,19 @@ def text_without(text: str) -> str:
     return rf"/(.|\n)+/ & ~/(.|\n)*{escaped(text)}(.|\n)*/"
 
 
-def term_of(wanted: StructuredOutputsParams) -> str:
-    """The constraint as a term of Lark. Raises RequestError for a grammar, which has rules of its own."""
+def term_of(wanted: StructuredOutputsParams) -> tuple[str, float]:
+    """The constraint as a term of Lark, and the bytes that it can force in one piece; see forced_text. Raises
+    RequestError for a grammar, which has rules of its own.
+    """
     if wanted.kind == "grammar":
         raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
-    found, _ = _constraint_grammar(wanted)
+    found, num_forced = constraint_grammar(wanted)
     if "json_schema" in found:
-        return f"%json {json.dumps(found['json_schema'])}"
-    return str(found["lark_grammar"]).removeprefix("start: ")
+        return f"%json {json.dumps(found['json_schema'])}", num_forced
+    return str(found["lark_grammar"]).removeprefix("start: "), num_forced
 
 
-def _constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
+def constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
     """The grammar of the constraint alone, and the bytes that it can force."""
     from llguidance import regex_to_lark
 
@@ -88,11 +90,6 @@ def _constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any]
             return {"lark_grammar": f"start: /{term}/"}, max(len(each.encode()) for each in wanted.choice)
         case _:
             return {"lark_grammar": _as_lark(wanted.text)}, 0.0 if wanted.may_force else inf
-
-
-def forced_bytes(wanted: StructuredOutputsParams) -> float:
-    """Bytes that the constraint can force in one piece; see forced_text."""
-    return _constraint_grammar(wanted)[1]
 
 
 def escaped(text: str) -> str:

@@ -60,7 +60,9 @@ class StructuredOutputsParams:
         if self.reasoning is not None:
             object.__setattr__(self, "reasoning", self._marks())
         (kind,) = given
-        object.__setattr__(self, kind, getattr(self, f"_{kind}")())
+        is_text = kind in ("regex", "grammar")
+        checked = _bounded(kind, getattr(self, kind)) if is_text else getattr(self, f"_{kind}")()
+        object.__setattr__(self, kind, checked)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> StructuredOutputsParams:
@@ -113,12 +115,6 @@ class StructuredOutputsParams:
         if self.json_object is not True:
             raise _wrong("json_object must be true")
         return True
-
-    def _regex(self) -> str:
-        return _bounded("regex", self.regex)
-
-    def _grammar(self) -> str:
-        return _bounded("grammar", self.grammar)
 
     def _choice(self) -> tuple[str, ...]:
         given = self.choice

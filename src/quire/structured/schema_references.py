@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,18 +27,42 @@ def resolve_pointer(reference: Any, base: Any) -> Any:
     return found
 
 
-def resolve_reference(reference: Any, root: dict[str, Any]) -> Any:
-    """What a reference in a schema points to. None if that is not known: a schema with an `$id` below the root has
-    references that start elsewhere.
-    """
-    return None if has_resources(root) else resolve_pointer(reference, root)
+def groups_in_place(schema: Mapping[str, Any]) -> list[list[Any]]:
+    """Schemas in a schema that are about the same value: all groups hold, and of each group one schema or several."""
+    found = [[each] for each in schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
+    found += [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) and schema[word]]
+    found += [[schema[word]] for word in ("if", "then", "else", "not") if word in schema]
+    for word in ("dependentSchemas", "dependencies"):
+        if isinstance(named := schema.get(word), Mapping):
+            found += [[each] for each in named.values()]
+    return found
 
 
-def has_resources(root: dict[str, Any]) -> bool:
-    """Whether a schema may have another one inside that has an `$id`, and so pointers that start there. The answer is
-    kept for the last few schemas.
-    """
-    return _has_resources(_Same(root))
+class SchemaRoot:
+    """A whole schema, at which the references in it start."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.schema = schema
+
+    def resolve(self, reference: Any) -> Any:
+        """What a reference in the schema points to. None if that is not known: a schema with an `$id` below the root
+        has references that start elsewhere.
+        """
+        return None if self.has_resources else resolve_pointer(reference, self.schema)
+
+    @functools.cached_property
+    def has_resources(self) -> bool:
+        """Whether there may be another schema inside that has an `$id`, and so pointers that start there."""
+        todo: list[Any] = list(self.schema.values())
+        while todo:
+            each = todo.pop()
+            if isinstance(each, dict):
+                if is_resource(each, self.schema):
+                    return True
+                todo += each.values()
+            elif isinstance(each, list):
+                todo += each
+        return False
 
 
 def is_resource(schema: dict[str, Any], root: dict[str, Any]) -> bool:
@@ -46,30 +71,3 @@ def is_resource(schema: dict[str, Any], root: dict[str, Any]) -> bool:
     """
     own = schema.get("id" if re.match(r"https?://json-schema\.org/draft-0[34]/", str(root.get("$schema"))) else "$id")
     return isinstance(own, str) and not own.startswith("#")
-
-
-class _Same:
-    """A schema as a key: it equals itself only."""
-
-    def __init__(self, schema: dict[str, Any]) -> None:
-        self.schema = schema
-
-    def __hash__(self) -> int:
-        return id(self.schema)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.schema is other.schema
-
-
-@functools.lru_cache(8)
-def _has_resources(root: _Same) -> bool:
-    todo: list[Any] = list(root.schema.values())
-    while todo:
-        each = todo.pop()
-        if isinstance(each, dict):
-            if is_resource(each, root.schema):
-                return True
-            todo += [value for value in each.values() if isinstance(value, dict | list)]
-        elif isinstance(each, list):
-            todo += [value for value in each if isinstance(value, dict | list)]
-    return False

@@ -31,6 +31,7 @@ from quire.structured.negation import (
     measure_json,
 )
 from quire.structured.number_bounds import separate_bounds
+from quire.structured.schema_references import SchemaRoot, groups_in_place
 
 MAX_COPIED = 65_536
 """Characters of a schema's JSON that are written a second time, all rules together."""
@@ -61,23 +62,22 @@ class SchemaRewriter:
     """The rules at work on one schema.
 
     root      the whole schema
-    point     gives what a reference points to; None if that is not known
     narrowed  ids of schemas that have no opposite; see Negation
     """
 
-    def __init__(self, root: dict[str, Any], point: Callable[[Any], Any], narrowed: set[int]) -> None:
+    def __init__(self, root: SchemaRoot, narrowed: set[int]) -> None:
         self._root = root
-        self._point = point
         self._targets: dict[str, Any] = {}
         self._left = MAX_COPIED
         self.narrowed = narrowed
         self.budget = RewriteBudget(MAX_BUDGET)
         self._negation = Negation(self.resolved, self.budget, narrowed)
         # The name of the whole schema is no other use of a part of it.
-        text = json.dumps({name: each for name, each in root.items() if name != "$id"})
+        text = json.dumps({name: each for name, each in root.schema.items() if name != "$id"})
         self._most = MAX_GROWTH * len(text) + MAX_COPIED
-        self.is_old = re.match(r"https?://json-schema\.org/draft-0", str(root.get("$schema"))) is not None
-        self.is_newer = re.match(r"https?://json-schema\.org/draft/", str(root.get("$schema"))) is not None
+        draft = str(root.schema.get("$schema"))
+        self.is_old = re.match(r"https?://json-schema\.org/draft-0", draft) is not None
+        self.is_newer = re.match(r"https?://json-schema\.org/draft/", draft) is not None
         self.is_one_resource = '"$id": ' not in text
         self.has_dynamic = '"$dynamicRef": ' in text or '"$recursiveRef": ' in text
         self._has_other_uses = _REFERRED.search(text) is not None
@@ -89,9 +89,11 @@ class SchemaRewriter:
         nothing. Raises SchemaTooLongError.
         """
         every = list(schemas)
-        for own in every if not self._has_other_uses else ():
-            for each in _in_place(own):
-                self._around.setdefault(id(each), own)  # copies share what is in them, and come last
+        around = [] if self._has_other_uses else [own for own in every if not _IN_PLACE.isdisjoint(own)]
+        for own in around:
+            for each in itertools.chain.from_iterable(groups_in_place(own)):
+                if isinstance(each, dict):
+                    self._around.setdefault(id(each), own)  # copies share what is in them, and come last
         given = [own for own in every if not _REWRITTEN.isdisjoint(own) and isinstance(own.get("allOf", []), list)]
         words = {word for own in given for word in own if word in _REWRITTEN}
         for rules in (FIRST_RULES, RULES):
@@ -100,7 +102,7 @@ class SchemaRewriter:
                     with contextlib.suppress(NotNegatable):
                         rule(own, self)
         separate_bounds(every)
-        if words and measure_json(self._root, self._most).size > self._most:
+        if words and measure_json(self._root.schema, self._most).size > self._most:
             raise SchemaTooLongError(
                 f"{', '.join(sorted(words))}: without them the schema has more than {self._most:,} characters"
             )
@@ -112,7 +114,7 @@ class SchemaRewriter:
                 return schema
             reference = schema["$ref"]
             if reference not in self._targets:
-                self._targets[reference] = self._point(reference)
+                self._targets[reference] = self._root.resolve(reference)
             schema = self._targets[reference]
         return None
 
@@ -145,18 +147,6 @@ class SchemaRewriter:
         size, is_named = measure_json(schema, self._left)
         self._left -= size * times
         return self._left > 0 and not is_named
-
-
-def _in_place(own: dict[str, Any]) -> list[Any]:
-    """The schemas in a schema that are about the same value."""
-    if _IN_PLACE.isdisjoint(own):
-        return []
-    found = [own.get(word) for word in ("if", "then", "else", "not")]
-    for word in ("allOf", "anyOf", "oneOf"):
-        found += own[word] if isinstance(own.get(word), list) else []
-    for word in ("dependentSchemas", "dependencies"):
-        found += own[word].values() if isinstance(own.get(word), dict) else []
-    return [each for each in found if isinstance(each, dict)]
 
 
 class SchemaTooLongError(ValueError):

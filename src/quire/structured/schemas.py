@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.structured.ecma_regex import HOSTNAME, RegexTranslationError, RustRegex, to_rust
 from quire.structured.negation import measure_json
 from quire.structured.schema_drafts import drop_unknown_keywords
-from quire.structured.schema_references import has_resources, is_resource, resolve_pointer
-from quire.structured.schema_references import resolve_reference as resolve_reference
+from quire.structured.schema_references import SchemaRoot, is_resource, resolve_pointer
 from quire.structured.schema_rewriter import SchemaRewriter, SchemaTooLongError
 
 if TYPE_CHECKING:
@@ -80,6 +79,7 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
         return False
     text = "{}" if schema is True else json.dumps(schema)
     found: dict[str, Any] = json.loads(text)
+    root = SchemaRoot(found)
     may_have_controls, has_controls = _MAY_NEED_UNICODE_ESCAPES.search(text) is not None, False
     every = list[tuple[SchemaPath | None, dict[str, Any]]]()
     for link, own in _subschemas(found):  # which goes into each one after what is done here
@@ -94,7 +94,7 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
         if own is not found and "$id" in own and "$ref" in own:
             # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
             raise UnsupportedSchemaError("$id beside $ref: drafts disagree about what it means" + _at(link))
-        if isinstance(reference, str) and "#/" in reference[1:] and has_resources(found):
+        if isinstance(reference, str) and "#/" in reference[1:] and root.has_resources:
             raise UnsupportedSchemaError(
                 "$ref: a pointer into another schema that has an $id; use an $anchor there" + _at(link)
             )
@@ -104,15 +104,13 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
             {word: int(own[word]) for word in _COUNTS if isinstance(own.get(word), float) and own[word] % 1 == 0}
         )
         has_controls |= _translate(own, link) or (may_have_controls and _has_controls(own))
-    told_apart = _ToldApart(found, 2 * len(text))
+    told_apart = _ToldApart(root, 2 * len(text))
     for _, own in every:
         if isinstance(own.get("oneOf"), list) and isinstance(own.get("discriminator"), dict):
             told_apart.apply(own)
     inner_first = [*(own for _, own in reversed(every)), *told_apart.copies]
     try:
-        SchemaRewriter(found, lambda reference: resolve_reference(reference, found), told_apart.narrowed).apply(
-            inner_first
-        )
+        SchemaRewriter(root, told_apart.narrowed).apply(inner_first)
     except SchemaTooLongError as error:
         raise UnsupportedSchemaError(str(error)) from None
     style = dict(JSON_STYLE)
@@ -133,7 +131,7 @@ class _ToldApart:
     narrowed  ids of schemas that have such alternatives
     """
 
-    def __init__(self, root: dict[str, Any], left: int) -> None:
+    def __init__(self, root: SchemaRoot, left: int) -> None:
         self._root = root
         self._left = left
         self._references: dict[tuple[int, str], dict[str, str]] = {}  # to copies of definitions
@@ -149,8 +147,8 @@ class _ToldApart:
         self._left -= len(alternatives)
         if self._left < 0 or not isinstance(name, str) or "anyOf" in schema:
             return
-        objects = [_definition(each, self._root) for each in alternatives]
-        if not self._are_apart(name, objects) or not isinstance(self._root.get("$defs", {}), dict):
+        objects = [self._definition(each) for each in alternatives]
+        if not self._are_apart(name, objects) or not isinstance(self._root.schema.get("$defs", {}), dict):
             return
         chosen = [self._requiring(name, *pair) for pair in zip(alternatives, objects, strict=True)]
         if self._left < 0:
@@ -160,6 +158,11 @@ class _ToldApart:
         del schema["oneOf"]
         schema["anyOf"] = chosen
         del schema["discriminator"]  # which llguidance would not have beside references that go in circles
+
+    def _definition(self, schema: Any) -> Any:
+        """What a schema refers to, if it only refers to something; else the schema."""
+        is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
+        return self._root.resolve(schema["$ref"]) if is_reference else schema
 
     def _are_apart(self, name: str, objects: list[Any]) -> bool:
         values = set[str]()
@@ -195,7 +198,7 @@ class _ToldApart:
         self.copies.append(copy)
         if given is definition:
             return copy
-        definitions = self._root.setdefault("$defs", {})
+        definitions = self._root.schema.setdefault("$defs", {})
         number = len(definitions)
         while f"narrowed-{number}" in definitions:
             number += 1
@@ -203,12 +206,6 @@ class _ToldApart:
         reference = {"$ref": f"#/$defs/narrowed-{number}"}
         self._references[id(definition), name] = reference
         return reference
-
-
-def _definition(schema: Any, root: dict[str, Any]) -> Any:
-    """What a schema refers to, if it only refers to something; else the schema."""
-    is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
-    return resolve_reference(schema["$ref"], root) if is_reference else schema
 
 
 def _has_controls(schema: Mapping[str, Any]) -> bool:

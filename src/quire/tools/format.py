@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.structured import schemas
 from quire.structured.forced_text import MAX_FORCED_BYTES, SCALAR_BYTES, schema_bytes
-from quire.structured.grammar_source import TokenOf, escaped, forced_bytes, lark_term, term_of, text_without
+from quire.structured.grammar_source import TokenOf, escaped, lark_term, term_of, text_without
 from quire.structured.params import StructuredOutputsParams
 from quire.tools.calls import Call, Tool, ToolChoice
 
@@ -134,10 +134,11 @@ class ToolFormat:
         wanted: StructuredOutputsParams | None = None,
     ) -> StructuredOutputsParams | None:
         """What an answer must be; None: anything. wanted: what a text without calls must be. See `grammar`."""
-        grammar = self.grammar(tools, choice, token_of, None if wanted is None else term_of(wanted))
+        constraint, num_forced = (None, 0.0) if wanted is None else term_of(wanted)
+        grammar = self.grammar(tools, choice, token_of, constraint)
         if grammar is None:
             return None
-        most = max(self._forced_bytes(tools, choice), 0.0 if wanted is None else forced_bytes(wanted))
+        most = max(self._forced_bytes(tools, choice), num_forced)
         reasoning = None if wanted is None else wanted.reasoning
         return StructuredOutputsParams(grammar=grammar, may_force=most <= MAX_FORCED_BYTES, reasoning=reasoning)
 

@@ -1,0 +1,81 @@
+"""The formats of calls, a row each: the first one with a mark in the model's chat template is the model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from quire.tools.calls import Tool
+from quire.tools.format import ToolFormat
+
+
+def format_of(template: str) -> ToolFormat:
+    """The format of a model by its chat template; the generic one if none is known."""
+
+    def is_written(marks: tuple[str, ...]) -> bool:
+        return any(mark in template for mark in marks)
+
+    return next((each for each in FORMATS if is_written(each.marks) and not is_written(each.excluded_marks)), GENERIC)
+
+
+def _instructions(tools: Sequence[Tool]) -> str:
+    listed = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
+    return (
+        "You can call these functions:\n"
+        f"{listed}\n"
+        "To call some, answer with nothing but JSON of this form:\n"
+        '{"tool_calls": [{"name": "a function", "arguments": {"a parameter": "a value"}}]}\n'
+        "Then you are given the results. If no function helps, answer in words."
+    )
+
+
+GENERIC = ToolFormat(
+    "generic",
+    marks=(),
+    opener='{"tool_calls": [',
+    separator=", ",
+    closer="]}",
+    other_openers=('{"tool_calls":[',),
+    make_instructions=_instructions,
+)
+"""Of any other model: it is told how, and answers with an object of calls."""
+
+HERMES = ToolFormat(
+    "hermes",
+    marks=("<tool_call>",),
+    opener="<tool_call>\n",
+    separator="\n</tool_call>\n<tool_call>\n",
+    closer="\n</tool_call>",
+    other_openers=("<tool_call>",),
+    # Qwen3-Coder and GLM write arguments as tags.
+    excluded_marks=("<function=", "<arg_key>"),
+)
+"""Hermes 2 Pro, Qwen 2.5 and Qwen 3, and others after them: each call within tags of its own."""
+
+LLAMA = ToolFormat(
+    "llama",
+    marks=("<|python_tag|>", '"parameters": dictionary of argument name'),
+    opener="",
+    separator=None,
+    closer="",
+    key="parameters",
+    other_openers=("<|python_tag|>",),
+    at_start=True,
+)
+"""Llama 3.1, 3.2 and 3.3: the answer is one call, and its arguments are called parameters."""
+
+MISTRAL = ToolFormat(
+    "mistral",
+    marks=("[TOOL_CALLS]",),
+    opener="[TOOL_CALLS] [",
+    separator=", ",
+    closer="]",
+    other_openers=("[TOOL_CALLS][", "[TOOL_CALLS]"),
+    # Newer models write a name and its arguments.
+    excluded_marks=("[ARGS]",),
+    id_prefix="",
+    id_length=9,
+)
+"""Mistral's instruction models: a list of calls behind a token of its own, and ids of nine letters and digits."""
+
+FORMATS = (MISTRAL, HERMES, LLAMA)
