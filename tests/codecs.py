@@ -7,6 +7,8 @@ reference backend alone.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ class ByteCodec(SlottedPages):
     """
 
     name = "byte"
-    kernel_id = 6
+    kernel_id = 255  # the last one: codecs to come take the next free one
 
     def __init__(self, head_dim: int) -> None:
         self.at_scales = 2 * PAGE_TOKENS * head_dim
@@ -69,6 +71,18 @@ EVERY = (*ENCODING, TOY.name)
 def row_of(name: str) -> CodecRow:
     """The row of a codec, TOY's too, whether it is in the registry or not."""
     return TOY if name == TOY.name else CODECS[name]
+
+
+def documented_bits(name: str) -> float:
+    """Bits a stored number with everything beside it, at a head size of 64: a column of the table of codecs in
+    docs/reference/page-format.md.
+    """
+    page = Path(__file__).parents[1] / "docs/reference/page-format.md"
+    rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")]
+    for cells in rows:
+        if name in (names := re.findall(r"`(\w+)`", cells[0])):
+            return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", cells[2])][names.index(name)]
+    raise AssertionError(f"page-format.md has no row for {name}")
 
 
 def options_of(name: str) -> dict[str, Any]:

@@ -317,7 +317,7 @@ class SchedulerConfig(SettingsGroup):
     max_running: Count = 256
     """Maximum number of running sequences."""
     max_queue: Count = 1024
-    """Maximum number of waiting requests; the next one is refused (the server answers 429)."""
+    """Maximum number of waiting sequences, n of a request; the next request is refused (the server answers 429)."""
 
 
 MAX_THREADS = 512

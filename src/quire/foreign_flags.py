@@ -128,7 +128,7 @@ FOREIGN_FLAGS: dict[str, MigrationHint] = {
     **_all("block-size page-size", _no("not here, a page always holds 64 tokens of one head")),
     **_all("load-format", _no("not needed, the format is known by the file")),
     **_all("guided-decoding-backend structured-outputs-config grammar-backend", _no("not needed, always on")),
-    **_all("kv-cache-dtype-skip-layers calculate-kv-scales", _no("not needed, calibration chooses the bits")),
+    **_all("kv-cache-dtype-skip-layers calculate-kv-scales", _no("not needed, cache.codec says the bits")),
     **_all("host-name hostname", _is("serve.host")),
     **_all("timeout timeout-keep-alive", _no("not here, requests run as long as their client is there")),
     **_all(

@@ -19,12 +19,14 @@ from quire.config import CacheConfig, EngineConfig
 from quire.engine.build import resolve
 from quire.errors import ConfigError
 from quire.evaluation import perplexity
+from quire.kernels.build import SOURCE_FLAGS
 from quire.kernels.runtime import DTYPE_IDS
 from quire.options import settings_of
 from tests.codecs import ENCODING, TOY, build
 from tests.tiny_models import save_tiny, tiny_shape
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "src/quire/kernels"
 SHAPE = (1, 1, 16)
 
 
@@ -38,15 +40,40 @@ def test_what_a_row_names_exists(name: str) -> None:
         assert build(name, SHAPE).name == name
 
 
+def kinds_in_kernels() -> dict[str, int]:
+    """The kinds of pages in kernels/common.h, by name."""
+    words = re.search(r"enum Kind : uint8_t \{(.*?)\}", (KERNELS / "common.h").read_text())
+    assert words is not None
+    return {name.strip(): int(number) for name, number in (each.split("=") for each in words[1].split(","))}
+
+
 def test_pages_of_every_kind_have_an_id_of_their_own() -> None:
     """The one that the kernels know them by."""
-    words = re.search(r"enum Kind : uint8_t \{(.*?)\}", (ROOT / "src/quire/kernels/common.h").read_text())
-    assert words is not None
-    kinds = {int(each.partition("=")[2]) for each in words[1].split(",")}
+    kinds = {*kinds_in_kernels().values()}
     encoding = {build(name, SHAPE).kernel_id for name in ENCODING}
     assert kinds == {*DTYPE_IDS.values(), *encoding, SumsCodec.kernel_id}
     assert len(encoding) == len({CODECS[name].place for name in ENCODING})
     assert build(TOY.name, SHAPE).kernel_id not in kinds
+
+
+def test_both_kinds_of_kernels_have_the_same_ids() -> None:
+    tiles = (ROOT / "src/quire/attention/kernels/tiles.py").read_text()
+    ids = {name: int(number) for name, number in re.findall(r"^(\w+): .* = tl\.constexpr\((\d+)\)$", tiles, re.M)}
+    kinds = kinds_in_kernels()
+    assert ids == {name: kinds.get(name) for name in ids}
+    assert {*ids.values()} == {build(name, SHAPE).kernel_id for name in ENCODING if "triton" in CODECS[name].cases}
+
+
+def test_the_kernels_of_codecs_fuse_no_products() -> None:
+    """A fused multiply-add gives other bits than the codec's definition; in most pages none of them shows."""
+    called = {*re.findall(r"return ((?:en|de)code_\w+)\(", (KERNELS / "codecs.h").read_text())}
+    sources = {
+        path.name: {*re.findall(r"^(?:template .*)?void (\w+)\(", path.read_text(), re.M)}
+        for path in KERNELS.glob("*.cpp")
+    }
+    assert called and called <= set().union(*sources.values())
+    codecs = {name for name, functions in sources.items() if functions & called}
+    assert codecs == SOURCE_FLAGS.keys() and {*SOURCE_FLAGS.values()} == {("-ffp-contract=off",)}
 
 
 def python_files() -> Iterator[tuple[str, ast.Module]]:
@@ -125,7 +152,8 @@ def config_of(**options: Any) -> EngineConfig:
 
 
 def test_a_codec_without_a_row_is_no_setting() -> None:
-    with pytest.raises(ConfigError, match="cache.codec is 'byte'; it must be dense, nuq4, nuq3, nuq2 or g4"):
+    *names, last = CODECS
+    with pytest.raises(ConfigError, match=f"cache.codec is 'byte'; it must be {', '.join(names)} or {last}"):
         config_of()
 
 
@@ -140,6 +168,8 @@ class TestToy:
 
     @pytest.mark.parametrize(("head_dim", "nearest"), [(16, "nuq4"), (12, "g4"), (512, "dense")])
     def test_is_refused_by_a_backend_without_a_case(self, head_dim: int, nearest: str, monkeypatch: Any) -> None:
+        for name in CODECS.keys() - {DENSE, "nuq4", "g4"}:
+            monkeypatch.delitem(CODECS, name)
         monkeypatch.setitem(CODECS, TOY.name, dataclasses.replace(TOY, head_dims=range(2, 999, 2)))
         said = (
             "attention.backend cpu has no kernels for cache.codec byte; use attention.backend reference, or"

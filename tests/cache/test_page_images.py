@@ -1,7 +1,11 @@
 """Page images follow docs/reference/page-format.md: a stored page of every codec is written again, and read by the
 document's rules.
 
-A change of these bytes is a change of the format version. The stored images are lines of 64 bytes, in hexadecimal.
+A change of these bytes is a change of the format version. A new codec is none: no version has pages of it yet. The
+stored images are lines of 64 bytes, in hexadecimal. Once CODECS below has a codec, this stores its page:
+
+    from tests.cache.test_page_images import IMAGES, section_of
+    IMAGES.write_text(IMAGES.read_text() + section_of("name"))
 """
 
 from __future__ import annotations
@@ -91,6 +95,12 @@ def numbers_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def image_of(name: str) -> bytes:
     k, v = numbers_of(name)
     return bytes(CODECS[name].encode(0, 0, k[None], v[None])[0].tolist())
+
+
+def section_of(name: str) -> str:
+    """A codec's image as page_images.txt has it."""
+    image = image_of(name)
+    return "".join([f"# {name}\n", *(f"{image[at : at + 64].hex()}\n" for at in range(0, len(image), 64))])
 
 
 def stored() -> dict[str, bytes]:
@@ -194,6 +204,10 @@ def test_a_stored_page_is_read_as_the_documentation_says(name: str) -> None:
         assert (found[0] - written).abs().median() < (1.6 if name == "nuq2" else 0.7), (
             "what was stored is not what is read"
         )
+
+
+def test_the_file_has_one_section_after_the_other() -> None:
+    assert IMAGES.read_text() == f"format version {FORMAT_VERSION}\n" + "".join(map(section_of, CODECS))
 
 
 def test_every_codec_has_an_image() -> None:

@@ -88,6 +88,7 @@ LIKELY = {
     "temperature": st.floats(0, 2),
     "top_p": st.floats(0.01, 1),
     "top_k": st.integers(-1, 9),
+    "min_p": st.floats(0, 1),
     "seed": st.integers(-5, 5),
     "echo": st.booleans(),
     "logprobs": st.booleans() | st.integers(0, 3),

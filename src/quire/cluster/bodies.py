@@ -57,7 +57,9 @@ class SequenceJob:
         return f"request {self.name}{trace}, attempt {number}"
 
     def sampling(self) -> SamplingParams:
-        """Raises RequestError."""
+        """Raises RequestError for an invalid value. A field that SamplingParams lacks is a TypeError: instances of one
+        cluster have the same version.
+        """
         return SamplingParams(**self.params)
 
     def cache_hints(self) -> CacheHints:

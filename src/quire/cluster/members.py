@@ -292,8 +292,8 @@ def choose_instances(
 
 
 def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) -> list[Member]:
-    """The members with the earliest first token, of many that compute what they have not cached. As `choose`, but with
-    little work for each.
+    """The members with the earliest first token, of many that compute what they have not cached. As
+    `choose_instances`, but with little work for each.
     """
     seconds = [(each.num_rows + num_tokens) * each.seconds_per_row for each in members]
     if cached:

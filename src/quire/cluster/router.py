@@ -67,8 +67,8 @@ class RoutedRequest:
     token_ids  that the client has; `cumulative` is the sum of their log-probabilities
     answer     is called with what the client gets: tokens, then None after the last one, or an error
     deadline   when the attempt is given up
-    begun      when it arrived; `admitted` is when an instance, `computed_by`, began with its prompt; `first` when its
-               first token came; `handed_over` when the receiver had its cache. On the router's clock
+    begun      when it arrived; `admitted` is when an instance, `computed_by`, began with its prompt, which its first
+               token tells; `first` when that came; `handed_over` when the receiver had its cache. On the router's clock
     """
 
     state: RequestState

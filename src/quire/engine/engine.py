@@ -177,7 +177,7 @@ class Engine:
             request.sequences.append(Sequence(request, index, list(prompt_ids), max_tokens, namespace, own, made))
         if continued is not None:
             _continue(request, continued)
-        self.scheduler.add(request.sequences, is_admitted=continued is not None)
+        self.scheduler.add(request.sequences, is_counted=continued is not None)
         self._requests[request_id] = request
         if hints.cache_pin == 0:
             manager.tick(request.arrival)  # the unpinned prefix counts as used now, not at the last step
@@ -216,7 +216,7 @@ class Engine:
         for sequence in waiting:
             scheduler.manager.swapping.forget(sequence)
             sequence.move(self.namespace_of(sequence.request.hints))
-        self.scheduler.add(waiting, is_admitted=True)
+        self.scheduler.add(waiting, is_counted=True)
         self._requests, other._requests = other._requests, {}
         self._answers, other._answers = other._answers, {}
         self._next_seed, self.grammars = other._next_seed, other.grammars

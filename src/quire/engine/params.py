@@ -130,7 +130,9 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
-        """Whether the best token is always taken. Then no random number is needed."""
+        """Whether the best token is always taken. Then no random number is needed. `top_k` 1 says so because no filter
+        drops the best token.
+        """
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @cached_property
@@ -140,7 +142,8 @@ class SamplingParams:
 
     @cached_property
     def needs_logits_processing(self) -> bool:
-        """Whether the logits change before a token is chosen: bias, penalties or a minimum length.
+        """Whether the logits change before a token is chosen: bias, penalties or a minimum length. Temperature and
+        filters do not count: they matter only to drawn tokens.
 
         Where it is false and `greedy` is true, the token is the argmax of the model's own logits.
         """

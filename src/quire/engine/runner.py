@@ -147,8 +147,8 @@ class LocalRunner:
         return self.model.head(hidden)[: len(rows)]
 
     def _is_given(self, piece: Slice) -> bool:
-        """Whether a slice's token is known without logits, and nothing else is wanted of them. What min_tokens rules
-        out, the sampler knows.
+        """Whether a slice's token is known without logits, and nothing else is wanted of them. With min_tokens the
+        sampler is still asked: it may rule the only allowed token out.
         """
         if not isinstance(piece.allowed, int):
             return False

@@ -64,11 +64,11 @@ class SampleRow:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the row's token is the argmax of the raw logits."""
+        """Whether the row's token is the argmax of the raw logits, so that nothing else has to be computed."""
         return self.params.greedy and not self.params.needs_logits_processing and self.allowed is None
 
     def after(self, drafts: Sequence[int]) -> SampleRow:
-        """The row that follows `drafts`."""
+        """The row that follows `drafts`. `allowed` and the tally are left out: they are those of another row."""
         return SampleRow(self.params, self.prompt_ids, [*self.output_ids, *drafts], self.seed)
 
 
@@ -299,6 +299,9 @@ def _draw_rows(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _candidate_floor(best: Floats, params: SamplingParams, draw: float, vocab_size: int) -> float:
     """A probability such that the tokens at or above it decide the row's draw; NaN if there is no distribution.
 
+    Every filter keeps the most probable tokens down to some probability, which makes such a floor possible. A filter
+    that may drop the best token, or keep a less probable one in place of another, needs the whole row.
+
     best  f32 [lanes], descending: `lane_maxima` of the row's probabilities
     """
     # top_p is a share of the mass that min_p leaves, so all tokens that pass min_p are needed. They are few.
@@ -315,7 +318,10 @@ def _candidate_floor(best: Floats, params: SamplingParams, draw: float, vocab_si
 
 
 def _draw(ids: Ints, probs: Floats, params: SamplingParams, draw: float) -> int:
-    """Filters the candidates and inverts the distribution function at `draw`."""
+    """Filters the candidates and inverts the distribution function at `draw`.
+
+    Each filter shortens the order of descending probability at its end, and sets `total` to the mass that is left.
+    """
     order = descending_order(probs)
     if params.top_k > 0:
         order = order[: params.top_k]

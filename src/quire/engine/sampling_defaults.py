@@ -72,9 +72,7 @@ def read_sampling_defaults(path: Path, name: str = "") -> SamplingDefaults:
 def _from_generation_config(settings: CheckedSettings) -> dict[str, float | int]:
     """If `do_sample` is absent, the temperature applies, as in vLLM. If it is false, the best token is taken."""
     found: dict[str, float | int] = {
-        name: settings.number(name)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
-        if settings.values.get(name) is not None
+        name: settings.number(name) for name in _GGUF_NAMES if name != "top_k" and settings.values.get(name) is not None
     }
     if settings.values.get("top_k") is not None:
         found["top_k"] = settings.count("top_k", least=-1)

@@ -62,12 +62,12 @@ class Scheduler:
         """Counts since start."""
         return self.batch.counters
 
-    def add(self, sequences: SequenceOf[Sequence], *, is_admitted: bool = False) -> None:
+    def add(self, sequences: SequenceOf[Sequence], *, is_counted: bool = False) -> None:
         """Queues the sequences of one request. Raises QueueFullError, queueing none, if they do not all fit.
 
-        is_admitted  whether a router has queued them already, which counts what waits everywhere
+        is_counted  whether they passed the limit before: a router counts what waits everywhere
         """
-        if not (is_admitted or self.has_room(len(sequences))):
+        if not (is_counted or self.has_room(len(sequences))):
             raise queue_full(len(self.waiting), self.max_queue)
         self.batch.queue(sequences)
 

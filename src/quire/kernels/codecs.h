@@ -1,5 +1,5 @@
-// What attention asks of the codecs of sealed pages. A codec is one case in each function here, and nothing else has to know it. Non-uniform codes
-// have products of their own besides (encoded_panels.h, encoded_rows.h).
+// What attention asks of the codecs of sealed pages. A codec is one case in each function here, a Kind in common.h, and a row of SOURCE_FLAGS in
+// build.py. Non-uniform codes have products of their own besides (encoded_panels.h, encoded_rows.h).
 #pragma once
 #include <type_traits>
 #include "attention.h"
@@ -49,7 +49,8 @@ inline Extent extent_of(const Page& page, int D) {
     }
 }
 
-// Encodes keys and values T [64, D] of a type of dense pages; the first `zeros` rows as if they were zero.
+// Encodes keys and values T [64, D] of a type of dense pages; the first `zeros` rows as if they were zero: nuq's alone,
+// which is the only codec with sinks.
 inline void encode(int kind, const void* tables, int D, Kind type, const void* k, const void* v, int zeros, uint8_t* image) {
     switch (kind) {
     case NUQ: return encode_page(*static_cast<const NuqHead*>(tables), D, type, k, v, D, zeros, image);

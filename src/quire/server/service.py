@@ -6,6 +6,7 @@ Knows tokens and sampling parameters; knows neither routes nor what an answer's 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import time
@@ -443,12 +444,14 @@ class Service:
                 raise ApiError(500, reason, code="not_finite")
 
 
-_PASSED_ON = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "include_stop_str_in_output",
-)  # fmt: skip
-"""Parameters with the same meaning in the API and in the engine."""
+_PASSED_ON = tuple(
+    each.name
+    for each in dataclasses.fields(SamplingParams)
+    if each.name not in ("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
+)
+"""Fields of SamplingParams that requests with a field of that name hand on as they are. The endpoints work out the four
+others, whose values in a request may mean something else.
+"""
 
 
 _HINTS = ("cache_pin", "cache_priority", "cache_lifetime")

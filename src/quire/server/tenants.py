@@ -1,7 +1,8 @@
 """Tenants: computes the engine's salt from an API key and a request's `cache_salt`, and decides which salts a tenant
 sees.
 
-Knows names of tenants, not their keys. All isolation between tenants is in this module.
+Knows names of tenants, not their keys. Their isolation follows from the salts that this module makes. The grammar
+compiler takes the part of a salt before the slash for the tenant, to share its places out.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def simulate_bulk(
     `scheduler.max_queue` sequences wait: in the queue of the only instance, or, of several, for their first tokens.
 
     routing      see ClusterConfig. Instances do not fetch prefixes from each other
-    prompt_rows  see Scheduler: of instances that only compute prompts
+    prompt_rows  see Policy: of instances that only compute prompts
     progress     is told the number of requests that have ended, and of all
     """
     return _Bulk(workload, plan, num_instances, routing, prompt_rows, progress).run()

@@ -159,7 +159,7 @@ class SkippingInstance:
         """Between two steps."""
         now, scheduler = self._events.now, self.scheduler
         if self._arrived:
-            scheduler.add(self._arrived, is_admitted=True)
+            scheduler.add(self._arrived, is_counted=True)
             self._arrived = []
         scheduler.manager.tick(now)
         count = self._forward.num_quiet

@@ -10,7 +10,7 @@ import triton.language as tl
 
 NUQ: tl.constexpr = tl.constexpr(3)
 GROUP: tl.constexpr = tl.constexpr(4)
-"""Kernel ids of codecs, as in kernels/common.h."""
+"""Kernel ids of codecs, as in kernels/common.h. tests/cache/test_codecs.py compares them."""
 
 
 @triton.jit
@@ -171,7 +171,9 @@ def decoded_keys(
     bias,  # as of `group_keys`
     D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """As `nuq_keys`, of a page of any codec without lookups: one case of each here and in `decoded_values`."""
+    """The two channels of every pair, not rotated, f32 [HP, P] each, of a page of any codec without lookups. Such a
+    codec has a case here and one in `decoded_values`.
+    """
     tl.static_assert(KIND == GROUP, "a codec without a case")
     return group_keys(words, page, bias, D, HALF, HP, P)
 

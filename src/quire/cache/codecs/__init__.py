@@ -98,10 +98,11 @@ class CodecRow:
     bits           of a stored number, without ranges and slots
     head_dims      the head sizes that the codec can store
     is_calibrated  whether the codec needs the tables of a calibration
-    has_sinks      whether the first tokens of a sequence stay exact beside its pages (cache.sink_tokens)
-    cases          by attention.backend, the place of the function that builds the tables of the backend's kernels;
-                   empty for a codec without tables. The reference backend needs no case. Any other backend without a
-                   case refuses the codec
+    has_sinks      whether the first tokens of a sequence stay exact beside its pages (cache.sink_tokens). The fast
+                   backends' kernels do this for nuq alone
+    cases          by attention.backend, the place of the function that builds the tables of the backend's kernels; the
+                   place is "" for a codec without tables. The reference backend needs no case. Any other backend
+                   without a case refuses the codec
     """
 
     name: str

@@ -9,9 +9,8 @@ A page (P = 64 slots, D channels, all little-endian; docs/reference/page-format.
 
 Source: FlexGen, arXiv 2303.06865, section 4: asymmetric minimum and maximum, groups along the head. What differs: keys
 are not rotated, so that pages are read like those of other codecs, and lack the constant that all keys of a head share;
-the step is stored and not its inverse, which has no
-finite float16 for a small range; codes are fitted to the range as it is stored; the last group is shorter and not
-padded; a constant group divides by nothing.
+the step is stored and not its inverse, which has no finite float16 for a small range; codes are fitted to the range as
+it is stored; the last group is shorter and not padded; a constant group divides by nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A page is parts of three kinds, one behind the other, then padding. A part has a
     VALUE_LINES  the lines of value codes of sixteen columns, 2 * `size` of them: every other lane from t % 2 on, field
                  t / 2
 
-Codes of lines have `size` bits.
+Codes of lines have `size` bits. Only nuq has lines: for a codec whose slots are rows of whole bytes RUN is enough.
 """
 
 from __future__ import annotations
