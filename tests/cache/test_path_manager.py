@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from quire.cache.arena import Arena
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PageLedger
@@ -15,8 +13,7 @@ from tests.cache.test_tree import CODEC, H, Holder, L, chunk
 from ..nuq_tables import random_tables
 
 
-@pytest.mark.parametrize("is_written", [True, False])
-def test_an_open_chunk_is_encoded_once_it_is_full_and_freed_if_it_has_no_token(is_written: bool) -> None:
+def test_the_step_that_fills_an_open_chunk_has_it_beside_the_sealed_one_that_takes_its_place() -> None:
     encoded, num_bytes = NuqCodec("nuq3", random_tables(L, H, 16, 0)), 20 * CODEC.page_bytes
     ledger, arena = PageLedger(num_bytes, CODEC.page_bytes), Arena(num_bytes)
     manager = CacheManager(ChunkTable(ledger, L, H, CODEC, encoded, arena=arena), PrefixTree((L, H)))
@@ -24,11 +21,10 @@ def test_an_open_chunk_is_encoded_once_it_is_full_and_freed_if_it_has_no_token(i
     assert manager.admit(holder) and manager.paths.extend(holder, 10)
     path, table = holder.path, manager.table
     (begun,) = path.chunks.tolist()
-    if is_written:
-        manager.paths.commit(holder, 10)
+    manager.paths.commit(holder, 10)
     assert manager.paths.extend(holder, 74)
-    assert path.reservation.filled == (begun if is_written else -1)
-    assert len(path.chunks) == 2 and table.num_taken == 2 + is_written
+    assert path.reservation.filled == begun and begun not in path.chunks
+    assert len(path.chunks) == 2 and table.num_taken == 3
     manager.check()
     manager.paths.commit(holder, 74)
     assert path.reservation.filled == -1 and table.num_taken == 2
