@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,10 @@ import pytest
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.run import Run
+from quire.cache.store import Transfer
 from quire.engine.engine import Engine
 from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.step import Step, Wait
 from quire.llm import merge_delta
 
 from ..codecs import EVERY, TOY, options_of
@@ -335,3 +337,81 @@ def test_what_is_fetched_ahead_has_priority_and_lifetime_of_its_request(seed: in
         store.settle()
         manager.fetching.tick()
     assert {(segment.priority, segment.lifetime) for segment in manager.tree.segments()} == {(7, 60)}
+
+
+class SilentStore(ToyStore):
+    """Brings nothing."""
+
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Waits."""
+
+
+def test_of_fetches_ahead_the_latest_one_gives_way(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = with_store(SilentStore(seed), chunks=40)
+    manager = engine.scheduler.manager
+    prompts = {name: [rng.randrange(VOCABULARY) for _ in range(64 * 4 + 1)] for name in ("first", "second", "third")}
+    for prompt in prompts.values():
+        generate(engine, [prompt])
+    manager.demotion.run(sys.maxsize)
+    manager.eviction.evict(99)
+    engine.scheduler.policy.max_running = 0
+    requests = {name: engine.add(name, prompt, GREEDY) for name, prompt in prompts.items()}
+    engine.step()
+    for left in (["first", "second", "third"], ["first", "second"], ["first"]):
+        assert list(manager.fetching.prefetches) == [requests[name].sequences[0] for name in left]
+        assert manager.fetching.cancel_latest_prefetch()
+    assert not manager.fetching.cancel_latest_prefetch()
+    for name in prompts:
+        engine.abort(name)
+    assert engine.holds_nothing and not manager.fetching.arriving
+
+
+def test_cached_tokens_count_once_though_chunks_behind_them_did_not_arrive(seed: int) -> None:
+    rng = random.Random(seed)
+    store = ToyStore(seed, delay=0.0, failing=1.0)
+    engine = with_store(store, chunks=40)
+    manager = engine.scheduler.manager
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 4 + 1)]
+    (answer,) = generate(engine, [prompt])
+    manager.demotion.run(sys.maxsize)
+    manager.eviction.evict(manager.tree.num_chunks - 2)
+    engine.add("again", prompt, GREEDY)
+    output = drain(engine)["again"]
+    assert manager.fetching.counts.failed_transfers == 1 and output.outputs[0].token_ids == answer
+    assert output.num_cached_tokens == 64 * 2
+
+
+def test_nothing_is_fetched_ahead_from_which_retention_cannot_go_on(seed: int) -> None:
+    """Chunks that the tree gets ahead have no column sums."""
+    rng = random.Random(seed)
+    engine = with_store(ToyStore(seed, delay=0.0), chunks=40, **RETAINED)
+    manager = engine.scheduler.manager
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 4 + 1)]
+    generate(engine, [prompt])
+    manager.demotion.run(sys.maxsize)
+    manager.eviction.evict(99)
+    engine.scheduler.policy.max_running = 0
+    request = engine.add("waits", prompt, GREEDY)
+    engine.step()
+    assert manager.fetching.far(request.sequences[0].keys, 0, 4) and not manager.fetching.prefetches
+    engine.abort("waits")
+
+
+def test_a_step_behind_a_transfer_waits_for_its_layers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    engine = with_store(SilentStore(seed), chunks=40)
+    scheduler, manager = engine.scheduler, engine.scheduler.manager
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 4 + 1)]
+    generate(engine, [prompt])
+    manager.demotion.run(sys.maxsize)
+    manager.eviction.evict(99)
+    (sequence,) = engine.add("again", prompt, GREEDY).sequences
+    assert isinstance(scheduler.next_step(), Wait), "no layer has arrived"
+    transfer = sequence.path.transfer
+    assert transfer is not None
+    monkeypatch.setattr(manager.fetching, "can_overlap", lambda path: True)
+    step = scheduler.next_step()
+    assert isinstance(step, Step) and [(piece.start, piece.num_rows) for piece in step.slices] == [(64 * 4, 1)]
+    assert step.ready is transfer.ready
+    engine.abort("again")

@@ -16,7 +16,7 @@ from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.ledger import PAGE_TOKENS, Demand, PageLedger
 from quire.cache.manager import CacheManager
 from quire.cache.path import Path, SwappedPath
 from quire.cache.retention.decisions import Retention, RetentionDecision
@@ -461,3 +461,63 @@ def test_sums_of_the_tree_go_when_nothing_idle_is_left() -> None:
     assert tree.num_attached == 0 and manager.table.capacity - manager.table.num_taken == rows
     manager.check()
     retain(manager, holder, [[0] * H for _ in range(L)])
+
+
+def test_prompts_that_are_kept_whole_count_among_the_shares_that_are_expected() -> None:
+    """The 90th percentile of nine shares is the largest one."""
+
+    def expected_of_two(manager: CacheManager) -> Demand:
+        holders = [Holder(prompt(640)), Holder(prompt(640, 1))]
+        for holder in holders:
+            assert manager.admit(holder)
+        found = manager.retention.expected()
+        for holder in holders:
+            manager.release(holder)
+        return found
+
+    manager = make_manager(60, share=False)
+    without_shares = expected_of_two(manager)
+    for number in range(9):
+        holder = Holder(prompt(640, number))
+        assert start(manager, holder, [[0] * H] * L if number < 8 else [[FULL] * H] * L)
+        manager.release(holder)
+        if number == 7:
+            assert expected_of_two(manager) != without_shares
+    assert expected_of_two(manager) == without_shares
+
+
+def test_a_path_that_has_dropped_chunks_grows_by_the_sums_of_its_new_ones() -> None:
+    manager = make_manager(60)
+    holder = Holder(prompt(640))
+    assert start(manager, holder, MIXED)
+    path = holder.path
+    assert path.retention.num_dropped > 0
+    end = path.num_begun * PAGE_TOKENS
+    assert not any(manager.retention.growth(path, end, 0))
+    assert manager.retention.growth(path, end + 1, 1) == manager.table.demand(sums=1)
+
+
+def test_what_lies_before_pages_that_are_read_in_place_is_not_evictable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads keep the first token and those of a chunk near the end, and nothing of the segment between them."""
+    manager = make_manager(40)
+    tokens = [*range(3, 30)] * 24
+    tokens[9 * 64 + 5] = 1
+    holder, other = Holder(tokens[:640]), Holder(tokens[:64] + prompt(100))
+    for each in (holder, other):
+        assert manager.admit(each)
+        compute(manager, each)
+    manager.release(other)
+    assert manager.pins.add(holder, 640, float("inf"))
+    monkeypatch.setattr(manager.reservations, "fits", lambda demand: False)
+    retain(manager, holder, [[0] * H] * L)
+    monkeypatch.undo()
+    retained = holder.path.retention.retained
+    assert retained is not None and retained.in_place[..., [0, -1]].all() and retained.num_rows == 2
+    assert manager.pins.end_oldest() is not None
+    assert [(segment.start, segment.most_locks, segment.is_idle) for segment in holder.path.segments] == [
+        (start, 1, False) for start in (0, 1, 9)
+    ]
+    fitting = [count for count in range(40) if manager.eviction.fits(manager.table.demand(count))]
+    manager.eviction.evict_for(lambda: manager.table.demand(fitting[-1]))
+    manager.check()
+    check_tokens(manager, holder)

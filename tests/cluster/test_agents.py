@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -401,9 +401,9 @@ def test_an_engine_that_stands_still_ends_its_instance() -> None:
 # ---- engines' attempts -----------------------------------------------------------------------------------------------
 
 
-def attempts_of() -> tuple[EngineAttempts, PeerStore, list[Any]]:
+def attempts_of(**options: Any) -> tuple[EngineAttempts, PeerStore, list[Any]]:
     peer_store, notices = PeerStore(SEAL), list[Any]()
-    engine = put_store(make_engine(tiny_shape(head_dim=16), chunks=32), peer_store)
+    engine = put_store(make_engine(tiny_shape(head_dim=16), chunks=32, **options), peer_store)
     return EngineAttempts(engine, peer_store, SEAL, notices.extend, lambda call: call()), peer_store, notices
 
 
@@ -451,6 +451,17 @@ def test_an_engine_says_which_attempts_it_is_at() -> None:
     assert {*at_work()} >= {ATTEMPT}, "its turn comes when the other one has ended"
     del engine_attempts.attempts[ATTEMPT]
     engine_attempts.run(Cancel(Attempt(2, 1)))
+
+
+def test_a_source_tells_its_receiver_of_each_chunk_once() -> None:
+    engine_attempts, _, notices = attempts_of(**{"scheduler.token_budget": 72})
+    engine_attempts.run(COMPUTE)
+    engine_attempts.run(ManifestRequest(ATTEMPT))
+    while not any(isinstance(each, ExportedCache) for each in notices):
+        engine_attempts.has_stepped(engine_attempts.engine.step())
+        engine_attempts.has_stepped([])  # a step that computes nothing of it
+    assert [each.num_chunks for each in notices if isinstance(each, PrefillProgress)] == [1, 2]
+    engine_attempts.end(ATTEMPT)
 
 
 def test_chunks_that_are_fetched_ahead_are_no_leak() -> None:
@@ -614,6 +625,23 @@ def test_members_forget_attempts_that_have_ended() -> None:
     asyncio.run(scenario())
 
 
+def test_a_prompt_counts_among_the_rows_of_its_instance_until_its_first_token() -> None:
+    router, _, _ = router_of()
+    request, _ = begun(router)
+    member = router.members["p.1"]
+    assert member.num_rows == len(JOB.prompt_ids)
+    router.handle(token(5, request.state.attempt))
+    assert not request.is_over and not member.rows and member.num_rows == 0
+
+
+def test_only_who_computes_a_prompt_pins_it() -> None:
+    router, sent, _ = router_of()
+    router.begin(replace(JOB, hints={"cache_pin": {"tier": "arena"}, "cache_priority": 3}), lambda answer: None)
+    hints = {to: message.job.cache_hints() for to, message in sent}
+    assert [*hints] == ["p.1", "d.2"] and hints["p.1"].cache_pin and not hints["d.2"].cache_pin
+    assert {each.cache_priority for each in hints.values()} == {3}
+
+
 def test_instances_with_which_an_attempt_failed_come_last() -> None:
     """A connection between two instances may be broken while both say that they are alive."""
 
@@ -724,6 +752,28 @@ def test_an_instance_that_cannot_be_started_again_is_tried_again(model: Path, sh
                 await asyncio.sleep(0.01)
         assert [each.name for each in processes.started] == [f"mixed-0.{number}" for number in (1, 2, 3, 4)]
         processes.gone = []
+        await cluster.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_that_has_served_again_is_restarted_as_soon_as_ever(model: Path) -> None:
+    """One that fails before it serves waits longer each time."""
+
+    async def scenario() -> None:
+        cluster, pauses = idle_cluster(model, Nobody()), list[float]()
+        await started(cluster)
+
+        def call_later(pause: float, call: Callable[[], None]) -> None:
+            pauses.append(pause / supervisor.LEAST_PAUSE)
+            call()
+
+        cluster.supervisor._loop = SimpleNamespace(call_later=call_later)  # type: ignore[assignment]
+        for number in range(1, 5):
+            if number == 4:
+                ready(cluster, "mixed-0.4")
+            cluster.supervisor._on_connection_lost(f"mixed-0.{number}")
+        assert pauses == [1, 2, 4, 1]
         await cluster.close()
 
     asyncio.run(scenario())

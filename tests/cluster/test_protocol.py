@@ -317,6 +317,21 @@ def test_a_part_that_has_not_come_is_asked_for_again() -> None:
     assert sent == [Envelope("p", PartsRequest(FIRST, frozenset({0})))] and again is not None and again.tries == 1
 
 
+def test_a_receiver_has_all_its_tries_for_the_manifest_and_then_for_room() -> None:
+    state, sent = protocol.advance_receiver(None, Receive(FIRST, "p", 0))
+    for place in ("asked", "queued"):
+        while state is not None and state.tries:
+            state, sent = protocol.advance_receiver(state, Expired())
+            assert sent == [Envelope("p", ManifestRequest(FIRST))]
+        assert state is not None and state.phase is ReceiverPhase(place)
+        if place == "asked":
+            state, _ = protocol.advance_receiver(state, Manifest(FIRST, frozenset({0}), TOKEN))
+            assert state is not None and state.tries == protocol.PULL_TRIES
+    ended, sent = protocol.advance_receiver(state, Expired())
+    assert ended is not None and ended.phase is ReceiverPhase.ENDED
+    assert sent == [Envelope("router", Failed(FIRST, "no room")), Envelope("p", Cancel(FIRST))]
+
+
 def test_only_what_the_receiver_lacks_is_sent() -> None:
     parts = frozenset(range(4))
     state = ReceiverState(FIRST, ReceiverPhase.QUEUED, "p", parts=parts)

@@ -366,6 +366,14 @@ def test_advance_stops_where_a_sequence_ends() -> None:
     assert FastForward(scheduler).advance(100) == 50 and FastForward(scheduler).advance(100) == 0
 
 
+def test_advance_tells_the_one_row_of_a_prompt_from_decode_rows() -> None:
+    engine = make_engine()
+    engine.add("a", [1], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    forward = FastForward(engine.scheduler)
+    assert forward.advance() == 1
+    assert forward.report.prompts == [(0, 1)] and not forward.report.decodes
+
+
 def test_advance_equals_as_many_steps(seed: int) -> None:
     """Two schedulers get the same requests, some of them late; one skips through what has no event, one never does."""
     tight = {"scheduler.max_running": 4, "scheduler.token_budget": 100}

@@ -45,6 +45,22 @@ def test_a_preempted_sequence_runs_again_before_those_that_came_after_it() -> No
     drain(engine)
 
 
+def test_a_sequence_that_is_preempted_after_it_got_its_row_is_not_computed() -> None:
+    """The first request is admitted again after the second, and needs a chunk in the step in which the second one fills
+    its last one.
+    """
+    params = SamplingParams(max_tokens=270, temperature=0.0, ignore_eos=True)
+    prompts = [prompt_of(10, 0), prompt_of(9, 1)]
+    alone = [generate(make_engine(), [prompt], params)[0] for prompt in prompts]
+    engine = make_engine(chunks=8, **{"cache.share": False})
+    first, second = (engine.add(str(number), prompt, params).sequences[0] for number, prompt in enumerate(prompts))
+    engine.step()
+    engine.scheduler.batch.restart(first)
+    drain(engine)
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert [each.token_ids[each.num_prompt :] for each in (first, second)] == alone
+
+
 def test_a_row_goes_on_only_in_the_same_chunks() -> None:
     chunks, sums = np.arange(8, dtype=np.int32), np.arange(4, dtype=np.int32)
     last = Slice(70, 1, chunks[:2], samples=True, profiled=Profiled(sums, peaks=1, near=2))

@@ -248,6 +248,30 @@ def test_a_mirror_looks_at_an_index_that_takes_the_place_of_a_damaged_one(
     watched.close()
 
 
+def test_a_mirror_reads_a_new_index_that_has_changed_as_often_as_the_old_one(tmp_path: Path) -> None:
+    view, watched = watch(tmp_path)
+    for number in (7, 8):
+        index = RunIndex(tmp_path, is_writer=True)
+        index.add(FileRow(number, 100, 5.0), [])
+        index.close()
+        assert view.after(watched.poll) == ["clear", "update"] and view.after(watched.poll) == []
+        assert watched.index is not None and [file.number for file in watched.index.files()] == [number]
+        (tmp_path / "index.db").unlink()
+    watched.close()
+
+
+def test_a_mirror_looks_at_a_damaged_index_again_when_it_was_written(tmp_path: Path) -> None:
+    path, (view, watched) = tmp_path / "index.db", watch(tmp_path)
+    RunIndex(tmp_path, is_writer=True).close()
+    whole = path.read_bytes()
+    path.write_bytes(b"junk" * 5000)
+    os.utime(path, (1e9, 1e9))
+    assert view.after(watched.poll) == ["clear", "clear"] and view.after(watched.poll) == []
+    path.write_bytes(whole)
+    assert view.after(watched.poll) == ["clear", "update"]
+    watched.close()
+
+
 @pytest.mark.parametrize("how", ["junk", "version", "flipped"])
 def test_a_damaged_index_is_said_to_be(tmp_path: Path, how: str) -> None:
     index = RunIndex(tmp_path, is_writer=True)
