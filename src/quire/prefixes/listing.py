@@ -62,12 +62,18 @@ def engine_prefixes(engine: Engine, visible: Callable[[str], bool] = lambda salt
     """The prefix tree's contents under visible salts, parents first. On the engine's thread."""
     manager = engine.scheduler.manager
     manager.tick(engine.clock())
-    tree, chunk_bytes = manager.tree, manager.statistics.chunk_bytes
+    return prefixes(manager.tree, manager.statistics.chunk_bytes, lambda namespace: visible(namespace.salt))
+
+
+def prefixes(
+    tree: PrefixTree, chunk_bytes: int, visible: Callable[[Any], bool] = lambda namespace: True
+) -> list[Prefix]:
+    """The segments of the visible namespaces, parents first."""
     found: list[Prefix] = []
     same: dict[Segment, int] = {}
     for segment in tree.segments():
-        namespace: Any = segment.namespace
-        if not visible(namespace.salt):
+        namespace = segment.namespace
+        if not visible(namespace):
             continue
         assert segment.parent is not None
         if segment not in same:
