@@ -1,4 +1,4 @@
-"""A scheduler without a runner: steps with imagined tokens, those without events all at once. For simulators."""
+"""Drives a scheduler without a runner, for simulators. Tokens are placeholders; steps without events run at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class AdvanceReport:
 
 
 class FastForward:
-    """Drives a scheduler without retention, which would have to know attention. Decides and commits as the engine does,
-    so that its tokens come in the same steps.
+    """Drives a scheduler without retention, because retention decides by attention weights. Decides and commits as the
+    engine does, so that tokens come in the same steps.
 
     report  of the last call of `advance`
     """
@@ -41,7 +41,7 @@ class FastForward:
 
     @property
     def num_quiet(self) -> int:
-        """Number of next steps in which nothing happens but that each sequence of the batch gets a token."""
+        """Number of next steps in which each sequence of the batch gets a token and nothing else happens."""
         if self._batch.active or not self._batch.calendar or self._may_admit:
             return 0
         return self._batch.calendar.quiet_steps

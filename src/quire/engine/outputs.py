@@ -43,7 +43,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def add(self, news: CompletionOutput) -> None:
-        """Appends what is new since then."""
+        """Appends a later delta of the same sequence."""
         self.text += news.text
         self.token_ids.extend(news.token_ids)
         if news.logprobs is not None:

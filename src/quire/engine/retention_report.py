@@ -25,7 +25,7 @@ class RetentionReport:
     recovery    float64 [L, H, len(members) + 1]: recovery of every policy, nan if it was not tried
     bytes_full  bytes of the prompt's keys and values without retention, as the allocator counts them
     bytes_kept  the same with retention
-    budget      the budget that it was decided by, as a share of the bytes; None: it was decided by the threshold
+    budget      the budget of the decision, as a share of the bytes; None: the threshold decided
 
     H are kv heads.
     """

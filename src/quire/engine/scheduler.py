@@ -65,7 +65,7 @@ class Scheduler:
     def add(self, sequences: SequenceOf[Sequence], *, is_admitted: bool = False) -> None:
         """Queues the sequences of one request. Raises QueueFullError, queueing none, if they do not all fit.
 
-        is_admitted  whether a router has queued them already, which counts what waits everywhere
+        is_admitted  whether a router has queued them already; it limits the waiting sequences of all engines together
         """
         if not (is_admitted or self.has_room(len(sequences))):
             raise queue_full(len(self.waiting), self.max_queue)
@@ -125,7 +125,8 @@ class Scheduler:
                 active.append((sequence, piece, token_id, beside, result.decided.get(index)))
         self.pass_steps(1)
         self.builder.sampled = result.token_ids
-        # In the order of admission, as FastForward does: of two that fill equal chunks at once, the first one's stay.
+        # In the order of admission, as FastForward does: if two sequences fill equal chunks in one step, the tree keeps
+        # those of the one admitted first.
         active.sort(key=lambda each: each[0].admitted)
         for sequence, group in itertools.groupby(active, key=operator.itemgetter(0)):
             rows = list(group)

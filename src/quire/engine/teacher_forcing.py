@@ -16,7 +16,7 @@ from quire.models.plan import Model
 
 
 def window_hidden_states(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Runs all tokens but the last as a prompt without cached chunks, like an ordinary request's.
+    """Runs all tokens but the last as the prompt of an ordinary request, without cached chunks.
 
     returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, where row i predicts token i + 1; and the
              bytes that the request takes in the cache at the end of its prompt
