@@ -38,7 +38,7 @@ printable, so that a template that writes a list or an object leaves them too.
 """
 
 _PIECE_CHARS = 256 * 1024
-"""Characters that are searched at once: 7 ms at worst."""
+"""Characters that one search covers: 7 ms at worst."""
 
 
 class EscapedConversation(NamedTuple):
@@ -140,7 +140,7 @@ class ControlTokens:
         return self._normalized_beginnings.search(self._normalizer.normalize_str(text)) is not None
 
     def _cut_names(self, text: str) -> Iterator[int]:
-        """The same for names that the text ends within: a template may put another text behind it."""
+        """The same for names that the end of the text cuts: a template may append text that completes them."""
         text = text.rstrip()
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[begin] not in self._heads:
