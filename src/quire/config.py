@@ -255,7 +255,7 @@ class OffloadConfig(SettingsGroup):
     """File made by `quire plan hardware` for this model: `quire generate --input` then plans the placement for its
     prompts, within `offload.memory` for weights, cache and activations together."""
     memory: Bytes | None = None
-    """Memory for weights, buffers included; on a GPU its memory. auto: what is free beside the cache, less a tenth."""
+    """Memory for weights, buffers included; on a GPU its memory. auto: the memory beside the cache, less a tenth."""
     cache: Bytes | None = None
     """Room for the cache on the disk, on a GPU in the host's memory. `cache.memory` is then the size of the part in
     memory, which a step works on. none: the cache is in memory, or as a policy says."""
@@ -448,7 +448,7 @@ class ClusterConfig(ServerGroup):
     """How an instance for a prompt is chosen. expected: the earliest first token, by queues, cached prefixes and
     transfers. queue: the shortest queue. affinity: where most of the prompt is cached, whatever the queue."""
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """How caches travel between instances. shm: shared memory of one machine. auto: shm where that is possible."""
+    """How caches travel between instances. shm: shared memory of one machine. auto: shm if possible, else tcp."""
     timeout: Annotated[float, AtLeast(1)] = 60.0
     """Seconds after which an attempt at a request is given up if no token comes and no instance says that it works on
     it or has it in its queue."""

@@ -68,7 +68,7 @@ class QueueFullError(QuireError):
 
 
 class LoadCancelledError(QuireError):
-    """Loading was cancelled because nobody waits for it any more."""
+    """Loading was cancelled because its caller no longer waits for it."""
 
 
 class InstancesFailedError(QuireError):

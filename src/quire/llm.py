@@ -113,8 +113,8 @@ class BaseLLM(ABC):
         return read_sampling_defaults(self._parts.path, self._parts.requested_name)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The recommended sampling parameters. The server takes them by default, `generate` and `chat` where they are
-        given no sampling_params. A SamplingParams of your own has the API's defaults: temperature 1 and 16 tokens.
+        """The recommended sampling parameters: the defaults of the server, and of `generate` and `chat` without
+        sampling_params. A SamplingParams of your own has the API's defaults: temperature 1 and 16 tokens.
         """
         return self._default_params
 
@@ -189,7 +189,7 @@ class LLM(BaseLLM):
 
         prompts          one prompt or a list of them. A list of ints is one prompt; a dict may have cache hints (see
                          `Prompt`)
-        sampling_params  one for all prompts, or one per prompt; None: what the model's authors recommend
+        sampling_params  one for all prompts, or one per prompt; None: those that the model's authors recommend
         use_tqdm         a progress bar; by default for more than 8 prompts on a terminal
         Raises RequestError before anything runs if one of the requests can never run.
         """

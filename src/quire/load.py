@@ -264,7 +264,7 @@ def _told_hashing() -> Report:
 
 
 def _machine(resolved: EngineConfig) -> str:
-    """The device; for a CPU also the level of its kernels and what is slower with them."""
+    """The device as text; for a CPU also the level of its kernels and the work that is slower with them."""
     if resolved.attention.backend != "cpu":
         return resolved.runtime.device
     level = runtime.level()

@@ -38,7 +38,7 @@ def start(command: Sequence[str], **options: Any) -> tuple[subprocess.Popen[Any]
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run, for a command that does not watch its parent. Its descendants end with this process too."""
+    """As subprocess.run, for a command that does not watch its parent. It and its descendants end with this process."""
     reading, writing = os.pipe()
     try:
         words = [sys.executable, "-I", "-S", __file__, str(reading), *command]

@@ -1,4 +1,4 @@
-"""Opens and parses the files that users name. Knows files and texts, not what they mean.
+"""Opens and parses the files that users name. Knows files and texts, not their meaning.
 
 Opening a pipe waits for its writer, and a device may have no end, so only regular files are opened. JSON may be nested
 more deeply, and have longer numbers, than Python parses; both are ordinary errors here.

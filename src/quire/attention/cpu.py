@@ -127,7 +127,7 @@ class CpuAttention:
         return self._last
 
     def refresh(self, chunks: NDArray[np.int32]) -> None:
-        """Nothing to do: the kernels read the table itself."""
+        """Does nothing: the kernels read the table itself."""
 
     def read_only_plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
         """A plan of rows that only read, one a slice: all chunks of a slice precede its row and have bases."""
@@ -216,7 +216,7 @@ class CpuPlan:
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
         self.lse: torch.Tensor | None = None
-        """Of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
+        """Log-sum-exp of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
         if backend.keeps_lse:
             self.lse = torch.empty(plan.num_rows, spec.num_kv_heads * spec.group_size)
             plan.lse = self.lse.data_ptr()

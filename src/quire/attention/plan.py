@@ -161,7 +161,7 @@ class StepLayout:
 
     @functools.cached_property
     def _spare(self) -> list[int]:
-        """How many more chunks each single row's run has room for."""
+        """The number of further chunks for which each single row's run has room."""
         return [1] * self.num_singles
 
 

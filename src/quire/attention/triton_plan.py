@@ -88,7 +88,7 @@ class TritonPlan:
         self.shares = layout.num_common > 0
         self.is_decode = layout.is_decode
         self.lse: Tensor | None = None
-        """Of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
+        """Log-sum-exp of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
         self._new: tuple[int, Tensor, Tensor] | None = None
         short, tall, num_entries = layout.short, layout.tall, len(layout.entries)
         rows, max_short, max_tall, max_entries = self.num_rows, len(short), len(tall), num_entries

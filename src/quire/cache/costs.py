@@ -13,10 +13,10 @@ LATENCY = 0.002
 """Seconds from the start of a transfer until bytes arrive: a few reads wait for their turn, and threads wake up."""
 
 WEIGHT = 0.2
-"""Weight of a new measurement of a speed. The speed of a disk changes with what others do on it."""
+"""Weight of a new measurement of a speed. The speed of a disk changes with its other users."""
 
 DECAY = 0.97
-"""Weight of what was known about prefill after each new measurement."""
+"""Weight of the earlier measurements of prefill, after each new one."""
 
 LEAST_BYTES, LEAST_TOKENS = 1 << 20, 48
 """Smaller transfers and slices say more about latency than about speed."""
@@ -55,7 +55,7 @@ class Costs:
         self._nt, self._mt = self._nt * DECAY + n * seconds, self._mt * DECAY + m * seconds
 
     def forget_prefill(self) -> None:
-        """Forgets what was known about prefill."""
+        """Drops the measurements of prefill."""
         self._nn = self._nm = self._mm = self._nt = self._mt = 0.0
 
     def note_decode(self, seconds: float) -> None:

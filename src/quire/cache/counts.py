@@ -72,7 +72,7 @@ class ChunkCounts:
         self.encodes = bool(sealed_codecs)
         formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
         self.codecs = {each.kernel_id: each for each in formats}
-        # Runs from a store may have column sums that nobody reads here.
+        # Runs from a store may have column sums even if this engine does not retain.
         self.sizes = np.zeros((max(*self.codecs, SumsCodec.kernel_id) + 1, *self.shape), np.int32)
         self.sizes[SumsCodec.kernel_id] = SumsCodec.page_bytes
         for each in formats:

@@ -37,7 +37,7 @@ class ExportedSequence:
 
     @property
     def parts(self) -> frozenset[int]:
-        """All parts."""
+        """The indices of all parts."""
         return frozenset(range(self.swapped.num_shared + (self.own is not None)))
 
     def pages(self, group: Collection[int]) -> HeldPages:

@@ -285,7 +285,7 @@ class PageLedger(PageCounts):
         return ids // self._slab_units
 
     def check(self) -> None:
-        """Proves the invariant, and that what is counted twice agrees."""
+        """Proves the invariant, and that redundant counts agree."""
         assert np.array_equal(self._out > 0, self._page_units > 0), (
             "a free slab has pages out, or an empty one was kept"
         )

@@ -191,7 +191,7 @@ class CacheManager:
             if self.reservations.fits(self.table.zero_demand):
                 return
             self.fetching.cancel(path)
-        # Chunks without their sums are of no use.
+        # Chunks without their sums cannot be used.
         self.table.free(self.tree.release(path))
         paths.settle_shared(holder)
         paths.match(holder)

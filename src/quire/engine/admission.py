@@ -41,7 +41,7 @@ class TokenizedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PinLimits:
-    """What `cache_pin` may ask for.
+    """The limits of `cache_pin`.
 
     most_chunks  largest prompt that may be pinned in the arena, in chunks; None: the cache does not share
     has_disk     whether a disk outlives the engine
@@ -72,7 +72,7 @@ class PinLimits:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What an engine accepts.
+    """The limits of the requests that an engine accepts.
 
     vocab_size     token ids are below it
     max_context    most tokens of prompt and answer

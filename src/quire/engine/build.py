@@ -1,4 +1,4 @@
-"""From a configuration and a model's shape to an engine that runs: resolves every automatic value."""
+"""Builds an engine from a configuration and a model's shape. Resolves every automatic value first."""
 
 from __future__ import annotations
 

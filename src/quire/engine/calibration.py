@@ -1,8 +1,8 @@
 """The calibration file: the quantization tables of one model's codecs, in one safetensors file.
 
-Tensors are named CODEC.FIELD (nuq3.key_books). The metadata has the model, the settings, a report of what was chosen
-and why, and the file's own hash. Two sequences share pages only if this hash is equal, because other tables give other
-bytes.
+Tensors are named CODEC.FIELD (nuq3.key_books). The metadata has the model, the settings, a report of the choices and
+their reasons, and the file's own hash. Two sequences share pages only if this hash is equal, because other tables give
+other bytes.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks
 
 
 def namespace_of(config: EngineConfig, shape: ModelShape, model_id: str, calibration: Calibration | None) -> Namespace:
-    """What the bytes of pages depend on besides tokens. config is resolved; see `assemble` for the other arguments."""
+    """The namespace of an engine's chunks, without a salt. config is resolved; for other arguments see `assemble`."""
     cache = config.cache
     return Namespace(
         model=model_id,

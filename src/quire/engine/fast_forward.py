@@ -10,7 +10,7 @@ from quire.engine.scheduler import SampledToken, Scheduler
 
 @dataclass(slots=True)
 class AdvanceReport:
-    """What the last call of `FastForward.advance` computed.
+    """The work of the last call of `FastForward.advance`.
 
     num_quiet  rows of sequences in the calendar, in the last step
     context    tokens that these attend to, in the last step

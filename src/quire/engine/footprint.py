@@ -34,7 +34,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all parts together."""
         return self.weights + self.cache + self.step + self.runtime
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 HALF = 0.5
-"""A policy that attends to at least this share of the far chunks where they are attends to all of them there."""
+"""If a policy attends to at least this share of the far chunks on the host, rows attend to all of them there."""
 
 
 def offload_target(model: OffloadedModel, config: EngineConfig) -> Mover | torch.device:

@@ -43,7 +43,7 @@ NEAR = Share(0.1)
 """Without a policy and cache.memory, there are frames for this share of the longest sequences' chunks."""
 
 OFFLOAD_CACHE_SHARE, OFFLOAD_SPARE = 0.25, 0.1
-"""With offload.mode auto: shares of the free memory that are left for an automatic cache, and for everything else."""
+"""Shares of the free memory that offload.mode auto leaves for an automatic cache, and for everything else."""
 
 
 def with_offload(config: EngineConfig, backend: Backend, weight_bytes: int, available: int) -> tuple[EngineConfig, int]:

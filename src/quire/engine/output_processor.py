@@ -1,4 +1,4 @@
-"""Turns sampled tokens into what the caller sees: text, stops, log-probabilities. Knows sequences and text, not logits
+"""Turns sampled tokens into the caller's deltas: text, stops, log-probabilities. Knows sequences and text, not logits
 or pages.
 """
 

@@ -123,7 +123,7 @@ def pin_errors(file: Path, line: int, copies: int = 1) -> Iterator[None]:
 
 
 def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequence[str] = ("",)) -> None:
-    """Computes and pins prefixes of a file for each salt, with an engine that nobody else uses. Raises ConfigError if
+    """Computes and pins prefixes of a file for each salt. The engine must have no other requests. Raises ConfigError if
     they do not fit.
     """
     each = list(itertools.product(pins, salts))

@@ -133,7 +133,7 @@ class Policy:
         if not transfer.is_over:
             return True
         if not self._manager.end_fetch(sequence):
-            log.debug("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
+            log.debug("request %s: its cached chunks did not arrive: %s", sequence.name, transfer.error)
             self.batch.restart(sequence)
             if not sequence.num_preemptions:
                 sequence.num_cached_tokens = 0  # it is counted again

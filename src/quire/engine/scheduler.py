@@ -65,7 +65,7 @@ class Scheduler:
     def add(self, sequences: SequenceOf[Sequence], *, is_admitted: bool = False) -> None:
         """Queues the sequences of one request. Raises QueueFullError, queueing none, if they do not all fit.
 
-        is_admitted  whether a router has queued them already; it limits the waiting sequences of all engines together
+        is_admitted  whether a router has queued them already, which counts what waits everywhere
         """
         if not (is_admitted or self.has_room(len(sequences))):
             raise queue_full(len(self.waiting), self.max_queue)
@@ -192,8 +192,8 @@ class Scheduler:
         else:
             request.num_pinned_tokens = 0
             log.warning(
-                "request %s: its prompt of %d tokens is not pinned: with the pins that are there, over %.0f %% of the"
-                " cache would be",
+                "request %s: its prompt of %d tokens is not pinned: together with the existing pins it would exceed"
+                " %.0f %% of the cache",
                 request.request_id,
                 num_tokens,
                 100 * PINNED_SHARE,

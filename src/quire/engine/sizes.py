@@ -1,4 +1,4 @@
-"""What fits into memory, computed before anything starts: bytes of weights and cache, tokens and sequences. Arithmetic
+"""Computes what fits into memory before anything starts: bytes of weights and cache, tokens and sequences. Arithmetic
 on a model's shape, without tensors.
 """
 

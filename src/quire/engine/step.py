@@ -130,7 +130,7 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """What a step yields. Dictionaries are keyed by the index of a slice in the step.
+    """The result of a step. Dictionaries are keyed by the index of a slice in the step.
 
     token_ids        tokens of the slices that sample, in order; NO_TOKEN if there is none
     logprobs         log-probabilities of these tokens, or None; empty if no sequence asked for any

@@ -106,7 +106,7 @@ class Tiering:
             self.tiers.close()
 
     def pin(self, keys: ChunkKeys, num_tokens: int, seconds: float) -> int:
-        """Pins the whole chunks of a computed prompt on the disk once they are there. Returns their tokens."""
+        """Pins the whole chunks of a computed prompt on the disk, once they are stored. Returns their token count."""
         assert self.tiers is not None, "nothing to pin on"
         names = keys.first(num_tokens // PAGE_TOKENS)
         self._pins.append(_Pin(names, time.time() + seconds, time.monotonic() + PIN_SECONDS))
@@ -169,8 +169,8 @@ class Tiering:
             if all(tiers.find(name) is not None for name in pin.names):
                 if not tiers.pin(pin.names, pin.until):
                     log.warning(
-                        "a prefix of %d tokens is not pinned on the disk: with the pins that are there, over half of"
-                        " this engine's part of tiers.disk would be pinned", len(pin.names) * PAGE_TOKENS,
+                        "a prefix of %d tokens is not pinned on the disk: together with the existing pins it would"
+                        " exceed half of this engine's part of tiers.disk", len(pin.names) * PAGE_TOKENS,
                     )  # fmt: skip
             elif now < pin.deadline:
                 left.append(pin)

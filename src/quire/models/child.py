@@ -104,7 +104,7 @@ class ChildProcess:
             except OSError as error:  # a timeout too
                 return self._stop(kill=isinstance(error, TimeoutError)), ""
             except BaseException:
-                self._stop(kill=True)  # interrupted within an answer that nobody will read
+                self._stop(kill=True)  # interrupted within an answer, whose rest would confuse the next request
                 raise
             if kind == self._last:
                 self._stop()

@@ -42,7 +42,7 @@ _PIECE_CHARS = 256 * 1024
 
 
 class EscapedConversation(NamedTuple):
-    """What a template renders. escape: the character in the names that are text; "" if there are no such names."""
+    """The conversation for a template. escape: the character in escaped names; "" if there are no such names."""
 
     messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any]

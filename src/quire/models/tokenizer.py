@@ -386,7 +386,9 @@ class _WindowDetokenizer:
 
 
 def _byte_rule(pipeline: Pipeline) -> tuple[Callable[[str], bytes] | None, bool]:
-    """How a token's text becomes bytes, and whether a text loses a leading space; (None, False) for other decoders."""
+    """The function from a token's text to its bytes, and whether a text loses a leading space; (None, False) for other
+    decoders.
+    """
     steps = json.loads(pipeline.decoder.__getstate__()) if pipeline.decoder is not None else {}
     if steps.get("type") == "ByteLevel":
         return _byte_level_bytes, False

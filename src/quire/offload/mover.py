@@ -57,7 +57,7 @@ NOTHING = IoTicket(0, (), "")
 
 
 def end_threads(threads: Sequence[threading.Thread], file: DirectFile) -> None:
-    """Closes the file of threads that were told to end, once they have."""
+    """Waits for threads that must end, then closes their file."""
     for thread in threads:
         thread.join(CLOSE_SECONDS)
     if not any(thread.is_alive() for thread in threads):

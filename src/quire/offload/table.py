@@ -5,7 +5,7 @@ micro-batch. For a chunk without a frame, the table has the address of every lay
 are loaded there before it is computed. So kernels and plans read the table like any other.
 
     frames     open chunks, and the share `near` of the sealed ones
-    own        two buffers, used in turn: the chunks that one micro-batch alone reads or fills
+    own        two buffers, used in turn: the chunks that only one micro-batch reads or fills
     shared     two buffers, used in turn by layers: chunks that several micro-batches read, each once a step. If not all
                of them fit, each micro-batch loads the others on its own
     sidecars   of first chunks; they stay in memory

@@ -192,8 +192,8 @@ def attend_encoded(
 
 @triton.jit
 def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.constexpr, SINKS: tl.constexpr):
-    """Of a piece's first chunk: the mask of its page, i64; its sidecar, i64, -1 without one; and the number of exact
-    tokens there. Only the piece that begins with the sequence's first chunk has any.
+    """For a piece's first chunk, returns the mask of its page, i64; its sidecar, i64, -1 without one; and the number of
+    exact tokens there. Only a piece that begins with a sequence's first chunk has exact tokens.
     """
     chunk = tl.load(chunk_ids, mask=num_chunks > 0, other=0).to(tl.int64)
     mask = tl.full((), -1, tl.int64)

@@ -6,7 +6,7 @@ The peak of a token is the largest attention that any row gave to it from afar (
 ranked together, and heads get pages in the order of the scores in them. So a head that looks back at little has few
 pages, without a threshold.
 
-    score_j = max of peak_k,  j - 6 <= k <= j + 2          a head that finds a word goes on to what follows it
+    score_j = max of peak_k,  j - 6 <= k <= j + 2          a head that finds a word then reads the words after it
     page i of a head = its i-th best 64 tokens;             pages are allocated by the sum of their scores, per byte
 
 Pages that hold special tokens are always kept. Of the rest the last whole chunk comes first, because no row has looked

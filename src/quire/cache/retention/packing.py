@@ -114,7 +114,7 @@ class PathPacker:
         return np.asarray(own)
 
     def _drop_unread_pages(self, path: Path, retained: RetainedTokens) -> None:
-        """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
+        """Drops pages without tokens. Unlocks heads of the tree whose pages the path no longer reads in place."""
         held = retained.held
         drop(self.table, path.chunks[: retained.num_rows], ~held)
         heads, below = {}, np.zeros_like(retained.is_packed)

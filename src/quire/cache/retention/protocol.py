@@ -50,7 +50,7 @@ class PromptLimits(NamedTuple):
 
 
 class SliceLimits(NamedTuple):
-    """Where the next slice of a sequence ends.
+    """The limits of the next slice of a sequence.
 
     end        number of tokens at which it must end, if not before
     undivided  number of tokens before the rows that must be computed in one slice; all if there are no such rows
@@ -61,7 +61,7 @@ class SliceLimits(NamedTuple):
 
 
 class Profiling(NamedTuple):
-    """How a slice is profiled: see `Profiled`. decides: whether retention decides on the prompt after this slice."""
+    """The profiling of a slice: see `Profiled`. decides: whether retention decides on the prompt after this slice."""
 
     last_rows: int
     peaks: int = 0

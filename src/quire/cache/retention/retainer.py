@@ -131,7 +131,7 @@ class Retainer:
         ratio, most, before, reserved, num_sums, num_rows = self._ratio, 0.0, 0.0, 0, 0, 0
         for path, found in reads:
             own, lacking = path.num_stored - path.num_shared, path.num_unsealed
-            # Packing copies a part of the found chunks. These are idle then, if nobody else reads them.
+            # Packing copies a part of the found chunks. Afterwards these are idle, unless other sequences read them.
             num_readers = path.tip is not None
             idle = sum([count for segment, count in found if not segment.pins and segment.most_locks <= num_readers])
             after = ratio * (path.num_begun + lacking) - idle

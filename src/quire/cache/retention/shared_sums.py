@@ -29,7 +29,7 @@ class SharedSums:
         self.stops: dict[Holder, set[int]] = {}
 
     def resume(self, holder: Holder, num_taken: int, limit: int) -> None:
-        """Copies the sums of the boundary at which a path's cached chunks end. Sets the stops of the sequence.
+        """Sets the stops of a sequence. If its path took cached chunks, copies the sums of the boundary at their end.
 
         limit  number of chunks before the prompt's last rows
         """
