@@ -171,7 +171,7 @@ def decoded_keys(
     bias,  # as of `group_keys`
     D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """As `nuq_keys`, for any codec without lookups. Such a codec is one case here and one in `decoded_values`."""
+    """As `nuq_keys`, of a page of any codec without lookups: one case of each here and in `decoded_values`."""
     tl.static_assert(KIND == GROUP, "a codec without a case")
     return group_keys(words, page, bias, D, HALF, HP, P)
 
