@@ -26,7 +26,7 @@ class NuqHead(ctypes.Structure):
 class NuqHeads:
     """One structure for each layer and head, and the tensors they point into.
 
-    address  of the first, [L, H]
+    address  address of the first structure; they are in the order [L, H]
     """
 
     def __init__(self, codec: NuqCodec) -> None:

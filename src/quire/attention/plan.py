@@ -47,7 +47,7 @@ class AttentionSpec:
     cos, sin  float32 [positions, D / 2], or None for models that do not rotate
     window    a row at position i sees only positions above i - window; None: it sees all
     strict    whether rows see earlier chunks of their own slice as stored, not as computed
-    dtype     of queries, keys, values, the output, and dense pages
+    dtype     dtype of queries, keys, values, the output, and dense pages
     sparse_values  S: a slice of one row, unless it `reads_all`, adds up only the values with the largest weights: those
               of int(S * (n - 1)) of the n - 1 other slots that it sees, and its own. 1: all values
     """

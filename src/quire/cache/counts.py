@@ -39,8 +39,8 @@ class ChunkCounts:
     codecs         the page formats of rows, by kernel id: codecs, and column sums with retention
     sinks          which tokens sidecars keep exact; None: no chunk has a sidecar
     sums           the format of column sums, which have rows of their own; None without retention
-    sidecar_bytes  of one sidecar; 0 without sinks
-    capacity       rows
+    sidecar_bytes  bytes of one sidecar; 0 without sinks
+    capacity       number of rows
     sizes          int32 [formats, L, H], bytes of the pages of each format, by kernel id; always includes column sums
     kinds          uint8 [capacity]; kernel id of the chunk's codec
     sidecars       int32 [capacity]; page id of the chunk's sidecar, or 0 in a table without pages; -1 without a sidecar

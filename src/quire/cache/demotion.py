@@ -98,7 +98,7 @@ class Demotion:
         """Puts those chunks into the store that it lacks, as runs. Stops after `num_bytes`. Returns the bytes, and
         whether the store now has all chunks.
 
-        rows  of the chunks, then of the attachment of their end
+        rows  rows of the chunks, then those of the attachment of their end
         """
         store, names, done = self.store, identity.names, 0
         wanted = store.wants(names)

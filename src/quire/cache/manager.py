@@ -49,8 +49,8 @@ class CacheManager:
     demotion    offers chunks to a store
     retainer    decides which tokens sequences keep; None: all of them
     retention   the demand and limits that follow from this
-    reservations  of admitted sequences
-    paths       their chunks
+    reservations  demands reserved for admitted sequences
+    paths       takes chunks for their paths
     pins        prefixes that stay cached for a time
     fetching    transfers from a store
     swapping    paths of preempted sequences in a store

@@ -74,8 +74,8 @@ class Path:
     num_stored   number of leading chunks that have, or get in this step, the codec of sealed chunks; all chunks if open
                  chunks have the same codec
     shared       the result of `PrefixTree.shared`, with the numbers of divisions and of shared chunks it is valid for
-    priority     of its request: see `Segment`
-    lifetime     of its request: see `Segment`
+    priority     that of its request; see `Segment`
+    lifetime     that of its request; see `Segment`
     chunks       int32 [num_chunks], chunk ids in order of position. Never written: a change makes a new array
     transfer     brings chunks that follow the shared ones from a store; None: none are on their way
     """

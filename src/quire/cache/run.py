@@ -197,7 +197,7 @@ class PageGroup:
     """Pages of one size in an extent.
 
     held     which of the run's pages they are, bool [n, H]
-    offsets  of each of them, int64 [k]
+    offsets  their offsets in the extent, int64 [k]
     step     bytes from one page to the next if this is constant, otherwise None
     """
 
@@ -222,9 +222,9 @@ class ExtentLayout:
 
     heads      by layer: the header without checksum and MAC, and the description of the rows
     num_bytes  by layer: bytes of a whole extent
-    groups     by layer, one for each page size
-    placed     by layer, of the positions; None: no page has any
-    sidecars   by layer: the offset of the first part, which those of further rows follow
+    groups     by layer: a group for each page size
+    placed     by layer: the group of pages of positions; None: no page has positions
+    sidecars   by layer: the offset of the first sidecar's part; those of further rows follow it
     beside     bytes of a layer's part of a sidecar
     """
 

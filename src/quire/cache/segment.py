@@ -21,7 +21,7 @@ class Segment:
     or, for its only reader, lengthen it.
 
     tokens        int32 [n * 64], the tokens the chunks hold
-    keys          of the chunks, [n]
+    keys          keys of the chunks, [n]
     chunks        int32 [n], chunk ids
     start         index of the first chunk in its sequence
     users         number of live paths that found or computed it, even if they no longer read all its pages

@@ -96,7 +96,7 @@ class Swapping:
             path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
         holder.path, holder.swapped, own, num_own = path, None, [], 0
         if path.retention.retained is None:
-            path.num_sealed = near  # what arrives is published
+            path.num_sealed = near  # chunks that arrive are published
         if run is not None:
             rows = take_rows(table, run)
             num_own = len(rows) - run.num_attached

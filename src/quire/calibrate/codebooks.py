@@ -26,7 +26,7 @@ ROUNDS = 40
 class Histogram:
     """Weighted histograms of C channels over their own ranges, as running sums, float64 [C, bins + 1] each.
 
-    low, width  of each channel's range and of one of its bins, float64 [C, 1]
+    low, width  start of each channel's range, and width of one of its bins, float64 [C, 1]
     """
 
     weight: Tensor

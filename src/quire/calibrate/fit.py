@@ -51,10 +51,10 @@ class Codebook(NamedTuple):
 class LayerFit:
     """Books of one layer and their costs, for H heads, D channels, widths 0 to 5 and one number of slots.
 
-    key_books    by kind and width: [H, D, 2^width]
-    key_cost     by kind: float64 [H, D, 6], summed over the held-out tokens
-    value_books  by kind and width, from 1: [H, 2^width]
-    value_cost   by kind: float64 [H, 6]; infinite at width 0
+    key_books    books by kind and width: [H, D, 2^width]
+    key_cost     costs by kind: float64 [H, D, 6], summed over the held-out tokens
+    value_books  books by kind and width, from 1: [H, 2^width]
+    value_cost   costs by kind: float64 [H, 6]; infinite at width 0
     key_weight   float32 [H, D]: mean cost of a squared error in a channel
     """
 

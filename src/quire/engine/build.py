@@ -261,7 +261,7 @@ def assemble(
     """The engine around a model: arena, table, manager, attention, scheduler, sampler.
 
     model_id     the checkpoint's fingerprint
-    calibration  of a codec that needs one
+    calibration  the calibration of the codec, if it needs one
     tiers        stores of the cache; None: there are none
     """
     shape = model.shape

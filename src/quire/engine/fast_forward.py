@@ -30,7 +30,7 @@ class FastForward:
     """Drives a scheduler without retention, because retention decides by attention weights. Decides and commits as the
     engine does, so that tokens come in the same steps.
 
-    report  of the last call of `advance`
+    report  report of the last call of `advance`
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

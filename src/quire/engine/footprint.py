@@ -21,7 +21,7 @@ FLOAT_BYTES = 4
 class Footprint:
     """Bytes of a process, once its cache is full and its largest step has run.
 
-    weights  as `EngineSizes` has them
+    weights  `EngineSizes.weight_bytes`
     cache    the part that is in memory
     step     activations of a step with all its rows, and logits of all running sequences
     runtime  everything else

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Handover:
     """A request of one sequence whose first tokens the caller may already have.
 
-    seed        of the sequence
+    seed        seed of the sequence
     token_ids   generated elsewhere. Without their cache they are computed again, one by one where retention decides
     cumulative  sum of their log-probabilities
     will_hand_over      whether another engine continues it after its next token, unless that token ends it

@@ -110,7 +110,7 @@ def cache_bytes(
 
     context  tokens of the longest request
     sealed   bytes of the pages of a sealed chunk, [L, H]
-    open_    of an open chunk, if it has another codec
+    open_    the same for an open chunk, if it has another codec
     Raises ConfigError.
     """
     from quire.offload.memory_plan import FrameLayout, MemoryRequirements

@@ -38,7 +38,7 @@ class Sequence:
 
     path.num_tokens (computed) <= len(token_ids). Tokens between the two are prefilled next; the last token is computed
     when the next one is to be sampled. In the calendar, path.num_tokens lags behind until `Calendar.settle`. If steps
-    are skipped (`Scheduler.advance`), so does token_ids.
+    are skipped (`FastForward.advance`), so does token_ids.
 
     token_ids      prompt, then generated tokens: one growing list
     max_tokens     number of generated tokens at which it ends by length

@@ -17,7 +17,7 @@ from quire.engine.step import NO_TOKEN, NewSequence, Slice, Step
 class StepBuilder:
     """Builds the steps of a batch.
 
-    sequences  of the last step, in the order of its slices
+    sequences  sequences of the last step, in the order of its slices
     sampled    tokens of the last step
     """
 

@@ -116,7 +116,7 @@ class ChildProcess:
         return head[:1], self._receive(int.from_bytes(head[1:], "little"))
 
     def _start(self) -> None:
-        if self._socket is not None:  # of one that was killed, or of the process that this one was forked from
+        if self._socket is not None:  # belongs to a killed program, or to the parent that this process was forked from
             self._socket.close()
         ours, theirs = socket.socketpair()
         with theirs:

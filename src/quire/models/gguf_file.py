@@ -71,7 +71,7 @@ class StoredTensor:
 class GgufHeader:
     """Everything before the tensor data. Arrays of numbers are tuples, arrays of strings are lists.
 
-    files  of the model, the one with the metadata first
+    files  files of the model; the first one has the metadata
     """
 
     metadata: dict[str, Any]

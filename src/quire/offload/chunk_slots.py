@@ -32,7 +32,7 @@ class SlotRange(NamedTuple):
 class ChunkSlots:
     """The slots of chunks, by row of the table.
 
-    layout     of a chunk's pages
+    layout     layout of a chunk's pages
     ids        int64 [capacity]; the row's slot, -1 without one
     is_stored  bool [capacity]; the slot has the chunk's bytes
     num_bytes  bytes of all slots

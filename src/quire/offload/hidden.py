@@ -68,7 +68,7 @@ class HiddenStates:
         self._offsets: dict[int, int] = {}
         self._end = 0  # end of the used part of the file
         self._is_far: list[bool] = []
-        self._num_far = self._num_all = 0  # of all steps
+        self._num_far = self._num_all = 0  # numbers of states, summed over all steps
         # Two buffers to read into and two to write from, each used in turn.
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory = {"read": [nothing] * 2, "write": [nothing] * 2}

@@ -50,7 +50,7 @@ def sizes_of(
 ) -> Sizes:
     """The numbers of a model.
 
-    dtype         of activations
+    dtype         dtype of activations
     tensor_bytes  bytes of a tensor as it is held: packed, or in the dtype
     cache_bytes   bytes of a cached token in one layer
     gates_inside  whether the product of a gated layer's first matrices applies the gate, as the CPU's does

@@ -33,8 +33,8 @@ class FarChunks:
 class StepChunks:
     """The chunks of a step.
 
-    reads  of each micro-batch, the chunks that its rows read and do not change
-    fills  of each micro-batch, the chunks that its rows begin
+    reads  for each micro-batch, the chunks that its rows read and do not change
+    fills  for each micro-batch, the chunks that its rows begin
     whole  chunks that must have a frame: open ones, before or after this step
     full   the chunks among `whole` that are full after this step
     """

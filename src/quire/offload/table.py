@@ -8,7 +8,7 @@ are loaded there before it is computed. So kernels and plans read the table like
     own        two buffers, used in turn: the chunks that only one micro-batch reads or fills
     shared     two buffers, used in turn by layers: chunks that several micro-batches read, each once a step. If not all
                of them fit, each micro-batch loads the others on its own
-    sidecars   of first chunks; they stay in memory
+    sidecars   the sidecars of first chunks; they stay in memory
 
 On a GPU, the host's memory replaces the file. The host can read pages in place: decode rows attend to far chunks on the
 host (`offload.attended`), and only the rows of prompts load them.
@@ -110,7 +110,7 @@ class OffloadedTable(ChunkCounts, PageTable):
     near        share of the sealed chunks that stay in memory, if there are enough frames
     frames, slots  the chunks with all layers in memory, and the chunks in the file
     num_layers_loaded, num_layers_stored  layers of chunks that were moved
-    arena, pages, positions, bases, masks  as of `ChunkTable`, for kernels
+    arena, pages, positions, bases, masks  as in `ChunkTable`, for kernels
     """
 
     def __init__(

@@ -108,9 +108,9 @@ class TileLayout:
     num_partials  number of used slots
     num_common    number of tall pieces that are shared runs
     is_decode     every slice has one row
-    seals         as of `plan.Layout`
-    num_staged    as of `plan.Layout`
-    own           if sealed chunks are encoded, for each slice the chunks that its rows write, as of `plan.Sources`;
+    seals         as in `plan.StepLayout`
+    num_staged    as in `plan.StepLayout`
+    own           if sealed chunks are encoded, for each slice the chunks that its rows write: see `plan.StagedWrites`;
                   else empty
     """
 
@@ -140,8 +140,8 @@ def lay_out(
     """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read.
 
     common_rows  query rows of a shared run's tile; None: `tiles.tall_rows`
-    encodes      see `plan.Sources`. If true, no block has rows of two chunks, because these see different sources
-    strict       as of `plan.lay_out`
+    encodes      see `plan.StagedWrites`. If true, no block has rows of two chunks, because these see different sources
+    strict       as in `plan.lay_out`
     """
     rows = _StepRows(slices, encodes)
     is_decode = bool((rows.counts == 1).all())
