@@ -264,7 +264,7 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
 
 
 def _within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> WeightPlacement:
-    """The weights placed so that they use offload.memory, by the checkpoint's headers. kinds: of blocks that are kept.
+    """Places the weights to fill offload.memory, by the checkpoint's headers. kinds: kinds of blocks that stay packed.
 
     Raises ConfigError if the memory is too small.
     """

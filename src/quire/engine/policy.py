@@ -58,8 +58,8 @@ class Policy:
 
     token_budget  most rows of a step
     max_running   most sequences in the batch
-    prompt_rows   most rows of a group of prompts, which is filled first come, first served; a prompt with more rows
-                  left runs alone. None: prompts take the rows that a step has left
+    prompt_rows   most rows of a group of prompts, which is filled first come, first served; a prompt with at least as
+                  many rows left runs alone. None: prompts take the rows that a step has left
     """
 
     batch: Batch
