@@ -1,6 +1,5 @@
-"""Arguments of a command line: what argparse lacks.
-
-argparse keeps a list of a parser's arguments, but not in public; and many arguments of commands are of the same kinds.
+"""Arguments of a command line, beyond argparse: a public list of a parser's arguments, and functions for the kinds of
+arguments that many commands have.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ class Arguments:
         self.added = added
 
     def add_argument(self, *names: str, **settings: Any) -> None:
-        """As argparse."""
+        """Adds an argument, as in argparse."""
         self.added.append(self._target.add_argument(*names, **settings))
 
     def add_file(self, *names: str, text: str, **settings: Any) -> None:
-        """A flag with a path. text: its help."""
+        """Adds a flag with a path. text: its help."""
         self.add_argument(*names, **{"type": Path, "metavar": "FILE", "help": text} | settings)
 
     def add_count(self, *names: str, text: str, default: int | None = None, **settings: Any) -> None:
-        """A flag with a whole number of at least 1. text: its help, to which the default is added."""
+        """Adds a flag with a whole number of at least 1. text: its help, to which the default is added."""
         if default is not None:
             text += f" (default: {default})"
         self.add_argument(*names, **{"type": count, "default": default, "metavar": "N", "help": text} | settings)
 
     def add_switch(self, *names: str, text: str) -> None:
-        """A flag without a value. text: its help."""
+        """Adds a flag without a value. text: its help."""
         self.add_argument(*names, action="store_true", help=text)
 
     def add_argument_group(self, title: str) -> Arguments:
@@ -44,7 +43,7 @@ class Arguments:
         return Arguments(self._target.add_argument_group(title), self.added)
 
     def add_mutually_exclusive_group(self) -> Arguments:
-        """A group of which a command line has one argument at most."""
+        """A group of arguments that exclude each other."""
         return Arguments(self._target.add_mutually_exclusive_group(), self.added)
 
 

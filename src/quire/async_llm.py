@@ -31,13 +31,13 @@ log = logging.getLogger("quire")
 Answer = TypeVar("Answer")
 
 GIVE_UP_SECONDS = 5.0
-"""Time for which a cancelled start waits for its thread."""
+"""Seconds that a cancelled start waits for its thread."""
 
 
 class RequestStreams:
     """The streams of requests by id, which are read on an event loop. Any thread may post to them.
 
-    loop  of the readers; None before there is one
+    loop  the readers' event loop; None before the engine starts
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class RequestStreams:
         del self._queues[request_id]
 
     def abandon(self, request_id: str) -> None:
-        """Nobody reads the stream any more. Its id stays taken until `free`."""
+        """Marks a stream as no longer read. Its id stays taken until `free`."""
         self._queues[request_id] = None
 
     def free(self, request_id: str) -> None:
-        """On any thread: frees the id of an abandoned stream, after what was posted to it so far."""
+        """On any thread: frees the id of an abandoned stream, after all items posted to it so far."""
         self.on_loop(lambda: self._queues.pop(request_id, None))
 
     def post(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
@@ -102,7 +102,7 @@ class AsyncLLM(AsyncPrefixes):
     model, options, config_file, unknown  as for `LLM`
     pins_at_start                         whether `start` pins the prefixes of cache.pin; otherwise call `pin`
     calibrates_beside                     whether a codec without a calibration is calibrated while the engine runs with
-                                          dense pages, where that can be; otherwise `start` calibrates first
+                                          dense pages, if that is possible; otherwise `start` calibrates first
     `async with AsyncLLM(model) as llm` starts and closes the engine, as `start` and `close` do. It runs once: closing
     frees its memory, and later requests and queries raise QuireError.
     """
@@ -155,7 +155,7 @@ class AsyncLLM(AsyncPrefixes):
 
     @property
     def operations(self) -> None:
-        """For the server: an engine has no instances to operate."""
+        """None, for the server: an engine has no instances to operate."""
         return None
 
     async def start(self) -> None:
@@ -209,8 +209,8 @@ class AsyncLLM(AsyncPrefixes):
         await self.close()
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> AdmittedRequest:
-        """Checks that a request can run, and compiles the grammar of its constraint on a thread. The one check of a
-        request: `generate` takes the result as it is. It has no place in the queue yet, which may fill up meanwhile.
+        """Checks that a request can run, and compiles the grammar of its constraint on a thread. `generate` does not
+        check the result again. The request is not queued yet, and the queue may fill up meanwhile.
 
         Raises RequestError for a request that can never run, and QueueFullError if it cannot wait now.
         """
@@ -268,7 +268,7 @@ class AsyncLLM(AsyncPrefixes):
             if params is None:
                 params = self.get_default_sampling_params() if self._runs else SamplingParams()
             request = await self._admit(prompt, params, is_pin=is_pin)
-        # The engine may have stopped since the admission. Then nobody would answer.
+        # The engine may have stopped since the admission. Then no answer would come.
         self._check_running(is_pin=is_pin)
         request_id = request_id or f"request-{next(self._ids)}"
         stream = self._streams.open(request_id)
@@ -290,7 +290,7 @@ class AsyncLLM(AsyncPrefixes):
         try:
             while not finished:
                 if not stream.empty():
-                    # A reader that lags behind must let other tasks run: `get` on a non-empty queue never waits.
+                    # `get` on a non-empty queue never waits, so a slow reader must let other tasks run.
                     await asyncio.sleep(0)
                 item = await stream.get()
                 if isinstance(item, BaseException):
@@ -318,14 +318,14 @@ class AsyncLLM(AsyncPrefixes):
         self._submit(end)
 
     def stats(self) -> dict[str, Any]:
-        """See `LLM.stats`, and `calibration` as long as the codec was not there from the start. Raises QuireError
-        before `start` and after `close`.
+        """See `LLM.stats`. Also has `calibration` if the engine started without its codec. Raises QuireError before
+        `start` and after `close`.
         """
         found = self._parts.engine.stats()
         return found if self._calibrating is None else found | {"calibration": self._calibrating.report()}
 
     async def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
-        """Runs a query on the engine's thread, between two steps. Raises its QuireError; the engine goes on."""
+        """Runs a query on the engine's thread, between two steps. Raises its QuireError; the engine keeps running."""
         engine = self._parts.engine
         found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 

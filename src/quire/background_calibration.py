@@ -1,8 +1,8 @@
-"""A calibration beside an engine that serves with dense pages meanwhile, in a process of its own.
+"""Calibrates in a separate process while an engine serves with dense pages.
 
-The process has the lowest priority and half of the threads, and maps the same layer image as the engine. It leaves a
-calibration file, and the result of the codec's check. Then the engine takes the codec: another cache over the same
-weights, at the first moment without requests. After QUIET_SECONDS without such a moment the running requests are
+The process has the lowest priority and half of the threads, and maps the same layer image as the engine. It writes a
+calibration file, and the result of the codec's check. Then the engine switches to the codec: it gets a new cache over
+the same weights, at the first moment without requests. After QUIET_SECONDS without such a moment, running requests are
 preempted and computed again, as if the cache had been full.
 """
 
@@ -42,7 +42,7 @@ QUIET_SECONDS = 60.0
 """Longest wait for a moment without requests."""
 
 LOOK_SECONDS = 0.2
-"""Interval between two looks for such a moment."""
+"""Interval between checks for such a moment."""
 
 IMAGE_SECONDS = 120.0
 """Longest wait for the layer image that the engine's process may still be writing."""
@@ -58,15 +58,15 @@ main()
 """
 
 _SHARES = {"writing a text": (0.0, 0.3), "gathering": (0.3, 0.6), "fitting": (0.9, 0.1)}
-"""Where each phase begins and how much of the whole it takes, about."""
+"""For each phase, its start and its length, about, as shares of the whole."""
 
 
 class BackgroundCalibration:
-    """Makes a calibration beside a running engine, and lets the engine take it.
+    """Makes a calibration beside a running engine, and switches the engine to it.
 
-    loaded  returns the engine as it is now, which serves with dense pages
+    loaded  returns the present engine, which serves with dense pages
     submit  runs a command on the engine's thread, between two steps
-    taken   called on the engine's thread with the engine that goes on
+    taken   called on the engine's thread with the engine that replaces it
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class BackgroundCalibration:
             self._thread.join()
 
     def report(self) -> dict[str, Any]:
-        """For operators: the wanted codec; the state, which is calibrating, waiting (for a quiet moment), taken or
-        failed; the share done; the seconds left, about; and the reason of a failure.
+        """The report for operators: the requested codec; the state, which is calibrating, waiting (for a moment without
+        requests), taken or failed; the share done; the estimated seconds left; and the reason of a failure.
         """
         passed = time.monotonic() - self._begun
         total = self._seconds if self._share < 0.05 else passed / self._share
@@ -135,7 +135,7 @@ class BackgroundCalibration:
             self._state, self._share = "taken", 1.0
 
     def _calibrate(self) -> str:
-        """Runs the process. Returns why it failed; empty if it did not."""
+        """Runs the process. Returns the reason of its failure; empty on success."""
         with self._lock:
             if self._closed.is_set():
                 return ""
@@ -165,7 +165,7 @@ class BackgroundCalibration:
         return ""
 
     def _take(self) -> None:
-        """Makes the engine take the calibration."""
+        """Switches the engine to the calibrated codec."""
         calibration = find_calibration(self._path, self._config)
         if calibration is None:
             raise QuireError("there is no calibration after all")
@@ -182,11 +182,11 @@ class BackgroundCalibration:
             if self._attempt(attempt):
                 break
             self._closed.wait(LOOK_SECONDS)
-        self._attempt(lambda loaded: None)  # by then the engine's thread has nothing of the old engine
+        self._attempt(lambda loaded: None)  # when it returns, the engine's thread has dropped the old engine
         _collect()
 
     def _attempt(self, attempt: Callable[[LoadedEngine], LoadedEngine | None]) -> bool:
-        """Lets the engine's thread try to take the codec. Returns whether it did. Raises what the attempt raised."""
+        """Runs an attempt to switch on the engine's thread. Returns whether it succeeded. Raises its errors."""
         is_taken: Future[bool] = Future()
 
         def run() -> None:
@@ -195,7 +195,7 @@ class BackgroundCalibration:
                 if engine is not None:
                     self._taken(engine)
                 is_taken.set_result(engine is not None)
-            except Exception as error:  # the engine goes on with dense pages
+            except Exception as error:  # the engine continues with dense pages
                 is_taken.set_exception(error)
 
         self._submit(run)
@@ -206,7 +206,7 @@ class BackgroundCalibration:
 
 
 def _collect() -> None:
-    """Frees the old cache. A server has frozen the objects of its start, and collections pass over these."""
+    """Frees the old cache. A server has frozen the objects of its start, which collections would skip."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -223,8 +223,8 @@ def _threads(config: EngineConfig) -> int:
 
 
 def main(stdin: IO[str] | None = None, stdout: IO[str] | None = None) -> None:
-    """The program of the process: reads the model's path and all settings as one line of JSON, and writes lines of
-    JSON: progress, and the error if there is one.
+    """The process's program. It reads the model's path and all settings as one line of JSON, and writes progress, and
+    the error if there is one, as lines of JSON.
     """
     stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
     given = json.loads(stdin.readline())
@@ -260,7 +260,7 @@ def calibrate_and_check(path: Path, config: EngineConfig, report: Callable[[str,
 
 
 def _wait_for(wanted: images.ImageSpec | None) -> None:
-    """Waits for a layer image that another process writes: without it this one would pack the weights once more."""
+    """Waits for a layer image that another process writes, because otherwise this one would pack the weights again."""
     end = time.monotonic() + IMAGE_SECONDS
     while wanted is not None and not image_path(wanted.origin).exists() and time.monotonic() < end:
         time.sleep(LOOK_SECONDS)
@@ -272,6 +272,6 @@ def _say(stdout: IO[str], line: dict[str, Any]) -> None:
 
 
 def _end_with(stdin: IO[str]) -> None:
-    """Ends the process when the one that started it closes its end, or dies."""
+    """Ends this process when its starter closes the pipe or dies."""
     stdin.read()
     os._exit(1)

@@ -159,7 +159,7 @@ def measure_divergence(
             cache=cache,
             model=replace(config.model, max_context=None),
             tiers=TiersConfig(),
-            offload=OffloadConfig(),  # the weights are where they are, and these caches are small
+            offload=OffloadConfig(),  # the weights are loaded already, and these caches are small
             retain=RetainConfig(),
             scheduler=SchedulerConfig(max_running=1),
         )

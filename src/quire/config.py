@@ -85,8 +85,8 @@ class CacheConfig(SettingsGroup):
 
     sparse_values: Annotated[float, AtLeast(0)] = 1.0
     """Share of the values that a decoded token reads, above 0, at most 1: of the tokens before it, those with the
-    largest attention weights in each query head. The weights stay as they are, so that the others are lost. It reads
-    all keys. Prompts read all values. 1: every token reads all values."""
+    largest attention weights in each query head. The weights are not renormalised, so the other values are lost. The
+    token reads all keys. Prompts read all values. 1: every token reads all values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,8 +129,8 @@ class RetainConfig(SettingsGroup):
     heads keep everything."""
     budget: Annotated[float, AtLeast(0)] | Literal["off"] = "off"
     """Share of a sequence's bytes to keep, in place of a threshold; it also holds while the sequence grows. The tokens
-    of all heads are ranked by the attention that the prompt's last rows, and all later rows, pay them from afar. Above
-    0, at most 1. Of the settings below only `profile_rows` applies to a budget."""
+    of all heads are ranked by the attention that they get from distant rows: the prompt's last ones and all later ones.
+    Above 0, at most 1. Of the settings below only `profile_rows` applies to a budget."""
     frequent: Annotated[float, AtLeast(0)] = 0.3
     """Number of tokens that the member `frequent` adds, as a share of the sequence's current length."""
     local: Annotated[float, AtLeast(0)] = 0.3
@@ -187,8 +187,8 @@ RETAIN_MEMBERS = ("special", "punctuation", "frequent", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class TiersConfig(SettingsGroup):
-    """Memories beside the cache: chunks that leave it, or are about to, are kept there and fetched when a prompt begins
-    with them again.
+    """Stores beside the cache: they keep chunks that are evicted or soon will be, which are fetched when a prompt
+    begins with them again.
     """
 
     key: ClassVar[str] = "tiers"
@@ -227,7 +227,7 @@ class TiersConfig(SettingsGroup):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept beside the cache."""
+        """Whether there is any store beside the cache."""
         return self.disk is not None or self.memory is not None
 
     @property
@@ -255,14 +255,14 @@ class OffloadConfig(SettingsGroup):
     """File made by `quire plan hardware` for this model: `quire generate --input` then plans the placement for its
     prompts, within `offload.memory` for weights, cache and activations together."""
     memory: Bytes | None = None
-    """Memory for weights, buffers included; on a GPU its memory. auto: what is free beside the cache, less a tenth."""
+    """Memory for weights, buffers included; on a GPU its memory. auto: the memory beside the cache, less a tenth."""
     cache: Bytes | None = None
-    """Room for the cache on the disk, on a GPU in the host's memory. `cache.memory` is then the memory for what a step
-    computes with. none: the cache is in memory, or as a policy says."""
+    """Room for the cache on the disk, on a GPU in the host's memory. `cache.memory` is then the size of the part in
+    memory, which a step works on. none: the cache is in memory, or as a policy says."""
     micro_batch: Count | None = None
     """Most sequences that are computed together; the others follow, layer by layer. auto: all, or as a policy says."""
     overlap: bool = True
-    """Read and write while others compute. false: one after the other, to see what it costs."""
+    """Read and write the next layers while one is computed. false: one after the other, for comparisons."""
     disk_bandwidth: Bytes | None = None
     """Most bytes per second that are read from the disk and written. auto: no limit."""
 
@@ -290,7 +290,7 @@ class OffloadConfig(SettingsGroup):
 
 LEAST_BANDWIDTH = 1 << 20
 LEAST_TIER = 64 << 20
-"""Room for several runs of chunks: a tier that never has room for one would be offered it again and again."""
+"""Room for several runs of chunks: a run would be offered in vain, again and again, to a tier too small for it."""
 
 
 Backend = Literal["auto", "reference", "cpu", "triton"]
@@ -408,8 +408,8 @@ class ServeConfig(ServerGroup):
     """Web pages whose scripts may ask this server: their origins with commas between, such as https://example.org, or *
     for all pages. none: no page may."""
     access_log: bool = True
-    """Write a line for each request to stderr, but for /health and /metrics: status, seconds, tokens of the prompt,
-    cached and kept ones, and its id."""
+    """Write a line to stderr for each request except /health and /metrics: status, seconds, number of prompt tokens, of
+    cached and of kept ones, and its id."""
     ping_seconds: Annotated[float, AtLeast(0)] = 10.0
     """Seconds without an event after which a stream sends a comment, also while its request waits in the queue or its
     prompt is computed: proxies close connections that are silent for long. 0: no comments."""
@@ -448,7 +448,7 @@ class ClusterConfig(ServerGroup):
     """How an instance for a prompt is chosen. expected: the earliest first token, by queues, cached prefixes and
     transfers. queue: the shortest queue. affinity: where most of the prompt is cached, whatever the queue."""
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """How caches travel between instances. shm: shared memory of one machine. auto: shm where that is possible."""
+    """How caches travel between instances. shm: shared memory of one machine. auto: shm if possible, else tcp."""
     timeout: Annotated[float, AtLeast(1)] = 60.0
     """Seconds after which an attempt at a request is given up if no token comes and no instance says that it works on
     it or has it in its queue."""

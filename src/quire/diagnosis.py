@@ -1,4 +1,4 @@
-"""What this machine has, what Quire will use of it, and why."""
+"""Examines this machine: what it has, what Quire will use, and why."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ EXTRAS = {
 """Packages of each optional part."""
 
 USES = {"cluster": "instances on several machines, and not needed for those of one"}
-"""What optional parts are for, where their names say too much."""
+"""The uses of optional parts whose names promise too much."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of examining one thing.
 
     state  ok; note: something is slower, or a part is missing; fault: models cannot run
     """
@@ -49,7 +49,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Looks at everything, the most general first."""
+    """Examines everything, the most general first."""
     yield Finding("ok", "quire", f"{__version__} in {Path(__file__).parent}, Python {platform.python_version()}")
     first = list(_torch())
     yield from first

@@ -23,33 +23,33 @@ LOADING_THREAD, ENGINE_THREAD = "quire-loading", "quire-engine"
 
 
 ROOM_SECONDS = 0.05
-"""Longest time that an engine whose exports hold all room waits for a command, which may end one, before it looks
-whether anything else has made room.
+"""If exports hold all room, the engine waits for a command, which may end an export, for at most this many seconds.
+Then it checks whether anything else has made room.
 """
 
 
 class EngineListener(Protocol):
-    """Whoever an engine's thread tells what happens. It is called on that thread."""
+    """Receives the events of an engine's thread. The methods are called on that thread."""
 
     def has_started(self, error: BaseException | None) -> None:
-        """The engine is loaded, or could not be."""
+        """Called when loading has ended. error: the reason if it failed, else None."""
 
     def has_stepped(self, outputs: list[RequestOutput]) -> None:
-        """After every step, and after commands."""
+        """Called after every step, and after commands."""
 
     def has_failed(self, reason: str) -> None:
-        """The engine stopped by itself."""
+        """Called when the engine stops because of an error."""
 
 
 class EngineThread:
-    """Loads an engine, then runs commands and steps until it is told to stop.
+    """Loads an engine, then runs commands and steps until `stop`.
 
-    loaded   the engine and its context; None before and after
-    failure  why it stopped by itself; None if it did not
+    loaded   the engine and its context; None before and after the thread runs it
+    failure  the error by which it stopped; None if there was none
     """
 
     def __init__(self, load: Callable[[], LoadedEngine], listener: EngineListener, transport: str = "") -> None:
-        """transport: how caches come from other engines; empty: there are none."""
+        """transport: the transport of caches from other engines; empty: there are no other engines."""
         self.loaded: LoadedEngine | None = None
         self.failure: str | None = None
         self._transport = transport
@@ -74,7 +74,7 @@ class EngineThread:
         self._wake.set()
 
     def replace(self, loaded: LoadedEngine) -> None:
-        """In a command: goes on with another engine."""
+        """Called in a command: replaces the engine."""
         self.loaded = loaded
 
     def stop(self) -> None:
@@ -89,7 +89,7 @@ class EngineThread:
 
     @property
     def _engine(self) -> Engine:
-        """The engine as it is now: a command may put another one in its place."""
+        """The present engine: a command may replace it."""
         assert self.loaded is not None
         return self.loaded.engine
 
@@ -130,7 +130,7 @@ class EngineThread:
                 log.exception("the engine stopped")
             self.failure = str(error) or type(error).__name__  # the error's traceback would keep the engine
             self._listener.has_failed(self.failure)
-            if engine.tiering.tiers is not None:  # what they were given is whole
+            if engine.tiering.tiers is not None:  # their chunks are complete
                 engine.tiering.tiers.close()
         finally:
             if steps is not None:

@@ -68,7 +68,7 @@ class QueueFullError(QuireError):
 
 
 class LoadCancelledError(QuireError):
-    """Loading was cancelled because nobody waits for it any more."""
+    """Loading was cancelled because its caller no longer waits for it."""
 
 
 class InstancesFailedError(QuireError):
@@ -76,11 +76,11 @@ class InstancesFailedError(QuireError):
 
 
 class EngineStoppedError(QuireError):
-    """The engine has failed, and all its requests with it. What they had streamed before is whole."""
+    """The engine has failed, and all its requests with it. Deltas that were streamed before are valid."""
 
 
 class ExtentError(QuireError):
-    """Bytes that are no extent of the run they were taken for."""
+    """Bytes that are not an extent of the expected run."""
 
 
 class CacheFullError(QuireError):

@@ -1,7 +1,7 @@
 """The optional parts of an installation, and the command that installs one.
 
-Knows no package index: a clone or a source distribution is what people have. Quire's name there is `quire-llm`, because
-`quire` is another project's.
+Knows no package index, because users install from a clone or a source distribution. The distribution is called
+`quire-llm`, because `quire` is another project's name.
 """
 
 from __future__ import annotations

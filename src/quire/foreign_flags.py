@@ -1,4 +1,4 @@
-"""Flags, commands and parameters of other engines, and what Quire calls the same thing.
+"""Flags, commands and parameters of other engines, and Quire's names for them.
 
 Knows flags of vLLM, SGLang and llama.cpp, commands of these and of Ollama, and parameters of their requests; knows no
 parser. `quire.cli` looks up flags and commands, `quire.options` looks up keys of a file or of Python, and the server

@@ -1,4 +1,4 @@
-"""What a model needs and what fits, before it is loaded: only its headers are read, and for a digest all of it."""
+"""Inspects a model before it is loaded: what it needs and what fits. Reads only headers, and all bytes for a digest."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from quire.stores.opening import check_disk
 from quire.stores.sizing import disk_bytes_per_token, measure_disk, tokens_that_fit
 
 EXAMPLE_BYTES = 20 << 30
-"""Size of the folder that is assumed where tiers.disk names none."""
+"""Assumed size of the folder if tiers.disk does not give one."""
 
 
 @dataclass(frozen=True)
 class ModelInspection:
     """A model with settings.
 
-    given    the settings as they were given
-    config   the same without automatic values
-    weights  by type
+    given    the settings of the user
+    config   the same with automatic values resolved
+    weights  the tensors grouped by type
     image    the file of packed layers: path, bytes, and whether it is written. None if none is used
     """
 
@@ -66,7 +66,7 @@ class ModelInspection:
         return footprint(self.shape, self.config, self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers but those of lengths."""
+        """All numbers, except those that depend on a sequence's length."""
         config = self.config
         return {
             **asdict(self.sizes),
@@ -84,8 +84,8 @@ class ModelInspection:
         }
 
     def disk(self) -> dict[str, Any]:
-        """What the folder of tiers.disk would hold, and its speed if there is one. Raises QuireError if the folder
-        cannot be written, or if an engine would refuse it.
+        """The capacity of the folder of tiers.disk, and its measured speed if the folder is given. Raises QuireError if
+        the folder cannot be written, or if an engine would refuse it.
         """
         shape, sizes, tiers = self.shape, self.sizes, self.config.tiers
         cap = EXAMPLE_BYTES if tiers.disk is None else tiers.disk_bytes

@@ -28,7 +28,7 @@ def install() -> bool:
 
 
 def exit_on_next() -> None:
-    """Makes a further Ctrl-C end the process at once and silently, while the first one is reported."""
+    """Makes a second Ctrl-C end the process at once and silently, while the first one is reported."""
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, _end)
 

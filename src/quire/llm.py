@@ -42,7 +42,7 @@ from quire.tools.formats import format_of
 log = logging.getLogger("quire")
 
 DROP_SECONDS = 5.0
-"""Longest time that dropping a prefix waits until the index of a disk no longer names it."""
+"""Most seconds that `drop_prefix` waits until the index of a disk no longer has the prefix."""
 
 
 def _all(salt: str) -> bool:
@@ -95,7 +95,7 @@ class BaseLLM(ABC):
         return prompt_key(self._parts.engine.namespace, read.ids, read.hints.cache_salt).hex()
 
     def _read_disk_index(self, visible: Callable[[str], bool]) -> DiskPrefixIndex:
-        """What the disk has for this engine, where the salt is visible. Reads the disk."""
+        """The index of this engine's prefixes on the disk whose salts are visible. Reads the disk."""
         tiers = self._parts.engine.tiering.tiers
         stored = [] if tiers is None else tiers.stored(visible)
         return DiskPrefixIndex([run for run in stored if run.is_own_namespace])
@@ -113,14 +113,14 @@ class BaseLLM(ABC):
         return read_sampling_defaults(self._parts.path, self._parts.requested_name)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The recommended sampling parameters. The server takes them by default, `generate` and `chat` where they are
-        given no sampling_params. A SamplingParams of your own has the API's defaults: temperature 1 and 16 tokens.
+        """The recommended sampling parameters: the defaults of the server, and of `generate` and `chat` without
+        sampling_params. A SamplingParams of your own has the API's defaults: temperature 1 and 16 tokens.
         """
         return self._default_params
 
     @functools.cached_property
     def _default_params(self) -> SamplingParams:
-        # Kept: the header of a GGUF file has the vocabulary, and reading it takes tenths of a second.
+        # Cached, because reading the header of a GGUF file, which has the vocabulary, takes tenths of a second.
         return SamplingParams(**self.sampling_defaults.values)  # type: ignore[arg-type]
 
 
@@ -189,7 +189,7 @@ class LLM(BaseLLM):
 
         prompts          one prompt or a list of them. A list of ints is one prompt; a dict may have cache hints (see
                          `Prompt`)
-        sampling_params  one for all prompts, or one per prompt; None: what the model's authors recommend
+        sampling_params  one for all prompts, or one per prompt; None: those that the model's authors recommend
         use_tqdm         a progress bar; by default for more than 8 prompts on a terminal
         Raises RequestError before anything runs if one of the requests can never run.
         """
@@ -247,7 +247,7 @@ class LLM(BaseLLM):
         return list(params)
 
     def _with_tools(self, params: SamplingParams, format_: ToolFormat, tools: Sequence[Tool]) -> SamplingParams:
-        """Parameters of an answer that may call: it is calls, or a text under the constraint it has without tools."""
+        """Parameters of an answer that may call tools: it is calls, or a text under the request's own constraint."""
         wanted = params.structured_outputs
         assert not isinstance(wanted, Mapping), "it was checked"
         if wanted is not None:
@@ -272,8 +272,8 @@ class LLM(BaseLLM):
     ) -> list[list[float]]:
         """The embedding of every prompt, in their order: its last hidden states, pooled.
 
-        pooling    mean: the mean over all tokens; last: that of the last token, which may use what is cached
-        normalize  whether its length becomes 1
+        pooling    mean: the mean over all tokens; last: that of the last token, which may use cached chunks
+        normalize  whether to scale it to length 1
         """
         items = _as_prompts(prompts)
         outputs = self._run(items, [SamplingParams(max_tokens=1, pooling=pooling)] * len(items), use_tqdm)
@@ -327,7 +327,7 @@ class LLM(BaseLLM):
         return self._parts.engine.stats()
 
     def flush(self, seconds: float = 60.0) -> bool:
-        """Waits until everything cached is on the disk of tiers.disk. False if that takes longer."""
+        """Waits until all cached chunks are on the disk of tiers.disk. False if this takes more than `seconds`."""
         with self._call_lock:
             is_done: bool = self._parts.engine.tiering.flush(seconds)
         return is_done
@@ -351,8 +351,8 @@ class LLM(BaseLLM):
             return find_prefix(self._parts.engine, name, disk_index, _all)
 
     def drop_prefix(self, key: str) -> dict[str, int] | None:
-        """Drops the prefix with this key (see `prefix_key`) from the cache and its tiers, with all that goes on from
-        it. Returns the number of dropped chunks by tier; None if there is no such prefix.
+        """Drops the prefix with this key (see `prefix_key`), and all prefixes that continue it, from the cache and its
+        tiers. Returns the number of dropped chunks by tier; None if there is no such prefix.
         """
         name, disk_index = parse_prefix_key(key), self._read_disk_index(_all)
         with self._call_lock:
@@ -362,8 +362,8 @@ class LLM(BaseLLM):
         return dropped
 
     def close(self) -> None:
-        """Waits for a call in another thread, then frees weights and cache. Writes to the disk what tiers.disk still
-        lacks. A second call does nothing.
+        """Waits for a call in another thread, then frees weights and cache. First writes cached chunks that the disk of
+        tiers.disk still lacks. A second call does nothing.
         """
         with self._call_lock:
             if self._loaded is not None:
@@ -414,7 +414,7 @@ class LLM(BaseLLM):
 
 
 def normalized(embedding: Sequence[float]) -> list[float]:
-    """The embedding with length 1; one of zeros as it is."""
+    """The embedding, scaled to length 1; a zero vector stays as it is."""
     length = math.hypot(*embedding)
     return [each / length for each in embedding] if length else list(embedding)
 
@@ -469,8 +469,8 @@ class _CallLock:
 
 @contextlib.contextmanager
 def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over requests, with tokens per second, unless it is not shown. Yields what is called with the
-    tokens of each finished request.
+    """A progress bar over requests, with tokens per second, if `show` is true. Yields a function to call with the
+    number of tokens of each finished request.
     """
     if not show:
         yield lambda tokens: None

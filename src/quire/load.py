@@ -44,7 +44,7 @@ log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """An engine and its context. `config` has no automatic values left.
+    """An engine and its context. All automatic values of `config` are resolved.
 
     path, requested_name  the model's path, and the name by which it was requested
     pending_config        the configuration with the codec that waits for its calibration, while pages are dense; None
@@ -77,8 +77,8 @@ def load_engine(
 
     show_progress  progress bars for downloading and calibrating; None: only if stderr is a terminal
     is_cancelled       polled between phases and during calibration; True cancels loading
-    tiers          stores in place of those that the configuration names, for good: nothing is measured
-    neighbours     stores that come after those that the configuration names
+    tiers          stores in place of the configured ones; their speed is not measured
+    neighbours     stores that are searched after the configured ones
     may_calibrate_later  whether the engine may begin with dense pages, for a caller who calibrates meanwhile and then
                          calls `with_codec`; see `LoadedEngine.pending_config`
     Raises ModelError or ConfigError with one line, and LoadCancelledError if cancelled.
@@ -121,7 +121,7 @@ def load_engine(
     _log_loaded(name, shape, resolved, fits, weights)
     is_given = tiers is not None
     if is_given or resolved.tiers.is_on or neighbours:
-        # Cheap names are not enough for what outlives the process.
+        # Data that outlives the process needs the full digest, not the cheap fingerprint.
         model_id = digest_of(checkpoint, _told_hashing()).digest
     if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
@@ -149,12 +149,12 @@ def _without_calibration(
     is_cancelled: Callable[[], bool],
     may_calibrate_later: bool,
 ) -> tuple[EngineConfig, EngineConfig | None, Calibration | None]:
-    """For a codec that has no calibration yet: makes it, or has the engine begin with dense pages. Returns the
-    configuration to begin with, `LoadedEngine.pending_config`, and the calibration.
+    """For a codec that has no calibration yet: makes the calibration, or lets the engine begin with dense pages.
+    Returns the configuration to begin with, `LoadedEngine.pending_config`, and the calibration.
     """
     reason = "" if not may_calibrate_later else _must_wait(config, resolved)
     if may_calibrate_later and not reason:
-        # What an automatic cache gets is decided once: later the weights and this cache are in memory.
+        # The size of an automatic cache is decided once, because weights and this cache occupy memory later.
         pending_config = replace(config, cache=replace(config.cache, memory=resolved.cache.memory))
         return replace(config, cache=_dense(config.cache)), pending_config, None
     if reason:
@@ -163,7 +163,7 @@ def _without_calibration(
 
 
 def _log_loaded(name: str, shape: ModelShape, resolved: EngineConfig, fits: EngineSizes, weights: str) -> None:
-    """Says what is served with which settings. weights: see `_weights_text`."""
+    """Logs the model and its main settings. weights: see `_weights_text`."""
     retain = resolved.retain
     how = "threshold" if retain.threshold != "off" else "budget"
     retained = f", retention by a {how} of {getattr(retain, how)}" if retain.is_on else ""
@@ -190,7 +190,7 @@ def _log_loaded(name: str, shape: ModelShape, resolved: EngineConfig, fits: Engi
 
 
 def _must_wait(config: EngineConfig, resolved: EngineConfig) -> str:
-    """Why an engine cannot begin with dense pages and change its codec while it runs; empty if it can."""
+    """The reason why an engine cannot begin with dense pages and change its codec later; empty if it can."""
     if resolved.runtime.device != "cpu" or resolved.attention.backend != "cpu":
         return f"on {resolved.runtime.device} with attention.backend {resolved.attention.backend} it needs the cores"
     named = {
@@ -213,13 +213,13 @@ def _dense(cache: CacheConfig) -> CacheConfig:
 def with_codec(
     loaded: LoadedEngine, config: EngineConfig, fits: EngineSizes, calibration: Calibration, *, preempts: bool
 ) -> LoadedEngine | None:
-    """The same model with the codec that waited for its calibration. The new engine goes on with all requests, and
-    nothing of the old cache is kept. Both caches are allocated for a moment, but what is not written takes no memory.
+    """Replaces the engine by one with the codec that waited for its calibration. The new engine takes over all
+    requests, but no cached chunks. Both caches are allocated for a moment; unwritten parts take no memory.
 
-    config, fits  of `resolve` for `loaded.pending_config`
+    config, fits  the result of `resolve` for `loaded.pending_config`
     preempts      whether running requests lose their pages and are computed again; otherwise there must be none
     Returns None, and changes nothing, if there are requests that may not be preempted or would not fit the new cache.
-    Raises ConfigError if the codec does not work on this model. To be called by the thread that owns the engine.
+    Raises ConfigError if the codec does not work on this model. Call it on the thread that owns the engine.
     """
     old = loaded.engine
     if old.has_work and not (preempts and old.longest_request <= fits.max_context):
@@ -251,7 +251,7 @@ def _weights_text(checkpoint: Checkpoint, resolved: EngineConfig) -> str:
 
 
 def _told_hashing() -> Report:
-    """Says once that weights are hashed, unless their hashes are remembered."""
+    """A report function for `digest_of` that logs once that weights are hashed, unless their hashes are remembered."""
     is_told = False
 
     def report(done: int, total: int) -> None:
@@ -264,7 +264,7 @@ def _told_hashing() -> Report:
 
 
 def _machine(resolved: EngineConfig) -> str:
-    """The device; for a CPU also the level of its kernels and what is slower with them."""
+    """The device as text; for a CPU also the level of its kernels and the work that is slower with them."""
     if resolved.attention.backend != "cpu":
         return resolved.runtime.device
     level = runtime.level()

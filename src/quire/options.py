@@ -66,7 +66,7 @@ MOST_NESTED = 16
 """Most tables and lists in each other in a configuration file. Settings need one."""
 
 COMPARED_CHARS = 100
-"""Of an unknown key, to find the nearest one. A comparison takes a time that grows with its length: 12 s for 100,000.
+"""Characters of an unknown key that are compared to find the nearest one. The time grows with them: 12 s for 100,000.
 """
 
 _BINARY = {f"{prefix}{suffix}": 1024**power for power, prefix in enumerate("kmgt", 1) for suffix in ("", "ib")}
@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def word_for_none(self) -> str:
-        """How no value is written: `none` for a text, or where the documentation says so."""
+        """The word for no value: `none` for a text or if the documentation says so, else `auto`."""
         return "none" if str in _alternatives(self.hint) or re.search(r"\bnone:", self.text) else "auto"
 
     def terms(self, *, in_words: bool) -> list[str]:
@@ -188,7 +188,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """A number for people, rounded to so many digits, without an exponent: 1180, 0.0123."""
+    """A number for people, rounded to `digits` significant digits, without an exponent: 1180, 0.0123."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.{digits}g}")
@@ -197,7 +197,7 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_count(number: int, one: str, many: str = "") -> str:
-    """So many things: `1 sequence`, `2 sequences`. many: where it is not `one` and an s."""
+    """A count with its noun: `1 sequence`, `2 sequences`. many: the plural, if it is not `one` and an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
@@ -267,7 +267,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def _check_plain(tables: dict[str, Any]) -> None:
-    """Raises ValueError for values that no setting has, and that a message could not show."""
+    """Raises ValueError for values that no setting can have and that a message could not show."""
     left: list[tuple[int, Any]] = [(0, tables)]
     while left:
         depth, value = left.pop()
@@ -300,7 +300,9 @@ def nearest(key: str, valid: Iterable[str], otherwise: str = "") -> str:
 
 
 def _likeness(typed: str, name: str) -> float:
-    """From 0 to 1. Names are compared whole, and without their groups; within one group, without it only."""
+    """The likeness of two names, 0 to 1: the larger of whole names and of names without their groups. Two names of one
+    group are compared only without it.
+    """
 
     def ratio(one: str, other: str) -> float:
         return difflib.SequenceMatcher(None, one, other).ratio()
@@ -413,7 +415,7 @@ def _convert(hint: Any, value: Any) -> Any:
 def _convert_one(hint: Any, value: Any) -> Any:
     """Converts the value to one plain, annotated or literal type.
 
-    Converts text. Takes no number for a truth value, and no truth value for a number. Raises ValueError.
+    Converts text. A number is no truth value, and a truth value is no number. Raises ValueError.
     """
     kind, is_text = typing.get_origin(hint) or hint, isinstance(value, str)
     if kind is Literal and value in typing.get_args(hint):

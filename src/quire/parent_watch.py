@@ -1,8 +1,8 @@
-"""Processes that end with the process that started them, in whatever way that one ends.
+"""Makes a child process end when its parent process ends, even if the parent is killed.
 
-The starter keeps the writing end of a pipe. The other process asks the kernel to send it SIGIO, which ends it, once the
-pipe has no writer. That works however busy the process is: a thread of its own would have to wait for the interpreter's
-lock, which loading may hold for long. PR_SET_PDEATHSIG would end it as soon as the *thread* that started it ends.
+The parent keeps the writing end of a pipe. The child asks the kernel to send it SIGIO, which ends it, once the pipe has
+no writer. This works even if the child is busy: a thread of its own would have to wait for the interpreter's lock,
+which loading may hold for long. PR_SET_PDEATHSIG would end it as soon as the *thread* that started it ends.
 
     python parent_watch.py NUMBER COMMAND...      COMMAND and all that it starts, tied to the pipe's reading end NUMBER
 
@@ -38,7 +38,7 @@ def start(command: Sequence[str], **options: Any) -> tuple[subprocess.Popen[Any]
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run, for a command that knows nothing of this. All that it starts ends with this process too."""
+    """As subprocess.run, for a command that does not watch its parent. It and its descendants end with this process."""
     reading, writing = os.pipe()
     try:
         words = [sys.executable, "-I", "-S", __file__, str(reading), *command]
@@ -49,9 +49,9 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
 
 
 def exit_with_parent(number: int, *, is_group: bool = False) -> None:
-    """Ends this process once nobody has the writing end of a pipe open.
+    """Ends this process once no process has the writing end of a pipe open.
 
-    number    of the reading end
+    number    file descriptor of the reading end
     is_group  ends its process group instead
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
@@ -64,14 +64,14 @@ def exit_with_parent(number: int, *, is_group: bool = False) -> None:
 
 
 def outlive_parent(number: int) -> None:
-    """Lets this process go on when its starter ends."""
+    """Lets this process continue when its parent ends."""
     os.close(number)
 
 
 def main() -> None:
-    """Becomes the command of the arguments."""
+    """Replaces this process by the command in the arguments."""
     number, *command = sys.argv[1:]
-    os.setsid()  # a group of its own, which has all that the command starts
+    os.setsid()  # a process group of its own, for the command and its descendants
     exit_with_parent(int(number), is_group=True)
     os.execvp(command[0], command)
 

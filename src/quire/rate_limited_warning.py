@@ -1,4 +1,4 @@
-"""A warning that others may cause at any rate: a line at once, then counts."""
+"""A warning that clients may cause at any rate: logs the first one at once, then counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERVAL_SECONDS = 60.0
 
 
 class RateLimitedWarning:
-    """Logs the first of many warnings of one kind, and then at most one line per interval, with the number of them.
+    """Logs the first of many warnings of one kind, and then at most one line per interval, with their number.
 
     Safe to call from any thread.
     """

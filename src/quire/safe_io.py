@@ -1,4 +1,4 @@
-"""Opens and parses the files that users name. Knows files and texts, not what they mean.
+"""Opens and parses the files that users name. Knows files and texts, not their meaning.
 
 Opening a pipe waits for its writer, and a device may have no end, so only regular files are opened. JSON may be nested
 more deeply, and have longer numbers, than Python parses; both are ordinary errors here.
@@ -67,8 +67,8 @@ def read_source(name: str) -> bytes:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a path beside a file, to write to, in a folder that is made if it is missing. Afterwards the file is that
-    one: under its name there is never half a file. Raises OSError.
+    """Yields a temporary path beside a file, to write to; makes the folder if it is missing. Then renames it to the
+    file, so that readers never see a partial file. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
@@ -80,8 +80,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """As `json.loads`. Raises ValueError for everything that is not parsed, brackets that are nested too deeply
-    included.
+    """As `json.loads`. Raises ValueError for all text that it cannot parse, including brackets that are nested too
+    deeply.
     """
     try:
         return json.loads(text, **options)
@@ -95,7 +95,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def _opened(path: str, flags: int) -> int:
-    # Between the check and this, a pipe may take the file's place. Without a writer, it would be waited for here.
+    # Since the check, a pipe may have replaced the file. Opening it without O_NONBLOCK would wait for a writer.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_mode(path, os.fstat(descriptor).st_mode)

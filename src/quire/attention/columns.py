@@ -1,4 +1,4 @@
-"""The columns of a step's profiled slices, as arrays for the CPU kernels: where each finds its keys and adds its sums.
+"""The columns of a step's profiled slices, as arrays for the CPU kernels: the chunks of their keys and of their sums.
 
 Knows chunk ids, not pages.
 """
@@ -21,16 +21,16 @@ from quire.cache.ledger import PAGE_TOKENS
 class Columns:
     """The columns that the profiled slices of a step see, as int32 arrays. A column is one chunk of a path.
 
-    scored       int64 [R, 3], of each row of the step: index of the scores that attention leaves for it, or -1;
+    scored       int64 [R, 3], for each row of the step: index of the scores that attention stores for it, or -1;
                  position of the first slot of its first column; number of columns
-    num_scores   scores that attention leaves, of one query head
-    rows         [r, 2], the profiled rows that leave no scores: query row; index among the kept rows, or -1
+    num_scores   number of scores that attention stores for one query head
+    rows         [r, 2], the profiled rows without stored scores: query row; index among the kept rows, or -1
     profiles     [n, 8], one per profiled slice: first row, rows, first column, columns, position of the first slot of
                  the first column, index of the first kept row, kept rows, rows whose peaks are recorded
     columns      [c, 6]: profile; the chunk as later rows see it; the chunk as its own rows see it; row of the chunk
                  table with its sums; index among the chunks with kept keys, or -1; tokens by which a row must follow a
                  slot to count towards its peak
-    kept_chunks  chunks that exist in this step only, one layer at a time, and whose keys `recovered` needs later
+    kept_chunks  chunks that exist only during this step, one layer at a time, and whose keys `recovered` needs later
     num_kept     rows whose queries are kept
     index        slice -> profile
     """
@@ -74,7 +74,7 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
             found[:, 5] = FAR_TOKENS
             found[: max(0, len(found) - profiled.near), 5] = 0
             # A chunk that this step encodes exists in full precision for one layer at a time. If strict, only the rows
-            # inside it see it so; otherwise all rows of the slice do.
+            # inside it see it in full precision; otherwise all rows of the slice do.
             first_seen = first_own if not strict else max(first_own, (end - profiled.last_rows) // PAGE_TOKENS)
             for at in range(first_seen, high) if profiled.last_rows else ():
                 if own[at - first_own] != piece.chunks[at]:

@@ -50,10 +50,10 @@ class CpuAttention:
     plans_built  number of plans laid out; other steps advanced the last plan
     reads        int32 [C, H], or None. Every layer's kernels add 1 for each page they read, beginning with the next
                  plan that is laid out
-    value_reads  int32 [C, H, 2], or None: as `reads`, for rows that take few values. The kernels add 1 for each page
-                 whose values they read, and the number of its slots that query heads take
+    value_reads  int32 [C, H, 2], or None: as `reads`, for rows with sparse values. The kernels add 1 for each page
+                 whose values they read, and the number of its slots that query heads choose
     keeps_lse    whether plans keep the log-sum-exp of their rows, so that the output is a partial
-    encodes_by_layer  true: the kernels encode in each layer what it fills
+    encodes_by_layer  always true: the kernels encode the pages that a layer fills within that layer
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -127,15 +127,15 @@ class CpuAttention:
         return self._last
 
     def refresh(self, chunks: NDArray[np.int32]) -> None:
-        """Nothing to do: the kernels read the table itself."""
+        """Does nothing: the kernels read the table itself."""
 
     def read_only_plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
-        """A plan of single rows that only read: all chunks of the slices precede them and have bases in the table."""
+        """A plan of rows that only read, one a slice: all chunks of a slice precede its row and have bases."""
         spec = self.spec
         layout = lay_out(
             slices, block_rows=self.block_rows, num_heads=spec.num_kv_heads, workers=runtime.num_threads(), window=None
         )
-        layout.pieces[:, 4] = 0  # so that no piece ends behind its row, and none writes
+        layout.pieces[:, 4] = 0  # so that no piece ends after its row, and none writes
         return CpuPlan(self, layout, slices, only_reads=True)
 
     def scratch_buffer(self, name: str, num_bytes: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ def _angles(spec: AttentionSpec) -> torch.Tensor | None:
 
 
 class CpuPlan:
-    """One step of the CPU backend. It holds references to all that the kernels read: layout, table and arena."""
+    """One step of the CPU backend. It keeps alive everything that the kernels read: layout, table and arena."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class CpuPlan:
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
         self.lse: torch.Tensor | None = None
-        """Of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
+        """Log-sum-exp of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
         if backend.keeps_lse:
             self.lse = torch.empty(plan.num_rows, spec.num_kv_heads * spec.group_size)
             plan.lse = self.lse.data_ptr()
@@ -232,7 +232,7 @@ class CpuPlan:
             setattr(plan, name, self._scratch[name].data_ptr())
 
     def _choose_values(self, plan: _Plan, singles: Sequence[RowSlice]) -> None:
-        """Makes the kernels choose, for each of these rows, the values that it takes."""
+        """Makes the kernels choose the values that each of these rows adds up."""
         spec = self._backend.spec
         starts = np.array([piece.start for piece in singles], np.int64)
         dropped = np.array([piece.num_dropped for piece in singles], np.int64)
@@ -250,7 +250,7 @@ class CpuPlan:
         self._take_scratch(plan, sparse_scores=places * PAGE_TOKENS * 4, sparse_slots=places * 8)
 
     def _profile(self, plan: _Plan) -> None:
-        """Makes the kernels sum the attention of the profiled slices, and keep what `recovered` reads."""
+        """Makes the kernels sum the attention of the profiled slices, and keep the queries and keys for `recovered`."""
         spec = self._backend.spec
         assert spec.table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
         found = self._columns = profiled_columns(

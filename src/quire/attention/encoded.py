@@ -19,24 +19,24 @@ _PARTS = (4, 2, 1)
 
 @dataclass
 class EncodedTables:
-    """What `kernels.encoded` and `kernels.encode` know of the codec of sealed chunks.
+    """The description of the sealed codec for `kernels.encoded` and `kernels.encode`.
 
-    kernel_id    of the codec
+    kernel_id    the codec's kernel id
     pairs_padded HP, half of the head size rounded up to a power of two
-    heads        int32 [L, H, HEAD_INTS]: slots, and where the parts of a page begin
-    pairs        int32 [L, H, 4, HP]: of each pair in stored order, its number, and where its upper four bits, its two
-                 bits and its lowest bit begin, in words from the page's start; -1 where its width has no such part
-    read_keys    float32 [L, H, 2, HP, 32]: of each pair in stored order the two channels' books, by place
+    heads        int32 [L, H, HEAD_INTS]: slots, and the offsets of the parts of a page
+    pairs        int32 [L, H, 4, HP]: for each pair in stored order, its number, and the offsets of its upper four bits,
+                 its two bits and its lowest bit, in words from the page's start; -1 if its width has no such part
+    read_keys    float32 [L, H, 2, HP, 32]: for each pair in stored order, the books of its two channels, by place
     read_values  float32 [L, H, 32]: the book of values, by place
     edges, books, weight, value_edges, value_books  float32 [L, H, D, 32], [L, H, D, 32], [L, H, D], [L, H, 32] twice:
                  by code, to encode with
-    key_parts, value_parts  of all widths in use, the powers of two: a sum of 4, 2 and 1
-    key_slots, value_slots  of a vector at most
+    key_parts, value_parts  the powers of two in the widths in use: a sum of 4, 2 and 1
+    key_slots, value_slots  most slots of a vector
 
-    A code of b bits has its place in a book of 32 by its upper part, of four or two bits, and by its lowest bit where b
-    is odd: `lowest * 16 + upper`. So kernels put no shifted parts together, and one book fits all widths.
-    All of this is None, or 0, for group codes, which have no tables. Where their keys are stored less a bias, it is
-    `books`, float32 [L, H, D], and `read_keys`, float32 [L, H, 2, HP], the two halves apart.
+    The place of a code in a book of 32 is `lowest * 16 + upper`: its upper part has four or two bits, and its lowest
+    bit is apart if the width is odd. So kernels need not combine shifted parts, and one book fits all widths.
+    For group codes, which have no tables, all of this is None or 0. If a bias is subtracted from their keys, `books` is
+    this bias, float32 [L, H, D], and so is `read_keys`, float32 [L, H, 2, HP], with the two halves apart.
     """
 
     kernel_id: int
@@ -86,12 +86,12 @@ def nuq_tables(codec: NuqCodec, device: torch.device) -> EncodedTables:
     )  # fmt: skip
     order = tables.key_order.long()
     ordered = torch.cat((order, order + half), -1)
-    # In stored order, the two channels of every pair apart.
+    # In stored order, with the two channels of every pair apart.
     books = tables.key_books.gather(-2, ordered[..., None].expand(*ordered.shape, NUM_BOOK))
     bits = tables.key_bits.long().repeat_interleave(BLOCK_PAIRS, -1)
     by_place = _by_place(books, torch.cat((bits, bits), -1)).unflatten(-2, (2, half))
-    # An infinite edge counts for no value, whatever multiplies it: as zeros they make no NaN, and a width bounds those
-    # that count.
+    # No value exceeds an infinite edge. Stored as zeros, such edges make no NaN when they are scaled; the width says
+    # which edges count.
     finite = tables.value_edges.masked_fill(tables.value_edges.isinf(), 0)
     return EncodedTables(
         codec.kernel_id,
@@ -137,7 +137,7 @@ def _pairs(codec: NuqCodec, pairs_padded: int) -> Tensor:
 
 
 def _by_place(books: Tensor, bits: Tensor) -> Tensor:
-    """Books [..., 32] by code -> by place, for widths [...]; zero where no code is."""
+    """Books [..., 32] by code -> by place, for widths [...]; zero in places without a code."""
     place = torch.arange(NUM_BOOK)
     upper, lowest = place & 15, place >> 4
     odd = bits[..., None] & 1

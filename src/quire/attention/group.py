@@ -8,7 +8,7 @@ from quire.cache.codecs.group import GroupCodec
 class KeyBiases:
     """The key biases, which are subtracted before keys are stored.
 
-    address  of float32 [L, H, D]; None: there are no biases
+    address  address of the biases, float32 [L, H, D]; None: there are no biases
     """
 
     def __init__(self, codec: GroupCodec) -> None:

@@ -26,7 +26,7 @@ class NuqHead(ctypes.Structure):
 class NuqHeads:
     """One structure for each layer and head, and the tensors they point into.
 
-    address  of the first, [L, H]
+    address  address of the first structure; they are in the order [L, H]
     """
 
     def __init__(self, codec: NuqCodec) -> None:
@@ -72,8 +72,8 @@ def _channel_bits(codec: NuqCodec) -> torch.Tensor:
 
 
 def _repeated(books: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Books [..., 32] in bfloat16, the 2^bits that count again and again: a lookup may then leave in an index what lies
-    above the code.
+    """Books [..., 32] in bfloat16, filled with repetitions of their 2^bits entries, so that a lookup need not mask the
+    bits above a code in its index.
     """
     index = torch.arange(NUM_BOOK) & ((1 << bits.long()[..., None]) - 1)
     return books.gather(-1, index).to(torch.bfloat16).contiguous()

@@ -1,4 +1,4 @@
-"""What attention and its kernels read of a chunk table, whatever moves the chunks."""
+"""The part of a chunk table that attention and its kernels read. It is the same for offloaded chunks."""
 
 from __future__ import annotations
 

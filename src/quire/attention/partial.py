@@ -13,7 +13,7 @@ class Partial:
     """Attention over a set of tokens.
 
     o    float32 [R, H, G, D], normalised over the set
-    lse  float32 [R, H, G], natural log of the sum of exponentials of the scores; -inf, and o 0, where a row saw nothing
+    lse  float32 [R, H, G], natural log of the sum of exp(score); for a row that sees no token -inf, and its o is 0
     """
 
     o: torch.Tensor

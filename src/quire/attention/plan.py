@@ -1,5 +1,5 @@
-"""The plan of a step: which query rows read which chunks, cut into pieces that fill the machine. Knows chunk ids, not
-pages or requests.
+"""The plan of a step: which query rows read which chunks, cut into pieces that keep all workers busy. Knows chunk ids,
+not pages or requests.
 
 slices of the step          pieces                                    work items
 [rows | path of chunks] ->  [block of rows | run of its chunks]  ->   piece x kv head
@@ -41,13 +41,13 @@ MIN_SPLIT_CHUNKS = 4
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a backend is built from.
+    """The arguments from which a backend is built.
 
     table     the chunks; if sealed chunks are encoded, pages of every codec hold keys before rotation
     cos, sin  float32 [positions, D / 2], or None for models that do not rotate
     window    a row at position i sees only positions above i - window; None: it sees all
     strict    whether rows see earlier chunks of their own slice as stored, not as computed
-    dtype     of queries, keys, values, the output, and dense pages
+    dtype     dtype of queries, keys, values, the output, and dense pages
     sparse_values  S: a slice of one row, unless it `reads_all`, adds up only the values with the largest weights: those
               of int(S * (n - 1)) of the n - 1 other slots that it sees, and its own. 1: all values
     """
@@ -71,8 +71,8 @@ class AttentionPlan(StepPlan, Protocol):
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """The attention of a slice's last rows to the tokens that a policy would keep, [L, H]; 1 if they see no others.
 
-        Averaged over these rows and over the query heads of a kv head. To be called once the model has run and before
-        the next plan.
+        Averaged over these rows and over the query heads of a kv head. Call it after the model has run and before the
+        next plan.
 
         slice_index  a slice whose `profiled` has last rows
         kept         [L, H, n]: columns kept for every row; bit t of word c is position c * 64 + t. n >= chunks of the
@@ -91,8 +91,8 @@ class AttentionBackend(Protocol):
 
         ready   int32 [L], set by another thread during the step: a layer's pages may be read once its entry is not 0.
                 None: all may be read
-        moved   the last plan had the same rows, each one position earlier. These of the slices are in other chunks now;
-                a backend may advance the last plan. None: other rows
+        moved   if the last plan had the same rows, each one position earlier: indices of the slices that changed
+                chunks. A backend may then advance the last plan. None: other rows
         """
 
 
@@ -103,7 +103,7 @@ class StepLayout:
     positions    [R] of the query rows
     write_chunk  [R] chunk that takes each row's key and value
     indices      chunk ids: the runs of all pieces, concatenated. Each private run of the first `num_singles` rows
-                 has room for one more chunk behind it
+                 has room for one more chunk at its end
     pieces       [n, 6]: first row, rows, first index, chunks, position of the first slot, first partial or -1
     merges       [m, 3]: row, first part, parts
     merge_parts  partial rows, in the order of the merges
@@ -161,12 +161,12 @@ class StepLayout:
 
     @functools.cached_property
     def _spare(self) -> list[int]:
-        """How many more chunks each single row's run has room for."""
+        """The number of further chunks for which each single row's run has room."""
         return [1] * self.num_singles
 
 
 def sparse_singles(slices: Sequence[RowSlice], sparse_values: float) -> int:
-    """The number of leading slices of one row if any of them takes few values, else 0."""
+    """The number of leading slices of one row if any of them has sparse values, else 0."""
     if sparse_values == 1:
         return 0
     singles = leading_singles(slices)
@@ -191,8 +191,8 @@ def common_runs(
     block_rows          most rows of a run; more rows get several runs over the same chunks
     max_runs, max_rows  limits on all runs together; a run that does not fit is not shared
 
-    Where a segment is not shared, none below it is. So the runs of a row cover the beginning of its path without a gap,
-    and the rest of its path is one run too.
+    If a segment is not shared, its descendants are not shared either. So the runs of a row cover the beginning of its
+    path without a gap, and the rest of its path is one run too.
     """
     names = [piece.shared for piece in slices]
     if not any(names):
@@ -236,8 +236,8 @@ def common_runs(
 
 
 class StagedWrites:
-    """Where the rows of a step find the chunks they write: the chunk itself if it stays open, else the dense source
-    that it will be encoded from.
+    """The chunks to which the rows of a step write: the chunk itself if it stays open, else the dense source from which
+    it will be encoded.
 
     encodes  whether sealed chunks have another codec than open ones
     """
@@ -353,7 +353,7 @@ class _Blocks:
     runs: list[NDArray[np.int32]]
 
     def joined(self, other: _Blocks) -> _Blocks:
-        """With further rows."""
+        """These blocks, followed by those of further rows."""
         return _Blocks(
             np.concatenate((self.positions, other.positions)),
             np.concatenate((self.write_chunk, other.write_chunk)),

@@ -1,4 +1,4 @@
-"""The attention statistics that retention decides by, by definition.
+"""The definition of the attention statistics on which retention bases its decisions.
 
 A row's attention to a column is exp(score - lse), with the log-sum-exp that attention computes anyway. So no matrix of
 rows x columns outlives a block, and the results of blocks may be combined in any order.
@@ -60,7 +60,7 @@ def column_peaks(
     window: int | None = None,
 ) -> Tensor:
     """The largest attention that any query head of any row gives to each column at least `FAR_TOKENS` before it,
-    float32 [H, T]; see `probabilities`. Attention to near tokens says nothing about what a head will look back to.
+    float32 [H, T]; see `probabilities`. Attention to near tokens does not predict which old tokens a head will need.
 
     near  [T], positions of the columns; a column that is far from all rows may have any position that is far
     """

@@ -59,9 +59,9 @@ def attend_dense(
 def chosen(scores: torch.Tensor, visible: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
     """The tokens whose values a decode row adds up in each query head, bool [R, H, G, T].
 
-    Of n visible tokens these are the row's own one and the int(share * (n - 1)) with the largest scores among the
-    others. Of equal scores the first on the path is taken: without retention the one with the lowest position. The
-    weights stay those of the softmax over all n tokens, so their sum is below 1.
+    Of n visible tokens these are the row's own one and the int(share * (n - 1)) others with the largest scores. Among
+    equal scores the first token on the path wins: without retention the one with the lowest position. The weights stay
+    those of the softmax over all n tokens, so their sum is below 1.
 
     scores   float32 [R, H, G, T]
     visible  bool [R, H, T]
@@ -289,8 +289,8 @@ class ReferencePlan:
         return torch.from_numpy(np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")).bool()
 
     def _keys_values(self, chunk: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of a chunk in one layer, [H, P, D] each; zeros for a staged chunk that nobody wrote, and
-        for heads that keep nothing of the chunk: others may have their pages.
+        """The keys and values of a chunk in one layer, [H, P, D] each; zeros for a staged chunk that is not written,
+        and for heads that keep nothing of the chunk, because other chunks may now have their pages.
         """
         spec, table = self.spec, self.spec.table
         shape, device = (spec.num_kv_heads, PAGE_TOKENS, spec.head_dim), table.arena.device

@@ -25,7 +25,7 @@ def wait_for(ready: NDArray[np.int32] | None, layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What a slice of a prompt records for retention.
+    """The attention statistics that a slice of a prompt records for retention.
 
     sums       int32 [>= chunks of the path up to the slice's end]: for each chunk, the row of the chunk table with its
                column sums. The slice adds its attention there. No other slice of the step adds to the same row
@@ -33,7 +33,7 @@ class Profiled:
     peaks      number of rows at the slice's end whose `profile.column_peaks` are recorded in place of sums, where they
                are larger than what is stored; 0: sums
     near       number of last chunks, up to the slice's end, whose index in the path gives their position. Earlier
-               chunks are far from all rows, which is all that peaks need to know
+               chunks are far from all rows, and peaks need no more than that
     """
 
     sums: NDArray[np.int32]
@@ -51,10 +51,10 @@ class RowSlice:
     chunks    int32 [>= ceil((start + num_rows) / 64)], the sequence's chunk ids in order of position
     shared    (name, number of chunks) of the segments that the path begins with, all before `start`. Equal names at the
               same depth mean the same chunks. Neighbouring slices of one row at the start of a step read them together
-    filled    the open chunk with the slots before `start`, if this step fills it; `chunks` then names the chunk that it
+    filled    the open chunk with the slots before `start`, if this step fills it; `chunks` then has the chunk that it
               is encoded into. -1: none
     profiled  what the slice records for retention; None: nothing
-    reads_all    whether a slice of one row reads all values in any case: see `AttentionSpec.sparse_values`
+    reads_all    whether a slice of one row always reads all values: see `AttentionSpec.sparse_values`
     num_dropped  number of chunks that retention has removed from the path; only for slices of one row. If it is not 0,
               all of `chunks` but the last hold tokens from anywhere before the row, in the slots that the table's masks
               show. The last one holds the tokens next to the row

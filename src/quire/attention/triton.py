@@ -41,18 +41,18 @@ MAX_DECODE_INDICES = 1 << 19
 
 PIECES_PER_PROCESSOR = 2
 """Pieces for every multiprocessor, which has room for one at a time (`seeded`: for more). With one each, the longest
-decide: on an H200 long contexts take 1.3 to 1.4 times as long, and only a single short one (8,192 tokens) gains an
-eighth."""
+piece determines the time: on an H200 long contexts take 1.3 to 1.4 times as long, and only a single short one (8,192
+tokens) gains an eighth."""
 
 FEW_CHUNKS = 8
-"""The most chunks of their own, on average, with which rows of a step that shares have the launch `seeded`: the most
-that was measured. Long contexts need more stages."""
+"""A step with shared runs uses the launch `seeded` if its rows have at most this many own chunks on average; larger
+numbers were not measured. Long contexts need more stages."""
 
 FIRST_THAT_OVERLAPS = (9, 0)
 """The first compute capability on which a launch can begin during the one before it (programmatic dependent launch)."""
 
 MIN_SAVED_BYTES = 8 << 20
-"""Bytes of reads that sharing must save in a decode step. If it saves fewer, nothing is shared. A guess, not measured:
+"""Bytes of reads that sharing must save in a decode step. If it saves fewer, rows share nothing. A guess, not measured:
 two microseconds of an H200's memory bandwidth, for a second launch in a graph."""
 
 
@@ -64,9 +64,9 @@ class TritonAttention:
     plans_built  number of plans laid out; other steps advanced the last plan
     copies       number of copies from host to device so far: of plans, and of rows of the mirror
     reads        int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
-    overlaps     whether, on dense pages, the launch for rows by themselves begins during the one for what they share
+    overlaps     whether, on dense pages, the launch for single rows begins during the launch for shared runs
     keeps_lse    whether plans keep the log-sum-exp of their rows, so that the output is a partial
-    encodes_by_layer  whether a decode step encodes what it fills in each layer and not at its end
+    encodes_by_layer  whether a decode step encodes the chunks it fills in each layer, instead of at its end
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -133,7 +133,7 @@ class TritonAttention:
         return found
 
     def refresh(self, chunks: NDArray[np.int32]) -> None:
-        """Some chunks have other pages in the table now, for plans that exist already, too."""
+        """Uploads the table's new pages of some chunks. Existing plans use them too."""
         self.mirror.refresh(chunks)
 
     def _new_decode_plans(self) -> Tensor:

@@ -46,7 +46,7 @@ class GraphKey(NamedTuple):
     batch_size   padded rows
     shares       see TritonPlan
     is_profiled  whether any row adds to column sums
-    stages       of the launch for rows by themselves
+    stages       stages of the launch for single rows
     """
 
     batch_size: int
@@ -58,10 +58,10 @@ class GraphKey(NamedTuple):
 class TritonPlan:
     """One step of the Triton backend.
 
-    slices       of the step
+    slices       slices of the step
     num_rows     R
-    batch_size   padded rows of a decode step; None for other steps and for one that is too large, which cannot be
-                 graphs. Keys, values and queries have R or batch_size rows; rows beyond R give zeros
+    batch_size   padded rows of a decode step; None for other steps and for decode steps that are too large, which
+                 cannot be graphs. Keys, values and queries have R or batch_size rows; rows beyond R give zeros
     shares       whether rows share chunks that are read once for them, by tall pieces
     is_decode    every slice has one row
     profile      what profiled slices record; None if no slice is profiled
@@ -88,7 +88,7 @@ class TritonPlan:
         self.shares = layout.num_common > 0
         self.is_decode = layout.is_decode
         self.lse: Tensor | None = None
-        """Of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
+        """Log-sum-exp of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
         self._new: tuple[int, Tensor, Tensor] | None = None
         short, tall, num_entries = layout.short, layout.tall, len(layout.entries)
         rows, max_short, max_tall, max_entries = self.num_rows, len(short), len(tall), num_entries
@@ -138,13 +138,13 @@ class TritonPlan:
 
     @property
     def graph_key(self) -> GraphKey | None:
-        """None if the step cannot be a graph: it is no decode step, is too large, or keeps rows for `recovered`."""
+        """The key of the step's graph; None if it is no decode step, is too large, or keeps rows for `recovered`."""
         if self.batch_size is None or (self.profile is not None and self.profile.num_kept):
             return None
         return GraphKey(self.batch_size, self.shares, self.profile is not None, self._launches[0].stages)
 
     def profiling_suspended(self) -> AbstractContextManager[None]:
-        """Nothing is added to column sums inside: keys and values may be written twice, sums must be added once."""
+        """A context that adds no column sums: keys and values may be written twice, but sums must be added once."""
         return contextlib.nullcontext() if self.profile is None else self.profile.suspended()
 
     def advance(self) -> None:
@@ -159,7 +159,7 @@ class TritonPlan:
     def seal(self) -> None:
         """Encodes the chunks that a decode step has filled, once, in all layers.
 
-        The last layer's `attend` calls it. Whoever replays a graph instead must call it too.
+        The last layer's `attend` calls it. Code that replays a graph instead must call it itself.
         """
         if self.is_decode and not self._backend.encodes_by_layer:
             self._encode(0, self._backend.spec.num_layers)

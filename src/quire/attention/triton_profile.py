@@ -1,4 +1,4 @@
-"""What the profiled slices of a step record on a GPU: column sums, and the rows that `recovered` reads again.
+"""Profiling of a step's slices on a GPU: column sums, and the rows that `recovered` reads again.
 
 A step has two kinds of columns, like short and tall pieces. Columns of slices of one row do little but read keys.
 Columns of many rows are a matrix product each. Arrays of decode steps have fixed addresses, which graphs hold.
@@ -69,7 +69,7 @@ class ProfileMemory:
     sums          the arena as float32
     lse           f32 [batch, H, G] of decode steps, base 2
     queries       [H * batch * G * D] of decode steps, rotated and scaled
-    columns       int32, the one buffer of decode steps' columns, which begin at its start
+    columns       int32, the one buffer of all decode steps' columns
     num_programs  programs per kv head for columns of slices of one row
     """
 
@@ -188,7 +188,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """A decode step that runs inside adds nothing, because it has no columns meanwhile."""
+        """A context in which a decode step has no columns and thus adds no sums."""
         count = self._num_columns.clone()
         self._num_columns.zero_()
         yield

@@ -36,7 +36,7 @@ class Arena:
 
     @contextlib.contextmanager
     def held(self, ids: Int32s, sizes: Int64s | int, *, changes: bool) -> Iterator[None]:
-        """Inside, pages may be read in `data`. With `changes`, they may also be written. This arena needs no
+        """A context in which pages may be read in `data`, and with `changes` also written. This arena needs no
         preparation.
 
         ids    int32 [n]
@@ -84,7 +84,7 @@ class Arena:
             self.store(after[part], page_bytes, self.load(before[part], page_bytes))
 
     def _pages(self, page_bytes: int) -> Bytes:
-        """As `rows`, of an arena in memory."""
+        """The same pages as `rows`, as a numpy array, of an arena on a CPU."""
         data = self.data.numpy()
         return np.ndarray(((len(data) - page_bytes) // UNIT + 1, page_bytes), np.uint8, data, 0, (UNIT, 1))
 

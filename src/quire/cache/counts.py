@@ -1,5 +1,5 @@
-"""Chunks by id and the demand of their pages, which is all that admission, growth and eviction need. Where pages lie is
-in `cache/table.py`.
+"""Chunks by id and the demand of their pages, which is all that admission, growth and eviction need. `cache/table.py`
+has the addresses of pages.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ SmolLM2's dense pages."""
 
 class ChunkCounts:
     """Chunks of an arena by id; an id is a row of a table. Invariant: a row is either free, or the ledger counts the
-    pages of its codec, and its sidecar, as out.
+    pages of its codec, and its sidecar, as taken.
 
     ledger         counts pages
     shape          (L, H): layers and kv heads
     open_codec     the dense codec of open chunks
-    sealed_codec   the codec of full chunks, the first of those given beside it; the same one if none was
+    sealed_codec   the codec of full chunks: the first of `sealed_codecs`, or `open_codec` if there are none
     encodes        whether the two differ
     codecs         the page formats of rows, by kernel id: codecs, and column sums with retention
     sinks          which tokens sidecars keep exact; None: no chunk has a sidecar
     sums           the format of column sums, which have rows of their own; None without retention
-    sidecar_bytes  of one sidecar; 0 without sinks
-    capacity       rows
-    sizes          int32 [formats, L, H], bytes of the pages of each format, by kernel id; of column sums in any case
+    sidecar_bytes  bytes of one sidecar; 0 without sinks
+    capacity       number of rows
+    sizes          int32 [formats, L, H], bytes of the pages of each format, by kernel id; always includes column sums
     kinds          uint8 [capacity]; kernel id of the chunk's codec
-    sidecars       int32 [capacity]; where the chunk's sidecar lies, as a page id, or 0 if nothing lies anywhere; -1
-                   without one
+    sidecars       int32 [capacity]; page id of the chunk's sidecar, or 0 in a table without pages; -1 without a sidecar
     Raises ConfigError if a page or a sidecar does not fit a slab of the ledger.
     """
 
@@ -73,7 +72,7 @@ class ChunkCounts:
         self.encodes = bool(sealed_codecs)
         formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
         self.codecs = {each.kernel_id: each for each in formats}
-        # Runs from a store may have column sums that nobody reads here.
+        # Runs from a store may have column sums even if this engine does not retain.
         self.sizes = np.zeros((max(*self.codecs, SumsCodec.kernel_id) + 1, *self.shape), np.int32)
         self.sizes[SumsCodec.kernel_id] = SumsCodec.page_bytes
         for each in formats:

@@ -1,4 +1,4 @@
-"""Demotion: chunks of the tree are copied to a store, ahead of their eviction where there is time."""
+"""Demotion: copies chunks of the tree to a store, before their eviction if there is time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ the 99th percentile of the time per token showed."""
 
 
 class Demotion:
-    """Offers chunks to a store. Nothing leaves the tree here: eviction of a chunk that the store has costs nothing.
-    Chunks for which requests asked a lifetime stay in the arena alone.
+    """Offers chunks to a store. Demotion removes nothing from the tree; it makes a later eviction free. Chunks with a
+    `cache_lifetime` are never offered.
 
     is_on     whether there is a store that keeps chunks
-    num_lost  chunks that were evicted and that the store would not take
+    num_lost  evicted chunks that the store did not take
     """
 
     def __init__(self, table: ChunkCounts, store: Store) -> None:
@@ -45,7 +45,7 @@ class Demotion:
         return bool(self._waiting)
 
     def note(self, segment: Segment | None) -> None:
-        """A segment has new chunks, or a new attachment."""
+        """Queues a segment with new chunks or a new attachment for demotion."""
         if self.is_on and segment is not None and segment.lifetime is None:
             if len(self._waiting) > 2 * self.table.num_taken + 64:
                 # A store that takes nothing would collect evicted segments here for ever.
@@ -53,14 +53,14 @@ class Demotion:
             self._waiting[segment] = None
 
     def use(self, names: list[bytes], tip: Segment | None) -> None:
-        """A sequence reads these chunks of the tree, up to the end of a segment. The store counts that as a use, so
-        that it does not take what is always near for unused, and is offered again what it has lost.
+        """Notes that a sequence reads these chunks of the tree, up to the end of a segment. The store counts this as a
+        use, because it does not see reads from the arena. Chunks that the store has lost are offered again.
         """
         if any(self.store.wants(names)):
             self.note(tip)
 
     def tick(self, now: float) -> None:
-        """Offers as much as the time since the last call allows."""
+        """Offers as many bytes as the time since the last call allows."""
         self._allowed = min(self._allowed + max(0.0, now - self._now) * COPY_SPEED, MOST_AHEAD)
         self._now = now
         if self._waiting and self._allowed > 0:
@@ -98,7 +98,7 @@ class Demotion:
         """Puts those chunks into the store that it lacks, as runs. Stops after `num_bytes`. Returns the bytes, and
         whether the store now has all chunks.
 
-        rows  of the chunks, then of the attachment of their end
+        rows  rows of the chunks, then those of the attachment of their end
         """
         store, names, done = self.store, identity.names, 0
         wanted = store.wants(names)

@@ -1,4 +1,4 @@
-"""Room by eviction: whether a demand fits once idle chunks are evicted, and their eviction."""
+"""Eviction: whether a demand fits once idle chunks are evicted, and their eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports: sequences that another engine goes on with. Their chunks stay until they are taken or given up."""
+"""Exports: sequences that another engine continues. Their chunks stay until they are fetched or given up."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.cache.table import ChunkTable
 
 @dataclass(frozen=True, eq=False)
 class ExportedSequence:
-    """A sequence that left. Nothing of it changes, so any thread may pack its pages until it is ended.
+    """A sequence that has left its engine. Its pages no longer change, so any thread may pack them until it is ended.
 
-    Its parts are its shared chunks, by index, and then, if it has any, its own chunks together.
+    Its parts are its shared chunks, one part each by index, and then its own chunks together, if it has any.
 
-    keys     of its chunks
-    path     its chunks, locked as when it ran
-    swapped  what the other engine needs beside their bytes
+    keys     keys of its chunks
+    path     its chunks, still locked
+    swapped  the path that the other engine needs besides the bytes of the chunks
     shared   the pages of its shared chunks, under a hold; None: it has none
     own      the pages of its own chunks, under a hold; None: it has none
     """
@@ -37,13 +37,11 @@ class ExportedSequence:
 
     @property
     def parts(self) -> frozenset[int]:
-        """All parts."""
+        """The indices of all parts."""
         return frozenset(range(self.swapped.num_shared + (self.own is not None)))
 
     def pages(self, group: Collection[int]) -> HeldPages:
-        """The pages of some parts that go together: shared chunks, or the sequence's own. Raises ValueError for
-        others.
-        """
+        """The pages of some parts, either shared chunks or the sequence's own. Raises ValueError for a mixture."""
         num_shared = self.swapped.num_shared
         if self.own is not None and set(group) == {num_shared}:
             return self.own
@@ -53,9 +51,9 @@ class ExportedSequence:
 
 
 class Exports:
-    """The exports of one engine. To the others they are occupied memory.
+    """The exports of one engine. For its other sequences they are occupied memory.
 
-    held  exports that nobody has ended
+    held  exports that have not been ended
     """
 
     def __init__(self, eviction: Eviction) -> None:
@@ -78,7 +76,7 @@ class Exports:
         return export
 
     def end(self, export: ExportedSequence) -> None:
-        """Frees what a sequence left. Its shared chunks stay cached."""
+        """Frees the chunks of an export. Its shared chunks stay cached."""
         self.held.remove(export)
         for pages in (export.shared, export.own):
             if pages is not None:

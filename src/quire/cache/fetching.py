@@ -29,12 +29,12 @@ from quire.cache.store import Transfer
 log = logging.getLogger("quire")
 
 OVERLAP_SECONDS = 0.1
-"""A step may run behind arriving layers if the last one is expected within this time: the step holds up everybody."""
+"""A step may run behind arriving layers only if the last one is expected within this time: it delays all sequences."""
 
 
 @dataclass
 class FetchCounts:
-    """Counts since start, in chunks. Wasted chunks were to be read and entered no path."""
+    """Counts since start, in chunks. Wasted chunks were fetched for a sequence but entered no path."""
 
     fetched: int = 0
     wasted: int = 0
@@ -85,8 +85,8 @@ class Fetching:
         return found
 
     def worth_fetching(self, holder: Holder, limits: PromptLimits) -> tuple[int, list[Run]]:
-        """The chunks of an admitted prompt that the store has and the tree has not, if to fetch them is faster than to
-        compute them: number of chunks before them, and a run for each.
+        """The chunks of an admitted prompt that are in the store but not in the tree, if fetching them is faster than
+        computing them. Returns the number of chunks before them, and a run for each.
         """
         keys = holder.keys
         near = sum(count for _, count in self.tree.walk(keys, limits.num_reusable))
@@ -99,7 +99,7 @@ class Fetching:
         return near, runs
 
     def prefetch(self, holder: Holder, limits: PromptLimits) -> None:
-        """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
+        """Starts to fetch chunks of a sequence that waits for admission, into unreserved room."""
         if holder in self.prefetches:
             return
         keys, table = holder.keys, self.table
@@ -121,21 +121,21 @@ class Fetching:
             self.cancel_prefetch(holder)
 
     def cancel_prefetch(self, holder: Holder) -> None:
-        """Ends the fetch for a sequence that waits, if there is one: it ends, or its room is wanted."""
+        """Ends the prefetch for a waiting sequence, if any, because the sequence ends or its room is needed."""
         path = self.prefetches.pop(holder, None)
         if path is not None:
             self.cancel(path)
             self.table.free(self.tree.release(path))
 
     def cancel_latest_prefetch(self) -> bool:
-        """Ends the latest fetch for a sequence that waits, because its room is wanted. False if there is none."""
+        """Ends the latest prefetch for a waiting sequence, because its room is needed. False if there is none."""
         if not self.prefetches:
             return False
         self.cancel_prefetch(next(reversed(self.prefetches)))
         return True
 
     def tick(self) -> None:
-        """Puts chunks that have arrived for waiting sequences into the tree."""
+        """Puts chunks into the tree that have arrived for waiting sequences."""
         for holder, path in list(self.prefetches.items()):
             transfer = path.transfer
             if transfer is None or not transfer.is_over:
@@ -152,7 +152,7 @@ class Fetching:
         holder.path.num_tokens = self._num_known(holder)
 
     def _num_known(self, holder: Holder) -> int:
-        """Number of tokens that are computed or arrive. The last token of a sequence is computed in any case."""
+        """Number of tokens that are computed or in transfer. The last token of a sequence is always computed."""
         path = holder.path
         num_arriving = 0 if path.transfer is None else len(path.transfer.names)
         arriving = (path.num_shared + num_arriving) * PAGE_TOKENS
@@ -177,7 +177,7 @@ class Fetching:
         return has_arrived
 
     def cancel(self, path: Path) -> None:
-        """Ends the transfer of a path, if it has one, complete or not."""
+        """Ends the transfer of a path, if it has one, even if it is incomplete."""
         if path.transfer is not None:
             self._close(path)
 
@@ -214,12 +214,12 @@ class Fetching:
         self.store.get(transfer, transfer.runs)
 
     def backlog(self) -> int:
-        """Bytes that are still to arrive before a new transfer's."""
+        """Bytes of earlier transfers that must arrive before those of a new one."""
         return max((int(ahead * (1 - each.share)) for each, ahead in self._underway.items()), default=0)
 
     def _close(self, path: Path) -> bool:
-        """Ends a path's transfer, complete or not. Returns whether all has arrived. The store forgets a run that is
-        lost, and private runs.
+        """Ends a path's transfer, even if it is incomplete. Returns whether all chunks have arrived. Drops private runs
+        from the store, and a run that the transfer reports as lost.
         """
         transfer = path.transfer
         assert transfer is not None
@@ -240,15 +240,15 @@ class Fetching:
         return has_arrived
 
     def _is_still(self, run: Run) -> bool:
-        """Whether the store has the run and no other one in its place. Of a divisible one it was a part."""
+        """Whether the store still has this run, or for a divisible one a run that contains it."""
         found = self.store.find(run.names[0])
         return found is run or (found is not None and run.is_divisible and found.is_divisible)
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 
     def _pays(self, holder: Holder, near: int, runs: list[Run]) -> bool:
-        """Whether fetching the chunks after the `near` first ones ends before computing them would, behind the prompts
-        that are being computed.
+        """Whether fetching the chunks after the first `near` ones ends before computing them would. Computing starts
+        only after the prompts that are being computed.
         """
         num_bytes, num_tokens = sum(run_bytes(self.eviction.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
         fetching = self.costs.fetch(num_bytes + self.backlog())
@@ -270,7 +270,7 @@ class Fetching:
 
 
 def _note_sources(holder: Holder, transfer: Transfer) -> None:
-    """Adds the tokens of shared chunks that a transfer brought to what its sequence has from stores."""
+    """Adds the tokens of a transfer's shared chunks to the counts of its sequence, by store."""
     if not holder.num_preemptions:
         names = {*transfer.names}
         for run, source in transfer.sources.items():

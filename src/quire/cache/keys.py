@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quire.cache.ledger import PAGE_TOKENS
 
 KEY_BYTES = 16
-"""Two of about 2^64 chunks are likely to have equal keys. Nobody can find such a pair by trial."""
+"""Bytes of a key. Among about 2^64 chunks, two are likely to have equal keys; such a pair cannot be found by trial."""
 
 _CHUNK_BYTES = 4 * PAGE_TOKENS
 _DIGEST = hashlib.blake2b(digest_size=KEY_BYTES)
@@ -26,7 +26,7 @@ _DIGEST = hashlib.blake2b(digest_size=KEY_BYTES)
 
 @functools.lru_cache(maxsize=1024)
 def namespace_key(namespace: Hashable) -> bytes:
-    """The digest that the keys of a namespace start from: of its fields by name, as JSON."""
+    """The digest of a namespace's fields by name, as JSON. The keys of its chunks start from it."""
     fields: object = namespace
     if dataclasses.is_dataclass(namespace) and not isinstance(namespace, type):
         fields = dataclasses.asdict(namespace)
@@ -39,7 +39,7 @@ class ChunkKeys:
 
         key 0 = blake2b(key of the namespace, tokens of chunk 0)      key i = blake2b(key i - 1, tokens of chunk i)
 
-    where tokens are int32, little-endian. Equal keys mean equal tokens from the beginning on.
+    where tokens are int32, little-endian. Equal keys mean equal tokens up to the end of the chunk.
 
     namespace  what must be equal for two sequences to share pages
     token_ids  the sequence's tokens: a list that only grows

@@ -62,7 +62,7 @@ class Demand(tuple[int, ...]):
 class _SizeClass:
     """Pages of one size.
 
-    num_out    pages that are taken and not given back
+    num_out    pages that are taken and not freed
     num_held   slabs with a page under a hold
     """
 
@@ -77,8 +77,8 @@ class _SizeClass:
 
 
 class PageCounts:
-    """The number of pages of each size that are out of an arena, and how many more fit. This is enough for decisions,
-    and all that a simulator has. Pages are packed as densely as possible.
+    """The number of taken pages of each size in an arena, and how many more fit. Admission and eviction need no more,
+    and a simulator has no more. Pages count as packed as densely as possible.
 
     num_bytes   size of the arena; rounded down to whole slabs
     slab_bytes  bytes of a slab; by default a 64th of the arena, between 256 KiB and 4 MiB
@@ -125,8 +125,8 @@ class PageCounts:
         return self._classes[self.size_class(page_bytes)].num_out
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. `needs` may go
-        on with a number of rows, which is ignored.
+        """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. A number of
+        rows at the end of `needs` is ignored.
         """
         left = self.num_slabs
         for index, pages in enumerate(self._classes):
@@ -134,8 +134,8 @@ class PageCounts:
         return left >= 0
 
     def shortage(self, needs: Sequence[int], each: Sequence[int]) -> int:
-        """Least number of times that as much as `each` must be given back until `needs` fit, by size class: a lower
-        bound, because pages fill whole slabs.
+        """Least number of times that the pages of `each` must be freed until `needs` fit, both by size class. It is a
+        lower bound, because pages fill whole slabs.
         """
         over, freed = -self.num_slabs * self._slab_shares, 0
         for index, pages in enumerate(self._classes):
@@ -153,18 +153,18 @@ class PageCounts:
             assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
 
     def check(self) -> None:
-        """Proves that the pages that are out fit."""
+        """Proves that the taken pages fit."""
         assert self.has_room([0] * len(self._classes)), "more pages are out than there is room for"
         allocated_bytes = sum(pages.num_out * pages.page_bytes for pages in self._classes)
         assert allocated_bytes == self.allocated_bytes, f"{allocated_bytes} != {self.allocated_bytes} bytes out"
 
 
 class PageLedger(PageCounts):
-    """The pages of one arena, taken and given back. Invariant (`check`): a slab of a size has a page out, and every
-    page out has a holder. Pages are named by ids alone: the slab says their size.
+    """Takes and frees the pages of one arena. Invariant (`check`): a slab with a page size has a taken page, and every
+    taken page has a holder. An id identifies a page; its slab has the size.
 
-    A page may have several holders. It counts once, and is free when the last of them has given it back. A hold is a
-    holder that copies the page's bytes elsewhere. Until its release the page neither moves nor becomes free.
+    A page may have several holders. It counts once, and is free when its last holder has freed it. A hold is a holder
+    that copies the page's bytes elsewhere. Until its release the page neither moves nor becomes free.
 
     Raises ConfigError for more bytes than ids reach.
     """
@@ -208,7 +208,7 @@ class PageLedger(PageCounts):
         return ids
 
     def share(self, ids: Int32s) -> None:
-        """Adds a holder to each page, named once. The holder will give it back too."""
+        """Adds a holder to each page; ids are distinct. The holder frees the page like the others."""
         at = self._at(ids)
         assert self._holders[at].all(), "a free page cannot be shared"
         self._holders[at] += 1
@@ -218,7 +218,7 @@ class PageLedger(PageCounts):
         return np.asarray(self._holders[self._at(ids)], np.int64)
 
     def hold(self, ids: Int32s) -> None:
-        """Puts a hold on each page, named once: it does not move until `release`."""
+        """Puts a hold on each page; ids are distinct. The pages do not move until `release`."""
         self.share(ids)
         self._count_holds(ids, 1)
 
@@ -264,9 +264,8 @@ class PageLedger(PageCounts):
         wanted = sum(max(0, count) for count in more) - int((self._page_units == 0).sum())
         if wanted <= 0:
             return []
-        # If slabs are wanted and yet all fits, some sizes have more slabs than their pages and needs take when packed.
-        # Such a size can empty as many slabs as it has too many. None of these has a hold, and together they are
-        # enough.
+        # If slabs are wanted although all needs fit, some sizes have more slabs than their packed pages and needs take.
+        # Each such size can empty its surplus slabs. None of these has a hold, and together they are enough.
         count, found = max(wanted, self.num_slabs // _MOVED_SHARE), []
         for pages, missing in zip(self._classes, more, strict=True):
             # From the end of the arena, where slabs are equally full: pages gather at its start.
@@ -286,7 +285,7 @@ class PageLedger(PageCounts):
         return ids // self._slab_units
 
     def check(self) -> None:
-        """Proves the invariant, and that what is counted twice agrees."""
+        """Proves the invariant, and that redundant counts agree."""
         assert np.array_equal(self._out > 0, self._page_units > 0), (
             "a free slab has pages out, or an empty one was kept"
         )
@@ -322,7 +321,7 @@ class PageLedger(PageCounts):
         return slabs, index
 
     def _count_holds(self, ids: Int32s, by: int) -> None:
-        """Each page has one hold more or less."""
+        """Adds one hold to each page (by = 1), or removes one (-1)."""
         self._holds[self._at(ids)] += by
         slabs = np.unique(self.slabs_of(ids))
         self._is_held[slabs] = self._holds[slabs].any(1)

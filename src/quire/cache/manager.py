@@ -41,20 +41,20 @@ PINNED_SHARE = 0.5
 
 
 class CacheManager:
-    """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
-    chunks; `check` proves it.
+    """Takes chunks for sequences and frees them. Invariant: chunks of live paths + chunks of the tree + free chunks =
+    all chunks; `check` proves it.
 
     table       the chunks of the arena
     tree        shared and cached chunks
     demotion    offers chunks to a store
     retainer    decides which tokens sequences keep; None: all of them
-    retention   answers what this means for the cache
-    reservations  of admitted sequences
-    paths       their chunks
+    retention   the demand and limits that follow from this
+    reservations  demands reserved for admitted sequences
+    paths       takes chunks for their paths
     pins        prefixes that stay cached for a time
     fetching    transfers from a store
-    swapping    what preempted sequences have in a store
-    exports     what sequences left that another engine goes on with
+    swapping    paths of preempted sequences in a store
+    exports     chunks of sequences that another engine continues
     capacity    most sealed chunks of one sequence if it is alone
     clock       seconds, monotonic; times transfers
     """
@@ -87,15 +87,15 @@ class CacheManager:
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
 
     def admit(self, holder: Holder) -> bool:
-        """Gives a sequence a path, over the chunks found in the cache, and reserves room for its tokens. False, and
-        nothing changes, if it must wait.
+        """Gives a sequence a path over its cached chunks, and reserves room for its tokens. If it must wait, returns
+        False and changes nothing.
         """
         if self.was_refused(holder) or self.swapping.must_wait(holder):
             return False
         while not self._has_room_for(holder):
             if self.fetching.cancel_latest_prefetch():
                 continue
-            # A sequence that is alone would wait for ever for pinned chunks: no other one will end and make room.
+            # A sequence that is alone would wait for pinned chunks for ever, because no other one will end.
             if self.reservations.live or (given_up := self.pins.end_oldest()) is None:
                 self._refused = self._state(holder)
                 return False
@@ -145,7 +145,7 @@ class CacheManager:
         self.demotion.tick(now)
         self.pins.expire()
         for dropped_chunks in self.tree.expire():
-            self.table.free(dropped_chunks.rows)  # stores count the time of what they have themselves
+            self.table.free(dropped_chunks.rows)  # stores expire their own copies
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute
@@ -157,7 +157,7 @@ class CacheManager:
         return holder.keys.first(path.num_sealed + 1)[-1]
 
     def retain(self, holder: Holder, decided: RetentionDecision) -> None:
-        """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
+        """Shrinks a sequence, whose prompt is computed, to the prompt's tokens that its heads keep."""
         path = holder.path
         assert self.retainer is not None and path.retention.retained is None
         self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
@@ -167,7 +167,7 @@ class CacheManager:
     # ---- chunks from a store ---------------------------------------------------------------------------------------
 
     def prefetch(self, holder: Holder) -> None:
-        """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
+        """Starts to fetch chunks of a sequence that waits for admission, into unreserved room."""
         if isinstance(self.fetching.store, NullStore) or not (self.tree.shares and holder.reads_cache):
             return
         limits = self.retention.limits(holder)
@@ -175,8 +175,8 @@ class CacheManager:
             self.fetching.prefetch(holder, limits)
 
     def _start_fetch(self, holder: Holder) -> None:
-        """Starts to fetch the chunks of an admitted prompt that the store has and the tree has not, if that is faster
-        than to compute them.
+        """Starts to fetch the chunks of an admitted prompt that are in the store but not in the tree, if fetching is
+        faster than computing them.
         """
         if not self._may_share(holder):
             return
@@ -191,7 +191,7 @@ class CacheManager:
             if self.reservations.fits(self.table.zero_demand):
                 return
             self.fetching.cancel(path)
-        # Chunks without their sums are of no use.
+        # Chunks without their sums cannot be used.
         self.table.free(self.tree.release(path))
         paths.settle_shared(holder)
         paths.match(holder)
@@ -206,7 +206,7 @@ class CacheManager:
         return has_arrived
 
     def _may_share(self, holder: Holder) -> bool:
-        """Whether a path may be extended over chunks that others have computed."""
+        """Whether a path may be extended over chunks that other sequences have computed."""
         return self.tree.shares and holder.reads_cache and holder.path.is_all_shared
 
     # ---- the end of sequences --------------------------------------------------------------------------------------

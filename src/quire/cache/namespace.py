@@ -1,4 +1,4 @@
-"""What must be equal, besides the tokens, for two sequences to read the same pages."""
+"""The namespace of chunks: what must be equal, besides the tokens, for two sequences to read the same pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Namespace:
     model        the checkpoint's fingerprint, see `models.fingerprint`
     dtype        type of weights and activations
     weights      native, dequantized or g4: the products differ
-    adapter      name of a change of the weights per request; empty: none
+    adapter      name of the request's adapter of the weights; empty: none
     codec        codec of sealed pages
     calibration  hash of the codec's calibration; empty if it needs none
     strict       whether chunks attend to earlier ones as stored

@@ -1,4 +1,4 @@
-"""What a sequence attends to: sealed chunks from the root of the tree, then at most one open chunk, the only one that
+"""The path of a sequence: sealed chunks from the root of the tree, then at most one open chunk, the only one that
 grows.
 """
 
@@ -21,12 +21,12 @@ from quire.cache.store import Transfer
 
 @dataclass(slots=True)
 class PathRetention:
-    """What retention does to a path.
+    """The effect of retention on a path.
 
-    is_decided   whether it has decided what to keep of the prompt
-    retained     what it keeps of the sealed chunks; None: everything
-    num_dropped  number of chunks of which it keeps nothing; an unsealed chunk i is chunks[i - num_dropped]
-    heads        segment -> bool [L, H]: heads of which it has left pages; empty before it decides
+    is_decided   whether retention has decided which tokens of the prompt to keep
+    retained     the kept tokens of the sealed chunks; None: all tokens
+    num_dropped  number of chunks without kept tokens; an unsealed chunk i is chunks[i - num_dropped]
+    heads        segment -> bool [L, H]: heads whose pages the path still reads; empty before the decision
     sums         int32 [num_chunks], rows with the column sums of each chunk; empty without retention
     """
 
@@ -38,13 +38,13 @@ class PathRetention:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether new chunks get rows of sums. With retention only: not once everything is kept."""
+        """Whether new chunks get rows of sums: with retention, unless it has decided to keep all tokens."""
         return self.retained is not None or not self.is_decided
 
 
 @dataclass(slots=True)
 class PathReservation:
-    """What is reserved for a path, and what it is about to take.
+    """The reservation of a path, and the chunks that it is about to take.
 
     num_reserved  number of tokens that admission reserved room for
     num_chunks    number of sealed chunks for them
@@ -63,7 +63,8 @@ class PathReservation:
 
 @dataclass(eq=False, slots=True)
 class Path:
-    """What one sequence attends to: the tree from its root to one segment, then private chunks, the last one open.
+    """The chunks that one sequence attends to: the tree from its root to one segment, then private chunks, of which the
+    last one is open.
 
     tip          the last segment of the tree on the path, locked with all before it; None if the path is in no tree
     num_shared   number of leading chunks that belong to the tree
@@ -73,8 +74,8 @@ class Path:
     num_stored   number of leading chunks that have, or get in this step, the codec of sealed chunks; all chunks if open
                  chunks have the same codec
     shared       the result of `PrefixTree.shared`, with the numbers of divisions and of shared chunks it is valid for
-    priority     of its request: see `Segment`
-    lifetime     of its request: see `Segment`
+    priority     that of its request; see `Segment`
+    lifetime     that of its request; see `Segment`
     chunks       int32 [num_chunks], chunk ids in order of position. Never written: a change makes a new array
     transfer     brings chunks that follow the shared ones from a store; None: none are on their way
     """
@@ -132,12 +133,12 @@ class Path:
 
     @property
     def private(self) -> Int32s:
-        """The chunks of this sequence alone."""
+        """The chunks that only this sequence holds."""
         return self.chunks[self.num_shared :]
 
     @property
     def own_rows(self) -> Int32s:
-        """All rows of this sequence alone: the chunk that is being filled, its other chunks, and its sums."""
+        """All rows that only this sequence holds: the chunk that is being filled, its private chunks, and its sums."""
         filled = self.reservation.filled
         if filled < 0 and not len(self.retention.sums):
             return self.private
@@ -155,7 +156,7 @@ class Path:
         return replaced
 
     def forget(self, indices: NDArray[np.intp]) -> Int32s:
-        """Removes chunks that hold nothing. Returns their rows and those of their sums; the caller frees them."""
+        """Removes chunks without pages. Returns their rows and those of their sums; the caller frees them."""
         retention = self.retention
         rows = np.concatenate((self.chunks[indices], retention.sums[indices]))
         retention.sums = np.delete(retention.sums, indices)
@@ -168,8 +169,8 @@ class Path:
 class SwappedPath:
     """A path whose own chunks are in a store.
 
-    path        unchanged but for its chunks
-    num_shared  number of leading chunks that were shared: they are found again by their keys
+    path        the path without its chunks
+    num_shared  number of leading chunks that were shared: their keys find them again
     run         the other chunks; None: there are none
     """
 
@@ -179,7 +180,7 @@ class SwappedPath:
 
     @classmethod
     def of(cls, path: Path, run: Run | None) -> SwappedPath:
-        """What is left of a path without its chunks."""
+        """A copy of a path without its chunks. run: its own chunks in a store."""
         kept = replace(path, tip=None, num_shared=0, shared=Path().shared, chunks=NO_ROWS)
         kept.reservation, kept.retention = replace(path.reservation), replace(path.retention, heads={}, sums=NO_ROWS)
         return cls(kept, path.num_shared, run)

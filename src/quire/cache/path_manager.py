@@ -1,4 +1,4 @@
-"""The chunks of live sequences: how their paths grow over cached chunks and over their own, and how they shrink."""
+"""The chunks of live sequences: their paths grow over cached chunks and over their own, and shrink."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.cache.statistics import Statistics
 
 
 class PathManager:
-    """Gives chunks to paths, within their reservations, and notes what paths have computed."""
+    """Gives chunks to paths, within their reservations, and records the tokens that are computed."""
 
     def __init__(self, reservations: Reservations, demotion: Demotion, statistics: Statistics) -> None:
         """Demotion offers sealed chunks to a store. Statistics note the peak."""
@@ -40,7 +40,7 @@ class PathManager:
         return path.num_tokens - before
 
     def _copy_last(self, holder: Holder) -> None:
-        """Takes a copy of the last chunk of a sequence that is all cached: one token is left to compute, and not 64."""
+        """Takes a copy of the last chunk of a fully cached sequence. Then one token is left to compute, not 64."""
         path, count = holder.path, len(holder.token_ids) // PAGE_TOKENS
         if path.num_shared != count - 1:
             return
@@ -61,15 +61,15 @@ class PathManager:
         return int(segment.chunks[length - 1])
 
     def settle_shared(self, holder: Holder) -> None:
-        """Notes that all chunks of a path are shared."""
+        """Counts a path's shared chunks, its only ones, as sealed and computed."""
         path = holder.path
         path.num_sealed = path.num_stored = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         self.settle(holder)
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
-        """Takes chunks for a sequence's first `num_tokens` tokens. False, and nothing changes, if they do not fit
-        beside the reservations of others.
+        """Takes chunks for a sequence's first `num_tokens` tokens. If they do not fit beside the reservations of
+        others, returns False and changes nothing.
         """
         path, table = holder.path, self.table
         if num_tokens <= path.reservation.free_until:
@@ -104,8 +104,8 @@ class PathManager:
         return True
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
-        """Notes that the first `num_tokens` tokens are stored. Seals the chunks they fill and gives them to the tree.
-        The step has encoded them already; dense pages need no encoding.
+        """Records that the first `num_tokens` tokens are stored. Seals the chunks they fill and adds them to the tree.
+        The step has already encoded them.
         """
         path = holder.path
         assert path.num_tokens <= num_tokens <= path.num_begun * PAGE_TOKENS, (
@@ -129,13 +129,13 @@ class PathManager:
             self.reservations.update(holder)
 
     def settle(self, holder: Holder) -> None:
-        """Follows a change of a sequence's chunks."""
+        """Updates reservation and statistics after a change of a sequence's chunks."""
         holder.path.reservation.free_until = self._free_until(holder.path)
         self.reservations.update(holder)
         self.statistics.note_peak()
 
     def check(self, path: Path) -> None:
-        """Proves that it is known when a path next needs anything."""
+        """Proves that `free_until` of a path is right."""
         assert path.reservation.free_until == self._free_until(path), "what happens next is not known"
 
     def _free_until(self, path: Path) -> int:

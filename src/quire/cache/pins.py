@@ -15,7 +15,7 @@ from quire.cache.tree import PrefixTree
 class Pins:
     """The pinned segments of a tree, in the order of their first pins, and whether each pin is protected: permanent.
 
-    most  most chunks that are pinned
+    most  most chunks that may be pinned
     """
 
     def __init__(self, tree: PrefixTree, most: int) -> None:
@@ -30,7 +30,7 @@ class Pins:
 
     def add(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
         """Pins the whole chunks of a sequence's first `num_tokens` tokens, which are computed, for some seconds.
-        Extends an earlier pin, but never shortens it. False, and nothing is pinned, if there is no room for them.
+        Extends an earlier pin, but never shortens it. If there is no room, returns False and pins nothing.
         """
         count = num_tokens // PAGE_TOKENS
         if not self.tree.shares or count == 0 or not self.has_room(holder.keys, count):
@@ -55,7 +55,7 @@ class Pins:
         return self.end_of(keys.first(sys.maxsize))
 
     def end_of(self, names: list[bytes], after: int = 0) -> int:
-        """As `end`, of a prompt given by the keys of its chunks. Pins of prefixes of at most `after` chunks stay."""
+        """Like `end`, for a prompt given by the keys of its chunks. Pins of prefixes of at most `after` chunks stay."""
         tree = self.tree
         found = [
             segment for segment, count in tree.match(names) if count == len(segment.chunks) and segment.end > after

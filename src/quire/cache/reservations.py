@@ -1,4 +1,4 @@
-"""Reservations of admitted sequences, and what fits beside them."""
+"""Reservations of admitted sequences, and whether a demand fits beside them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Reservations:
         self._outstanding = self.table.zero_demand
 
     def capacity(self, num_chunks: int = 0, num_firsts: int = 0) -> int:
-        """Most sealed chunks of one sequence beside `num_chunks` chunks more than there are now, of which `num_firsts`
-        begin sequences.
+        """Most sealed chunks of one sequence that fit beside the present chunks and `num_chunks` further ones, of which
+        `num_firsts` begin sequences.
         """
         table = self.table
 
@@ -49,20 +49,20 @@ class Reservations:
         self.update(holder)
 
     def update(self, holder: Holder) -> None:
-        """The chunks of a sequence have changed."""
+        """Updates the running sum after a change of a sequence's chunks."""
         now = self._outstanding_of(holder.path)
         if now != self.live[holder]:
             self._outstanding = self._outstanding - self.live[holder] + now
             self.live[holder] = now
 
     def release(self, holder: Holder) -> None:
-        """A sequence ends."""
+        """Removes the reservation of a sequence that ends."""
         self._outstanding -= self.live.pop(holder)
 
     def outstanding(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
         """The outstanding demand of all live sequences, or of all but one.
 
-        newcomer  beside which more may be expected of them; its own reservation does not count
+        newcomer  a sequence to be admitted, which may change the demand expected of the others; its own does not count
         """
         total, expected = self._outstanding, self.retention.expected(apart_from, newcomer)
         if expected is not self.table.zero_demand:
@@ -88,8 +88,8 @@ class Reservations:
         return self.eviction.fits(demand + self.outstanding(newcomer=(limits.num_reserved, found)))
 
     def make_room(self, demand: Demand, holder: Holder) -> bool:
-        """Makes room for a demand of a sequence, by eviction if needed. False, and nothing is evicted, if it does not
-        fit beside the reservations of others.
+        """Makes room for a demand of a sequence, by eviction if needed. If it does not fit beside the reservations of
+        others, returns False and evicts nothing.
         """
         beside = demand + self.outstanding(holder)
         if not self.table.fits(beside):
@@ -108,7 +108,7 @@ class Reservations:
         assert total == self._outstanding, f"{self._outstanding} pages reserved, {total} lacking"
 
     def _outstanding_of(self, path: Path) -> Demand:
-        """What a path has not taken of its reservation: sealed chunks, an open one, the first one's sidecar."""
+        """The part of a reservation that a path has not taken: sealed chunks, an open one, the first one's sidecar."""
         table = self.table
         wants_open = table.encodes and not path.has_open and path.reservation.filled < 0
         return table.demand(path.num_unsealed, wants_open, not path.num_stored)

@@ -1,8 +1,8 @@
-"""Runs: chunks that leave or enter an arena, with all that is needed to attend to them elsewhere.
+"""Runs: chunks that leave or enter an arena, with everything another arena needs to attend to them.
 
 A run is packed layer by layer into extents, bytes with a header. Chunks leave an arena in no other form. Pages that a
 row does not hold are in no extent. Knows rows of the chunk table and their bytes, not sequences.
-docs/reference/page-format.md defines the header. Checksum and MAC are zero here: whoever takes extents out of the
+docs/reference/page-format.md defines the header. Checksum and MAC are zero here: the code that sends extents out of the
 process signs them.
 """
 
@@ -29,7 +29,7 @@ MAGIC = b"QRUN"
 _HEADER = struct.Struct("<4sHHIIIIQ16s32s")
 _IS_SHARED = 1
 CHECKSUM, MAC = slice(32, 48), slice(48, 80)
-"""The bytes of an extent's header that belong to whoever signs it."""
+"""The bytes of an extent's header that are reserved for its checksum and MAC."""
 
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -60,7 +60,7 @@ class Run:
     placed        bool [n, L, H]: pages with a page of positions for their slots
     bases         int32 [n], as in the chunk table
     has_sidecar   bool [n]
-    is_divisible  whether any of its chunks can come alone. Otherwise its extents come as they are stored
+    is_divisible  whether any of its chunks can be sent alone. Otherwise its extents are sent as they are stored
     """
 
     names: tuple[bytes, ...]
@@ -78,7 +78,7 @@ class Run:
     is_divisible: bool = False
 
     def part(self, wanted: Bools) -> Run:
-        """A run of some of its rows, bool [n]: what a source sends that packs what it is asked for."""
+        """A run of some of its rows, bool [n], for a source that packs only the requested chunks."""
         chunks = wanted[: len(wanted) - self.num_attached]
         first = int(np.argmax(chunks))
         return replace(
@@ -101,7 +101,7 @@ class Run:
 
 
 class RunIdentity(NamedTuple):
-    """What a run is called and where it comes from; the fields are those of `Run`. A private run has only a handle."""
+    """The names and the origin of a run; the fields are those of `Run`. A private run has only a handle."""
 
     names: tuple[bytes, ...]
     tokens: Int32s = NO_TOKENS
@@ -168,7 +168,7 @@ class HeldPages:
         return run_bytes(self._table, self.run)
 
     def release(self) -> None:
-        """Ends the hold: the bytes are copied, or not needed."""
+        """Ends the hold, once the bytes are copied or no longer needed."""
         self._table.ledger.release(self._held)
 
     def _fill(self, layer: int, at: ExtentLayout, extent: Bytes) -> None:
@@ -182,7 +182,7 @@ class HeldPages:
 
 
 def complete_run(table: ChunkTable, identity: RunIdentity) -> Run:
-    """The run that complete chunks, sealed in another arena of the same format, are. Any of them may come alone."""
+    """The run of complete chunks that are sealed in another arena of the same format. Any of them may be sent alone."""
     n, shape = len(identity.names), table.shape
     starts = np.arange(identity.start, identity.start + n) == 0
     return Run(
@@ -197,8 +197,8 @@ class PageGroup:
     """Pages of one size in an extent.
 
     held     which of the run's pages they are, bool [n, H]
-    offsets  of each of them, int64 [k]
-    step     bytes from one to the next where that is always the same, otherwise None
+    offsets  their offsets in the extent, int64 [k]
+    step     bytes from one page to the next if this is constant, otherwise None
     """
 
     def __init__(self, page_bytes: int, held: Bools, starts: NDArray[np.int64]) -> None:
@@ -222,9 +222,9 @@ class ExtentLayout:
 
     heads      by layer: the header without checksum and MAC, and the description of the rows
     num_bytes  by layer: bytes of a whole extent
-    groups     by layer, one for each page size
-    placed     by layer, of the positions; None: no page has any
-    sidecars   by layer: the offset of the first part, which those of further rows follow
+    groups     by layer: a group for each page size
+    placed     by layer: the group of pages of positions; None: no page has positions
+    sidecars   by layer: the offset of the first sidecar's part; those of further rows follow it
     beside     bytes of a layer's part of a sidecar
     """
 
@@ -259,8 +259,8 @@ class ExtentLayout:
 
 
 def extent_layout(table: ChunkTable, run: Run) -> ExtentLayout:
-    """The layout of a run's extents. Short runs of complete chunks are alike, and 0.5 ms each would add up. Long ones,
-    which come from other instances, have all lengths.
+    """The layout of a run's extents. It takes 0.5 ms to compute, so layouts of short runs of complete chunks, which
+    recur, are cached. Long runs, which come from other instances, have too many different lengths.
     """
     if not run.is_shared or run.num_attached or len(run.kinds) > RUN_CHUNKS:
         return ExtentLayout(table, run)
@@ -314,7 +314,7 @@ class RunUnpacker:
 
     def unpack(self, extent: memoryview | bytes) -> int:
         """Writes an extent of the run into pages. Returns its layer. Raises ExtentError, and writes nothing, if it has
-        another format or is not of this run. Whether its pages are whole is a question for its checksum.
+        another format or belongs to another run. Does not verify the checksum of its pages; that is the caller's task.
         """
         table, at, layer = self._table, self._at, layer_of(extent)
         if layer >= len(at.heads):

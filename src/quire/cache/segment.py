@@ -21,10 +21,10 @@ class Segment:
     or, for its only reader, lengthen it.
 
     tokens        int32 [n * 64], the tokens the chunks hold
-    keys          of the chunks, [n]
+    keys          keys of the chunks, [n]
     chunks        int32 [n], chunk ids
     start         index of the first chunk in its sequence
-    users         number of live paths that found or computed it, whatever they still read of it
+    users         number of live paths that found or computed it, even if they no longer read all its pages
     unread        int32 [L, H]: number of users that no longer read any of its pages, per layer and head; None while
                   all users read all pages
     attached      int32 [m]: the attachment of its end, rows of the chunk table that are evicted with it; may be empty
@@ -84,7 +84,7 @@ class Segment:
         return found[::-1]
 
     def has_attachment(self, count: int) -> bool:
-        """Whether its first `count` chunks are all it has, and their end has an attachment."""
+        """Whether it has exactly `count` chunks and their end has an attachment."""
         return count == len(self.chunks) and len(self.attached) > 0
 
     @property

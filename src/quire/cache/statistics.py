@@ -28,7 +28,7 @@ class Statistics:
         self._peak = max(self._peak, self.table.ledger.allocated_bytes - self.cached())
 
     def restart(self) -> None:
-        """Counts from now on."""
+        """Resets the peak and the number of evicted chunks."""
         self._peak, self.tree.num_evicted = 0, 0
 
     def cached(self) -> int:

@@ -1,6 +1,4 @@
-"""Stores: memories of runs outside the arena, looked up by name. Knows runs and their bytes, not sequences or
-decisions.
-"""
+"""Stores: they keep runs outside the arena, by name. Knows runs and their bytes, not sequences or decisions."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Transfer:
 
     ready      int32 [L]: 1 once the whole layer has arrived, -1 if it will not; kernels may wait for it
     error      reason of the failure; None if there is none
-    lost       the run that a store has lost, or that is damaged; None if none is known to be
+    lost       the run that a store has lost, or that is damaged; None if no such run is known
     is_shared  whether all of its runs are shared
     sources    by run, the name of the store that brings it
     names      keys of the shared chunks that it brings
@@ -62,8 +60,8 @@ class Transfer:
         self._changed = changed
 
     def arrive(self, run: Run, extent: memoryview | bytes) -> None:
-        """Takes the extent of one layer of one run, which is whole. If it is not of this run, the transfer fails, with
-        all its missing layers. Does nothing after a failure.
+        """Takes the complete extent of one layer of one run. If it belongs to another run, the transfer fails, with all
+        its missing layers. Does nothing after a failure.
         """
         with self._lock:
             if self._is_closed or self.error is not None:
@@ -81,24 +79,24 @@ class Transfer:
             self._note(run, layer)
 
     def note(self, run: Run, layer: int) -> None:
-        """A layer of a run is there: for simulated stores, whose runs have no bytes."""
+        """Notes that a layer of a run has arrived, for simulated stores, whose runs have no bytes."""
         with self._lock:
             if not self._is_closed and self.error is None:
                 self._note(run, layer)
 
     def fail(self, error: QuireError, lost: Run | None = None) -> None:
-        """Fails the transfer: the missing layers will not arrive. lost: the run to blame, if it is one."""
+        """Fails the transfer: the missing layers will not arrive. lost: the run that caused the failure, if known."""
         with self._lock:
             if not self._is_closed and self.error is None:
                 self._fail(error, lost)
 
     def done(self, layer: int) -> bool:
-        """Whether a layer has arrived, or will not."""
+        """Whether a layer has arrived or will never arrive."""
         return bool(self.ready[layer])
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will arrive, or is wanted."""
+        """Whether nothing more will arrive, or the transfer is closed."""
         return self._is_closed or bool(self.ready.all())
 
     @property
@@ -145,19 +143,19 @@ class Transfer:
 
 
 class Store(Protocol):
-    """Keeps runs. It may lose any of them at any time; what it does not find is computed. Only `put` and `get` take
+    """Keeps runs. It may lose any run at any time; chunks that it does not find are computed. Only `put` and `get` take
     time, and neither waits for a disk or another machine.
 
-    keeps  whether it ever keeps what is put into it
+    keeps  whether it ever keeps a run
     """
 
     keeps: bool
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Which of these chunks it does not have and would take now. A use of the others."""
+        """Which of these chunks it lacks and would take now. Counts as a use of the others."""
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps a run, or not. The extents of all layers, in order, are each valid only until the next one is taken."""
+        """Offers a run, which it may refuse. Extents, of all layers in order, are valid until the next one is taken."""
 
     def find(self, name: bytes) -> Run | None:
         """The run that contains the chunk with this key, or the private run with this handle."""

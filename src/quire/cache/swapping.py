@@ -1,4 +1,4 @@
-"""Swapping: preempted sequences leave their own chunks in a store, and get them back."""
+"""Swapping: the private chunks of preempted sequences go to a store and come back."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Swapping:
         self.store = fetching.store
 
     def swap_out(self, holder: Holder) -> None:
-        """Puts the chunks of a preempted sequence that are in no tree into the store, if to bring them back is faster
-        than to compute them again. The caller frees them.
+        """Puts the private chunks of a preempted sequence into the store, if fetching them is faster than computing
+        them again. The caller frees them.
         """
         path, handle = holder.path, os.urandom(16)
         rows = np.concatenate((path.private, path.retention.sums))
@@ -59,7 +59,7 @@ class Swapping:
         return not self.fetching.arriving.isdisjoint(holder.keys.first(swapped.num_shared)[near:])
 
     def demand(self, holder: Holder) -> Demand | None:
-        """The demand of a swapped path in the arena; None, and the path is forgotten, if a part of it is lost."""
+        """The demand of a swapped path in the arena. If a part of it is lost, forgets the path and returns None."""
         swapped = holder.swapped
         if swapped is None:
             return None
@@ -74,8 +74,8 @@ class Swapping:
         return demand + self.table.demand(num_far, sidecars=num_far > 0 and near == 0)
 
     def swap_in(self, holder: Holder) -> bool:
-        """Starts to bring back the path of a sequence, for which there is room. False, and it is forgotten, if it does
-        not fit with its holds, or if the store has lost a part of it since it was asked.
+        """Starts to fetch the swapped path of a sequence, for which there is room. If it does not fit with its holds,
+        or the store has meanwhile lost a part of it, forgets the path and returns False.
         """
         swapped, table = holder.swapped, self.eviction.pages
         assert swapped is not None
@@ -96,7 +96,7 @@ class Swapping:
             path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
         holder.path, holder.swapped, own, num_own = path, None, [], 0
         if path.retention.retained is None:
-            path.num_sealed = near  # what arrives is published
+            path.num_sealed = near  # chunks that arrive are published
         if run is not None:
             rows = take_rows(table, run)
             num_own = len(rows) - run.num_attached
@@ -115,7 +115,7 @@ class Swapping:
         return True
 
     def forget(self, holder: Holder) -> None:
-        """Drops what is kept or fetched for a sequence that waits."""
+        """Drops the swapped path and ends the prefetch of a waiting sequence."""
         self.fetching.cancel_prefetch(holder)
         if holder.swapped is not None and holder.swapped.run is not None:
             self.store.drop(holder.swapped.run.names)

@@ -34,8 +34,8 @@ class ChunkTable(ChunkCounts):
     A row holds L * H pages, until retention drops some of them (`drop`). Two rows may hold the same page, which is then
     read-only.
 
-    ledger           gives pages out
-    arena            their bytes
+    ledger           takes and frees pages
+    arena            the bytes of pages
     masks            uint64 [capacity, L, H]; bit t: slot t of the page is visible; 0: the row holds no page
     pages            int32 [capacity, L, H]; page ids of a taken chunk, valid until the next `take`, which may move
                      pages
@@ -185,7 +185,7 @@ class ChunkTable(ChunkCounts):
             self.arena.store(ids, SumsCodec.page_bytes, images.view(np.uint8))
 
     def _held_sums(self, rows: Int32s) -> tuple[Bools, Int32s]:
-        """Of which heads rows have pages, bool [L, H, n], and the ids of these pages."""
+        """The heads of which rows have pages, bool [L, H, n], and the ids of these pages."""
         held = (self.masks[rows] > 0).transpose(1, 2, 0)
         return held, self.pages[rows].transpose(1, 2, 0)[held]
 
@@ -237,8 +237,8 @@ class ChunkTable(ChunkCounts):
         emptied[self.ledger.slabs_of(before)] = True
         is_taken, found = self._is_taken(), []
         for array in (self.pages, self.sidecars, self.positions):
-            # All pages of an emptied slab moved, so every row with one there is found. Rows of free chunks are stale,
-            # and so are places without a page.
+            # All pages of an emptied slab have moved, so every entry with an id there is updated. Entries of free
+            # chunks, and entries without a page, are stale.
             ids = array.reshape(-1)
             hits = np.flatnonzero(emptied[self.ledger.slabs_of(ids)])
             rows = hits // (ids.size // self.capacity)

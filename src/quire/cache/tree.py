@@ -2,7 +2,7 @@
 
 A radix tree over chunks of 64 tokens; a node is a segment. Keys differ between namespaces, so one root serves all of
 them. Live paths lock their segments, from the root to their tip. Segments without a lock stay cached until their memory
-is wanted. Eviction then starts at the leaves, least recently used first. Pinned segments stay even then.
+is needed. Eviction then starts at the leaves, least recently used first. Pinned segments are not evicted.
 
 Differs from the paper: a node has several chunks, one tree serves all layers, finished sequences stay cached, and a
 chunk is found by a key of all tokens up to its end (`cache/keys.py`).
@@ -51,13 +51,13 @@ class PrefixTree(TreeCounts):
     """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; a locked or pinned
     segment has a locked or pinned parent; the counts are right.
 
-    lifetime     seconds after which unused segments are dropped; None: when their memory is wanted
-    shares       whether sequences share what they compute. Otherwise the tree stays empty: every sequence has its own
-                 chunks, which are freed when it ends
+    lifetime     seconds after which unused segments are dropped; None: when their memory is needed
+    shares       whether sequences share the chunks they compute. Otherwise the tree stays empty: every sequence has its
+                 own chunks, which are freed when it ends
     now          seconds on the engine's clock, for lifetimes
-    num_evicted  chunks dropped since start because their memory was wanted
+    num_evicted  chunks dropped since start because their memory was needed
     num_uses     how often paths took or left segments; the smallest `last_use` is evicted first
-    num_divided  how often a segment was divided, which alone changes the segments of other paths
+    num_divided  how often a segment was divided; nothing else changes the segments of other paths
     """
 
     lifetime: float | None = None
@@ -127,7 +127,7 @@ class PrefixTree(TreeCounts):
         return rows
 
     def unlock_heads(self, path: Path, heads: Mapping[Segment, Bools]) -> None:
-        """Unlocks a path's segments but for the given heads of each, bool [L, H]. The others' pages may be evicted."""
+        """Unlocks a path's segments except the given heads of each, bool [L, H]. Other pages may then be evicted."""
         for segment, held in path.reads():
             kept = heads[segment]
             assert held is None or not (kept & ~held).any(), "a path cannot read again what it has let go of"
@@ -200,7 +200,7 @@ class PrefixTree(TreeCounts):
         return [self._drop(segment, 0) for segment in (*below[::-1], *branch[::-1]) if segment.is_evictable]
 
     def names_along(self, names: list[bytes]) -> set[bytes]:
-        """Which of a prefix's chunks are there."""
+        """The keys of a prefix's chunks that the tree has."""
         return {name for segment, count in self.match(names) for name in segment.keys[:count]}
 
     def add_pins(self, segment: Segment, by: int) -> None:
@@ -216,7 +216,7 @@ class PrefixTree(TreeCounts):
         return self.match(keys.first(limit))
 
     def match(self, names: list[bytes], after: Segment | None = None) -> Iterator[tuple[Segment, int]]:
-        """As `walk`, of a sequence given by the keys of its chunks; after: of those that follow this segment."""
+        """Like `walk`, for a sequence given by the keys of its chunks. after: the segment that they follow."""
         at = after or self._root
         while names and (child := at.children.get(names[0])) is not None:
             at, count = child, num_common(child.keys, names)

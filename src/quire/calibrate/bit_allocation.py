@@ -1,8 +1,8 @@
 """Allocates the bits of a cache: a width for every block of key channels and for every head's values, within the bytes
-of one width everywhere.
+of a uniform width.
 
-Each choice has bytes and a cost: its errors, weighted with their effect on the loss. For a given price per byte each
-best choice is independent of the others. The price is set so that the total bytes just fit.
+Each choice has bytes and a cost: its errors, weighted by their effect on the loss. For a given price per byte, the best
+choice of each block and head is independent of the others. The price is set so that the total bytes just fit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def allocate_bits(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -
     values[..., : max(2, bits - 1)] = torch.inf
     widths = torch.arange(MAX_BITS + 1, dtype=torch.float64)
     step = page_step(channels)
-    fixed = nuq_layout(channels, 0, slots, 1, slots).end - 8 * channels  # all but the codes
+    fixed = nuq_layout(channels, 0, slots, 1, slots).end - 8 * channels  # everything except the codes
 
     def at_price(price: float) -> tuple[Tensor, Tensor, Tensor]:
         key_bits = (blocks + price * LINE_BYTES * widths).argmin(-1)

@@ -26,7 +26,7 @@ ROUNDS = 40
 class Histogram:
     """Weighted histograms of C channels over their own ranges, as running sums, float64 [C, bins + 1] each.
 
-    low, width  of each channel's range and of one of its bins, float64 [C, 1]
+    low, width  start of each channel's range, and width of one of its bins, float64 [C, 1]
     """
 
     weight: Tensor
@@ -38,7 +38,7 @@ class Histogram:
     @classmethod
     def of(cls, x: Tensor, weights: Sequence[Tensor], low: Tensor, high: Tensor) -> list[Histogram]:
         """The histograms of x [N, C] over [low, high], [C] each, for each of the weights [N, C]. Elements outside the
-        range count as its end.
+        range count in its first or last bin.
         """
         channels = x.shape[1]
         low, high = low.double(), torch.maximum(high, low + 1e-12 * (1 + low.abs())).double()

@@ -1,4 +1,4 @@
-"""How long a calibration takes: an estimate before it begins, from the speed of one product on this machine."""
+"""Estimates the time of a calibration before it begins, from the speed of one product on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUNDS = 3
 
 
 def estimated_seconds(shape: ModelShape, settings: CalibrationSettings, threads: int, *, writes: bool = True) -> float:
-    """Seconds that a calibration will take on this CPU, while nothing else uses its cores; right within a half.
+    """Seconds that a calibration will take on this CPU if nothing else uses its cores, accurate to within 50 %.
 
     writes  whether the model writes the text
     """
@@ -45,7 +45,7 @@ def _product_rate() -> float:
     torch.set_num_threads(1)
     try:
         for _ in range(_ROUNDS):
-            begun = time.thread_time()  # what others take of the core does not count
+            begun = time.thread_time()  # excludes the time that other programs use the core
             a @ a
             best = max(best, 2.0 * _SIZE**3 / (time.thread_time() - begun))
     finally:

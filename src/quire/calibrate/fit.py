@@ -51,10 +51,10 @@ class Codebook(NamedTuple):
 class LayerFit:
     """Books of one layer and their costs, for H heads, D channels, widths 0 to 5 and one number of slots.
 
-    key_books    by kind and width: [H, D, 2^width]
-    key_cost     by kind: float64 [H, D, 6], summed over the held-out tokens
-    value_books  by kind and width, from 1: [H, 2^width]
-    value_cost   by kind: float64 [H, 6]; infinite at width 0
+    key_books    books by kind and width: [H, D, 2^width]
+    key_cost     costs by kind: float64 [H, D, 6], summed over the held-out tokens
+    value_books  books by kind and width, from 1: [H, 2^width]
+    value_cost   costs by kind: float64 [H, 6]; infinite at width 0
     key_weight   float32 [H, D]: mean cost of a squared error in a channel
     """
 
@@ -140,7 +140,7 @@ def _key_books(
 
 
 def _inner_range(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantiles of each channel of [T, C] with the share OUTSIDE beyond them, as in torch.quantile."""
+    """The quantiles of each channel of [T, C] beyond which the share OUTSIDE of its samples lies, as torch.quantile."""
     keys = keys.T.contiguous()
     rank = OUTSIDE / 2 * (keys.shape[1] - 1)
     part = rank - int(rank)
@@ -204,7 +204,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The s and z [T, H] with which a book [1, n] stores values, and the elements that are in no slot, [T, H, D]."""
+    """The s and z [T, H] of values stored with a book [1, n], and which elements are in no slot, [T, H, D]."""
     count, heads, channels = values.shape
     no_key = torch.zeros(heads, channels, 1)
     shared = book.float().expand(heads, -1).contiguous()

@@ -1,4 +1,4 @@
-"""Decoder operations with gradients for rows. Weights are frozen: an operation keeps as little as its gradient needs.
+"""Decoder operations with gradients for rows. Weights are frozen, so an operation keeps only what its gradient needs.
 
 `GradientOps` multiplies with plain tensors on any device. `PanelGradientOps` multiplies with the panels that the CPU
 engine serves from, and decodes some rows of a matrix at a time for a gradient.
@@ -27,7 +27,7 @@ DECODED_ROWS = 4096
 
 
 class _Norm(torch.autograd.Function):
-    """RMS norm over the last dimension. It keeps its input alone, where torch's own keeps three tensors in float32."""
+    """RMS norm over the last dimension. It keeps only its input; torch's own norm keeps three tensors in float32."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +46,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up of two tensors of one shape. It keeps these two alone."""
+    """silu(gate) * up of two tensors of one shape. It keeps only these two."""
 
     @staticmethod
     def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """A product with a matrix in panels. It keeps nothing: its gradient decodes the matrix anew."""
+    """A product with a matrix in panels. It keeps no tensors: its gradient decodes the matrix again."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, panels: Panels) -> Tensor:
@@ -83,7 +83,7 @@ class _Product(torch.autograd.Function):
 
 
 def has_matmul(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a device has products of a dtype; without them torch computes number by number."""
+    """Whether a device has fast products of a dtype; otherwise torch computes them element by element."""
     if device.type != "cpu" or dtype == torch.float32:
         return True
     supported: dict[torch.dtype, Callable[[], bool]] = {
@@ -114,11 +114,11 @@ class _Norms:
         return _applied(_Gated, *gate_up.chunk(2, dim=-1))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
-        """One by one."""
+        """None: layers run one by one."""
 
 
 class GradientOps(_Norms, TorchOps):
-    """Over plain tensors."""
+    """Operations with gradients over plain tensors."""
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """A product in the model's dtype, like its gradient. In float32 autograd would keep a copy of the matrix with
@@ -128,7 +128,7 @@ class GradientOps(_Norms, TorchOps):
 
 
 class PanelGradientOps(_Norms, CpuOps):
-    """Over panels, laid out in memory as `CpuOps` does, so that both can map the same layer image."""
+    """Operations with gradients over panels, in the layout of `CpuOps`, so that both can map the same layer image."""
 
     def panels(  # type: ignore[override]
         self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, *, gated: bool = False
@@ -162,7 +162,7 @@ def _product(panels: Panels) -> Linear:
 
 
 def _gated_product(panels: Panels) -> Linear:
-    """The product followed by the gate. The kernel's own gate forgets the sums, which the gradient needs."""
+    """The product followed by the gate. The kernel's fused gate discards the sums, which the gradient needs."""
     both, width = panels.without_gate(), panels.shape[0]
 
     def multiply(x: Tensor) -> Tensor:

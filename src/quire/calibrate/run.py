@@ -52,8 +52,8 @@ Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total). An exception that it raises ends the calibration."""
 
 FEW_TOKENS = 2048
-"""A quarter of the default. Calibrated with 40 tokens, nuq4 raised SmolLM2's perplexity by 8.2 %, where g4 raised it by
-1.3 (docs/lab/2026-11.md).
+"""Tokens below which a calibration warns: a quarter of the default. Calibrated with 40 tokens, nuq4 raised SmolLM2's
+perplexity by 8.2 %, and g4, without calibration, by 1.3 % (docs/lab/2026-11.md).
 """
 
 LAYERS_AT_ONCE = 4
@@ -128,8 +128,8 @@ def calibrate(
 
 
 def import_calibration(source: Path, path: Path, settings: CalibrationSettings, file: Path) -> Calibration:
-    """Keeps a calibration from another machine in `file`. Raises ConfigError for one of another model than that at
-    `path`, or of other settings, and OSError if the file cannot be written.
+    """Keeps a calibration from another machine in `file`. Raises ConfigError if it is for another model than that at
+    `path` or for other settings, and OSError if the file cannot be written.
     """
     made = Calibration.load(source, fingerprint(path))
     with open_model(path) as checkpoint:
@@ -147,7 +147,7 @@ def import_calibration(source: Path, path: Path, settings: CalibrationSettings, 
 
 
 def _gathered(settings: CalibrationSettings, text: str | None, dtype: torch.dtype) -> dict[str, Any]:
-    """What decides the gathered windows. text: None if the model writes it."""
+    """The settings on which the gathered windows depend. text: None if the model writes it."""
     return {
         "algorithm": ALGORITHM,
         "text": {"written by the model": settings.seed} if text is None else {"sha256": _digest(text)},
@@ -160,7 +160,7 @@ def _gathered(settings: CalibrationSettings, text: str | None, dtype: torch.dtyp
 
 @contextlib.contextmanager
 def _telling_what_is_kept(store: SampleStore, settings: CalibrationSettings) -> Iterator[None]:
-    """Logs, if it is interrupted inside, how much of the work the next calibration finds in the store."""
+    """A context that, if interrupted, logs how many windows the next calibration finds in the store."""
     try:
         yield
     except (KeyboardInterrupt, LoadCancelledError):
@@ -237,8 +237,8 @@ def _gather(
 
 
 def _model(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Model:
-    """The model with gradients. On a CPU it multiplies with the panels that the engine serves from, and shares their
-    layer image, so that both have the weights in memory once.
+    """The model with gradients. On a CPU it multiplies with the engine's panels and maps the same layer image, so that
+    both share one copy of the weights in memory.
     """
     shape, form = checkpoint.shape, config.model.weights
     if device.type != "cpu":

@@ -40,10 +40,9 @@ layers are one segment, and none runs twice.
 
 
 class CapturePlan:
-    """Causal attention over one whole window with torch. It remembers each layer's un-rotated keys and values [T, H,
-    D].
+    """Causal attention over one whole window with torch. It keeps each layer's un-rotated keys and values [T, H, D].
 
-    tell  called in each layer, also when its gradient is computed
+    tell  called in each layer, in the forward and in the backward pass
     """
 
     def __init__(
@@ -100,7 +99,7 @@ def gather(
 
     model   built with the operations of `gradients`
     tokens  int64 [T]
-    tell    called several times per layer; what it raises ends the work
+    tell    called several times per layer; an exception that it raises ends the work
     """
     shape, device = model.shape, tokens.device
     positions = torch.arange(len(tokens), device=device)
@@ -141,7 +140,7 @@ def gather(
 def _segments(shape: ModelShape, num_tokens: int, itemsize: int) -> list[range]:
     """The layers, in segments of equal length whose graphs take at most GRAPH_BYTES each, if one layer's does."""
     heads = shape.num_q_heads + 2 * shape.num_kv_heads
-    # Kept of a layer: what is gated, the inputs of norms and products, and keys, values and queries, rotated and not.
+    # A layer keeps the inputs of the gate, norms and products, and keys, values and queries, rotated and not.
     kept = 2 * shape.ffn_size + 4 * shape.hidden_size + 3 * heads * shape.head_dim
     most = max(1, GRAPH_BYTES // (kept * num_tokens * itemsize))
     count = -(-shape.num_layers // most)

@@ -113,8 +113,8 @@ class CalibrationSettings:
     def file(self, model: str) -> Path:
         """The default file of a calibration for the model with this fingerprint.
 
-        The name contains the settings that define the tables, and nothing of the text. So caches use the last
-        calibration made.
+        The name depends on the settings that define the tables, and not on the text. So caches use the last calibration
+        made.
         """
         words = [model[:16], f"slots{self.outlier_slots}", f"sinks{self.sink_tokens}"]
         if set(self.bits) != set(WIDTHS):

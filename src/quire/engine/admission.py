@@ -1,4 +1,4 @@
-"""The admission of requests: the one check that `LLM`, `AsyncLLM` and `Cluster` make, and what comes of it.
+"""The admission of requests: the one check that `LLM`, `AsyncLLM` and `Cluster` make, and its result.
 
     prompt, parameters --admit--> AdmittedRequest --Engine.queue--> Scheduler.waiting
 
@@ -41,7 +41,7 @@ class TokenizedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PinLimits:
-    """What `cache_pin` may ask for.
+    """The limits of `cache_pin`.
 
     most_chunks  largest prompt that may be pinned in the arena, in chunks; None: the cache does not share
     has_disk     whether a disk outlives the engine
@@ -72,7 +72,7 @@ class PinLimits:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What an engine accepts.
+    """The limits of the requests that an engine accepts.
 
     vocab_size     token ids are below it
     max_context    most tokens of prompt and answer
@@ -111,7 +111,7 @@ class RequestLimits:
             self.pins.check(len(prompt_ids), hints.pin_tier)
 
     def check_queue(self, num_waiting: int, num_new: int) -> None:
-        """Raises QueueFullError if `num_new` more sequences would wait too many."""
+        """Raises QueueFullError if the queue has no room for `num_new` more sequences."""
         if num_waiting + num_new > self.max_queue:
             raise queue_full(num_waiting, self.max_queue)
 
@@ -126,7 +126,7 @@ def queue_full(num_waiting: int, max_queue: int) -> QueueFullError:
 def narrowest(limits: Sequence[RequestLimits], pinning: Sequence[RequestLimits]) -> RequestLimits:
     """The limits that hold for every one of several engines over one model.
 
-    pinning  limits of the engines that compute prompts, and so keep pinned ones
+    pinning  limits of the engines that compute prompts; these engines also keep the pins
     """
     shortest = min(limits, key=lambda each: each.max_context)
     pinned = [each.pins.most_chunks for each in pinning]
@@ -138,8 +138,8 @@ def narrowest(limits: Sequence[RequestLimits], pinning: Sequence[RequestLimits])
 class AdmittedRequest:
     """A request that has passed the check.
 
-    text     of the prompt, if it was given as text
-    grammar  of its constraint, compiled; None: it has none, or it is not compiled yet
+    text     the prompt's text, if it was given as text
+    grammar  the compiled grammar of its constraint; None without a constraint, and before compilation
     """
 
     text: str | None
@@ -152,8 +152,8 @@ class AdmittedRequest:
 def admit(
     prompt: Prompt, params: SamplingParams, limits: RequestLimits, encode: Callable[[str], list[int]]
 ) -> AdmittedRequest:
-    """Tokenizes a prompt and checks the request, all but its constraint and the room in the queue. Raises RequestError
-    if it can never run.
+    """Tokenizes a prompt and checks the request, except its constraint and the queue's room. Raises RequestError if it
+    can never run.
     """
     text, ids, hints = tokenized(prompt, encode)
     limits.check(ids, params, hints)

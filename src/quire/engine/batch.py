@@ -40,7 +40,7 @@ class SchedulerCounters:
     steps: int = 0
 
     def count_computed(self, sequence: Sequence, end: int, count: int) -> None:
-        """Rows of a step have computed the last `count` tokens before `end`."""
+        """Counts the last `count` tokens before position `end`, which a step has computed."""
         new = end - sequence.high_water
         if new < count:
             new = max(0, new)
@@ -53,7 +53,7 @@ class SchedulerCounters:
             self.prefill_tokens_computed += new
 
     def count_cached(self, sequence: Sequence, num_tokens: int) -> None:
-        """Tokens were taken from the cache."""
+        """Counts tokens that were taken from the cache."""
         new = max(0, sequence.num_computed - sequence.high_water)
         sequence.high_water += new
         self.prefill_tokens_cached += new
@@ -69,7 +69,7 @@ class Batch:
     waiting     first come, first served; preempted ones are put before all others
     active      running sequences that the next step examines
     joined      sequences that have joined the calendar since the last step was made
-    is_changed  whether the next step cannot be the last one with each row moved on by a token
+    is_changed  whether the next step differs from the last one in more than the position of each row (one token later)
     """
 
     manager: CacheManager
@@ -92,7 +92,9 @@ class Batch:
             self.waiting.append(sequence)
 
     def wake(self) -> list[Sequence]:
-        """The active sequences, with those whose next event is in the next step, in the order of admission."""
+        """Activates the calendar's sequences with an event in the next step. Returns all active sequences, in the order
+        of admission.
+        """
         self.active.update(dict.fromkeys(self.calendar.due()))
         return sorted(self.active, key=_by_admission)
 
@@ -118,7 +120,7 @@ class Batch:
         return True
 
     def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the sequence. Preempts the youngest sequences until it fits; False if that is this one."""
+        """Extends the sequence, preempting the youngest sequences until it fits. False if it was preempted itself."""
         while not self.manager.paths.extend(sequence, num_tokens):
             if self.manager.fetching.cancel_latest_prefetch():
                 continue
@@ -132,9 +134,9 @@ class Batch:
         """Moves an active sequence to the calendar if its next step only adds a token. If the next row begins a chunk,
         takes that chunk now.
 
-        Three kinds of sequences wait with a new chunk until their step: one with a packed path, whose budget counts
-        only chunks with tokens; one with its first token, whose bytes are those of its prompt; and one that another
-        engine will continue.
+        Three kinds of sequences take a new chunk only in their own step: one with a packed path, because its budget
+        counts only chunks with tokens; one with its first token, whose bytes must still be those of its prompt; and one
+        that another engine will continue.
         """
         path, reservation = sequence.path, sequence.path.reservation
         if not sequence.is_decoding or sequence.guide is not None:
@@ -151,8 +153,8 @@ class Batch:
             self.calendar.join(sequence, most)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Preempts a running sequence: it loses its pages and waits, before all others, to be computed again. So do the
-        sequences that wait for its log-probabilities, because they may hold the room that it needs.
+        """Preempts a running sequence: it loses its pages and moves to the head of the queue, to be computed again.
+        Also preempts the sequences that wait for its log-probabilities, because they may hold the room it needs.
         """
         if sequence.num_generated == 0:
             for other in sequence.request.sequences[::-1]:

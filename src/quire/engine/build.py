@@ -1,4 +1,4 @@
-"""From a configuration and a model's shape to an engine that runs: resolves every automatic value."""
+"""Builds an engine from a configuration and a model's shape. Resolves every automatic value first."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 AUTO_MEMORY_SHARE = 0.5
-"""Share of the memory free beside the weights that an automatic cache takes on a CPU, where others want memory too; 0.9
-on a GPU."""
+"""An automatic cache takes this share of the memory that the weights leave on a CPU, where other processes need memory
+too; 0.9 on a GPU."""
 
 TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
 """Rows of a step: SmolLM2's prefill on two cores is as fast at 1,024 rows as at 4,096, and a decode step beside it
@@ -82,10 +82,11 @@ def resolve(
     checkpoint: Checkpoint | None = None,
     calibration: Calibration | None = None,
 ) -> tuple[EngineConfig, EngineSizes]:
-    """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be.
+    """Returns the configuration with its automatic values resolved, and what fits under it. Raises ConfigError if the
+    settings contradict each other, the model or the machine.
 
-    checkpoint   where the weights come from: what model.weights native holds depends on how they are stored
-    calibration  of a codec that needs one; without it, sizes are those it is meant to have
+    checkpoint   the source of the weights: the size of model.weights native depends on how they are stored
+    calibration  the calibration of a codec that needs one; None: sizes are the codec's nominal ones
     """
     device_type = device_type_of(config.runtime.device)
     backend = _backend_of(config, device_type)
@@ -200,7 +201,7 @@ def _weight_bytes(
 def _arena_pages(
     config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None, backend: str
 ) -> ArenaPages:
-    """What pages the cache has. Raises ConfigError: see `sealed_pages`."""
+    """The page sizes of the cache. Raises ConfigError as `sealed_pages` does."""
     layers_heads = shape.num_layers, shape.num_kv_heads
     sealed, sinks = sealed_pages(config, shape, dtype, calibration, backend)
     open_ = np.full(layers_heads, DenseCodec(shape.head_dim, dtype).page_bytes, np.int32)
@@ -225,7 +226,7 @@ def _token_budget(config: EngineConfig, device_type: str) -> int:
 
 
 def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
-    """The model with its weights packed for the backend, and as many threads as it is to run on; config is resolved."""
+    """Loads the model with its weights packed for the backend. Also sets the kernels' threads. config is resolved."""
     device = torch.device(config.runtime.device)
     if device.type == "cpu":
         assert config.runtime.threads is not None
@@ -260,7 +261,7 @@ def assemble(
     """The engine around a model: arena, table, manager, attention, scheduler, sampler.
 
     model_id     the checkpoint's fingerprint
-    calibration  of a codec that needs one
+    calibration  the calibration of the codec, if it needs one
     tiers        stores of the cache; None: there are none
     """
     shape = model.shape
@@ -288,7 +289,7 @@ def assemble(
         dtype,
         cos,
         sin,
-        # A window that no request outgrows is none.
+        # A window that is at least as long as the context has no effect.
         shape.sliding_window if (shape.sliding_window or 0) < fits.max_context else None,
         config.cache.strict,
         config.cache.sparse_values,
@@ -334,14 +335,14 @@ def end_tokens(shape: ModelShape, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _context_limit(fits: EngineSizes, shape: ModelShape) -> str:
-    """What sets the longest request, for whoever sends a longer one."""
+    """The setting or limit that determines max_context, for error messages."""
     if fits.max_context < fits.model_context:
         return "what fits offload.cache" if fits.disk_bytes else "what fits cache.memory"
     return "what the model was made for" if fits.model_context == shape.max_context else "model.max_context"
 
 
 def _check_sparse_values(share: float, backend: str, is_on_disk: bool) -> None:
-    """Raises ConfigError for sparse values where they cannot be. is_on_disk: whether the cache is offloaded."""
+    """Raises ConfigError if sparse values do not work with the backend or an offloaded cache (`is_on_disk`)."""
     if backend == "triton":
         raise ConfigError(
             f"cache.sparse_values is {share:g}, but attention.backend triton reads all values; use attention.backend"
@@ -355,7 +356,7 @@ def _check_sparse_values(share: float, backend: str, is_on_disk: bool) -> None:
 
 
 def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, token_budget: int, context: int) -> None:
-    """Raises ConfigError for retention where it cannot be."""
+    """Raises ConfigError if retention does not work with the model or the other settings."""
     retain = config.retain
     if not retain.is_on:
         return

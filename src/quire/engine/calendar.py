@@ -1,4 +1,4 @@
-"""Decoding sequences and the step of each one's next event: until then a step costs them nothing. No torch."""
+"""Decoding sequences, by the step of their next event. Until that step the host does no work for them. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_POSITIONS = 1 << 24
 
 def placeholder_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]:
     """Stand-ins for the tokens that a model would sample for positions [start, start + count). They are negative, so
-    in no vocabulary, and differ between sequences, unless keys do not depend on them.
+    in no vocabulary. They differ between sequences if the keys of chunks depend on tokens.
     """
     if not sequence.keys.reads_tokens:
         return itertools.repeat(_LEAST_TOKEN, count)
@@ -24,7 +24,7 @@ def placeholder_tokens(sequence: Sequence, start: int, count: int) -> Iterable[i
 
 class Calendar:
     """Sequences that take one row in every step until their next event: a chunk begins or is full, or their length is
-    reached. Their number of computed tokens follows from the clock; `settle` writes it down.
+    reached. Their number of computed tokens follows from the clock; `settle` stores it in the sequence.
 
     clock      steps so far
     members    the sequences, each with the clock of its next event
@@ -86,7 +86,7 @@ class Calendar:
         return event - self.clock
 
     def settle(self, sequence: Sequence) -> None:
-        """Writes down the computed tokens of a member. Skipped steps get imagined tokens."""
+        """Stores a member's number of computed tokens in it. Skipped steps get placeholder tokens."""
         num_tokens = sequence.clock_offset + self.clock
         sequence.path.num_tokens = sequence.high_water = num_tokens
         missing = num_tokens + 1 - len(sequence.token_ids)

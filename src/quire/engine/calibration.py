@@ -1,8 +1,8 @@
 """The calibration file: the quantization tables of one model's codecs, in one safetensors file.
 
-Tensors are named CODEC.FIELD (nuq3.key_books). The metadata has the model, the settings, a report of what was chosen
-and why, and the file's own hash. Two sequences share pages only if this hash is equal, because other tables give other
-bytes.
+Tensors are named CODEC.FIELD (nuq3.key_books). The metadata has the model, the settings, a report of the choices and
+their reasons, and the file's own hash. Two sequences share pages only if this hash is equal, because other tables give
+other bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Calibration:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Writes the file atomically: under its name there is never half a file."""
+        """Writes the file atomically: readers never see a partial file under its name."""
         from safetensors.torch import save
 
         with written_whole(path) as draft:
@@ -128,9 +128,9 @@ class Calibration:
 
 
 def check_tables(tables: NuqTables, num_layers: int, num_heads: int, head_dim: int) -> None:
-    """Raises ConfigError unless the tables are those of a model of this shape, and sound."""
+    """Raises ConfigError unless the tables fit a model of this shape and their values are in range."""
     pairs, infinite, most = head_dim // 2, torch.inf, torch.finfo(torch.float32).max
-    # Of each, what follows [L, H], and the least and the largest number.
+    # For each field: its shape after [L, H], its least value and its largest value.
     wanted: dict[str, tuple[tuple[int, ...], float, float]] = {
         "key_order": ((pairs,), 0, pairs - 1),
         "key_bits": ((pairs // BLOCK_PAIRS,), 0, MAX_BITS),

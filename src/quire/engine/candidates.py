@@ -47,7 +47,7 @@ def best_ids(logits: Tensor) -> Tensor:
 
 
 def mask_disallowed(scores: Tensor, allowed: Sequence[TokenBitmask | None]) -> None:
-    """Sets what is not allowed to -infinity, in place.
+    """Sets the scores of disallowed tokens to -infinity, in place.
 
     scores   f32 [n, V], rows contiguous
     allowed  for each row a bit per entry, uint32 [ceil(V / 32)], lowest first; None: all are allowed

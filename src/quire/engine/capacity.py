@@ -1,4 +1,4 @@
-"""What an engine can do, measured on it: how many rows saturate the processor, and how many sequences a batch may have.
+"""The measured capacity of an engine: how many rows saturate the processor, and how many sequences a batch may have.
 
 Source: DistServe (OSDI 2024), section 3.1: L_m, the shortest prompt that saturates the processor, groups prompts;
 batching decoding sequences pays until computing bounds it. Differs from it: both are measured when an instance starts.
@@ -14,10 +14,10 @@ from quire.engine.params import SamplingParams
 
 LEAST_ROWS = 16
 SATURATED = 0.9
-"""Rows saturate a processor that computes this share of the most rows a second."""
+"""A prompt saturates the processor if it reaches this share of the highest measured rate (rows a second)."""
 
 GAIN = 1.1
-"""A batch of twice the size is useful if it decodes this many times as many tokens a second."""
+"""Doubling a batch is useful if it multiplies the decoded tokens a second by at least this."""
 
 LONGEST_SECONDS = 0.5
 """Longer prompts are not timed."""
@@ -31,12 +31,12 @@ NUM_STEPS = 6
 
 @dataclass(frozen=True)
 class MeasuredCapacity:
-    """What was measured.
+    """The measurements of one engine.
 
     prompt_rows       L_m
-    batch             the largest useful batch
-    seconds_per_row   of a prompt of L_m rows
-    seconds_per_step  of the largest useful batch
+    batch             the largest useful batch, in sequences
+    seconds_per_row   prefill seconds a row, for a prompt of L_m rows
+    seconds_per_step  seconds of a decode step of the largest useful batch
     """
 
     prompt_rows: int
@@ -46,7 +46,7 @@ class MeasuredCapacity:
 
 
 def measure_capacity(engine: Engine) -> MeasuredCapacity:
-    """Times prompts and decode steps. Nothing of them stays. The engine has no requests."""
+    """Times prompts and decode steps. The engine must have no requests; the timed ones leave nothing in the cache."""
     with engine.leaving_nothing():
         rows, seconds_per_row = _saturating_rows(engine)
         batch, seconds_per_step = _useful_batch(engine)
@@ -107,14 +107,14 @@ def _decode(engine: Engine, batch: int) -> float | None:
 
 
 def _prompt(engine: Engine, rows: int, number: int) -> list[int]:
-    """Differs from others within its first chunk, so that nothing is found in the cache."""
+    """A prompt that differs from all others in its first chunk, so that none of it is cached."""
     vocab_size = engine.vocab_size
     return [(number * PAGE_TOKENS + 7919 * each + number) % vocab_size for each in range(rows)]
 
 
 def measure_prefill(engine: Engine) -> None:
-    """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
-    Nothing of it stays.
+    """Times the prefill of a short prompt: the first choices between fetching and computing need an estimate. The
+    prompt leaves nothing in the cache.
     """
     with engine.leaving_nothing():
         for trial in range(2):  # the first one also warms up

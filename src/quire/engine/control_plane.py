@@ -1,5 +1,5 @@
 """The control plane of an engine: the formats of its chunks, retention, cache manager and scheduler. A simulator builds
-the same.
+it with the same functions.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from quire.stores.tiers import Tiers
 
 
 class ChunkFormats(NamedTuple):
-    """What chunks are stored as.
+    """The storage formats of chunks.
 
-    codecs  of open chunks, then of sealed ones if that is another one
-    sinks   tokens that stay exact beside sealed chunks; None: none do
-    sums    of column sums; None without retention
+    codecs  the codec of open chunks, then that of sealed chunks if it differs
+    sinks   the tokens that stay exact beside sealed chunks; None: no tokens
+    sums    the codec of column sums; None without retention
     """
 
     codecs: tuple[DenseCodec, *tuple[Codec, ...]]
@@ -56,7 +56,7 @@ def formats_of(
 
 
 def retention_of(config: EngineConfig, marks: Callable[[], StructuralTokens]) -> Retention | None:
-    """How requests retain; None: everything. marks: finds a tokenizer's markers."""
+    """The retention of requests; None: they keep all tokens. marks: finds a tokenizer's structural tokens."""
     retain = config.retain
     if not retain.is_on:
         return None
@@ -94,7 +94,7 @@ def sealed_pages(
 ) -> tuple[int | NDArray[np.int32] | None, Sinks | None]:
     """Bytes of the pages of sealed chunks, None if these stay dense, and the tokens that stay exact beside them.
 
-    Raises ConfigError for a codec that does not store heads of this size, or that the backend has no case of.
+    Raises ConfigError for a codec that does not store heads of this size, or that the backend does not implement.
     """
     row = CODECS[config.cache.codec]
     if not row.place:
@@ -119,7 +119,7 @@ def _codec(
 
 
 def _checked(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> Calibration:
-    """The calibration. Raises ConfigError for none, and for one without sound tables of the codec for the model."""
+    """Returns the calibration. Raises ConfigError if it is missing or lacks valid tables of the codec for the model."""
     cache = config.cache
     if calibration is None:
         raise ConfigError(f"cache.codec {cache.codec} needs a calibration; make one with quire calibrate MODEL")
@@ -145,7 +145,7 @@ def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks
 
 
 def namespace_of(config: EngineConfig, shape: ModelShape, model_id: str, calibration: Calibration | None) -> Namespace:
-    """What the bytes of pages depend on besides tokens. config is resolved; the others are as of `assemble`."""
+    """The namespace of an engine's chunks, without a salt. config is resolved; for other arguments see `assemble`."""
     cache = config.cache
     return Namespace(
         model=model_id,

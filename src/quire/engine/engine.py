@@ -48,10 +48,10 @@ class Engine:
 
     namespace      what must be equal, besides a salt, for two requests to share pages
     any_runner     computes steps; with a model it is `runner`
-    tiers          stores of the cache, which end with the engine; None: there are none
-    offloaded      counters of what is on the disk instead of in memory; None: nothing is
+    tiers          stores of the cache, which the engine closes; None: there are none
+    offloaded      returns the counters of offloading; None: nothing is offloaded
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
-    exports        by request, what another engine goes on with
+    exports        by request id, the sequences that another engine continues
     lacks_room     whether the last step did nothing, because exports hold the room that requests wait for
     clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
@@ -107,7 +107,7 @@ class Engine:
 
     @property
     def limits(self) -> RequestLimits:
-        """What it accepts now."""
+        """The limits of requests that the engine accepts now."""
         manager, tiers = self.scheduler.manager, self.tiering.tiers
         pins = PinLimits(
             manager.pins.most if manager.tree.shares else None, has_disk=tiers is not None and tiers.is_persistent
@@ -150,7 +150,7 @@ class Engine:
         """Queues an admitted request. Raises RequestError if its id is in use, QueueFullError if it cannot wait now.
 
         guide      makes a guide for each sequence; None: one of the grammar, if there is one
-        continued  of a request of one sequence that another engine began, or will go on with; None: it is all ours
+        continued  the handover of a one-sequence request that another engine began or will continue; None: neither
         """
         prompt_ids, params, hints = admitted.prompt_ids, admitted.params, admitted.hints
         if request_id in self._requests:
@@ -197,13 +197,13 @@ class Engine:
 
     @property
     def longest_request(self) -> int:
-        """Most tokens that a request may come to have; 0 without requests."""
+        """The most tokens that any current request may reach; 0 without requests."""
         every = (sequence for request in self._requests.values() for sequence in request.sequences)
         return max((sequence.num_prompt + sequence.max_tokens for sequence in every), default=0)
 
     def take_over(self, other: Engine) -> None:
-        """Goes on with all requests of another engine over the same model, and with its counters. Those that run are
-        preempted: they lose their pages, and are computed again here. `other` has no requests afterwards.
+        """Takes all requests and counters of another engine over the same model. Running requests are preempted: they
+        lose their pages, and are computed again here. `other` has no requests afterwards.
         """
         assert not self.has_work and not other.exports and self.tiering.tiers is other.tiering.tiers is None
         scheduler = other.scheduler
@@ -222,7 +222,7 @@ class Engine:
         self._next_seed, self.grammars = other._next_seed, other.grammars
 
     def end_export(self, request_id: str) -> None:
-        """Frees the chunks of a request that another engine goes on with, or that nobody will."""
+        """Frees the exported chunks of a request, after another engine has fetched them or if none will."""
         self.scheduler.manager.exports.end(self.exports.pop(request_id))
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -274,15 +274,15 @@ class Engine:
         }
 
     def idle(self) -> float | None:
-        """Does what need not hold up requests, while there are none. Returns the seconds after which there is more to
-        do; None if there is nothing, until there is a request.
+        """Does background work while there are no requests. Returns the seconds until more work is due; None: nothing
+        is due before the next request.
         """
         seconds = self.tiering.idle()
         return LIFETIME_SECONDS if seconds is None and self.forgets else seconds
 
     @contextmanager
     def leaving_nothing(self) -> Iterator[None]:
-        """While requests are measured: their chunks go to no store and are dropped, and they count nowhere."""
+        """For measurements: requests inside leave no chunks in the cache or its stores, and nothing in the counters."""
         manager = self.scheduler.manager
         was_on, manager.demotion.is_on = manager.demotion.is_on, False
         yield
@@ -300,8 +300,8 @@ class Engine:
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether there are no requests, no answers and no bytes in use, but for exports and chunks that are fetched
-        ahead or copied. A leak shows here; `check` then locates it.
+        """Whether there are no requests, no answers and no bytes in use, except exports and chunks that are prefetched
+        or copied. If this detects a leak, `check` locates it.
         """
         manager = self.scheduler.manager
         is_lent = bool(self.exports or manager.fetching.prefetches or manager.table.ledger.has_holds)
@@ -379,7 +379,7 @@ class Engine:
 
 
 def _tell(deltas: dict[Request, list[CompletionOutput]], request: Request, delta: CompletionOutput) -> None:
-    """Adds a delta to those of its step. Several of one sequence, from drafts, become one."""
+    """Adds a delta to those of its step. Deltas of one sequence, from drafts, are merged."""
     found = deltas.setdefault(request, [])
     if found and found[-1].index == delta.index:
         found[-1].add(delta)
@@ -388,8 +388,8 @@ def _tell(deltas: dict[Request, list[CompletionOutput]], request: Request, delta
 
 
 def _continue(request: Request, continued: Handover) -> None:
-    """Makes the sequence of a request one that goes on from another engine's tokens, or that another one goes on with.
-    To this engine, what another one has computed was computed before a preemption.
+    """Applies a handover to the sequence of a request. Tokens that another engine has computed are treated as computed
+    before a preemption.
     """
     (sequence,) = request.sequences
     sequence.seed, sequence.swapped = continued.seed, continued.swapped

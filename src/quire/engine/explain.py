@@ -1,4 +1,4 @@
-"""Why a prompt found in the prefix tree what it found, for people."""
+"""Explains to people how much of a prompt was found in the prefix tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.cache.manager import CacheManager
 
 
 def explain(manager: CacheManager, holder: Holder) -> str:
-    """Says in one sentence why a sequence finds as much of its prompt in the cache as it does."""
+    """Explains in one sentence how much of a sequence's prompt is cached, and why not more."""
     tree = manager.tree
     if not tree.shares:
         return "cache.share is off"

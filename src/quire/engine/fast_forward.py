@@ -1,4 +1,4 @@
-"""A scheduler without a runner: steps with imagined tokens, those without events all at once. For simulators."""
+"""Drives a scheduler without a runner, for simulators. Tokens are placeholders; steps without events run at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.scheduler import SampledToken, Scheduler
 
 @dataclass(slots=True)
 class AdvanceReport:
-    """What the last call of `FastForward.advance` computed.
+    """The work of the last call of `FastForward.advance`.
 
     num_quiet  rows of sequences in the calendar, in the last step
     context    tokens that these attend to, in the last step
@@ -27,10 +27,10 @@ class AdvanceReport:
 
 
 class FastForward:
-    """Drives a scheduler without retention, which would have to know attention. Decides and commits as the engine does,
-    so that its tokens come in the same steps.
+    """Drives a scheduler without retention, because retention decides by attention weights. Decides and commits as the
+    engine does, so that tokens come in the same steps.
 
-    report  of the last call of `advance`
+    report  report of the last call of `advance`
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -41,7 +41,7 @@ class FastForward:
 
     @property
     def num_quiet(self) -> int:
-        """Number of next steps in which nothing happens but that each sequence of the batch gets a token."""
+        """Number of next steps in which each sequence of the batch gets a token and nothing else happens."""
         if self._batch.active or not self._batch.calendar or self._may_admit:
             return 0
         return self._batch.calendar.quiet_steps

@@ -1,5 +1,5 @@
-"""The memory of a whole process, estimated before anything is loaded: weights, cache, what a step computes with, and
-the interpreter with its libraries.
+"""The memory of a whole process, estimated before anything is loaded: weights, cache, a step's activations, and the
+interpreter with its libraries.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ RUNTIME_BYTES = 256 << 20
 """Interpreter, libraries and tokenizer. Measured with SmolLM2 and a server: 230 to 250 MiB beside weights and cache."""
 
 FLOAT_BYTES = 4
-"""Rows of a step, and logits, are computed in float32 somewhere on their way."""
+"""Bytes of an activation or logit: both pass through float32."""
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of a process, once its cache is full and its largest step has run.
 
-    weights  as `EngineSizes` has them
+    weights  `EngineSizes.weight_bytes`
     cache    the part that is in memory
     step     activations of a step with all its rows, and logits of all running sequences
     runtime  everything else
@@ -34,7 +34,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all parts together."""
         return self.weights + self.cache + self.step + self.runtime
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Footprint:
 
 
 def footprint(shape: ModelShape, config: EngineConfig, sizes: EngineSizes) -> Footprint:
-    """The memory of a process with a resolved configuration. On a GPU what the device holds is not the process's."""
+    """The memory of a process with a resolved configuration. The memory of a GPU is not included."""
     assert config.scheduler.token_budget is not None, "a configuration with automatic values"
     queries = (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim
     widths = 4 * shape.hidden_size + queries + 2 * shape.ffn_size

@@ -4,8 +4,8 @@
               backend), of the arena and of the weights
     changing  only their contents
 
-A graph reads what its addresses hold when it is replayed. So a step is: plan (one copy, or an addition on the device),
-inputs (two copies), replay.
+A replayed graph reads the present contents of its addresses. So a step is: plan (one copy, or an addition on the
+device), inputs (two copies), replay.
 """
 
 from __future__ import annotations

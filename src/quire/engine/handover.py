@@ -1,4 +1,4 @@
-"""A sequence that goes from one engine to another: what an engine is told of one that others began."""
+"""The handover of a sequence from one engine to another: what the next engine needs to continue it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Handover:
-    """A request of one sequence, of which the caller may have the first tokens already.
+    """A request of one sequence whose first tokens the caller may already have.
 
-    seed        of the sequence
+    seed        seed of the sequence
     token_ids   generated elsewhere. Without their cache they are computed again, one by one where retention decides
     cumulative  sum of their log-probabilities
-    will_hand_over      whether another engine goes on with it after its next token, unless it ends with it
-    swapped     its cache, which a store has; None: it is computed
+    will_hand_over      whether another engine continues it after its next token, unless that token ends it
+    swapped     its path in a store; None: its tokens are computed again
     """
 
     seed: int

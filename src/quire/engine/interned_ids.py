@@ -1,4 +1,4 @@
-"""Token ids of prompts, in little memory while they wait."""
+"""Compact lists of token ids, for prompts that wait in the queue."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 class InternedTokenIds(list[int]):
-    """Token ids of a vocabulary, in a list that nobody changes any more, so that it need not be copied. Equal ids are
-    one object: an id takes 8 bytes here and in every copy, and 36 in a list of its own. Takes 0.1 us for each.
+    """Token ids of a vocabulary. The list must not be changed, so it need not be copied. Equal ids share one object: an
+    id takes 8 bytes here and in every copy, instead of 36. Construction takes 0.1 us an id.
     """
 
     __slots__ = ()
@@ -24,4 +24,4 @@ class InternedTokenIds(list[int]):
 
 
 _known: list[int] = []
-"""Up to the largest id, which is one of a vocabulary: ids are checked before."""
+"""The shared objects of ids 0, 1, ... up to the largest id so far. Callers have checked ids against the vocabulary."""

@@ -27,7 +27,7 @@ def device_type_of(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes this process can still have on the device."""
+    """Bytes that this process can still allocate on the device."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         # Memory that torch has reserved for later tensors is free for us.
@@ -60,7 +60,7 @@ def _memory_groups() -> Iterator[tuple[Path, str, str, str]]:
 
 
 def processor_name() -> str:
-    """The processor's name, as the system tells it."""
+    """The processor's name, as the system reports it."""
     for line in _lines(Path("/proc/cpuinfo")):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,6 +1,4 @@
-"""A cache that leaves memory, as a configuration wants it: its table, what moves its chunks, and attention in
-micro-batches.
-"""
+"""Builds an offloaded cache from a configuration: its table, mover of chunks, and attention in micro-batches."""
 
 from __future__ import annotations
 
@@ -32,18 +30,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 HALF = 0.5
-"""A policy that attends to at least this part of what is far does so with all of it."""
+"""If a policy attends to at least this share of the far chunks on the host, rows attend to all of them there."""
 
 
 def offload_target(model: OffloadedModel, config: EngineConfig) -> Mover | torch.device:
-    """Where chunks go that leave memory: a file. Beside a GPU, which is then the result, the host's memory."""
+    """The target of offloaded chunks: the mover of a file, or the GPU itself, whose chunks go to the host's memory."""
     return torch.device(config.runtime.device) if model.folder is None else mover_of(model, "cache")
 
 
 def build_offloaded_cache(
     model: Model, config: EngineConfig, fits: EngineSizes, formats: ChunkFormats
 ) -> tuple[ChunkTable | OffloadedTable, OffloadedTable | Pager]:
-    """A cache that leaves memory: its table, and what moves its chunks. Raises ConfigError."""
+    """The table of an offloaded cache, and the object that moves its chunks. Raises ConfigError."""
     from quire.offload.memory_plan import MemoryPlan
     from quire.offload.model import OffloadedModel
     from quire.offload.paged import PagedArena, Pager
@@ -74,7 +72,7 @@ def build_offloaded_cache(
         pages = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
         return pages, Pager(pages, arena, memory_plan.own_bytes // needs.sealed.largest)
     policy = policy_of(config)
-    # A plan with a window has no gaps: what its rows see is loaded.
+    # With a sliding window, attention's plan has no gaps: all chunks that its rows see are loaded.
     has_window = (shape.sliding_window or fits.max_context) < fits.max_context
     wanted = policy is None or (policy.attended > 0 and policy.attended >= HALF * policy.cache.beyond(0))
     attends = isinstance(backing, torch.device) and not has_window and wanted
@@ -102,7 +100,7 @@ def in_micro_batches(
     table: OffloadedTable | Pager | None,
     padded_rows: Callable[[int], int],
 ) -> AttentionBackend:
-    """Attention in micro-batches, where the configuration wants them. table: the cache, if it leaves memory."""
+    """Wraps attention in micro-batches if the configuration asks for them. table: that of an offloaded cache."""
     from quire.offload.blocks import BlockAttention
 
     policy = policy_of(config)
@@ -114,7 +112,7 @@ def in_micro_batches(
 
 
 def offload_counters(model: Model, table: OffloadedTable | Pager | None) -> Callable[[], dict[str, Any]]:
-    """What `LLM.stats` says of offloading."""
+    """A function that returns the counters of offloading for `LLM.stats`."""
     from quire.offload.model import OffloadedModel
 
     assert isinstance(model, OffloadedModel)

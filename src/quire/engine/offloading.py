@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 MICRO_BATCH = 8
-"""Without a policy, sequences of a micro-batch that buffers are made for, if the memory suffices."""
+"""Without a policy, buffers are sized for micro-batches of this many sequences, if memory suffices."""
 
 NEAR = Share(0.1)
-"""Without a policy and without cache.memory, share of the longest sequences' chunks that there are frames for."""
+"""Without a policy and cache.memory, there are frames for this share of the longest sequences' chunks."""
 
 OFFLOAD_CACHE_SHARE, OFFLOAD_SPARE = 0.25, 0.1
-"""With offload.mode auto: shares of the free memory that are left for an automatic cache, and for everything else."""
+"""Shares of the free memory that offload.mode auto leaves for an automatic cache, and for everything else."""
 
 
 def with_offload(config: EngineConfig, backend: Backend, weight_bytes: int, available: int) -> tuple[EngineConfig, int]:
@@ -94,7 +94,7 @@ def policy_of(config: EngineConfig) -> Policy | None:
 
 
 def memory_of(config: EngineConfig, needs: MemoryRequirements, free: int) -> int:
-    """Memory of a cache on the disk, where none is given: as the policy says; without one a tenth of the longest
+    """Default bytes of memory for a cache on the disk: as the policy says. Without a policy, a tenth of the longest
     sequences' chunks, and at most `free` bytes if these are enough to start.
     """
     policy = policy_of(config)
@@ -106,11 +106,11 @@ def memory_of(config: EngineConfig, needs: MemoryRequirements, free: int) -> int
 def cache_bytes(
     config: EngineConfig, context: int, sealed: NDArray[np.int32], open_: NDArray[np.int32] | None
 ) -> tuple[int, MemoryRequirements] | None:
-    """Bytes of the cache if it is on the disk, and what is needed in memory; None if it is in memory.
+    """Bytes of a cache on the disk, and its requirements of memory; None if the cache is in memory.
 
     context  tokens of the longest request
     sealed   bytes of the pages of a sealed chunk, [L, H]
-    open_    of an open chunk, if it has another codec
+    open_    the same for an open chunk, if it has another codec
     Raises ConfigError.
     """
     from quire.offload.memory_plan import FrameLayout, MemoryRequirements
@@ -118,8 +118,8 @@ def cache_bytes(
     room, policy = config.offload.cache, policy_of(config)
     max_chunks, running = -(-context // PAGE_TOKENS), config.scheduler.max_running
     if room is None and policy is not None and policy.cache.beyond(0) > 0:
-        # An admission leaves every sequence room for a chunk to grow; and one more, because slabs are whole. Beside its
-        # sealed chunks a sequence has an open one, and two in a step that fills one.
+        # Admission reserves a chunk of growth for every sequence; one more, because slabs are whole. Besides its sealed
+        # chunks a sequence has an open one, and two in a step that fills one.
         room = running * ((max_chunks + 2) * int(sealed.sum()) + (0 if open_ is None else 2 * int(open_.sum())))
     if room is None:
         return None
@@ -136,7 +136,7 @@ def cache_bytes(
 
 
 def check_disk_room(num_bytes: int, chunk_bytes: int, needs: MemoryRequirements) -> None:
-    """Raises ConfigError if a cache of so many bytes does not fit the disk. chunk_bytes: of a sealed chunk."""
+    """Raises ConfigError if a cache of `num_bytes` does not fit on the disk. chunk_bytes: bytes of a sealed chunk."""
     from quire.models.image_folder import image_folder
 
     folder = image_folder()
@@ -151,7 +151,7 @@ def check_disk_room(num_bytes: int, chunk_bytes: int, needs: MemoryRequirements)
 
 
 def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Callable[[Ops], Model]) -> Model:
-    """The model, with its weights where the configuration wants them. Raises ConfigError."""
+    """Loads the model and places its weights as configured. Raises ConfigError."""
     from quire.models import images
     from quire.models.cpu_panels import KINDS
     from quire.offload.hidden import HiddenStates
@@ -192,10 +192,10 @@ def _image_errors() -> Iterator[None]:
 def load_beside_device(
     checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str], build: Callable[[Ops], Model]
 ) -> OffloadedModel:
-    """The model with its weights on a GPU, in the host's memory and on the disk. kinds: of blocks that the GPU
-    multiplies.
+    """Loads the model with its weights on a GPU, in the host's memory and on the disk. kinds: the kinds of blocks that
+    the GPU multiplies.
 
-    Without a policy, the disk has what the host has no room for. Raises ConfigError.
+    Without a policy, only weights that do not fit into the host's memory stay on the disk. Raises ConfigError.
     """
     from quire.models.images import device_image_spec
     from quire.offload.device import DISK, load_on_device
@@ -224,7 +224,7 @@ def load_beside_device(
 
 
 def _beside_device(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> Split:
-    """The shares of GPU, host and disk that use offload.memory of the first one and what is free of the second."""
+    """The shares of GPU, host and disk that fill offload.memory on the GPU and the free memory of the host."""
     weights = _within_memory(checkpoint, config, kinds)
     near = weights.requested.shares[0]
     layer_bytes = sum(place.num_bytes for layer in weights.layers for place in layer)
@@ -247,9 +247,9 @@ def _outside(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
 
 
 def mover_of(model: OffloadedModel, what: str) -> Mover:
-    """Threads and a file for what leaves memory beside a model's weights. They end with the model. Raises ConfigError.
+    """A mover with its own file, for offloaded data other than weights. The model closes it. Raises ConfigError.
 
-    what  the contents, for errors
+    what  name of the contents, for errors
     """
     from quire.offload.mover import Mover
     from quire.offload.stream import WeightStream
@@ -264,7 +264,7 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
 
 
 def _within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> WeightPlacement:
-    """The weights placed so that they use offload.memory, by the checkpoint's headers. kinds: of blocks that are kept.
+    """Places the weights to fill offload.memory, by the checkpoint's headers. kinds: kinds of blocks that stay packed.
 
     Raises ConfigError if the memory is too small.
     """

@@ -1,4 +1,4 @@
-"""Turns sampled tokens into what the caller sees: text, stops, log-probabilities. Knows sequences and text, not logits
+"""Turns sampled tokens into the caller's deltas: text, stops, log-probabilities. Knows sequences and text, not logits
 or pages.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TokenDecoder(Protocol):
-    """What the engine asks of a tokenizer."""
+    """The methods of a tokenizer that the engine calls."""
 
     def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
         """The text of some tokens."""
@@ -47,7 +47,7 @@ class OutputProcessor:
         self._cumulative: float | None = 0.0 if params.logprobs is not None else None
 
     def resume(self, token_ids: Iterable[int], cumulative: float) -> None:
-        """Takes tokens that the caller has had. cumulative: the sum of their log-probabilities."""
+        """Takes tokens that the caller already has. cumulative: the sum of their log-probabilities."""
         for token_id in token_ids:
             self.push(token_id, None, at_length=False)
         if self._cumulative is not None:

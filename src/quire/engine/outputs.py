@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the n sequences of a request: complete from `LLM`; from `AsyncLLM` what is new since the last item."""
+    """One of the n sequences of a request: complete from `LLM`; from `AsyncLLM` only the part since the last item."""
 
     index: int
     text: str
@@ -35,7 +35,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the sequence; the explanation of an error; None otherwise."""
     cumulative_logprob: float | None = None
-    """Sum over all tokens generated so far; None unless logprobs were asked for."""
+    """Sum over all tokens generated so far; None unless the request has logprobs."""
 
     @property
     def finished(self) -> bool:
@@ -43,7 +43,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def add(self, news: CompletionOutput) -> None:
-        """Appends what is new since then."""
+        """Appends a later delta of the same sequence."""
         self.text += news.text
         self.token_ids.extend(news.token_ids)
         if news.logprobs is not None:
@@ -74,4 +74,4 @@ class RequestOutput:
     kept_fraction: float | None = None
     """Share of the prompt's tokens that retention keeps, over all heads; None before it decides, or without it."""
     embedding: list[float] | None = None
-    """Of the prompt, not normalized; with `pooling`, in the first item."""
+    """The prompt's embedding, not normalized; only with `pooling`, and in the first item."""

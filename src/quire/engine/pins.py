@@ -123,7 +123,7 @@ def pin_errors(file: Path, line: int, copies: int = 1) -> Iterator[None]:
 
 
 def pin_prefixes(engine: Engine, file: Path, pins: Sequence[Pin], salts: Sequence[str] = ("",)) -> None:
-    """Computes and pins prefixes of a file for each salt, with an engine that nobody else uses. Raises ConfigError if
+    """Computes and pins prefixes of a file for each salt. The engine must have no other requests. Raises ConfigError if
     they do not fit.
     """
     each = list(itertools.product(pins, salts))
@@ -156,14 +156,14 @@ def check_pin_room(engine: Engine, prompt_ids: list[int], salt: str = "") -> Non
 def protect(engine: Engine, prompt_ids: list[int], salt: str = "") -> None:
     """Makes the existing pin of a prompt permanent. From then on, the rest of the cache limits requests.
 
-    Raises QuireError while there are requests, because these were promised more.
+    Raises QuireError while there are requests, because they were admitted under a larger limit.
     """
     manager = engine.scheduler.manager
     if engine.has_work:
         raise QuireError("prefixes are protected before there are requests")
     manager.pins.protect(ChunkKeys(replace(engine.namespace, salt=salt), prompt_ids))
     num_chunks, num_firsts = manager.pins.num_protected
-    # All chunks are the tree's now, and those that are not protected can be evicted.
+    # Without requests, all chunks are in the tree, and the unprotected ones can be evicted.
     num_more, num_more_firsts = num_chunks - manager.tree.num_chunks, num_firsts - manager.tree.num_unread_firsts
     left = manager.reservations.capacity(num_more, num_more_firsts) * PAGE_TOKENS
     if left < engine.max_context:

@@ -58,8 +58,8 @@ class Policy:
 
     token_budget  most rows of a step
     max_running   most sequences in the batch
-    prompt_rows   prompts are grouped, first come, first served, until they have so many rows together; one that has as
-                  many left runs alone. None: prompts take the rows that a step has left
+    prompt_rows   most rows of a group of prompts, which is filled first come, first served; a prompt with at least as
+                  many rows left runs alone. None: prompts take the rows that a step has left
     """
 
     batch: Batch
@@ -103,8 +103,8 @@ class Policy:
         return rows
 
     def decide_behind_fetch(self, sequence: Sequence) -> list[Rows]:
-        """The rows of a sequence whose chunks are in transfer, as if they had arrived. Its state is WAITING afterwards
-        if it had no room, and begins again.
+        """The rows of a sequence whose chunks are in transfer, as if they had arrived. If there is no room, the
+        sequence is preempted: its state is WAITING afterwards.
         """
         rows: list[Rows] = []
         self._manager.fetching.assume_arrived(sequence)
@@ -133,7 +133,7 @@ class Policy:
         if not transfer.is_over:
             return True
         if not self._manager.end_fetch(sequence):
-            log.debug("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
+            log.debug("request %s: its cached chunks did not arrive: %s", sequence.name, transfer.error)
             self.batch.restart(sequence)
             if not sequence.num_preemptions:
                 sequence.num_cached_tokens = 0  # it is counted again
@@ -195,14 +195,14 @@ class Policy:
         return before + max(1, sequence.num_pending - found * PAGE_TOKENS) > prompt_rows
 
     def _prefetch(self, sequence: Sequence) -> None:
-        """Fetches for a sequence that is not admitted, once."""
+        """Starts to fetch the cached chunks of a sequence before its admission, once."""
         if not sequence.is_prefetched and sequence.swapped is None:
             sequence.is_prefetched = True
             self._manager.prefetch(sequence)
 
     def _is_ready(self, sequence: Sequence, underway: set[bytes]) -> bool:
-        """Extends a prompt over chunks cached since. False if another sequence computes its next chunk in this step:
-        the prompt finds it in the next one.
+        """Extends a prompt over newly cached chunks. False if another sequence computes the prompt's next chunk in this
+        step: it waits, and finds the chunk in the cache in the next step.
         """
         found = self._manager.paths.match(sequence)
         self.batch.counters.count_cached(sequence, found)
@@ -232,7 +232,7 @@ class Policy:
         """Most drafts after the next row of a sequence, under a budget."""
         path = sequence.path
         if sequence.will_hand_over:
-            return 0  # another engine goes on behind its next token
+            return 0  # another engine continues it after its next token
         if self._manager.retention.profiling(sequence, path.num_tokens + 1) is not None:
             return 0  # the attention of a refused row could not be taken out of the column sums
         # The row that fills a chunk is not a draft: the chunk is sealed with it.

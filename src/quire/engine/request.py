@@ -56,7 +56,7 @@ class Sequence:
     is_begun       whether any step included it
     kept_fraction  share of the prompt's tokens that retention keeps, over all heads; None before it decides and without
                    retention
-    will_hand_over         whether another engine goes on with it after its next token
+    will_hand_over         whether another engine continues it after its next token
     num_prompt     tokens of the prompt
     keys           the keys of its chunks
     """
@@ -92,7 +92,7 @@ class Sequence:
         self.keys = ChunkKeys(self.namespace, self.token_ids)
 
     def move(self, namespace: Namespace) -> None:
-        """Makes a sequence that waits without pages one of another engine, whose chunks have this namespace."""
+        """Moves a sequence that waits without pages to another engine, whose chunks have this namespace."""
         assert self.state is SequenceState.WAITING, f"a sequence that is {self.state.value}"
         self.namespace, self.keys, self.path = namespace, ChunkKeys(namespace, self.token_ids), Path()
         self.swapped, self.slice, self.is_begun, self.is_prefetched = None, None, False, False
@@ -138,12 +138,12 @@ class Sequence:
 
     @property
     def priority(self) -> int:
-        """Its request's wish for its cached chunks."""
+        """`CacheHints.cache_priority` of its request."""
         return self.request.hints.cache_priority
 
     @property
     def lifetime(self) -> float | None:
-        """Its request's wish for its cached chunks."""
+        """`CacheHints.cache_lifetime` of its request, in seconds."""
         return self.request.hints.cache_lifetime
 
     @property
@@ -154,7 +154,7 @@ class Sequence:
 
     @property
     def pooling(self) -> str:
-        """What embeddings need of the rows of its prompt: "mean", "last" or nothing."""
+        """How the rows of its prompt are pooled for an embedding: "mean" or "last"; empty without an embedding."""
         return self.request.params.pooling or "" if self.num_generated == 0 else ""
 
     @property
@@ -175,7 +175,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """What a caller asked for. Times are in seconds of the engine's clock.
+    """A caller's request and its sequences. Times are in seconds of the engine's clock.
 
     pooled  parts of the embedding, each with the position of its first row
     """
@@ -208,12 +208,12 @@ class Request:
 
     def add_pooled(self, start: int, part: NDArray[np.float32]) -> None:
         """Adds a part of its embedding, of rows from position `start` on. Rows that are computed again after a
-        preemption replace what they gave.
+        preemption replace their earlier part.
         """
         self.pooled = [(place, each) for place, each in self.pooled if place < start] + [(start, part)]
 
     def take_embedding(self) -> list[float]:
-        """The embedding of its prompt, whose parts are not kept."""
+        """Returns the embedding of its prompt and drops its parts."""
         parts, self.pooled = [part for _, part in self.pooled], []
         if self.params.pooling == "last":
             return list(map(float, parts[-1]))

@@ -1,4 +1,4 @@
-"""A report of what the heads of one prompt keep, to print, draw or save. Knows arrays; decides nothing."""
+"""A report of the tokens that the heads keep of one prompt, to print, draw or save. Knows arrays; decides nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.cache.retention.decisions import RetentionDecision
 
 @dataclass(frozen=True)
 class RetentionReport:
-    """What each head of a prompt keeps and why.
+    """The tokens that each head keeps of a prompt, and why.
 
     num_tokens  tokens of the prompt
     members     the chain, in order; policy p keeps members 0 to p, policy len(members) keeps all tokens
@@ -25,7 +25,7 @@ class RetentionReport:
     recovery    float64 [L, H, len(members) + 1]: recovery of every policy, nan if it was not tried
     bytes_full  bytes of the prompt's keys and values without retention, as the allocator counts them
     bytes_kept  the same with retention
-    budget      the budget that it was decided by, as a share of the bytes; None: it was decided by the threshold
+    budget      the budget of the decision, as a share of the bytes; None: the threshold decided
 
     H are kv heads.
     """
@@ -55,7 +55,7 @@ class RetentionReport:
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """A name for each policy: the member that it adds to the policy before; the last one is `full`."""
+        """A name for each policy: the member that it adds to the previous policy; the last policy is `full`."""
         if self.budget is not None:
             return ("ranked", "full")
         return (*self.members[:1], *(f"+ {member}" for member in self.members[1:]), "full")

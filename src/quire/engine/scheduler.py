@@ -125,7 +125,8 @@ class Scheduler:
                 active.append((sequence, piece, token_id, beside, result.decided.get(index)))
         self.pass_steps(1)
         self.builder.sampled = result.token_ids
-        # In the order of admission, as FastForward does: of two that fill equal chunks at once, the first one's stay.
+        # In the order of admission, as FastForward does: if two sequences fill equal chunks in one step, the tree keeps
+        # those of the one admitted first.
         active.sort(key=lambda each: each[0].admitted)
         for sequence, group in itertools.groupby(active, key=operator.itemgetter(0)):
             rows = list(group)
@@ -191,8 +192,8 @@ class Scheduler:
         else:
             request.num_pinned_tokens = 0
             log.warning(
-                "request %s: its prompt of %d tokens is not pinned: with the pins that are there, over %.0f %% of the"
-                " cache would be",
+                "request %s: its prompt of %d tokens is not pinned: together with the existing pins it would exceed"
+                " %.0f %% of the cache",
                 request.request_id,
                 num_tokens,
                 100 * PINNED_SHARE,

@@ -1,4 +1,4 @@
-"""What fits into memory, computed before anything starts: bytes of weights and cache, tokens and sequences. Arithmetic
+"""Computes what fits into memory before anything starts: bytes of weights and cache, tokens and sequences. Arithmetic
 on a model's shape, without tensors.
 """
 
@@ -17,13 +17,13 @@ from quire.options import format_bytes, parse_bytes
 _SLAB_BYTES = 1 << 20
 
 _SLABS = 128
-"""Slabs of an arena at least: of each of a dozen page sizes, half a slab on average is not filled."""
+"""Least number of slabs in an arena: each of a dozen page sizes leaves half a slab empty on average."""
 
 
 def slab_bytes(page_bytes: int, memory: int, largest: int = 0) -> int:
     """Bytes of a slab: whole open pages, at most 1 MiB and a 128th of the arena, unless the largest page needs more.
 
-    page_bytes  of open pages, which nothing is lost of; of another size less than a page of each slab is
+    page_bytes  bytes of an open page, which fills slabs without waste; other sizes waste less than a page of each slab
     largest     bytes of the largest page of another size, or of a sidecar
     """
     pages = max(1, min(_SLAB_BYTES, memory // _SLABS) // page_bytes, -(-largest // page_bytes))
@@ -88,10 +88,10 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 @dataclass(frozen=True)
 class ArenaPages:
-    """What pages the chunks of a cache have.
+    """The page sizes of a cache's chunks.
 
     open           bytes of the pages of an open chunk, int32 [L, H], all of one size
-    sealed         of a sealed chunk; None: as of an open one
+    sealed         the same for a sealed chunk; None: as for an open one
     sidecar_bytes  bytes of the sidecar of a sequence's first chunk
     beside         further pages of every chunk, such as column sums: size -> number
     """
@@ -117,21 +117,21 @@ class ArenaPages:
         return 0 if self.sealed is None else int(self.open.sum())
 
     def arena(self, memory: int) -> ArenaCapacity:
-        """The arena of some bytes of memory: whole slabs of whole pages. What it cannot use is not allocated."""
+        """The arena that `memory` bytes hold: whole slabs of whole pages. The remainder is not allocated."""
         sealed = page_counts(self.sizes[0], *self.open.shape)
         slab = slab_bytes(int(self.open.max()), memory, max(*sealed, self.sidecar_bytes))
         open_ = {} if self.sealed is None else page_counts(self.open, *self.open.shape)
         return ArenaCapacity(memory // slab * slab, slab, sealed, open_, self.sidecar_bytes, self.beside)
 
     def enough_for(self, num_chunks: int, memory: int) -> str:
-        """About the smallest memory, as one would write it, whose arena holds n chunks, where `memory` does not."""
+        """About the smallest memory whose arena holds `num_chunks`, as text for a setting; `memory` holds fewer."""
         low, high = memory, max(2 * memory, UNIT)
         while self.arena(high).num_chunks < num_chunks:
             low, high = high, 2 * high
         while high - low > high // 256:
             middle = (low + high) // 2
             low, high = (low, middle) if self.arena(middle).num_chunks >= num_chunks else (middle, high)
-        # What is written is rounded; and the size of slabs depends on the memory, so that a little more may hold less.
+        # The text is rounded, and slabs grow with the memory, so that a little more memory may hold fewer chunks.
         while self.arena(parse_bytes(format_bytes(high))).num_chunks < num_chunks:
             high += high // 256 + 1
         return format_bytes(high)
@@ -143,7 +143,7 @@ class EngineSizes:
 
     weight_bytes         all weights in the chosen dtype, times the number of copies that the backend holds
     cache_bytes          the arena, in whole slabs
-    disk_bytes           of them, those that are not in memory
+    disk_bytes           the part of cache_bytes that is not in memory
     bytes_per_token      sealed keys and values of one token in all layers and heads, page padding included
     chunk_bytes          the same for 64 tokens: the unit of allocation
     open_chunk_bytes     the same for the chunk that a sequence writes to

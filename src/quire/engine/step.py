@@ -36,8 +36,8 @@ class Slice(RowSlice):
     draft        the row's token, if it is a draft; else NO_TOKEN
     decides      whether retention decides on the prompt, which ends with the last row
     scores       whether the log-probabilities of the prompt's tokens are requested
-    pools        what an embedding needs of the rows: "mean", "last" or nothing
-    allowed      the tokens that may come next; None: every token. Masks are asked for once the logits are there.
+    pools        how the rows are pooled for an embedding: "mean" or "last"; empty without an embedding
+    allowed      the tokens that may come next; None: every token. Masks are requested only after the logits.
     """
 
     sequence_id: int = 0
@@ -95,8 +95,8 @@ class Step:
     positions  int64 [R]
     begun      sequences that appear for the first time
     ended      sequences that will not appear again
-    moved      the rows are those of the step before, each one token later. These of their slices are new, the others
-               are in the same chunks. None: other rows
+    moved      if the rows are those of the step before, each one token later: the indices of the slices that changed
+               chunks. None: other rows
     ready      int32 [L], for chunks in transfer: 1 once a layer has arrived, -1 if it will not arrive; None: all chunks
                are there
     """
@@ -130,7 +130,7 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """What a step yields. Dictionaries are keyed by the index of a slice in the step.
+    """The result of a step. Dictionaries are keyed by the index of a slice in the step.
 
     token_ids        tokens of the slices that sample, in order; NO_TOKEN if there is none
     logprobs         log-probabilities of these tokens, or None; empty if no sequence asked for any

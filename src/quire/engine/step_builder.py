@@ -1,4 +1,4 @@
-"""From the rows of a step to the step. If nothing but tokens changes, the next step reuses the last one's slices."""
+"""Builds a step from its rows. If nothing but tokens changes, the next step reuses the last one's slices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.engine.step import NO_TOKEN, NewSequence, Slice, Step
 class StepBuilder:
     """Builds the steps of a batch.
 
-    sequences  of the last step, in the order of its slices
+    sequences  sequences of the last step, in the order of its slices
     sampled    tokens of the last step
     """
 
@@ -62,7 +62,7 @@ class StepBuilder:
         return Step(self._slices, np.array(ids, np.int64), self._positions, begun, ended)
 
     def forget(self) -> None:
-        """Steps were skipped: the slices of the sequences that joined the calendar meanwhile are too old."""
+        """Drops the slices of sequences that joined the calendar: skipped steps have made them stale."""
         self._batch.is_changed = True
         for sequence in self._batch.joined:
             sequence.slice = None
@@ -76,7 +76,7 @@ class StepBuilder:
             return [first]
         self._batch.is_changed = True
         drafts = enumerate(proposal.drafts, 1)
-        # What is wanted of the prompt's rows is not wanted of drafts.
+        # Drafts need neither log-probabilities of the prompt nor pooling.
         row = replace(first, scores=False, pools="")
         slices = [first, *(replace(row, start=start + place, draft=draft) for place, draft in drafts)]
         for piece, tokens in zip(slices, proposal.allowed, strict=True):

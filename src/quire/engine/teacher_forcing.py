@@ -16,7 +16,7 @@ from quire.models.plan import Model
 
 
 def window_hidden_states(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Runs all tokens but the last as a prompt without cached chunks, like an ordinary request's.
+    """Runs all tokens but the last as the prompt of an ordinary request, without cached chunks.
 
     returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, where row i predicts token i + 1; and the
              bytes that the request takes in the cache at the end of its prompt
@@ -50,7 +50,7 @@ def window_hidden_states(engine: Engine, tokens: Sequence[int]) -> tuple[torch.T
 def teacher_forced_logprobs(engine: Engine, tokens: Sequence[int], prompt_tokens: int) -> Generator[torch.Tensor]:
     """Runs the first tokens as a prompt without cached chunks, and the others as an answer, one step each.
 
-    With retention the prompt is thinned before the first step of the answer, and the answer reads what was kept. The
+    With retention the prompt is thinned before the first step of the answer, which reads only the kept tokens. The
     prompt itself predicts the answer's first token; that row is left out.
 
     Yields the log-probabilities of the tokens from prompt_tokens + 1 on, float32 [up to LOGIT_ROWS, V] at a time. The

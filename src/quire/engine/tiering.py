@@ -1,4 +1,4 @@
-"""The engine's side of its tiers: what moves between steps, what is pinned on a disk, and what it all costs."""
+"""The engine's side of its tiers: moves between steps, pins on the disk, and measured costs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PIN_SECONDS = 60.0
 """Time in which a prefix must reach the disk to be pinned there."""
 
 PIN_CHECK_SECONDS = 0.1
-"""Time from one look at whether all its chunks are there to the next."""
+"""Interval between checks whether all chunks of such a prefix are on the disk."""
 
 TYPICAL_TOKENS = 1024
-"""Tokens of the prompt whose speed is told in statistics."""
+"""Tokens of the prompt whose estimated speed the statistics report."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Pin:
     names   keys of its chunks
     until   end of the pin, seconds since the epoch
     deadline  when to give up, monotonic
-    next_check_at     when to look again whether it is there, monotonic
+    next_check_at     when to check again whether it is on the disk, monotonic
     """
 
     names: list[bytes]
@@ -52,7 +52,7 @@ class _Pin:
 
 
 class Tiering:
-    """Moves chunks while the engine has time, and answers for the tiers.
+    """Moves chunks between arena and tiers while the engine has time, and reports the tiers' statistics.
 
     tiers  stores of the cache; None: there are none, and nothing moves
     """
@@ -63,7 +63,7 @@ class Tiering:
         self._pins: list[_Pin] = []
 
     def record_step(self, step: Step, seconds: float) -> None:
-        """Measures what computing a step cost, and pins what has reached the disk."""
+        """Records the seconds of a step as costs of computing, and pins prefixes that have reached the disk."""
         if self.tiers is None:
             return
         if self._pins:
@@ -91,7 +91,7 @@ class Tiering:
         return RETRY_SECONDS if demotion.is_waiting or self._pins else None
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all cached chunks are where the tiers keep them. False if that takes longer."""
+        """Waits until the tiers have stored all cached chunks. False if this takes more than `seconds`."""
         if self.tiers is None:
             return True
         demotion, end = self.manager.demotion, time.monotonic() + seconds
@@ -100,13 +100,13 @@ class Tiering:
         return self.tiers.flush(max(0.0, end - time.monotonic())) and not demotion.is_waiting
 
     def close(self) -> None:
-        """Writes what is left to the tiers, and closes them."""
+        """Writes the remaining chunks to the tiers, and closes them."""
         if self.tiers is not None:
             self.flush(CLOSING_SECONDS)
             self.tiers.close()
 
     def pin(self, keys: ChunkKeys, num_tokens: int, seconds: float) -> int:
-        """Pins the whole chunks of a computed prompt on the disk once they are there. Returns their tokens."""
+        """Pins the whole chunks of a computed prompt on the disk, once they are stored. Returns their token count."""
         assert self.tiers is not None, "nothing to pin on"
         names = keys.first(num_tokens // PAGE_TOKENS)
         self._pins.append(_Pin(names, time.time() + seconds, time.monotonic() + PIN_SECONDS))
@@ -122,12 +122,12 @@ class Tiering:
     def drop(
         self, names: list[bytes], descendants: Sequence[bytes] = (), kept: Collection[bytes] = frozenset()
     ) -> dict[str, int]:
-        """Drops a prefix, given by the keys of its chunks, from the arena and the tiers: its end and whatever goes on
-        from there, and the chunks before it from which nothing else goes on. Chunks that requests read stay, and those
-        that lead to other pins. Returns the number of chunks dropped, by tier.
+        """Drops a prefix, given by the keys of its chunks, from the arena and the tiers: its last chunk, descendants of
+        this, and ancestors without other children. Chunks that requests read stay, and so do ancestors of other pins.
+        Returns the number of chunks dropped, by tier.
 
-        descendants  chunks that go on from its end in a tier
-        kept   chunks before its end that a tier needs for others
+        descendants  keys of descendants of its last chunk in a tier
+        kept   keys of its chunks that a tier needs for other prefixes
         """
         manager = self.manager
         manager.pins.end_of(names, len(names) - 1)
@@ -145,7 +145,7 @@ class Tiering:
         return found
 
     def stats(self) -> dict[str, Any]:
-        """Of each tier, and of the moves; nothing without tiers."""
+        """Statistics of each tier and of the moves; empty without tiers."""
         if self.tiers is None:
             return {}
         fetching = self.manager.fetching
@@ -169,8 +169,8 @@ class Tiering:
             if all(tiers.find(name) is not None for name in pin.names):
                 if not tiers.pin(pin.names, pin.until):
                     log.warning(
-                        "a prefix of %d tokens is not pinned on the disk: with the pins that are there, over half of"
-                        " this engine's part of tiers.disk would be pinned", len(pin.names) * PAGE_TOKENS,
+                        "a prefix of %d tokens is not pinned on the disk: together with the existing pins it would"
+                        " exceed half of this engine's part of tiers.disk", len(pin.names) * PAGE_TOKENS,
                     )  # fmt: skip
             elif now < pin.deadline:
                 left.append(pin)

@@ -200,7 +200,7 @@ def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
 
 def _run(command: list[str], scratch: Path) -> None:
     environment = {**os.environ, "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
-    # A compiler goes on for a minute; where the server ends, nobody waits for it.
+    # A compiler runs for a minute. It must end with the server that started it.
     done = parent_watch.run(command, capture_output=True, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -63,8 +63,8 @@ def memory_on(device: torch.device, num_bytes: int) -> torch.Tensor:
 
 
 def populate_ahead(memory: torch.Tensor, num_bytes: int) -> threading.Thread:
-    """Starts a thread that makes the system back the first bytes of `huge_pages` now and not at their first use. It
-    changes no contents, and does nothing on systems that cannot.
+    """Starts a thread that makes the system back the first bytes of `huge_pages` with memory now instead of at their
+    first use. It changes no contents, and does nothing on systems without MADV_POPULATE_WRITE.
     """
     address, end = memory.data_ptr(), min(num_bytes, memory.numel())
 
@@ -104,6 +104,6 @@ class HugePageAllocator:
 
 
 def trim_heap() -> None:
-    """Gives memory that was freed back to the system, where the allocator keeps it (glibc does)."""
+    """Returns freed memory that the allocator has kept (as glibc does) to the system."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

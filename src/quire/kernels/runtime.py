@@ -1,4 +1,4 @@
-"""The compiled CPU kernels. They are loaded once and run on torch's own thread pool."""
+"""Loads the compiled CPU kernels once. They run on torch's own thread pool."""
 
 from __future__ import annotations
 

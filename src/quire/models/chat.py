@@ -16,7 +16,7 @@ from quire.models import render
 from quire.models.child import DIED, TIMED_OUT, ChildProcess
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
-"""Variables that a caller cannot set: they have another source, or a feature behind them that does not exist."""
+"""Variables that a caller cannot set: they have another source, or belong to a feature that Quire lacks."""
 
 MAX_SECONDS = 2.0
 """Limit of processor time for one rendering: 1,000 messages take about 5 ms."""

@@ -1,6 +1,6 @@
-"""A program of ours that works in a process of its own, where the kernel limits what it takes, and answers requests.
+"""Runs a program of Quire in its own process, where the kernel limits its time and memory, and sends it requests.
 
-Knows processes, sockets and plain values; knows nothing of what is asked.
+Knows processes, sockets and plain values, not the meaning of requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMED_OUT, DIED = b"t", b"x"
 """Kinds of answers in addition to the program's own: it ran too long, or died."""
 
 NEEDS_CONTEXT = b"u"
-"""The kind of an answer to a request that needs what the program does not have: the request is sent again with it."""
+"""The kind of an answer to a request that refers to data the program lacks: the request is sent again with the data."""
 
 _BEGIN = """
 import importlib, socket, sys
@@ -36,8 +36,8 @@ ANSWER_SECONDS = 20.0
 """Seconds that an answer may take, in case other processes use the cores."""
 
 CLOSE_SECONDS = 3.0
-"""How long closing waits for a thread that asks, which gives a busy program a second before it kills it. The program
-ends without that thread, too, because its socket is closed."""
+"""Seconds that `close` waits for a thread in `ask`, which gives a busy program a second before it kills it. The program
+also ends without that thread, because its socket is closed."""
 
 
 def receive_request(connection: socket.socket) -> Any:
@@ -83,15 +83,15 @@ class ChildProcess:
         atexit.register(self._end)
 
     def ask(self, request: tuple[Any, ...], whole: Callable[[], tuple[Any, ...]]) -> tuple[bytes, str]:
-        """The kind and text of the program's answer. whole: the request with what the program may lack. While another
-        thread closes it, and when this process ends, the answer is DIED.
+        """Returns the kind and text of the program's answer; DIED while another thread closes it, and when this process
+        ends. whole: makes the request with all data that the program may lack.
         """
         with self._lock:
             if self._has_ended:
                 return DIED, ""
             if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
                 self._start()
-            # `close` sets this before it looks for a socket, so it sees this one, or is seen here.
+            # `close` sets this before it looks for a socket: either it sees this socket, or this thread sees the flag.
             if self._is_closing:
                 self._is_closing = False
                 return self._stop(), ""
@@ -104,7 +104,7 @@ class ChildProcess:
             except OSError as error:  # a timeout too
                 return self._stop(kill=isinstance(error, TimeoutError)), ""
             except BaseException:
-                self._stop(kill=True)  # interrupted within an answer that nobody will read
+                self._stop(kill=True)  # interrupted within an answer, whose rest would confuse the next request
                 raise
             if kind == self._last:
                 self._stop()
@@ -116,7 +116,7 @@ class ChildProcess:
         return head[:1], self._receive(int.from_bytes(head[1:], "little"))
 
     def _start(self) -> None:
-        if self._socket is not None:  # of one that was killed, or of the process that this one was forked from
+        if self._socket is not None:  # belongs to a killed program, or to the parent that this process was forked from
             self._socket.close()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -128,7 +128,7 @@ class ChildProcess:
                 command, stdin=null, stdout=null, stderr=null, pass_fds=[theirs.fileno()], start_new_session=True
             )
         self._socket, self._owner = ours, os.getpid()
-        with contextlib.suppress(OSError):  # one that is gone already is found out by the request
+        with contextlib.suppress(OSError):  # if the program has already ended, the request reports it
             self._send(self._greeting)
 
     def _send(self, message: tuple[Any, ...]) -> None:
@@ -180,6 +180,6 @@ class ChildProcess:
                 self._lock.release()
 
     def _end(self) -> None:
-        """Before the interpreter ends: a thread may still ask."""
+        """Closes the program before the interpreter ends, because a thread may still be in `ask`."""
         self._has_ended = True
         self.close()

@@ -38,11 +38,11 @@ printable, so that a template that writes a list or an object leaves them too.
 """
 
 _PIECE_CHARS = 256 * 1024
-"""Characters that are searched at once: 7 ms at worst."""
+"""Characters that one search covers: 7 ms at worst."""
 
 
 class EscapedConversation(NamedTuple):
-    """What a template renders. escape: the character in the names that are text; "" if there are no such names."""
+    """The conversation for a template. escape: the character in escaped names; "" if there are no such names."""
 
     messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any]
@@ -140,7 +140,7 @@ class ControlTokens:
         return self._normalized_beginnings.search(self._normalizer.normalize_str(text)) is not None
 
     def _cut_names(self, text: str) -> Iterator[int]:
-        """The same for names that the text ends within: a template may put another text behind it."""
+        """The same for names that the end of the text cuts: a template may append text that completes them."""
         text = text.rstrip()
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[begin] not in self._heads:

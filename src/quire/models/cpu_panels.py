@@ -163,7 +163,7 @@ class Panels:
     def decoded(self, step: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """The rows of the matrix in the order of the outputs, at most `step` of them at a time, [n, K].
 
-        dtype  of rows that are decoded from packed blocks; rows of 16 bits keep their own
+        dtype  dtype of rows that are decoded from packed blocks; rows of 16 bits keep their own
         """
         assert not self.matrix.gated, "the outputs of a gated product are not rows"
         for panels, part in zip(self._panels, self._parts, strict=True):

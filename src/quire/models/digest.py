@@ -1,4 +1,4 @@
-"""The name of a checkpoint for whatever outlives the process: a hash over all bytes that determine what it computes.
+"""The name of a checkpoint in data that outlives the process: a hash over all bytes that determine its computations.
 
     digest = SHA-256 of {"config": config.json, "files": [SHA-256 of each weight file], "version": 1}
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 VERSION = 1
-"""Of the definition above and of the records."""
+"""Version of the definition above and of the records."""
 
 PIECE_BYTES = 1 << 20
 
@@ -54,10 +54,10 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Digest:
-    """The digest of a checkpoint, in hexadecimal, and what it cost.
+    """The digest of a checkpoint, in hexadecimal, and the bytes hashed for it.
 
-    num_bytes         of all weight files
-    num_bytes_hashed  of those whose hashes were not remembered
+    num_bytes         bytes of all weight files
+    num_bytes_hashed  bytes of the files whose hashes were not remembered
     """
 
     digest: str
@@ -68,7 +68,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class _File:
-    """A file as it is now: after a change one of these is another."""
+    """The identity and state of a file. Any change of the file changes one of the fields."""
 
     device: int
     inode: int
@@ -81,7 +81,7 @@ class _File:
 
     @property
     def record(self) -> Path:
-        """Raises RuntimeError without a home."""
+        """The path of the file's record. Raises RuntimeError without a home folder."""
         return user_cache() / "digests" / f"{self.device:x}-{self.inode:x}.json"
 
 
@@ -179,7 +179,7 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
 
 
 def _recall(file: _File) -> str | None:
-    """The hash of a file as it is now, or None. A record that cannot be used costs a line of the log."""
+    """The remembered hash of a file in its present state, or None. Logs a record that cannot be used."""
     try:
         text = file.record.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -205,6 +205,6 @@ def _record(file: _File, hashed: str) -> dict[str, Any]:
 
 
 def _remember(file: _File, hashed: str) -> None:
-    """Writes the record of a file. Who reads it meanwhile sees the one before."""
+    """Writes the record of a file atomically: concurrent readers see the previous record."""
     with written_whole(file.record) as draft:
         draft.write_text(json.dumps(_record(file, hashed)), encoding="utf-8")

@@ -107,7 +107,7 @@ Report = Callable[[str, int, int], None]
 
 
 def _fetch(path: Path, model: EmbeddedModel, report: Report, source: Path | None) -> None:
-    for stale in path.parent.glob(f".pull-{model.name}-*"):  # of a process that was killed; this one holds the lock
+    for stale in path.parent.glob(f".pull-{model.name}-*"):  # left by killed processes; this one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".pull-{model.name}-", dir=path.parent) as scratch:
         folder = Path(scratch)

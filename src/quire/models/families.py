@@ -137,7 +137,7 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
 def shape_from_gguf(
     metadata: Mapping[str, Any], tensors: Collection[str], vocab_size: int, factors: tuple[float, ...]
 ) -> ModelShape:
-    """The shape described by GGUF metadata. The tensor names show what it lacks (biases, tying).
+    """The shape described by GGUF metadata. Biases and tying, which the metadata lacks, follow from the tensor names.
 
     tensors     names of the tensors in the file
     vocab_size  rows of the embedding

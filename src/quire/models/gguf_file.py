@@ -49,7 +49,7 @@ _STRING, _ARRAY = 8, 9
 
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 MOST_PARTS = 1000
-"""More files than this are no parts of one model."""
+"""Most parts of one model."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StoredTensor:
 class GgufHeader:
     """Everything before the tensor data. Arrays of numbers are tuples, arrays of strings are lists.
 
-    files  of the model, the one with the metadata first
+    files  files of the model; the first one has the metadata
     """
 
     metadata: dict[str, Any]
@@ -136,8 +136,8 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
-    """The files of a model, the one by which it is known first. path: of the file, or of any part. Raises ModelError
-    if a part is missing.
+    """The files of a model; the first one identifies it. path: of the file, or of any part. Raises ModelError if a part
+    is missing.
     """
     return (path,) if _PART_NAME.fullmatch(path.name) is None else read_header(path).files
 
@@ -162,7 +162,7 @@ def _version(path: Path) -> tuple[int, int]:
 def _read_parts(path: Path, *parts: tuple[Path, int, int]) -> GgufHeader:
     """The header of a model.
 
-    path   the one of the parts that was given
+    path   the part that the caller named
     parts  path, size and time of change of each file named like a part
     """
     read = [_read_file(*part) for part in parts]

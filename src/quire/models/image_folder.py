@@ -143,7 +143,7 @@ def image_path(origin: ImageSource) -> Path:
 
 
 def aligned(offset: int, alignment: int) -> int:
-    """The next multiple."""
+    """The smallest multiple of `alignment` that is at least `offset`."""
     return -(-offset // alignment) * alignment
 
 

@@ -61,7 +61,7 @@ DEVICE_LAYOUT = 1
 """Version of the packing for a GPU."""
 
 BUSY_SECONDS = 0.2
-"""Between two looks at an image that another process writes."""
+"""Interval between checks of an image that another process writes."""
 
 SPARE = 0.05
 """Share of an image's bytes that must remain free on disk."""
@@ -232,7 +232,7 @@ def ensure_image(wanted: ImageSpec, make: Callable[[WeightMemory], object]) -> I
 
 
 def _note_use(path: Path) -> None:
-    """Notes the time of a load, which `quire cache ls` shows."""
+    """Records the time of a load, which `quire cache ls` shows."""
     with contextlib.suppress(OSError):
         os.utime(path)
 

@@ -48,8 +48,8 @@ def resolve_model(name: str, show_progress: bool | None = None) -> Path:
 
 
 def short_name(name: str) -> str:
-    """The name of a model for people and for requests: of a path its last part, without `.gguf` and the number of a
-    part; of anything else what was given.
+    """The name of a model for people and for requests. For a path this is its last part, without `.gguf` and the number
+    of a part; any other name stays as it is.
     """
     path = Path(os.path.expanduser(name))
     if name in EMBEDDED or not os.path.lexists(path):

@@ -1,6 +1,6 @@
 """Finds the tokens of a vocabulary that mark the structure of a text: control tokens, message headers, punctuation.
 
-Knows the tokenizer and its chat template; `quire.cache.retention.policies` decides what is done with marked tokens.
+Knows the tokenizer and its chat template; `quire.cache.retention.policies` decides on the use of marked tokens.
 
 FastGen (arXiv 2310.01801) keeps special tokens first, such as `<s>` and `[INST]`. The paper does not say how to find
 them. Here they are all control tokens, and these parts of the text that the chat template writes around messages:

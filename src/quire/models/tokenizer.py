@@ -66,7 +66,7 @@ class Tokenizer:
         eos_token: str | None = None,
         tool_template: ChatTemplate | None = None,
     ) -> None:
-        """tool_template: of conversations with tools; None: `chat_template` is for them, too."""
+        """tool_template: the template for conversations with tools; None: `chat_template` serves them too."""
         self._pipeline = pipeline
         self._chat_template = chat_template
         self._tool_template = tool_template or chat_template
@@ -107,8 +107,8 @@ class Tokenizer:
         return "" if self._tool_template is None else self._tool_template.source
 
     def encode(self, text: str, add_special: bool = True, escape: str = "") -> list[int]:
-        """Token ids of a text. add_special adds the model's tokens around a text (bos); it does not affect those
-        within. escape: of the names that are text, see `escape_names`; such a text gets no tokens around it.
+        """Token ids of a text. add_special adds the model's tokens around a text (bos); it does not affect special
+        tokens within. escape: the escape of an `EscapedConversation`; such a text gets no tokens around it.
         """
         assert not (escape and add_special), "tokens around a rendered conversation"
         pipeline = self._control_tokens.pipeline(escape) if escape else self._pipeline
@@ -120,8 +120,8 @@ class Tokenizer:
             raise RequestError(_no_unicode(text), "prompt") from None
 
     def pieces(self, text: str, num_bytes: int) -> Iterator[str]:
-        """A text in pieces of at most `num_bytes` once normalized, or of 1,024 characters. The number of tokens of a
-        piece, and the time and memory that it takes to encode it, are bounded by these bytes.
+        """Splits a text into pieces of at most `num_bytes` once normalized, or of 1,024 characters. This bounds the
+        number of tokens of a piece, and the time and memory of its encoding.
         """
         normalizer = self._pipeline.normalizer
         begin = size = 0
@@ -170,15 +170,15 @@ class Tokenizer:
         return found
 
     def to_json(self) -> str:
-        """All of it, as in a tokenizer.json."""
+        """The whole tokenizer, in the form of a tokenizer.json."""
         return self._pipeline.to_str()
 
     def added_id(self, text: str) -> int | None:
-        """Id of the added token that is written like this, special or not; None if there is none."""
+        """Id of the added token with this text, special or not; None if there is none."""
         return self._added_ids.get(text)
 
     def token_id(self, text: str) -> int | None:
-        """Id of the token that is written like this in the vocabulary, e.g. "<|im_end|>"."""
+        """Id of the token with this text in the vocabulary, such as "<|im_end|>"; None if there is none."""
         return self._pipeline.token_to_id(text)
 
     def chat(
@@ -252,7 +252,7 @@ def load_tokenizer(
 
 
 _PLAIN, _TOOLS = "default", "tool_use"
-"""Names of chat templates, as transformers has them. Other names are other tasks, such as `rag`."""
+"""Names of chat templates, as in transformers. Other names are for other tasks, such as `rag`."""
 
 _Parts = tuple["Pipeline", dict[str, str], dict[str, str]]
 """Pipeline, special tokens by role, chat templates by name."""
@@ -296,7 +296,7 @@ def _own_extras(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _templates(config: CheckedSettings) -> dict[str, str]:
-    """The chat templates in a tokenizer_config.json. Without a plain one the first one is it."""
+    """The chat templates in a tokenizer_config.json, by name. Without a default template, the first one becomes it."""
     if not isinstance(config.values.get("chat_template"), list):
         return {_PLAIN: config.text("chat_template", "")}
     named = {entry.text("name", ""): entry.text("template", "") for entry in config.tables("chat_template")}
@@ -386,7 +386,9 @@ class _WindowDetokenizer:
 
 
 def _byte_rule(pipeline: Pipeline) -> tuple[Callable[[str], bytes] | None, bool]:
-    """How a token's text becomes bytes, and whether a text loses a leading space; (None, False) for other decoders."""
+    """The function from a token's text to its bytes, and whether a text loses a leading space; (None, False) for other
+    decoders.
+    """
     steps = json.loads(pipeline.decoder.__getstate__()) if pipeline.decoder is not None else {}
     if steps.get("type") == "ByteLevel":
         return _byte_level_bytes, False

@@ -213,11 +213,11 @@ class TritonOps:
         return TritonLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, self._vector)
 
     def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """One after the other."""
+        """The product, then the gate in a kernel of its own."""
         return GatedLinear(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
-        """One by one: a CUDA graph holds the step together."""
+        """None: layers run one by one, and a CUDA graph captures the step."""
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """Keeps the tensor itself; repacks blocks."""

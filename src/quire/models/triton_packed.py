@@ -272,7 +272,7 @@ def _rows(
 
 @dataclass(frozen=True)
 class Tile:
-    """A launch of `_tiles`: outputs and rows of a program, units of a step, steps under way, warps."""
+    """Launch parameters of `_tiles`: outputs and rows of a program, units of a step, pipeline stages, warps."""
 
     outputs: int
     rows: int

@@ -123,7 +123,7 @@ class SafetensorsCheckpoint(Checkpoint):
         head, embed = stored_name("head.weight"), stored_name("embed.weight")
         spare = {head} if self.shape.tied_embeddings else set()
         if self.shape.tied_embeddings and {head, embed} <= stored.keys() and not self._are_equal(head, embed):
-            # As transformers 5 does. Older versions took the embedding, whatever the head was.
+            # As in transformers 5. Older versions always used the embedding.
             log.warning(
                 "%s: tie_word_embeddings is true, but %s differs from %s: the head is used", folder, head, embed
             )

@@ -1,12 +1,12 @@
-"""Attention of decoded rows to chunks that are not in the device's memory: it is computed where the chunks are, and the
-two partials are merged. Queries and partials cross, not keys and values.
+"""Attention of decoded rows to chunks in the host's memory: the host computes it, and the device merges the two
+partials. Queries and partials cross the link, not keys and values.
 
     queries ---------> near chunks on the device ---> (o, lse) --.
        |                                                          merged
        '--> crosses -> far chunks on the host ------> (o, lse) --'
 
-Source: FlexGen, arXiv 2303.06865, section 4.1 (delegation of attention to the CPU). Ours differs: only what is far is
-attended to on the host; packed codecs stay packed there; and rows that share far chunks read them together.
+Source: FlexGen, arXiv 2303.06865, section 4.1 (delegation of attention to the CPU). Ours differs: the host attends only
+to far chunks; encoded chunks stay encoded there; and rows that share far chunks read them together.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 
 def split_near_far(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
-    """A slice of one row over its near chunks, and one over the far ones. is_far: of all chunks before the row's own.
+    """Splits a slice of one row into one over its near chunks and one over its far chunks. is_far: bool, for each chunk
+    before the row's own.
 
-    Both have gaps, so the table must have the bases of all chunks.
+    Both slices have gaps, so the table must have the bases of all chunks.
     """
     begun = piece.start // PAGE_TOKENS
     assert piece.num_rows == 1 and len(is_far) == begun and not piece.num_dropped, "a slice that cannot be divided"
@@ -55,7 +56,7 @@ def split_near_far(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
 
 
 def host_attention(spec: AttentionSpec, pages: PageTable) -> CpuAttention:
-    """The backend of far chunks. spec: that of the device."""
+    """The backend that attends to far chunks on the host. spec: that of the device's backend."""
     from quire.attention.cpu import CpuAttention
 
     cos, sin = (None if angles is None else angles.cpu() for angles in (spec.cos, spec.sin))
@@ -65,10 +66,10 @@ def host_attention(spec: AttentionSpec, pages: PageTable) -> CpuAttention:
 
 
 class NearFarPlan:
-    """See AttentionPlan. Some rows attend to chunks on the host, too."""
+    """See AttentionPlan. Some rows also attend to chunks on the host."""
 
     def __init__(self, near: CpuPlan | TritonPlan, far: CpuPlan, rows: Sequence[int], host: HostMemory) -> None:
-        """near: of all rows. far: of those that `rows` names. Both keep the lse."""
+        """near: the plan of all rows. far: the plan of `rows`. Both keep the lse."""
         self._near = near
         self._far = far
         self._host = host
@@ -83,7 +84,7 @@ class NearFarPlan:
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See StepPlan."""
-        queries = q[self._rows]  # alive until they have crossed
+        queries = q[self._rows]  # kept alive until the copy is done
         crossed = self._host.to_host(queries)
         out = self._near.attend(layer, q)
         self._host.arrived()

@@ -1,6 +1,6 @@
 """Steps in micro-batches: attention's plans for each, and the order in which layers and micro-batches are computed.
 
-    for layer:  for micro-batch:  load the next one's cache | compute this one | store what it filled
+    for layer:  for micro-batch:  load the next one's cache | compute this one | store the chunks it filled
 
 A layer's weights are thus loaded once for all micro-batches (FlexGen's zig-zag block). Each micro-batch has a plan and
 scratch of its own.
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class MicroBatch:
     """A micro-batch of a step.
 
-    rows   its rows of the step
-    plan   of its slices
+    rows   the rows of the step that belong to it
+    plan   the attention plan of its slices
     """
 
     rows: slice
@@ -67,8 +67,8 @@ class BlockPlan:
         placed: tuple[list[Any], Any],
         refresh: Callable[[NDArray[np.int32]], None],
     ) -> None:
-        """starts: the first slice of each micro-batch. placed: what the table's `place` has returned. refresh: of the
-        backend of the plans.
+        """starts: the first slice of each micro-batch. placed: the result of the table's `place`. refresh: the method
+        of the plans' backend.
         """
         self.batches = batches
         self.padded_rows = padded_rows
@@ -92,7 +92,7 @@ class BlockPlan:
             return self.batches[batch].plan.recovered(slice_index - self._starts[batch], kept, local)
 
     def load(self, layer: int, batch: int, *after: IoTicket) -> tuple[IoTicket, ...]:
-        """Starts to load what a micro-batch reads in a layer, and before the first one what several read."""
+        """Starts to load the chunks that a micro-batch reads in a layer, and with the first one the shared chunks."""
         if self._table is None:
             return ()
         common = self._table.load_shared(layer, self._placed[1]) if batch == 0 else NOTHING
@@ -106,7 +106,7 @@ class BlockPlan:
                 self._refresh(renamed)
 
     def store(self, layer: int, batch: int) -> IoTicket:
-        """Starts to store what a micro-batch has filled in a layer."""
+        """Starts to store the chunks that a micro-batch has filled in a layer."""
         if self._table is None:
             return NOTHING
         return self._table.store(layer, batch, len(self.batches), self._placed[0][batch])
@@ -166,8 +166,8 @@ class BlockAttention:
         return BlockPlan(batches, starts, self._padded_rows, self._table, placed, self._backends[0].refresh)
 
     def _divided_plan(self, backend: CpuAttention | TritonAttention, slices: Sequence[RowSlice]) -> AttentionPlan:
-        """A plan whose single rows attend to far chunks on the host. A new one for each step, because chunks come near
-        and go far.
+        """A plan whose single rows attend to far chunks on the host. Each step needs a new one, because chunks move
+        between near and far.
         """
         table = self._table
         assert isinstance(table, OffloadedTable) and table.host is not None and self._far is not None
@@ -227,7 +227,7 @@ def run(
     stores: list[IoTicket] = []
 
     def load(layer: int, batch: int) -> None:
-        # Into the buffer of the micro-batch before the last one: that one is computed, and what it filled is stored.
+        # Two micro-batches share a buffer in turn: the earlier one is computed, and the chunks it filled are stored.
         loads[layer, batch] = *plan.load(layer, batch, *stores[-1:]), states.load(batch)
 
     for number, (layer, batch) in enumerate(order):

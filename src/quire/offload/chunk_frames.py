@@ -1,4 +1,4 @@
-"""Which chunks of an offloaded cache lie in memory as a whole: each of them has a frame there."""
+"""Frames: the memory of those chunks of an offloaded cache that are in memory with all layers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class FramePool:
 
     @property
     def num_free(self) -> int:
-        """Frames that nobody has."""
+        """Number of free frames."""
         return len(self._free)
 
     def take(self) -> int:
-        """The offset of a free frame in the arena."""
+        """Takes a free frame. Returns its offset in the arena."""
         return self.start + self._free.pop() * self.num_bytes
 
     def free(self, offset: int) -> None:
@@ -41,7 +41,7 @@ class FramePool:
 class ChunkFrames:
     """The frames of chunks, by row of the table.
 
-    open, near  pools for open and for sealed chunks; the same one if both have one codec
+    open, near  pools for open and for sealed chunks; the same pool if both have the same codec
     starts      int64 [capacity]; offset of the row's frame in the arena, -1 without one
     is_sealed   bool [capacity]; all tokens of the chunk are computed
     used        int64 [capacity]; the step that used the chunk last
@@ -51,8 +51,8 @@ class ChunkFrames:
         self, start: int, layouts: tuple[FrameLayout, FrameLayout], counts: tuple[int, int], kinds: NDArray[np.uint8],
         sealed_kind: int,
     ) -> None:  # fmt: skip
-        """start: of the frames in the arena. layouts: of open and of sealed chunks. counts: frames of open chunks, and
-        further ones. kinds: of the table's rows.
+        """start: offset of the first frame in the arena. layouts: those of open and of sealed chunks. counts: number of
+        frames of open chunks, and of further ones. kinds: the table's kernel ids by row.
         """
         self._kinds, self._sealed_kind = kinds, sealed_kind
         self._open_layout, self._sealed_layout = layouts
@@ -108,13 +108,13 @@ class ChunkFrames:
         return self._near_so_far / self._sealed_so_far if self._sealed_so_far else 1.0
 
     def near_by_use(self) -> list[int]:
-        """Sealed chunks with a frame. Those that were not used for longest come first."""
+        """Rows of the sealed chunks with a frame, the least recently used first."""
         rows = np.flatnonzero(self.is_sealed & (self.starts >= 0))
         found: list[int] = rows[np.argsort(self.used[rows], kind="stable")].tolist()
         return found
 
     def least_recently_used(self, step: int) -> int | None:
-        """Of the chunks that may leave their frame in a step, the one that was not used for longest."""
+        """The least recently used chunk among those that may leave their frame in a step; None if there is none."""
         may_leave = (self.starts >= 0) & (self.is_sealed | (self.used < step)) & (self._kinds == self._sealed_kind)
         return int(np.flatnonzero(may_leave)[np.argmin(self.used[may_leave])]) if may_leave.any() else None
 

@@ -1,7 +1,7 @@
-"""Where the chunks of an offloaded cache lie in its file, or in the host's memory: in slots.
+"""Slots: the places of an offloaded cache's chunks in its file, or in the host's memory.
 
-The layers of a chunk lie apart: layer l of all slots, then layer l + 1. Chunks with neighbouring slots are read with
-one request.
+The layers of a chunk are stored apart: layer l of all slots, then layer l + 1. Chunks with neighbouring slots are read
+with one request.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class SlotRange(NamedTuple):
 class ChunkSlots:
     """The slots of chunks, by row of the table.
 
-    layout     of a chunk's pages
+    layout     layout of a chunk's pages
     ids        int64 [capacity]; the row's slot, -1 without one
     is_stored  bool [capacity]; the slot has the chunk's bytes
-    num_bytes  of all slots
-    pages      int32 [capacity, L, H]; of rows with a slot, if the slots are an arena; None: they are a file
+    num_bytes  bytes of all slots
+    pages      int32 [capacity, L, H]; page ids of rows with a slot, if the slots are an arena; None: they are a file
     """
 
     def __init__(self, capacity: int, layout: FrameLayout, *, has_pages: bool = False) -> None:
@@ -50,11 +50,11 @@ class ChunkSlots:
 
     @property
     def num_taken(self) -> int:
-        """Slots that rows have."""
+        """Number of slots in use."""
         return len(self._is_free) - int(self._is_free.sum())
 
     def take(self, rows: list[int]) -> None:
-        """Gives rows slots, next to each other if there are such."""
+        """Gives slots to rows, neighbouring ones if possible."""
         free, count = np.flatnonzero(self._is_free), len(rows)
         assert len(free) >= count, "there are more chunks than slots"
         found = free[:count]
@@ -76,12 +76,12 @@ class ChunkSlots:
         self.is_stored[rows] = False
 
     def in_order(self, rows: Int32s) -> Int32s:
-        """Rows by their slots."""
+        """The rows, sorted by their slots."""
         assert (self.ids[rows] >= 0).all(), "a chunk is neither in memory nor in the file"
         return rows[np.argsort(self.ids[rows])]
 
     def runs(self, rows: Int32s) -> list[SlotRange]:
-        """Rows with rising slots as runs."""
+        """Groups rows with rising slots into runs of consecutive slots."""
         slots = self.ids[rows]
         if not len(slots):
             return []
@@ -91,13 +91,13 @@ class ChunkSlots:
         return [SlotRange(*each) for each in zip(first.tolist(), slots[first].tolist(), counts.tolist(), strict=True)]
 
     def chunk_parts(self, row: int, frame: Tensor) -> Iterator[IoRequest]:
-        """All layers of a row, from or to its frame, uint8 [n]."""
+        """The requests that move all layers of a row's slot from or to its frame, uint8 [n]."""
         for layer, size in enumerate(self.layout.layer_bytes.tolist()):
             at = int(self.layout.starts[layer])
             yield IoRequest(int(self._layer_starts[layer]) + int(self.ids[row]) * size, frame[at : at + size])
 
     def layer_parts(self, layer: int, buffer: Tensor, runs: list[SlotRange]) -> Iterator[IoRequest]:
-        """A layer of some runs, from or to a buffer, uint8 [n]."""
+        """The requests that move a layer of some runs from or to a buffer, uint8 [n]."""
         size, base = int(self.layout.layer_bytes[layer]), int(self._layer_starts[layer])
         for first, slot, count in runs:
             yield IoRequest(base + slot * size, buffer[first * size : (first + count) * size])

@@ -1,11 +1,11 @@
-"""Weights beside a GPU: matrices that stay there, matrices in the host's memory, and matrices on the disk. Those that
-do not stay are copied to the GPU for every pass.
+"""Offloaded weights with a GPU: some matrices stay on the GPU, others are in the host's memory or on the disk and are
+copied to the GPU for every pass.
 
 Each layer is copied into one of two buffers on the device while the layer before is computed. A matrix always has the
-same place in the same buffer, so the products never learn that it came and went. Between the last layer and the first
+same place in the same buffer, so the products need not know that it is copied. Between the last layer and the first
 one, copying waits if the number of copied layers is odd, because both then have the same buffer.
 
-What is on the disk comes through two buffers of the host (`WeightStream`): while a layer is computed and the next one
+Matrices on the disk are read into two buffers of the host (`WeightStream`): while a layer is computed and the next one
 is copied, the one after that is read.
 """
 
@@ -57,9 +57,9 @@ DEVICE, HOST, DISK = range(3)
 class CopiedTensor(NamedTuple):
     """A tensor that is copied for every pass.
 
-    name   of its bytes in the image
-    host   on the host; a meta tensor if its bytes come from the disk
-    there  on the device
+    name   name of its bytes in the image
+    host   the tensor on the host; a meta tensor if its bytes come from the disk
+    there  the tensor on the device
     """
 
     name: str
@@ -68,10 +68,10 @@ class CopiedTensor(NamedTuple):
 
 
 class DiskSource(NamedTuple):
-    """Where a `CopyStream` reads what is on the disk.
+    """The matrices that a `CopyStream` reads from the disk.
 
-    path       of the image
-    layers     what is read for each
+    path       path of the image
+    layers     by layer, the byte ranges to read
     bandwidth  most bytes per second; None: no limit
     """
 
@@ -81,7 +81,7 @@ class DiskSource(NamedTuple):
 
 
 class ImageWritingOps(TritonOps):
-    """See `TritonOps`. Puts the matrices of layers into memory for packed weights, and keeps none: for an image."""
+    """See `TritonOps`. Writes the matrices of layers to an image, the `memory`, and keeps none."""
 
     def __init__(self, memory: WeightMemory) -> None:
         super().__init__()
@@ -103,10 +103,10 @@ class ImageWritingOps(TritonOps):
 
 
 class PlacingOps(TritonOps):
-    """See `TritonOps`. Places the matrices of layers, as shares say.
+    """See `TritonOps`. Places the matrices of layers by shares.
 
     places   by layer, the tensors of its matrices
-    tiers    of each; like `places`
+    tiers    the tier of each matrix; indexed like `places`
     copied   by layer, the tensors that are copied for every pass
     """
 
@@ -150,7 +150,7 @@ class PlacingOps(TritonOps):
             if tier == HOST:
                 host = pinned(tensor.nbytes, tensor.device, self).view(tensor.dtype).view(tensor.shape).copy_(tensor)
             of_layer.append(CopiedTensor(entry.name, host, tensor))
-            tensor.data = tensor.new_empty(0)  # until the stream gives it a place
+            tensor.data = tensor.new_empty(0)  # until the stream assigns its memory
         return product
 
 
@@ -172,7 +172,7 @@ def _named(name: str, product: TritonLinear | PackedLinear) -> list[tuple[str, T
 
 
 def _unread(weight: Weight, device: torch.device) -> Weight:
-    """A matrix with any numbers: its product has the tensors of the true one."""
+    """A matrix of arbitrary numbers: its product has tensors of the same names and shapes as that of the real one."""
     assert isinstance(weight, LazyWeight), "a matrix without a name"
     kind, (outputs, inputs) = weight.kind, weight.shape
     if kind is None:
@@ -184,7 +184,7 @@ def _unread(weight: Weight, device: torch.device) -> Weight:
 
 
 class CopyStream:
-    """Copies layers to the device, each ahead of its use. See `WeightStream`, whose place it takes.
+    """Copies layers to the device, each ahead of its use. Has the interface of `WeightStream`.
 
     num_loads, bytes_read  layers and bytes that were copied so far
     """
@@ -214,11 +214,11 @@ class CopyStream:
                 there.data = buffer[at : at + host.nbytes].view(host.dtype).view(host.shape)
                 at += aligned(host.nbytes, ALIGNMENT)
         self._next = 0  # the next layer that is copied, counted since the start
-        self._given = 0  # layers that were computed
+        self._given = 0  # number of layers computed so far
         self._copied: list[torch.cuda.Event | None] = [None] * count
         self.num_loads = self.bytes_read = 0
-        self._read: dict[str, Tensor] = {}  # what was read last, on the host
-        self._taken: int | None = None  # a layer that the disk's stream waits to have back
+        self._read: dict[str, Tensor] = {}  # matrices read last, on the host
+        self._taken: int | None = None  # a layer whose buffer the disk's stream waits for
         self._disk: WeightStream | None = None
         if disk is not None:
             memory = functools.partial(pinned, device=device, owner=self)
@@ -227,7 +227,7 @@ class CopyStream:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that the host waited for the disk. For copies the device waits."""
+        """Seconds that the host waited for the disk. It never waits for copies; the device does."""
         return 0.0 if self._disk is None else self._disk.wait_seconds
 
     @property
@@ -248,7 +248,7 @@ class CopyStream:
                 self._disk.begin()
 
     def take(self, layer: int) -> None:
-        """Makes the device wait for a layer's weights, and begins to copy the next layer's."""
+        """Makes the device wait for a layer's weights, and starts to copy those of the next layer."""
         order = self._order.get(layer)
         if order is None:
             return
@@ -262,7 +262,7 @@ class CopyStream:
             self._copy()
 
     def give(self, layer: int) -> None:
-        """Gives a layer's buffer back once it has been computed."""
+        """Releases the buffer of a layer that has been computed."""
         if layer in self._order:
             self._given += 1
 
@@ -274,7 +274,7 @@ class CopyStream:
             self._disk.close()
 
     def _may_copy(self) -> bool:
-        """Whether the next layer has another buffer than the one that is computed now."""
+        """Whether the next layer's buffer differs from that of the layer being computed."""
         count = len(self._items)
         buffers = [number % count % NUM_BUFFERS for number in (self._next, self._given)]
         return self._next == self._given + 1 and buffers[0] != buffers[1]
@@ -286,7 +286,7 @@ class CopyStream:
             self._disk.take(self._layers[order])
             self._taken = self._layers[order]
         with self._on_stream():
-            # All that the device was given so far is done before: also the layer that had this buffer.
+            # The copy waits for all earlier work of the device, including the layer that used this buffer.
             for name, host, there in self._items[order]:
                 source = self._read[name].view(host.dtype).view(host.shape) if host.is_meta else host
                 there.copy_(source, non_blocking=True)
@@ -296,7 +296,7 @@ class CopyStream:
         self.bytes_read += sum(each.host.nbytes for each in self._items[order])
 
     def _return(self) -> None:
-        """Gives the disk's stream back the buffer of the layer that was copied last."""
+        """Releases the disk stream's buffer of the layer that was copied last."""
         if self._taken is not None and self._disk is not None:
             if self._stream is not None:
                 self._stream.synchronize()
@@ -324,8 +324,8 @@ def load_on_device(
 ) -> OffloadedModel:
     """Loads a model whose matrices are on the device, in the host's memory and on the disk.
 
-    What is on the disk is read from an image with the matrices of all layers, as the device multiplies them. The first
-    start that needs it writes it.
+    Matrices on the disk are read from an image, which has the matrices of all layers in the device's format. The first
+    start that needs the image writes it.
 
     split      shares of the layers' bytes on the device, the host and the disk
     wanted     the image; None if nothing is on the disk

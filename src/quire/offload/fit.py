@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from quire.offload.profile import Corrections, Run
 
 PULL = 0.1
-"""Weight of the distance to no correction: the error of a run over the expected size of a correction, 5 % over 0.5. It
-decides what noisy runs leave open.
+"""Weight of the distance from no correction: the error of a run over the expected size of a correction, 5 % over 0.5.
+It determines corrections that noisy runs leave undetermined.
 """
 
 MOST_FACTOR = 5.0
@@ -29,7 +29,7 @@ MOST_FACTOR = 5.0
 def fit(runs: Sequence[Run], seconds_of: Callable[[Run, Corrections], float]) -> Corrections:
     """The corrections with the least squared relative error.
 
-    runs        measured generations; few need fewer corrections, and then some stay near 1 or 0
+    runs        measured generations; with few runs, some corrections stay near 1 or 0
     seconds_of  the prediction of a run
     """
     from scipy.optimize import least_squares

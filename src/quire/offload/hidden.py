@@ -1,5 +1,5 @@
-"""The activations of a block's micro-batches between two layers: where they are computed, or in a file. Beside a GPU,
-the host's memory takes the place of the file.
+"""The activations of a block's micro-batches between two layers: on the computing device, or in a file. With a GPU, the
+host's memory replaces the file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class _Far:
     """A state in the file.
 
     alike   shapes and types of its tensors
-    offset  its place in the file
-    moved   of the last write or read
-    buffer  where it is read to
+    offset  its offset in the file
+    moved   the ticket of the last write or read
+    buffer  the buffer into which it is read
     """
 
     alike: list[tuple[torch.Size, torch.dtype]]
@@ -54,8 +54,8 @@ def states_bytes(shape: ModelShape, dtype: torch.dtype, rows: int, count: int) -
 class HiddenStates:
     """The states of micro-batches by index.
 
-    far     share of the micro-batches whose states are in the file; a single micro-batch stays where it is computed
-    device  where they are computed
+    far     share of the micro-batches whose states are in the file; that of a single micro-batch stays on the device
+    device  the computing device
     """
 
     def __init__(self, mover: Mover | HostMemory | None = None, far: Share = NONE, device: torch.device = CPU) -> None:
@@ -66,9 +66,9 @@ class HiddenStates:
         self._near: dict[int, State] = {}
         self._away: dict[int, _Far] = {}
         self._offsets: dict[int, int] = {}
-        self._end = 0  # of what has a place in the file
+        self._end = 0  # end of the used part of the file
         self._is_far: list[bool] = []
-        self._num_far = self._num_all = 0  # of all steps
+        self._num_far = self._num_all = 0  # numbers of states, summed over all steps
         # Two buffers to read into and two to write from, each used in turn.
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory = {"read": [nothing] * 2, "write": [nothing] * 2}
@@ -90,7 +90,7 @@ class HiddenStates:
         }
 
     def begin(self, count: int) -> None:
-        """Forgets the last step, which may have failed."""
+        """Begins a step with `count` micro-batches. Drops the states of the last step, which may have failed."""
         self.settle()
         self._written = [NOTHING, NOTHING]
         self._near.clear()
@@ -143,7 +143,7 @@ class HiddenStates:
         return tuple(_views(far.buffer, far.alike))
 
     def last(self, index: int) -> State:
-        """A state after the last layer. It stays valid when others are loaded."""
+        """A state after the last layer. It stays valid when other states are loaded."""
         self.load(index).wait()
         state = self.get(index)
         return tuple(each.clone() for each in state) if self._is_far[index] else state

@@ -1,8 +1,7 @@
-"""Memory of the host beside the memory of a device that computes: chunks move between the two, or are attended to where
-they are.
+"""The host's memory as a tier of a computing device: chunks move between the two, or the host attends to them.
 
-It takes the place of a `Mover` and its file. On a GPU, copies run on streams of their own, so that they overlap with
-kernels. A device without streams copies at once; with such a one, tests count what crosses.
+It replaces a `Mover` and its file. On a GPU, copies run on streams of their own, so that they overlap with kernels. A
+device without streams copies at once; tests use one to count the bytes that cross.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from quire.options import format_bytes
 
 
 def pinned(num_bytes: int, device: torch.device, owner: object) -> Tensor:
-    """Host memory that a device copies from and to by itself, uint8 [num_bytes], as long as its owner lives.
+    """Pinned host memory, uint8 [num_bytes], for asynchronous copies of a device, valid as long as its owner lives.
 
-    torch's own pinned memory has a power of two of bytes, which for a model's matrices are half as many again.
-    Raises ConfigError if there is not that much.
+    torch rounds pinned memory up to a power of two, which adds about half to a model's matrices.
+    Raises ConfigError if the memory is too small.
     """
     memory = huge_pages(num_bytes)
     if device.type == "cuda":
@@ -52,8 +51,8 @@ class HostMemory:
     """See `Mover`: reads are copies to the device, writes are copies to the host.
 
     memory         uint8 [num_bytes] of the host, pinned if the device is a GPU
-    bytes_read, bytes_written  chunks that moved
-    bytes_crossed  queries and partials of attention on the host, both ways
+    bytes_read, bytes_written  bytes of chunks that moved
+    bytes_crossed  bytes of queries and partials of attention on the host, in both directions
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -66,11 +65,11 @@ class HostMemory:
         self.bytes_read = self.bytes_written = self.bytes_crossed = 0
 
     def read(self, parts: Iterable[IoRequest], *after: IoTicket) -> IoTicket:
-        """Starts to fill the views, once the device has done what it was given so far, and the tickets `after`."""
+        """Starts to fill the views, after all earlier work of the device and the tickets `after`."""
         return self._copy(list(parts), False, after)
 
     def write(self, parts: Iterable[IoRequest], *after: IoTicket) -> IoTicket:
-        """Starts to write the views, once the device has done what it was given so far, and the tickets `after`."""
+        """Starts to write the views, after all earlier work of the device and the tickets `after`."""
         return self._copy(list(parts), True, after)
 
     def settle(self) -> None:
@@ -80,7 +79,7 @@ class HostMemory:
                 stream.synchronize()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Starts to copy to the host; `arrived` waits for it. The tensor must stay alive until then."""
+        """Starts a copy to the host; `arrived` waits for it. The tensor must stay alive until then."""
         self.bytes_crossed += tensor.nbytes
         if not self._is_gpu:
             return tensor.clone()
@@ -90,7 +89,7 @@ class HostMemory:
         return found
 
     def arrived(self) -> None:
-        """Waits for what `to_host` copies."""
+        """Waits for the copies of `to_host`."""
         if self._to_host is not None:
             self._to_host.synchronize()
 

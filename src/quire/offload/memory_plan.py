@@ -1,4 +1,4 @@
-"""How much memory a cache needs that is larger than its memory, and how it is divided. See `offload.table`."""
+"""The memory of an offloaded cache: how much it needs, and how it is divided. See `offload.table`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.stores.direct import padded
 
 
 class FrameLayout:
-    """How a page format lies in a frame and in the file: the pages of a layer together, padded to 4 KiB."""
+    """The layout of a page format in a frame and in the file: the pages of a layer together, padded to 4 KiB."""
 
     def __init__(self, sizes: Int32s) -> None:
         """sizes: bytes of the pages of a chunk, [L, H]."""
@@ -32,9 +32,9 @@ class FrameLayout:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What an `OffloadedTable` has in memory.
+    """The division of an `OffloadedTable`'s memory.
 
-    num_open      frames of open chunks; if these have the codec of sealed ones, `num_near` frames are of both
+    num_open      frames of open chunks; if these have the codec of sealed ones, `num_near` frames serve both
     num_near      further frames of sealed chunks
     own_bytes     bytes of one buffer of a micro-batch; at least a layer of the longest sequence
     shared_bytes  bytes of one buffer of shared chunks
@@ -55,7 +55,7 @@ class MemoryPlan:
                 f" {needs.max_running} sequences of {needs.max_chunks * PAGE_TOKENS} tokens, and has"
                 f" {format_bytes(memory)}; raise it, or lower scheduler.max_running or model.max_context"
             )
-        # First buffers for whole micro-batches, then frames, which save what is read.
+        # First buffers for whole micro-batches, then frames, which save reads.
         own = needs.buffer_bytes + min(
             (memory - min_bytes) // 2 // needs.sealed.largest * needs.sealed.largest, needs.spare_buffer_bytes
         )
@@ -68,14 +68,14 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryRequirements:
-    """What a `MemoryPlan` is for.
+    """The requirements for a `MemoryPlan`.
 
     sealed       pages of sealed chunks
     open         pages of open chunks; None if these have the codec of sealed ones
     max_running  sequences at once
     max_chunks   chunks of the longest sequence
     micro_batch  sequences that are computed together
-    packs        whether retention packs sequences, each of which is then in memory as a whole for a moment
+    packs        whether retention packs sequences; a sequence must then be in memory completely for a moment
     """
 
     sealed: FrameLayout
@@ -87,8 +87,8 @@ class MemoryRequirements:
 
     @property
     def num_open(self) -> int:
-        """Frames of open chunks. A sequence has one open chunk, and two in a step that fills one and begins the next.
-        If open chunks are sealed where they are, such steps are few.
+        """Number of frames of open chunks. A sequence has one open chunk, and two in a step that fills one and begins
+        the next. Such steps are few if open chunks are sealed in place.
         """
         return self.max_running + self.max_running // 4 + 1 if self.open is None else 2 * self.max_running
 
@@ -109,12 +109,12 @@ class MemoryRequirements:
 
     @property
     def min_bytes(self) -> int:
-        """The least memory that is enough."""
+        """The least sufficient bytes of memory."""
         return self.frame_bytes + self.packed_bytes + 4 * self.buffer_bytes
 
     @property
     def spare_buffer_bytes(self) -> int:
-        """Bytes that a buffer can use beside these."""
+        """Bytes that a buffer can use in addition to `buffer_bytes`."""
         return (self.micro_batch - 1) * self.buffer_bytes
 
     def with_near(self, near: Share) -> int:

@@ -37,11 +37,11 @@ log = logging.getLogger("quire")
 class OffloadedModel(Model):
     """See `models.plan.Model`. Each layer waits for its weights, and gives their memory back.
 
-    weights   where the matrices are
-    stream    loads those that are not where they are computed
+    weights   the placement of the matrices
+    stream    loads matrices that are not on the computing device
     states    activations of micro-batches between layers
-    folder    where the weights are on the disk, and where others may be put; None: in no file
-    overlaps  whether bytes move while others are computed
+    folder    the folder of the weights on the disk, in which other files may be made; None: there is none
+    overlaps  whether transfers overlap with computing
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class OffloadedModel(Model):
 
 
 class _Resident:
-    """Memory for packed weights: reads what stays in memory, and promises the rest."""
+    """Memory for packed weights: reads the resident matrices; the stream loads the others later."""
 
     def __init__(self, image: Image, weights: WeightPlacement) -> None:
         self._order = (entry for section in image.sections for entry in section.entries)
@@ -141,7 +141,7 @@ def load_offloaded(
 
     memory     bytes for weights and buffers, which are filled; None: as `split` says
     split      shares of the layers' bytes in memory and on the disk
-    outside    bytes of each matrix outside of layers where it has no panels, by name
+    outside    bytes of each matrix outside of layers that has no panels, by name
     bandwidth  most bytes per second that are read while computing; None: no limit
     overlaps   whether the next layer is read while one is computed
     Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.

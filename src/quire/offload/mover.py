@@ -1,4 +1,4 @@
-"""Moves bytes between memory and a file while something else computes.
+"""Moves bytes between memory and a file in the background.
 
 The file has no name, so a process that ends leaves nothing behind. Knows bytes, not chunks or layers.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NUM_MOVERS = 2
 CLOSE_SECONDS = 1.0
-"""Time that a thread has to end. One that hangs in a request is left alone, with the file."""
+"""Seconds that a thread has to end. A thread that hangs in a request is left running, and its file open."""
 
 
 class IoRequest(NamedTuple):
@@ -57,7 +57,7 @@ NOTHING = IoTicket(0, (), "")
 
 
 def end_threads(threads: Sequence[threading.Thread], file: DirectFile) -> None:
-    """Closes the file of threads that were told to end, once they have."""
+    """Waits for threads that must end, then closes their file."""
     for thread in threads:
         thread.join(CLOSE_SECONDS)
     if not any(thread.is_alive() for thread in threads):
@@ -65,13 +65,13 @@ def end_threads(threads: Sequence[threading.Thread], file: DirectFile) -> None:
 
 
 class Mover:
-    """Threads that read and write one file, in the order in which parts were given.
+    """Threads that read and write one file, in the order of the requests.
 
-    bytes_read, bytes_written  of all parts that were moved so far
+    bytes_read, bytes_written  bytes moved so far
     """
 
     def __init__(self, folder: Path, throttle: Throttle, what: str = "cache") -> None:
-        """throttle: shared with others that use the disk. what: the contents, for errors. Raises OSError."""
+        """throttle: shared by all users of the disk. what: name of the contents, for errors. Raises OSError."""
         self._throttle = throttle
         self._what = what
         path = folder / f".quire-cache-{os.getpid()}-{os.urandom(4).hex()}.tmp"
@@ -98,8 +98,8 @@ class Mover:
         return self._add(parts, True, after)
 
     def settle(self) -> None:
-        """Waits until nothing moves. A step that failed may have begun what still moves, from and to memory that the
-        next step uses.
+        """Waits until nothing moves. A failed step may have started transfers from and to memory that the next step
+        uses.
         """
         with self._changed:
             while (self._queue or self._num_moving) and not self._is_closed:
@@ -141,7 +141,7 @@ class Mover:
                 self._num_moving += 1
             error: BaseException | None = None
             try:
-                # What a part waits for was given earlier, so another thread has it or has done it.
+                # The tickets that a part waits for were added earlier, so other threads have begun or finished them.
                 for earlier in ticket.after:
                     earlier.wait()
                 view = part.view.numpy().data
@@ -162,7 +162,7 @@ class Mover:
                     self._changed.notify_all()
 
     def _pay(self, num_bytes: int) -> None:
-        # A micro-batch waits for its few bytes, while weights are read two layers ahead.
+        # First, because a micro-batch waits for these few bytes, while weights are read two layers ahead.
         self._throttle.take(num_bytes, first=True)
 
     def _finish(self, ticket: IoTicket, error: BaseException | None) -> None:

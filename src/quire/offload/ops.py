@@ -70,5 +70,5 @@ class RelocatableOps(CpuOps):
         """Layers run one by one, because each waits for its weights."""
 
     def move(self, name: str, memory: torch.Tensor) -> None:
-        """Tells a product where its matrix is now."""
+        """Passes the new memory of a matrix to its product."""
         self._moves[name](name, memory)

@@ -1,14 +1,14 @@
-"""An arena whose pages have their bytes in a file: for a cache that retention makes ragged.
+"""An arena whose pages have their bytes in a file, for a cache whose heads have different lengths under retention.
 
-Pages keep their addresses. The arena is address space for the whole cache. Only what a micro-batch computes with in a
-layer has memory. So the table, retention and the kernels work as on an arena in memory, page by page:
+Pages keep their addresses. The arena is address space for the whole cache. Only the pages that a micro-batch uses in a
+layer need memory. So the table, retention and the kernels work as on an arena in memory, page by page:
 
-    for each layer and micro-batch:  bring the blocks of its pages that are not in memory | compute | let them go
+    for each layer and micro-batch:  load the blocks of its pages that are not in memory | compute | release them
 
-Steps visit the same blocks in the same order. So once the memory is full, what was used last is needed latest, and goes
-first; what came before stays. The open chunks of a step stay.
+Steps visit the same blocks in the same order. So once the memory is full, the most recently used block is needed last,
+and is evicted first; earlier blocks stay. The open chunks of a step stay.
 
-Without retention whole chunks move, which lie together in the file: see `offload.table`.
+Without retention whole chunks move, which are contiguous in the file: see `offload.table`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quire.cache.table import ChunkTable
 
 SPARE = 8
-"""Part of the memory that a step begins with, so that what it brings need not wait: an eighth."""
+"""A step begins with 1/8 of the memory free, so that its first loads need not wait."""
 
 Blocks = Int64s
 """Numbers of blocks of 4 KiB of an arena, increasing."""
@@ -44,7 +44,7 @@ Blocks = Int64s
 class PagedArena(Arena):
     """See Arena. Blocks have memory while they are used, and afterwards as long as the memory is not full.
 
-    budget  bytes of blocks in memory above which those go that are not needed
+    budget  bytes of blocks in memory above which unused blocks are evicted
     """
 
     copy_bytes = 1 << 20
@@ -67,7 +67,7 @@ class PagedArena(Arena):
         self._loading: list[tuple[IoTicket, Blocks]] = []
         self._storing: list[tuple[IoTicket, Blocks]] = []
         self.num_requested = self.num_missed = 0
-        """Blocks that steps asked for, and those of them that had to be read."""
+        """Blocks that steps requested, and how many of them had to be read."""
         self._lost: QuireError | None = None
         self.num_resident = 0
         """Blocks that have memory."""
@@ -75,9 +75,9 @@ class PagedArena(Arena):
     # ---- by blocks -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins a step. The last one may have failed. Makes room of what nothing used for a step.
+        """Begins a step; the last one may have failed. Frees memory of blocks that the last step did not use.
 
-        Raises QuireError if pages could not be read between two steps: what was changed then is lost.
+        Raises QuireError if pages could not be read between two steps, because changes of them are lost.
         """
         if self._lost is not None:
             raise QuireError(f"the offloaded cache has lost pages: {self._lost}") from self._lost
@@ -93,7 +93,7 @@ class PagedArena(Arena):
             self._store_blocks(np.sort(idle[oldest]))
 
     def discard_blocks(self, starts: Int64s, sizes: Int64s) -> None:
-        """The bytes of some pages, given by their starts, are of no use. Those that fill whole blocks are not read."""
+        """Discards the stored bytes of some pages, given by their starts: whole blocks of them are not read again."""
         is_whole = (starts % BLOCK_BYTES == 0) & (sizes % BLOCK_BYTES == 0)
         self._is_stored[blocks_of(starts[is_whole], sizes[is_whole])] = False
 
@@ -114,10 +114,10 @@ class PagedArena(Arena):
         return ticket
 
     def release_blocks(self, blocks: Blocks, changed: Blocks, keep: Blocks) -> IoTicket:
-        """Ends a use. If the memory is full, starts to store and to free blocks that nothing else uses.
+        """Ends a use of blocks. If the memory is full, starts to store and free those that have no other user.
 
-        changed  of them, blocks whose bytes are new
-        keep     of them, blocks that stay in memory in any case
+        changed  the blocks among them whose bytes have changed
+        keep     the blocks among them that must stay in memory
         """
         self._users[blocks] -= 1
         self._is_changed[changed] = True
@@ -130,7 +130,7 @@ class PagedArena(Arena):
         return self._store_blocks(blocks[can_free][-excess:])
 
     def _wait_for_loads(self) -> None:
-        """Waits for what is being read. A step that failed has left it, and what could not be read is not there."""
+        """Waits for reads that a failed step has left. Blocks that could not be read are then not in memory."""
         for ticket, blocks in self._loading:
             ticket.done.wait()
             if ticket.error is not None:
@@ -147,7 +147,7 @@ class PagedArena(Arena):
         return ticket
 
     def _finish(self) -> None:
-        """Frees what has been stored, unless it is used again."""
+        """Frees blocks that have been stored, unless they are used again."""
         left = []
         for ticket, blocks in self._storing:
             if not ticket.done.is_set():
@@ -174,8 +174,8 @@ class PagedArena(Arena):
 
     @contextlib.contextmanager
     def held(self, ids: Int32s, sizes: Int64s | int, *, changes: bool) -> Iterator[None]:
-        """See Arena. Raises QuireError if the pages cannot be read. A sequence may be half changed then, so no further
-        step begins.
+        """See Arena. Raises QuireError if the pages cannot be read. A sequence may then be partly changed, so no
+        further step begins.
         """
         blocks = blocks_of(ids.astype(np.int64) * UNIT, sizes)
         self._wait_for_loads()
@@ -187,11 +187,11 @@ class PagedArena(Arena):
         try:
             yield
         finally:
-            # What cannot be stored stays in memory.
+            # Blocks that cannot be stored stay in memory.
             self.release_blocks(blocks, blocks if changes else blocks[:0], blocks[:0]).done.wait()
 
     def read(self, start: int, num_bytes: int) -> Bytes:
-        """Not called: nothing is transferred beside this arena."""
+        """Not called: no tier is used with this arena."""
         raise AssertionError("bytes of a paged arena that are not held")
 
     def write(self, start: int, given: Bytes) -> None:
@@ -222,7 +222,7 @@ def _address_space(num_bytes: int) -> mmap.mmap:
 
 
 def blocks_of(starts: Int64s, sizes: Int64s | int) -> Blocks:
-    """The blocks of stretches of bytes, given their starts [n] and sizes."""
+    """The blocks that contain some ranges of bytes, given their starts [n] and sizes."""
     first = starts // BLOCK_BYTES
     counts = (starts + sizes - 1) // BLOCK_BYTES - first + 1
     ends = np.cumsum(counts)
@@ -240,13 +240,13 @@ def _runs(blocks: Blocks) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class WorkingSet:
-    """What a micro-batch computes with.
+    """The rows of the table that a micro-batch uses.
 
-    rows     int32 [n] of the table
-    changed  those that it writes to
-    fresh    those that hold nothing yet
-    kept     those that stay in memory: open chunks
-    blocks   by layer, what was brought
+    rows     int32 [n], all of them
+    changed  rows that it writes to
+    fresh    rows without contents so far
+    kept     rows that stay in memory: open chunks
+    blocks   by layer, the blocks that were loaded
     """
 
     rows: Int32s
@@ -257,7 +257,7 @@ class WorkingSet:
 
 
 class Pager:
-    """Brings what the micro-batches of a step compute with, and lets it go. `OffloadedTable` has the same methods.
+    """Loads and releases the pages of a step's micro-batches. `OffloadedTable` has the same methods.
 
     table       a chunk table over a paged arena
     max_batch_chunks  most chunks of a micro-batch
@@ -284,7 +284,7 @@ class Pager:
             filled = chunks[:0] if piece.filled < 0 else np.array([piece.filled], np.int32)
             sums = chunks[:0] if piece.profiled is None else piece.profiled.sums[: len(chunks)]
             rows += [chunks, filled, sums]
-            # What is written to the filled chunk is needed no more after the step, and written again if it fails.
+            # Writes to the filled chunk are not needed after the step, and are repeated if the step fails.
             changed += [chunks[begun:], sums]
             has_tokens = piece.start % PAGE_TOKENS > 0 and piece.filled < 0
             fresh.append(chunks[begun + has_tokens :])
@@ -293,7 +293,7 @@ class Pager:
         return WorkingSet(found[0], found[1], found[2], found[3])
 
     def load(self, layer: int, batch: int, num_batches: int, placed: WorkingSet, *after: IoTicket) -> IoTicket:
-        """Starts to bring what a micro-batch computes with in a layer."""
+        """Starts to load the pages that a micro-batch uses in a layer."""
         table = self.table
         held = table.masks[placed.fresh, layer] > 0
         sizes = table.sizes[table.kinds[placed.fresh], layer][held].astype(np.int64)
@@ -302,21 +302,21 @@ class Pager:
         return self.arena.load_blocks(found)
 
     def load_shared(self, layer: int, placed: None) -> IoTicket:
-        """Nothing: a block that several micro-batches use is in memory once."""
+        """Does nothing: a block that several micro-batches use is in memory once."""
         return NOTHING
 
     def begin_batch(self, layer: int, batch: int, num_batches: int, placed: WorkingSet) -> Int32s:
-        """No chunk changes its place."""
+        """Does nothing: no chunk changes its place."""
         return placed.rows[:0]
 
     def store(self, layer: int, batch: int, num_batches: int, placed: WorkingSet) -> IoTicket:
-        """Lets go what a micro-batch computed with in a layer."""
+        """Releases the pages that a micro-batch used in a layer, and starts to store those that must leave memory."""
         changed, kept = (self._blocks(rows, [layer]) for rows in (placed.changed, placed.kept))
         return self.arena.release_blocks(placed.blocks.pop(layer), changed, kept)
 
     @contextlib.contextmanager
     def loaded_path(self, slice_index: int) -> Iterator[None]:
-        """All layers of a slice's path are in memory inside."""
+        """A context in which all layers of a slice's path are in memory."""
         blocks = self._blocks(self._paths[slice_index], range(self.table.shape[0]))
         self.arena.load_blocks(blocks).wait()
         try:

@@ -1,4 +1,4 @@
-"""Samples that other programs disturb little: timing beside a busy program measures that program."""
+"""Takes timing samples while other programs are idle, because a busy program distorts them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 QUIET_CORES = 0.1
-"""Cores that other programs may keep busy during a sample that counts as quiet, beside those that torch leaves."""
+"""Cores, besides those that torch leaves idle, that other programs may keep busy during a quiet sample."""
 
 MOST_TRIES = 4
-"""Samples taken for each that is wanted, at most."""
+"""Most samples taken for each requested one."""
 
 _STAT = Path("/proc/stat")
 
 
 class OtherLoad:
-    """Cores that other programs keep busy, since construction. 0 on systems that do not tell."""
+    """Average cores that other programs keep busy, since construction; 0 on systems that do not report it."""
 
     def __init__(self) -> None:
         self._begun, self._before = time.monotonic(), _foreign_seconds()

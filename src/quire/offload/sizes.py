@@ -1,4 +1,4 @@
-"""The numbers of a model for the cost model, from its shape: bytes as they are stored, operations, working memory."""
+"""The inputs of the cost model that follow from a model's shape: stored bytes, operations, working memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MatrixBytes = Callable[[str, tuple[int, ...]], float]
 def matrices_of(
     shape: ModelShape, tensor_bytes: MatrixBytes, kind_of: Callable[[str], str | None]
 ) -> tuple[tuple[float, ...], ...]:
-    """Bytes of the matrices of each layer as they are placed: those of one product and one type together.
+    """Bytes of the placeable units of each layer: all matrices of one product and one type are one unit.
 
     kind_of  canonical name -> type of its blocks in memory; None: plain numbers
     """
@@ -50,7 +50,7 @@ def sizes_of(
 ) -> Sizes:
     """The numbers of a model.
 
-    dtype         of activations
+    dtype         dtype of activations
     tensor_bytes  bytes of a tensor as it is held: packed, or in the dtype
     cache_bytes   bytes of a cached token in one layer
     gates_inside  whether the product of a gated layer's first matrices applies the gate, as the CPU's does
@@ -65,7 +65,7 @@ def sizes_of(
             outside += tensor_bytes(name, size)
     layers = shape.num_layers
     tokens = float(workload.prompt_tokens)
-    # A gated decoder hands on the normalised rows beside the residual stream.
+    # A gated decoder passes on the normalised rows in addition to the residual stream.
     streams = 1 if shape.architecture == "opt" else 2
     stages = _stages(shape, item, 1 if gates_inside or shape.architecture == "opt" else 3)
     head = 2.0 * shape.vocab_size * (shape.embed_size or shape.hidden_size)

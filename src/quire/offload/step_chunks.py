@@ -1,4 +1,4 @@
-"""What the micro-batches of a step do with the chunks of an offloaded cache."""
+"""The chunks of an offloaded cache that the micro-batches of a step read and fill."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.offload.chunk_slots import SlotRange
 
 @dataclass(frozen=True)
 class FarChunks:
-    """The far chunks of one micro-batch, or of all that share some.
+    """The far chunks of one micro-batch, or those that several share.
 
-    rows      int32 [n], in the order of their places in a buffer: those that are read, then those that are filled
-    loads     runs that are read
-    stores    runs that the step fills, and that are written
+    rows      int32 [n], in the order of their places in a buffer: first the chunks to read, then those to fill
+    loads     runs to read
+    stores    runs that the step fills and then writes
     repeated  places of chunks that other micro-batches load too, into other places
     """
 
@@ -33,10 +33,10 @@ class FarChunks:
 class StepChunks:
     """The chunks of a step.
 
-    reads  of each micro-batch, the chunks that its rows read and do not change
-    fills  of each micro-batch, the chunks that its rows begin
+    reads  for each micro-batch, the chunks that its rows read and do not change
+    fills  for each micro-batch, the chunks that its rows begin
     whole  chunks that must have a frame: open ones, before or after this step
-    full   of them, those that are full after this step
+    full   the chunks among `whole` that are full after this step
     """
 
     reads: list[Int32s]
@@ -46,7 +46,7 @@ class StepChunks:
 
     @classmethod
     def of(cls, batches: Sequence[Sequence[RowSlice]], attends: bool) -> StepChunks:
-        """attends: whether rows that decode do not load what they read."""
+        """attends: whether decode rows attend to far chunks in place instead of loading them."""
         found = cls([], [], [], [])
         for slices in batches:
             read, filled = [], []
@@ -76,5 +76,5 @@ def path_of(piece: RowSlice) -> Int32s:
 
 
 def distinct(parts: Sequence[Int32s]) -> Int32s:
-    """The rows in some parts, each once."""
+    """The distinct rows of some arrays."""
     return np.unique(np.concatenate([np.empty(0, np.int32), *parts]))

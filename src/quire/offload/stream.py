@@ -22,17 +22,17 @@ from quire.stores.direct import REQUEST_BYTES, DirectFile, reads_direct
 from quire.stores.throttle import Throttle
 
 NUM_READERS = 2
-"""One of them reads while the other one's request is being completed."""
+"""Number of threads: one reads while the other one's request completes."""
 
 OnLoaded = Callable[[str, torch.Tensor], None]
-"""Called with a matrix's name and its bytes, uint8 [num_bytes], which stay there until its layer has been computed."""
+"""Called with a matrix's name and its bytes, uint8 [num_bytes], which stay valid until its layer has been computed."""
 
 
 class WeightStream:
-    """Reads layers in a circle. Layers without pieces are skipped.
+    """Reads layers cyclically. Layers without pieces are skipped.
 
-    Layers are counted since the start, and layer n uses buffer n modulo the number of buffers. It is read once layer n
-    less that number has been read and computed, or without overlap only when it is taken.
+    Layers are counted since the start. With b buffers, layer n uses buffer n mod b, and is read after layer n - b has
+    been computed; without overlap only when it is taken.
 
     throttle  limits bytes per second; others that use the disk may share it
     """
@@ -47,8 +47,8 @@ class WeightStream:
         overlaps: bool = True,
         memory: Callable[[int], torch.Tensor] = huge_pages,
     ) -> None:
-        """layers: what is read for each. bandwidth: most bytes per second; None: no limit. memory: makes the buffers,
-        uint8 [num_bytes]. Raises OSError.
+        """layers: by layer, the byte ranges to read. bandwidth: most bytes per second; None: no limit. memory:
+        allocates a buffer, uint8 [num_bytes]. Raises OSError.
         """
         self._items = [tuple(layer) for layer in layers if layer]
         read = [index for index, layer in enumerate(layers) if layer]
@@ -93,7 +93,7 @@ class WeightStream:
                 self._changed.notify_all()
 
     def take(self, layer: int) -> None:
-        """Waits until a layer's weights are there. Raises QuireError if they cannot be read."""
+        """Waits until a layer's weights are loaded. Raises QuireError if they cannot be read."""
         order = self._order.get(layer)
         if order is None:
             return

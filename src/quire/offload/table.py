@@ -1,17 +1,17 @@
-"""A chunk table whose cache is larger than its memory: the chunks that a step does not compute with lie in a file.
+"""A chunk table whose cache is larger than its memory: chunks that a step does not use are in a file.
 
-Memory is a few frames, which hold whole chunks, and buffers, which hold one layer of the chunks of a micro-batch. Of a
-chunk that has no frame, the table names the place of every layer in a buffer; the layer's bytes are loaded there before
-it is computed. So kernels and plans read the same table as ever.
+Memory consists of a few frames, which hold whole chunks, and buffers, which hold one layer of the chunks of a
+micro-batch. For a chunk without a frame, the table has the address of every layer in a buffer, and the layer's bytes
+are loaded there before it is computed. So kernels and plans read the table like any other.
 
-    frames     open chunks, and as many others as `near` says
-    own        two buffers, used in turn: the chunks that one micro-batch alone reads or fills
+    frames     open chunks, and the share `near` of the sealed ones
+    own        two buffers, used in turn: the chunks that only one micro-batch reads or fills
     shared     two buffers, used in turn by layers: chunks that several micro-batches read, each once a step. If not all
                of them fit, each micro-batch loads the others on its own
-    sidecars   of first chunks; they stay in memory
+    sidecars   the sidecars of first chunks; they stay in memory
 
-If the memory is a device's, the host's memory takes the place of the file. There, pages may be read where they are:
-rows that decode attend to far chunks on the host (`offload.attended`), and only the rows of prompts load them.
+On a GPU, the host's memory replaces the file. The host can read pages in place: decode rows attend to far chunks on the
+host (`offload.attended`), and only the rows of prompts load them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from quire.stores.direct import padded
 
 
 class LayerBuffers:
-    """Where buffers begin in the arena.
+    """The offsets of buffers in the arena.
 
-    shared     int64 [L]; that of shared chunks in each layer
-    num_bytes  of all buffers
+    shared     int64 [L]; the buffer of shared chunks in each layer
+    num_bytes  bytes of all buffers
     """
 
     def __init__(self, plan: MemoryPlan, num_layers: int) -> None:
@@ -74,7 +74,7 @@ class HostArena(Arena):
 
 
 class HostPages(PageTable):
-    """The chunks of an `OffloadedTable` in the host's memory. Only what is in a slot has bytes there."""
+    """The chunks of an `OffloadedTable` in the host's memory. Only chunks with a slot have bytes there."""
 
     def __init__(self, table: OffloadedTable, memory: HostMemory) -> None:
         self.memory = memory
@@ -107,10 +107,10 @@ class OffloadedTable(ChunkCounts, PageTable):
 
     Invariant between steps: a taken row has a frame, or all its bytes are in its slot, or it has no bytes yet.
 
-    near        share of the sealed chunks that stay in memory, as far as there are frames
-    frames, slots  of chunks: what lies in memory as a whole, and what lies in the file
+    near        share of the sealed chunks that stay in memory, if there are enough frames
+    frames, slots  the chunks with all layers in memory, and the chunks in the file
     num_layers_loaded, num_layers_stored  layers of chunks that were moved
-    arena, pages, positions, bases, masks  as of `ChunkTable`, for kernels
+    arena, pages, positions, bases, masks  as in `ChunkTable`, for kernels
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class OffloadedTable(ChunkCounts, PageTable):
         near: Share = ALL,
         attends: bool = False,
     ) -> None:
-        """backing: moves chunks to a file. Or a device: the arena is there, and chunks move to the host's memory.
+        """backing: a mover of chunks to a file; or a device that has the arena, whose chunks move to the host's memory.
 
-        attends  whether rows that decode attend to far chunks where they are, on the host
+        attends  whether decode rows attend to far chunks in place, on the host
         """
         super().__init__(ledger, num_layers, num_heads, open_codec, *sealed_codecs, sinks=sinks)
         self.memory_plan, self.near, self.attends = memory_plan, near, attends
@@ -142,7 +142,7 @@ class OffloadedTable(ChunkCounts, PageTable):
         self.slots = ChunkSlots(self.capacity, self.sealed, has_pages=isinstance(backing, torch.device))
         num_sidecars = self.capacity if sinks is not None else 0
         self._sidecars = FramePool(self.frames.near.end, max(UNIT, self.sidecar_bytes), num_sidecars)
-        # Memory that is never touched is not taken.
+        # The system does not back memory that is never touched.
         device = backing if isinstance(backing, torch.device) else torch.device("cpu")
         self.arena = Arena(padded(max(self._sidecars.end, UNIT)), device)
         self.pages = np.zeros((self.capacity, *self.shape), np.int32)
@@ -242,11 +242,11 @@ class OffloadedTable(ChunkCounts, PageTable):
 
     @property
     def has_gaps(self) -> bool:
-        """See PageTable: a row that decodes attends to near and far chunks apart."""
+        """See PageTable: a decode row attends to near and far chunks separately."""
         return self.attends
 
     def is_far(self, chunks: Int32s) -> Bools:
-        """Of sealed chunks: whether they have no frame."""
+        """Whether each of some sealed chunks has no frame."""
         found: Bools = self.frames.starts[chunks] < 0
         return found
 
@@ -270,8 +270,8 @@ class OffloadedTable(ChunkCounts, PageTable):
         return self.mover.read(self.slots.layer_parts(layer, buffer, placed.loads), *after)
 
     def begin_batch(self, layer: int, batch: int, num_batches: int, placed: FarChunks) -> Int32s:
-        """Names the places of chunks that others load too; returns these chunks. To be called before a micro-batch is
-        computed in a layer.
+        """Sets the page ids of chunks that other micro-batches load too. Returns these chunks. Call it before a
+        micro-batch is computed in a layer.
         """
         renamed = placed.rows[placed.repeated]
         if len(renamed):
@@ -304,7 +304,7 @@ class OffloadedTable(ChunkCounts, PageTable):
     # ---- frames ----------------------------------------------------------------------------------------------------
 
     def _take_frame(self, row: int) -> None:
-        """Gives a row a frame. Sealed chunks make room, those that were not used for longest first."""
+        """Gives a row a frame. If none is free, moves the least recently used sealed chunk out of its frame."""
         pool = self.frames.pool(row)
         if not pool.num_free:
             other = self.frames.least_recently_used(self._step)
@@ -324,7 +324,7 @@ class OffloadedTable(ChunkCounts, PageTable):
     def _begin(self, row: int) -> None:
         """Gives a new sealed chunk a frame if the share of near chunks allows it, else a slot."""
         frames = self.frames
-        # Frames that open chunks may still ask for.
+        # Frames that open chunks may still need.
         num_reserved = 0 if self.encodes else max(0, self.memory_plan.num_open - frames.num_open)
         if frames.near.num_free > num_reserved and frames.num_near + 1 <= self.near * (frames.num_sealed + 1):
             self._take_frame(row)
@@ -332,9 +332,9 @@ class OffloadedTable(ChunkCounts, PageTable):
             self.slots.take([row])
 
     def _retire(self) -> None:
-        """Stores the chunks that were open in frames and are sealed now, as far as the share of near chunks asks."""
+        """Stores newly sealed chunks and frees their frames, to keep the share of near chunks."""
         if self.encodes:
-            return  # sealed chunks have other rows than open ones
+            return  # open and sealed chunks have different rows
         frames = self.frames
         excess = frames.num_near - min(int(self.near * frames.num_sealed), self.memory_plan.num_near)
         if excess > 0:
@@ -358,7 +358,7 @@ class OffloadedTable(ChunkCounts, PageTable):
         return self.arena.data[start : start + self.sealed.num_bytes]
 
     def _load_frame(self, source: int, target: int) -> None:
-        """Fills a row's frame with what lies in the slot of a row."""
+        """Fills the frame of row `target` with the bytes in the slot of row `source`."""
         self.num_layers_loaded += self.shape[0]
         self.mover.read(self.slots.chunk_parts(source, self._frame(target))).wait()
 
@@ -377,7 +377,7 @@ class OffloadedTable(ChunkCounts, PageTable):
     # ---- far chunks ------------------------------------------------------------------------------------------------
 
     def _place_far(self, step: StepChunks) -> tuple[list[FarChunks], FarChunks]:
-        """Names the places of far chunks in the buffers."""
+        """Assigns the places of far chunks in the buffers."""
         starts, slots, num_layers = self.frames.starts, self.slots, self.shape[0]
         far = [rows[starts[rows] < 0] for rows in step.reads]
         rows, times = np.unique(np.concatenate(far), return_counts=True)
@@ -404,7 +404,7 @@ class OffloadedTable(ChunkCounts, PageTable):
         return found, shared
 
     def _name(self, rows: Int32s, starts: Int64s) -> None:
-        """Puts the pages of rows at the beginning of the buffers that start at `starts`, [L]."""
+        """Sets the page ids of rows to consecutive places in the buffers that start at `starts`, [L]."""
         places = np.arange(len(rows))[:, None] * self.sealed.layer_bytes + starts
         self.pages[rows] = (places[:, :, None] + self.sealed.heads) // UNIT
         self.takes[rows] += 1

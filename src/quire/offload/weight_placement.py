@@ -12,10 +12,10 @@ from quire.offload.units import Share, Split
 from quire.options import format_bytes
 
 ALIGNMENT = 4096
-"""Reads begin and end at multiples of it; see `stores.direct`."""
+"""Reads begin and end at multiples of this; see `stores.direct`."""
 
 NUM_BUFFERS = 2
-"""Buffers for loaded layers: one is computed while the other is filled. More only hide hiccups of the disk."""
+"""Buffers for loaded layers: one is computed while the other is filled. More buffers only hide stalls of the disk."""
 
 _STEPS = 1000
 """Shares that are tried to fill a memory."""
@@ -46,7 +46,7 @@ class TierAssigner:
         self._placed = [0] * len(split.shares)
 
     def tier(self, size: int) -> int:
-        """The tier of the next matrix, which has so many bytes."""
+        """The tier of the next matrix, which has `size` bytes."""
         total = sum(self._placed) + size
         behind = [share * total - placed for share, placed in zip(self._split.shares, self._placed, strict=True)]
         tier = max(range(len(behind)), key=lambda each: behind[each])
@@ -61,7 +61,7 @@ def assign_tiers(sizes: Sequence[Sequence[int]], split: Split) -> list[list[int]
 
 
 def realised_split(sizes: Sequence[Sequence[int]], tiers: Sequence[Sequence[int]], num_tiers: int) -> Split:
-    """The shares of bytes that homes amount to."""
+    """The shares of bytes that result from the tiers of all matrices."""
     placed = [0] * num_tiers
     for layer, of_layer in zip(sizes, tiers, strict=True):
         for size, tier in zip(layer, of_layer, strict=True):
@@ -71,7 +71,7 @@ def realised_split(sizes: Sequence[Sequence[int]], tiers: Sequence[Sequence[int]
 
 
 def read_ranges(layer: Sequence[ImageEntry], tiers: Sequence[int], tier: int) -> tuple[ReadRange, ...]:
-    """What must be read for the matrices of a layer on a tier. Neighbours share a piece, and pieces share no block."""
+    """The ranges to read for the matrices of a layer on a tier. Neighbours share a range, and ranges share no block."""
     found: list[ReadRange] = []
     for place, home in zip(layer, tiers, strict=True):
         if home != tier:
@@ -86,7 +86,7 @@ def read_ranges(layer: Sequence[ImageEntry], tiers: Sequence[int], tier: int) ->
 
 
 def buffer_sizes(layers: Sequence[int]) -> list[int]:
-    """Bytes of each buffer, given those that are loaded for each layer. Layers of which nothing is loaded use none.
+    """Bytes of each buffer, given the bytes that are loaded for each layer. Layers without loaded bytes use no buffer.
 
     The others take turns with the buffers, pass after pass. If their number is a multiple of the number of buffers, a
     buffer has the same layers in every pass, and is as large as the largest of these.
@@ -99,12 +99,12 @@ def buffer_sizes(layers: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Where a model's matrices are: in memory, or on the disk and loaded for every pass.
+    """The tiers of a model's matrices: in memory, or on the disk and loaded for every pass.
 
     layers     matrices of each layer
-    tiers      as in `requested`, the disk is the last one; like `layers`
+    tiers      the tier of each matrix, indexed like `layers`; the last tier of `requested` is the disk
     fixed      matrices outside of layers, which stay in memory
-    requested  the split that was asked for
+    requested  the requested split
     unpacked   bytes of other matrices outside of layers, which are not in the file and stay in memory too
     """
 
@@ -116,7 +116,7 @@ class WeightPlacement:
 
     @property
     def streamed(self) -> tuple[tuple[ReadRange, ...], ...]:
-        """What is read for each layer."""
+        """The ranges to read for each layer."""
         disk = len(self.requested.shares) - 1
         return tuple(read_ranges(layer, tiers, disk) for layer, tiers in zip(self.layers, self.tiers, strict=True))
 

@@ -5,11 +5,11 @@
 A program computes one piece (see `layout`) for one kv head. The piece's rows x G queries are one tensor-core tile, and
 each page of its run of chunks is read once for the whole tile. A step launches the tall pieces, then the short ones:
 
-chunk-first     the rows of several sequences over a run of chunks that they share. The piece leaves partials, (o, lse)
+chunk-first     the rows of several sequences over a run of chunks that they share. The piece stores partials, (o, lse)
                 of each row, and merges nothing.
-sequence-first  the rows of one sequence over its own chunks. The piece adds the partials that the first phase left
-                for its row, if any, and writes the output. If a block of rows is split over several pieces, each leaves
-                partials, and the last one to arrive merges them, so there is no third launch.
+sequence-first  the rows of one sequence over its own chunks. The piece adds the partials that the first phase stored
+                for its row, if any, and writes the output. If a block of rows is split over several pieces, each stores
+                partials, and the last one to finish merges them, so there is no third launch.
 
 In a decode step on Hopper the second launch begins during the first one. Its programs wait for the end of the first
 before they read partials.

@@ -1,7 +1,7 @@
 """Encodes full dense pages, bit for bit as `NuqCodec.encode` and `GroupCodec.encode` define it.
 
-A program encodes one page, and a thread one token slot. The channels are a loop, because the definition sums over them
-in order. Threads exchange nothing but the bits of neighbouring slots that share a word. Products and sums must not be
+A program encodes one page, and a thread one token slot. Threads loop over the channels, because the definition sums
+over them in order. They exchange only the bits of neighbouring slots that share a word. Products and sums must not be
 fused: launch with enable_fp_fusion=False.
 """
 # mypy: disable-error-code="no-untyped-def"

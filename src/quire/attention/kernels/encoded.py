@@ -192,8 +192,8 @@ def attend_encoded(
 
 @triton.jit
 def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.constexpr, SINKS: tl.constexpr):
-    """Of a piece's first chunk: the mask of its page, i64; its sidecar, i64, -1 without one; and the number of exact
-    tokens there. Only the piece that begins with the sequence's first chunk has any.
+    """For a piece's first chunk, returns the mask of its page, i64; its sidecar, i64, -1 without one; and the number of
+    exact tokens there. Only a piece that begins with a sequence's first chunk has exact tokens.
     """
     chunk = tl.load(chunk_ids, mask=num_chunks > 0, other=0).to(tl.int64)
     mask = tl.full((), -1, tl.int64)
@@ -211,7 +211,7 @@ def first_chunk_of(chunk_ids, num_chunks, masks, sidecars, layer_head, ROW: tl.c
 def shared_by_pages(
     heads, pairs, key_books, value_books, layer_head, KIND: tl.constexpr, HP: tl.constexpr, P: tl.constexpr
 ):
-    """What all encoded pages of a head share: the order of its pairs, and what decodes keys and values."""
+    """The data that all encoded pages of a head share: the order of its pairs, and the tables of keys and values."""
     order = tl.arange(0, HP)
     if KIND == NUQ:
         of_pair = pairs + layer_head * (4 * HP) + order
@@ -421,7 +421,7 @@ def attend_exact(
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr,
     PAGE: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
-    """Extends the sums by what is not encoded: sinks, and the chunks that the rows write."""
+    """Extends the sums by the unencoded tokens: sinks, and the chunks that the rows write."""
     TYPE: tl.constexpr = query.dtype
     slots = tl.arange(0, P)
     if SINKS:

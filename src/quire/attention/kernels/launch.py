@@ -22,9 +22,9 @@ class Launches(NamedTuple):
     """The launches of a backend's kernels.
 
     short    blocks of few query rows
-    seeded   the same in a step that shares, where rows have few chunks of their own
+    seeded   the same in a step with shared runs whose rows have few chunks of their own
     tall     blocks of many query rows
-    tallest  shared runs of decode steps, at most; see `common_launch`
+    tallest  the largest launch of shared runs in decode steps; see `common_launch`
     """
 
     short: Launch
@@ -37,8 +37,8 @@ def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> Launches:
     """The launches on dense pages: tiles of query rows x G.
 
     Chosen by measurement on an H200 (docs/lab/performance.md); `scripts/gpu.sh attention --sweep` measures them against
-    others. Not measured were groups of more than eight. Their tiles of shared runs are higher, up to 128, so that a
-    page is read for eight rows where that is possible.
+    others. Groups of more than eight were not measured. Their tiles of shared runs are higher, up to 128, so that a
+    page is read for eight rows if possible.
     """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
@@ -47,7 +47,7 @@ def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> Launches:
         return Launches(only, only, only, only)
     tall = Launch(max(64, least), 4, 3)
     tallest = Launch(max(128, least), 8, 3) if least > 8 and head_dim > 32 else tall
-    # Where few chunks are read, more programs on a multiprocessor are worth more than loads further ahead.
+    # If few chunks are read, more programs on a multiprocessor help more than more stages of loads.
     return Launches(Launch(max(16, least), 4, 4), Launch(max(16, least), 4, 2), tall, tallest)
 
 
@@ -56,7 +56,7 @@ def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int, looks_u
 
     A tile with rows of one sequence must not be taller than a page, because rows of two chunks see different sources.
 
-    looks_up  whether the codec looks its numbers up in tables
+    looks_up  whether the codec decodes by table lookups
     """
     least = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
@@ -86,5 +86,5 @@ def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch
 
 
 def single_profile_launch(dtype: torch.dtype, group_size: int) -> Launch:
-    """The launch that profiles slices of one row. It does little but read keys, and decode them if encoded."""
+    """The launch that profiles slices of one row. Most of its time goes into reading keys, and decoding them."""
     return Launch(max(16, triton.next_power_of_2(group_size)), 8 if dtype == torch.float32 else 4, 2)

@@ -5,8 +5,8 @@ Triton.
     [rows | path of chunks]  -> [rows of one tile | its chunks]      -> [the block's rows | a run of its chunks]
     [rows that share chunks] -> [rows of one tile | shared chunks]   -> the same
 
-`plan.lay_out` is for a few threads. Here no step is too small to split, and there are two launches, each with its own
-tiles. The tall pieces come first: blocks of many rows of one sequence (prefill), and shared runs with all their rows
+`plan.lay_out` is for a few threads; this layout splits even small steps, and has two launches, each with its own tiles.
+The tall pieces come first: blocks of many rows of one sequence (prefill), and shared runs with all their rows
 (chunk-first). The short pieces then read the rest of each row's path (sequence-first) and merge the shared partials.
 """
 
@@ -38,17 +38,17 @@ MIN_SHARE = 2
 """Least chunks of an even share. Two chunks are in flight at once, so a piece of one chunk would take as long."""
 
 MIN_COMMON_SHARE = 4
-"""Least chunks of an even share in shared runs. Each part leaves a partial for every row: for 16 rows of 4 query heads,
+"""Least chunks of an even share in shared runs. Each part stores a partial for every row: for 16 rows of 4 query heads,
 the bytes of 2 chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the two kinds of blocks are cut.
+    """The tile sizes of the two kinds of blocks, and the limits of their splitting.
 
     short, tall   most query rows x G of a block
-    workers       pieces that the machine computes at once, over all kv heads
-    tall_workers  the same for shared runs, which are not split as far
+    workers       pieces that the GPU computes at once, over all kv heads
+    tall_workers  the same for shared runs, which are split into fewer pieces
     min_saved     chunk reads that sharing must save in a step to be worth its launch
     """
 
@@ -72,7 +72,7 @@ class Tiles:
 
     @property
     def budget(self) -> int:
-        """Pieces per kv head that keep the machine busy. Splitting stops there."""
+        """Pieces per kv head that keep the GPU busy. Splitting stops there."""
         return max(1, -(-self.workers // self.num_heads))
 
     @property
@@ -108,9 +108,9 @@ class TileLayout:
     num_partials  number of used slots
     num_common    number of tall pieces that are shared runs
     is_decode     every slice has one row
-    seals         as of `plan.Layout`
-    num_staged    as of `plan.Layout`
-    own           if sealed chunks are encoded, for each slice the chunks that its rows write, as of `plan.Sources`;
+    seals         as in `plan.StepLayout`
+    num_staged    as in `plan.StepLayout`
+    own           if sealed chunks are encoded, for each slice the chunks that its rows write: see `plan.StagedWrites`;
                   else empty
     """
 
@@ -139,9 +139,9 @@ def lay_out(
 ) -> TileLayout:
     """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read.
 
-    common_rows  query rows of a shared run's tile, if not `tiles.tall_rows`
-    encodes      see `plan.Sources`. If true, no block has rows of two chunks, because these see different sources
-    strict       as of `plan.lay_out`
+    common_rows  query rows of a shared run's tile; None: `tiles.tall_rows`
+    encodes      see `plan.StagedWrites`. If true, no block has rows of two chunks, because these see different sources
+    strict       as in `plan.lay_out`
     """
     rows = _StepRows(slices, encodes)
     is_decode = bool((rows.counts == 1).all())
@@ -151,7 +151,7 @@ def lay_out(
     else:
         positions, write_chunk, blocks, is_tall = rows.cut(tiles, window, strict)
     common = _common_blocks(slices, tiles, common_rows or tiles.tall_rows, rows.paths) if window is None else _NO_BLOCKS
-    # Rows that may share are the first blocks. Shared chunks are taken out of them.
+    # Rows that may share are the first blocks. Their shared chunks are removed from them.
     for first_row, num_rows, _, chunks, *_ in common.tolist():
         sharing = blocks[first_row : first_row + num_rows]
         sharing[:, [2, 4]] += chunks
@@ -381,5 +381,5 @@ def _rows_and_slots(common: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArr
 
 
 def _longest_first(pieces: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Sorts pieces: they are handed out in order, and a long one that starts last would delay the end."""
+    """Sorts pieces by length: programs start in order, and a long piece that starts last would delay the end."""
     return pieces[np.argsort(-(pieces[:, 3] + pieces[:, 11]), kind="stable")]

@@ -4,15 +4,15 @@ prompt's last rows to the tokens that a policy keeps.
     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head
     sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
 
-In place of sums, peaks: the largest exp(s_ij - lse_i) that any row and query head gives to a column well before it.
+Peaks replace sums within a budget: the largest exp(s_ij - lse_i) of any row and query head for a column well before it.
 
-Attention leaves the lse of every row, so a probability needs only its score, which is computed again. A column here is
+Attention stores the lse of every row, so a probability needs only its score, which is computed again. A column here is
 a chunk of a path: one page of keys, rotated once for all rows that see it. One program owns a page of sums and adds its
 rows in order, so sums do not depend on the order in which programs run.
 
 If sealed chunks are encoded, rows before some position see a chunk as it was computed, in a dense page of its own or in
-a staged one. All others see it as stored; `encoded.turns_of` gives the positions of its slots. Queries are rotated by
-their positions here, so keys are too.
+a staged one. All others see it as stored; `encoded.turns_of` gives the positions of its slots. Here, queries and keys
+are both rotated by their positions.
 
 Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """

@@ -150,7 +150,7 @@ def in_value_order(x, ROWS: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def half_in(words, side):
-    """The float16 in the lower or the upper half of words, as f32. (All of a page is read as words.)"""
+    """The float16 in the lower or the upper half of words, as f32. Pages are read only as words."""
     return (words >> side * 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -251,7 +251,7 @@ def in_groups(
     FIRST: tl.constexpr, LAST: tl.constexpr,  # the groups that the channels are in
     P: tl.constexpr,
 ):  # fmt: skip
-    """What codes mean in the ranges of their channels' groups, f32 [P, C]."""
+    """The values of codes in the ranges of their channels' groups, f32 [P, C]."""
     low, step = range_of(ranges + FIRST * P, P)
     low, step = low[:, None], step[:, None]
     for group in tl.static_range(FIRST + 1, LAST + 1):

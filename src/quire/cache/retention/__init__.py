@@ -1,1 +1,1 @@
-"""Which tokens each head keeps: rules, decisions, and the pages that are left of a path."""
+"""Retention: which tokens each head keeps, by which rules, and how a path's remaining pages are packed."""

@@ -6,7 +6,7 @@ The peak of a token is the largest attention that any row gave to it from afar (
 ranked together, and heads get pages in the order of the scores in them. So a head that looks back at little has few
 pages, without a threshold.
 
-    score_j = max of peak_k,  j - 6 <= k <= j + 2          a head that finds a word goes on to what follows it
+    score_j = max of peak_k,  j - 6 <= k <= j + 2          a head that finds a word then reads the words after it
     page i of a head = its i-th best 64 tokens;             pages are allocated by the sum of their scores, per byte
 
 Pages that hold special tokens are always kept. Of the rest the last whole chunk comes first, because no row has looked
@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from quire.cache.arrays import Bools, Floats, Int32s
 
 BEFORE, AFTER = 2, 6
-"""Number of neighbours before and after a token to whose scores its peak counts."""
+"""A token's peak counts for the scores of this many neighbours before and after it."""
 
 LAST = 1.0
-"""The score of each token of the last whole chunk: as much as attention can be."""
+"""The score of each token of the last whole chunk: the largest possible attention."""
 
 
 def scores_of(peaks: Floats, positions: Int32s, num_tokens: int) -> Floats:
@@ -60,8 +60,8 @@ def allocate(
     positions   int32 [heads, slots]; -1 in slots without a token. The last `page_tokens` positions of the sequence are
                 one page, which is kept or dropped as a whole
     special     bool [tokens of the sequence]: pages that hold these tokens are always allocated, even beyond the budget
-    page_bytes  [heads], bytes of a page with all that stands beside it
-    most_bytes  of all pages together
+    page_bytes  [heads], bytes of a page with its sums and positions
+    most_bytes  most bytes of all pages together
     """
     if not positions.size:
         return np.zeros(positions.shape, bool)

@@ -22,7 +22,7 @@ from quire.cache.retention.policies import RetentionDecision as RetentionDecisio
 from quire.cache.retention.retained import RetainedTokens, words_of
 
 PROFILED_SHARE = 4
-"""At most one row in 4 of a prompt is profiled, so that the cache is of use to short prompts too."""
+"""At most one row in 4 of a prompt is profiled, so that short prompts benefit from the cache too."""
 
 RANKED = PolicyChain(0.0, 0.0, 0.0, ("frequent",))
 """The chain of all heads within a budget, which ranks tokens by the attention they get."""
@@ -37,9 +37,9 @@ class PageBytes:
     """Bytes of a head's pages.
 
     sealed  int64 [L, H], of a sealed page
-    beside  beside a packed page: its sums or peaks, and its positions where chunks are encoded
-    open    of an open page
-    sums    beside an open page
+    beside  int64 [L, H], additional bytes of a packed page: its sums or peaks, and its positions if chunks are encoded
+    open    bytes of an open page
+    sums    additional bytes of an open page: its sums
     """
 
     sealed: Int64s
@@ -50,15 +50,15 @@ class PageBytes:
 
 @dataclass(frozen=True)
 class Retention:
-    """How a model's requests retain.
+    """The retention settings of a model's requests.
 
     chain         members, threshold and shares; with a budget `RANKED`
     special       markers, each of one token or more in a row
     punctuation   token ids
     profile_rows  number of last rows of a prompt, at most, that judge `local` or rank tokens for a budget
-    num_first     number of first tokens of a sequence that are always special: attention rests on them
-    budget        share of a sequence's bytes that is kept, whatever attention that recovers; None: by the threshold
-    page_bytes    of the pages in which sequences are kept; only a budget needs them
+    num_first     number of first tokens of a sequence that are always special: they are attention sinks
+    budget        share of a sequence's bytes that is kept, whatever attention it recovers; None: the threshold decides
+    page_bytes    sizes of the pages in which sequences are kept; only a budget needs them
     """
 
     chain: PolicyChain
@@ -97,9 +97,9 @@ class Retention:
         return special
 
     def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None) -> RetentionDecision:
-        """The tokens of a prompt to keep. Tokens of its open chunk are not dropped yet.
+        """Decides which tokens of a prompt to keep. Tokens of its open chunk are not dropped yet.
 
-        sums     float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
+        sums     float32 [L, H, n], the attention that each of its tokens got from all its rows, or its peak
         recover  None only with a budget; the recovery is then unknown
         """
         n, *shape = len(tokens), *sums.shape[:-1]
@@ -126,18 +126,18 @@ class Retention:
         return RetentionDecision(policies, kept, recovery, self.chain, self.budget)
 
     def _allocated(self, tokens: Sequence[int] | Int32s, peaks: Floats, positions: Int32s) -> Bools:
-        """The sealed tokens that heads keep, bool [L, H, slots] like the other arrays. The sequence stays within the
-        budget until it seals the next chunk: its pages, what stands beside them, and its open chunk.
+        """The sealed tokens that heads keep, bool [L, H, slots] like the other arrays. Until it seals the next chunk,
+        the sequence stays within the budget with its pages, their sums and positions, and its open chunk.
         """
         page_bytes = self.page_bytes
         assert self.budget is not None and page_bytes is not None
         sealed = page_bytes.sealed.ravel()
         num_heads, num_chunks = len(sealed), len(tokens) // PAGE_TOKENS
-        # The open chunk counts in full. It is there, or the next token begins it.
+        # The open chunk counts in full: it exists, or the next token begins it.
         most = self.budget * (int(sealed.sum()) * num_chunks + num_heads * page_bytes.open)
         most -= num_heads * (page_bytes.open + page_bytes.sums)
         end = num_chunks * PAGE_TOKENS
-        # A marker may go on in the open chunk.
+        # A marker may continue in the open chunk.
         special, at = self._special(tokens)[:end], positions.reshape(num_heads, -1)
         scores = scores_of(peaks.reshape(at.shape), at, end)
         return allocate(scores, at, special, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
@@ -145,7 +145,7 @@ class Retention:
     def select_while_decoding(self, retained: RetainedTokens, tokens: Int32s, sums: Floats) -> Bools:
         """The tokens to keep of a sequence that has just sealed a chunk, bool [L, H, slots].
 
-        sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or their peaks
+        sums  float32 [L, H, slots], the attention that the tokens in these slots got so far, or their peaks
         """
         positions = retained.positions.reshape(sums.shape)
         if self.budget is not None:

@@ -1,4 +1,4 @@
-"""Packs the tokens that retention has left of a path into fewer pages. Knows the chunk table, the tree, paths and
+"""Packs the tokens that a path keeps under retention into fewer pages. Knows the chunk table, the tree, paths and
 eviction; neither the rules of policies nor requests.
 
 A sealed row of a path holds a page or nothing of every layer and head. A page's mask says which of its slots count.
@@ -6,11 +6,11 @@ Dropped tokens leave holes, which other tokens of the same head fill:
 
     pages of a head = ceil(tokens it keeps / 64)
 
-Packing moves few slots: it costs nothing beside the 64 steps between two seals. The order of slots means nothing,
+Packing moves few slots; its cost is negligible beside the 64 steps between two seals. The order of slots is free,
 because dense keys are stored rotated and encoded pages carry positions. The sums of a token move with it.
 
-Tokens move only between pages that this path alone holds. A page that others may read stays in place (`in_place`),
-where that takes fewer bytes than a copy, and is read through its mask.
+Tokens move only between pages that this path alone holds. A page that others may read stays in place (`in_place`) if
+this takes fewer bytes than a copy. It is then read through its mask.
 
 Within a budget, only distant rows count towards a token's score. So a head that keeps the whole last sealed chunk
 leaves it in its own row until the next chunk is sealed (`holds_last`): the row number then gives the distance.
@@ -37,7 +37,7 @@ from quire.cache.table import ChunkTable, PageIndices
 
 
 class PathPacker:
-    """Follows what retention leaves of paths with their pages and their rows of sums."""
+    """Adjusts the pages of paths, and their rows of sums, to the tokens that retention keeps."""
 
     def __init__(self, eviction: Eviction) -> None:
         table = eviction.pages
@@ -77,13 +77,13 @@ class PathPacker:
         path.retention.sums = NO_ROWS
 
     def pack(self, path: Path, retained: RetainedTokens, num_pages: Int64s) -> int:
-        """Packs what is left of `num_pages` pages, [L, H]. Returns the bytes that this frees."""
+        """Packs the kept tokens of `num_pages` pages, [L, H]. Returns the bytes that this frees."""
         self._drop_unread_pages(path, retained)
         return self._pack(path, retained, num_pages)
 
     def shrink(self, path: Path, retained: RetainedTokens, num_pages: Int64s, fits: Callable[[Demand], bool]) -> int:
-        """As `pack`, of a path that so far reads shared chunks. Its tokens move into pages of its own, but where copies
-        of shared pages would not pay, or do not fit.
+        """Like `pack`, for a path that so far reads shared chunks. Its tokens move into pages of its own, except where
+        copies of shared pages would take more bytes than they save, or do not fit.
         """
         stuck = retained.leave_in_place(path.segments)
         if not fits(self._copies(stuck)):
@@ -108,13 +108,13 @@ class PathPacker:
         return table.demand_of_pages(pages.sum(-1)) + table.demand(sums=pages.shape[-1] * table.encodes)
 
     def _to_own(self, path: Path, retained: RetainedTokens) -> NDArray[Any]:
-        """Pages that others hold and that the path will write, now or later, bool [L, H, rows]."""
+        """Pages that the path will write, now or later, and that others hold too, bool [L, H, rows]."""
         own = retained.targets | (retained.stays & ~retained.in_place)
         own[own] = self.table.is_shared(page_indices_of(path.chunks, own))
         return np.asarray(own)
 
     def _drop_unread_pages(self, path: Path, retained: RetainedTokens) -> None:
-        """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
+        """Drops pages without tokens. Unlocks heads of the tree whose pages the path no longer reads in place."""
         held = retained.held
         drop(self.table, path.chunks[: retained.num_rows], ~held)
         heads, below = {}, np.zeros_like(retained.is_packed)
@@ -167,7 +167,7 @@ def check_packed(table: ChunkTable, path: Path, retained: RetainedTokens) -> Non
 
 
 def page_indices_of(rows: Int32s, chosen: Bools) -> PageIndices:
-    """Places of the chosen pages of rows, bool [L, H, rows]."""
+    """Indices in the chunk table of the chosen pages of rows. chosen: bool [L, H, rows]."""
     layers, heads, at = np.nonzero(chosen)
     return rows[at], layers, heads
 

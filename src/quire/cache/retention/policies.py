@@ -1,6 +1,6 @@
 """Which tokens each head keeps: FastGen's policies, as numbers. Knows marks, sums and positions; no pages, no requests.
 
-A policy is how far a head goes along a chain of members, each of which adds tokens to the members before it:
+A policy is a prefix of a chain of members, each of which adds tokens to those of the members before it:
 
     special       tokens that begin a sequence or a turn
     punctuation   . : ? and the like
@@ -42,7 +42,7 @@ each row a number of last tokens, itself among them."""
 
 @dataclass(frozen=True)
 class PolicyChain:
-    """The members that may keep tokens, and the attention that they must recover.
+    """The members that may keep tokens, and the share of attention that they must recover.
 
     threshold  the least recovery of a head; above 1 only `full` passes
     frequent   share of the current length that this member keeps
@@ -62,7 +62,7 @@ class PolicyChain:
 
     @property
     def full(self) -> int:
-        """The policy that keeps everything. Policy p keeps the chain's members up to and with number p."""
+        """The policy that keeps everything. Policy p keeps members 0 to p of the chain."""
         return len(self.members)
 
     def has(self, policies: Bytes, member: str) -> Bools:
@@ -85,8 +85,8 @@ class RetentionDecision:
     policies  uint8 [L, H], see `PolicyChain.full`
     kept      bool [L, H, n]
     recovery  float64 [L, H, chain + 1], of each policy up to the one that passed; nan for the others
-    chain     by which it was decided
-    budget    within which it was decided; the chain then only says which heads have sums
+    chain     the chain of the decision
+    budget    the budget of the decision, or None; with one, the chain only determines which heads have sums
     """
 
     policies: Bytes
@@ -97,7 +97,7 @@ class RetentionDecision:
 
     @property
     def kept_fraction(self) -> float:
-        """Of all tokens of all heads."""
+        """Kept tokens / all tokens, over all heads."""
         return float(self.kept.mean())
 
 
@@ -146,7 +146,7 @@ def select_while_decoding(
     policies   uint8 [L, H]
     positions  int32 [L, H, slots], in any order: of the tokens kept before, and of all tokens since; -1 in other slots
     marks      bool [num_tokens]
-    sums       [L, H, slots], the attention that these tokens have had so far
+    sums       [L, H, slots], the attention that these tokens got so far
     """
     first_local = num_tokens - chain.num_local(num_prompt)
     held = positions >= 0

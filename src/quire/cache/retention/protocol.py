@@ -1,4 +1,4 @@
-"""What retention answers to the cache and the scheduler, and the answers for sequences that keep every token."""
+"""The demand and limits that retention reports to cache and scheduler, and those of sequences that keep every token."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Newcomer = tuple[int, PrefixMatch]
 
 
 class PromptLimits(NamedTuple):
-    """What a sequence may take from the cache, and what it may leave there. Fixed while its prompt is computed.
+    """The chunks that a sequence may take from the cache and may add to it. Fixed while its prompt is computed.
 
     num_reserved   tokens that admission reserves room for
     num_reusable   chunks that the sequence may take from the cache. Its last token is computed, for its logits
-    copies_last    whether it may take its last chunk, too: a copy of it, in which its last token is computed again
-    num_shareable  chunks that the tree may get from it
-    needs_sums     whether cached chunks are of use only up to a boundary with column sums
-    may_prefetch   whether chunks are of use to it that are fetched before its admission
+    copies_last    whether it may also take a copy of its last chunk, in which its last token is computed again
+    num_shareable  chunks that the sequence may add to the tree
+    needs_sums     whether it can use cached chunks only up to a boundary with column sums
+    may_prefetch   whether it can use chunks that are fetched before its admission
     """
 
     num_reserved: int
@@ -50,7 +50,7 @@ class PromptLimits(NamedTuple):
 
 
 class SliceLimits(NamedTuple):
-    """Where the next slice of a sequence ends.
+    """The limits of the next slice of a sequence.
 
     end        number of tokens at which it must end, if not before
     undivided  number of tokens before the rows that must be computed in one slice; all if there are no such rows
@@ -61,7 +61,7 @@ class SliceLimits(NamedTuple):
 
 
 class Profiling(NamedTuple):
-    """How a slice is profiled: see `Profiled`. decides: whether retention decides on the prompt after this slice."""
+    """The profiling of a slice: see `Profiled`. decides: whether retention decides on the prompt after this slice."""
 
     last_rows: int
     peaks: int = 0
@@ -70,14 +70,14 @@ class Profiling(NamedTuple):
 
 
 class KeepAll:
-    """Every head keeps every token. `Retainer` has the same methods for heads that do not; neither cache nor scheduler
-    asks which of the two it has.
+    """Retention for heads that keep every token. `Retainer` has the same methods for other heads; cache and scheduler
+    do not distinguish the two.
 
     per_chunk    the demand of a running sequence for one more chunk
-    bytes_freed  bytes of the pages that retention took from requests since start
-    replays  whether the tokens of an answer are computed otherwise than those of a prompt. Then chunks with such tokens
-             stay out of the tree, where prompts would find them, and after a preemption they are computed again one
-             token at a time
+    bytes_freed  bytes of pages that retention has freed since start
+    replays  whether the tokens of an answer are computed differently from those of a prompt. Then chunks with such
+             tokens stay out of the tree, where prompts would find them, and after a preemption they are computed again
+             one token at a time
     """
 
     bytes_freed = 0
@@ -88,8 +88,8 @@ class KeepAll:
         self._limits = functools.lru_cache(4096)(self._limits_of)
 
     def limits(self, holder: Holder) -> PromptLimits:
-        """Everything but the last token. Where sealed chunks are encoded, their tokens read each other exactly: a part
-        of a chunk cannot be computed again.
+        """All tokens but the last one may come from the cache. The last chunk is copied only if sealed chunks are not
+        encoded: tokens of an encoded chunk saw each other unencoded, so a part of it cannot be computed again.
         """
         return self._limits(len(holder.token_ids), holder.num_prompt)
 
@@ -102,26 +102,26 @@ class KeepAll:
         return PromptLimits(num_tokens, last // PAGE_TOKENS, copies, num_shareable, False, True)
 
     def slice_limits(self, holder: Holder) -> SliceLimits:
-        """All tokens. Behind the prompt, each replayed token is a slice."""
+        """A slice may have all tokens of the prompt. After the prompt, each replayed token is a slice of its own."""
         end, num_tokens = len(holder.token_ids), holder.path.num_tokens
         if not self.replays:
             return SliceLimits(end, end)
         return SliceLimits(holder.num_prompt if num_tokens < holder.num_prompt else num_tokens + 1, end)
 
     def profiling(self, holder: Holder, end: int) -> Profiling | None:
-        """Never."""
+        """None: no slice is profiled."""
         return None
 
     def must_wait(self, holder: Holder) -> bool:
-        """Never."""
+        """False: no sequence waits for the sums of another."""
         return False
 
     def expected(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
-        """Nothing."""
+        """The zero demand."""
         return self.table.zero_demand
 
     def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
-        """Nothing."""
+        """The zero demand."""
         return self.table.zero_demand
 
     def ignore(self, *happened: object, **named: object) -> None:

@@ -1,4 +1,4 @@
-"""What retention has left of a path: the token in each slot, and the plan to pack these tokens. Knows no page ids."""
+"""The tokens of a path that retention keeps, by slot, and the plan to pack them. Knows no page ids."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SlotIndices = tuple[Indices, ...]
 class RetainedTokens:
     """Tokens of the sealed rows of a path, by slot. Rows are the path's, in the path's order.
 
-    chain       by which the prompt was decided on, and later chunks are
+    chain       the chain of the prompt's decision, which also decides on later chunks
     policies    uint8 [L, H]
     num_prompt  tokens of the prompt
     holds_last  whether a head that keeps the whole last row leaves it in that row
     keeps_first whether a head's first page stays in the first row, because the sidecar belongs to that row
-    has_sums    bool [L, H]: heads that go on needing the attention their tokens get
+    has_sums    bool [L, H]: heads that still need column sums
     is_packed   bool [L, H]: heads that do not keep everything
     positions   int32 [L, H, rows, 64], of the token in each slot; -1 in a slot without a kept token
     in_place    bool [L, H, rows]: pages that are never written, because others may read them
@@ -101,7 +101,7 @@ class RetainedTokens:
         stays, stuck = np.ones_like(self.is_packed), np.zeros_like(self.in_place)
         for segment in segments:
             rows = self.rows_of(segment)
-            # What follows copied pages is copied too: it could not be evicted before them.
+            # Pages after a copied page are copied too: the tree could not evict the original before them.
             alive = self.alive[:, :, rows]
             stays = stays & (segment.users * alive.sum((-2, -1)) >= alive[0, 0].size)
             others = (segment.locks > 1) | (segment.pins > 0)
@@ -114,8 +114,8 @@ class RetainedTokens:
     def targets(self) -> Bools:
         """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], without pages that stay.
 
-        They are a head's last pages, and with `keeps_first` its first page. Where memory is short, the tree evicts a
-        prompt's end first, and a page that nobody else holds needs no copy.
+        They are a head's last pages, and with `keeps_first` its first page. If memory is short, the tree evicts the end
+        of a prompt first, and a page that only this path holds needs no copy.
         """
         num_tokens = np.where(self.stays, 0, self.alive.sum(-1))
         is_writable = num_tokens > 0

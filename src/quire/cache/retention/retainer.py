@@ -1,7 +1,7 @@
-"""Decides which tokens sequences keep, and expects what that will leave. A prompt gets column sums while it is
-computed. Once it is decided on, its pages are packed, and packed again with every chunk that decoding fills.
+"""Decides which tokens sequences keep, and estimates the demand of undecided sequences. While a prompt is computed, it
+gets column sums. After the decision its pages are packed, and packed again with every chunk that decoding fills.
 
-Knows sequences, the chunk table and the tree. The manager knows the moment, and whether there is room.
+Knows sequences, the chunk table and the tree. The manager decides when, and whether there is room.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LEAST_RATIOS, QUANTILE = 8, 0.9
 class Retainer:
     """Retention of all sequences of one engine. `KeepAll` has the same methods for heads that keep every token.
 
-    replays       see `KeepAll`. Here it matters for answers to prompts of which everything is kept
-    shares_sums   whether the tree keeps sums. Not within a budget: the last rows rank its tokens, and every prompt
-                  computes its own
+    replays       see `KeepAll`. Here it matters only for answers to prompts that keep all tokens
+    shares_sums   whether the tree keeps sums. False with a budget: a prompt's last rows rank its tokens, and every
+                  prompt computes these rows itself
     shared_sums   those sums
     ratios        shares of their prompts' pages that the last requests kept
-    on_decision   is told each decision, and the bytes of the prompt's pages before and after; None: nobody
+    on_decision   called with each decision and the bytes of the prompt's pages before and after it; or None
     """
 
     def __init__(self, retention: Retention, eviction: Eviction, replays: bool) -> None:
@@ -67,16 +67,16 @@ class Retainer:
     # ---- limits ----------------------------------------------------------------------------------------------------
 
     def limits(self, holder: Holder) -> PromptLimits:
-        """The chunks before the last rows, over which retention decides. Prefetching is of no use: the tree would get
-        chunks without their sums.
+        """Cached chunks may be taken up to the last rows, over which retention decides. Prefetching is off, because the
+        tree would get chunks without their sums.
         """
         num_prompt = holder.num_prompt
         limits = PromptLimits(num_prompt, self.retention.num_reusable(num_prompt), needs_sums=self.shares_sums)
         return limits._replace(num_shareable=num_prompt // PAGE_TOKENS) if self.replays else limits
 
     def slice_limits(self, holder: Holder) -> SliceLimits:
-        """The next stop, or the prompt's end, with the last rows in one slice. Behind the prompt, each replayed token
-        is a slice.
+        """A slice ends at the next stop or the prompt's end, and has the last rows together. After the prompt, each
+        replayed token is a slice of its own.
         """
         path, num_prompt = holder.path, holder.num_prompt
         ends = (num_prompt, *(stop * PAGE_TOKENS for stop in self.shared_sums.stops.get(holder, ())))
@@ -86,34 +86,34 @@ class Retainer:
         return SliceLimits(end, self.retention.num_reusable(num_prompt) * PAGE_TOKENS)
 
     def profiling(self, holder: Holder, end: int) -> Profiling | None:
-        """While sums or peaks are wanted. At the prompt's end retention decides, unless it has."""
+        """Profiles slices while sums or peaks are needed. At the prompt's end retention decides, once."""
         kept, retained = holder.path.retention, holder.path.retention.retained
         if not len(kept.sums):
             return None
         is_end = end == holder.num_prompt and not kept.is_decided
         num_last = self.retention.num_profiled(end) if is_end else 0
         if self.retention.budget is None:
-            # After the decision only if a head goes on needing sums.
+            # After the decision, only if a head still needs sums.
             goes_on = retained is None or retained.has_sums.any()
             return Profiling(num_last, decides=is_end) if goes_on else None
         if retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
             return Profiling(0, 1, 1 + (holder.path.num_sealed - 1 in retained.origins))
-        # The recovery is shown to whoever watches, and decides nothing.
+        # With a budget the recovery decides nothing; it is computed only for `on_decision`.
         num_shown = num_last if self.on_decision is not None else 0
         return Profiling(num_shown, num_last, decides=True) if is_end else None
 
     def must_wait(self, holder: Holder) -> bool:
-        """Whether a sequence that came before is about to attach sums from which this one can go on."""
+        """Whether an earlier sequence is about to attach sums from which this one can continue."""
         return self.shared_sums.must_wait(holder, self.retention.num_reusable(holder.num_prompt))
 
     # ---- demands ---------------------------------------------------------------------------------------------------
 
     def expected(self, apart_from: Holder | None = None, newcomer: Newcomer | None = None) -> Demand:
-        """The most that undecided sequences will need if they are computed one after the other and each then keeps the
-        share that other requests kept, beyond what is reserved for their prompts without retention. Beside their chunks
-        they need rows of sums, the tree's included, and room for the positions of packed pages. The chunks may be fewer
-        than none: sequences that shrink one after the other need less than all prompts at once.
+        """The largest demand of undecided sequences beyond their reservations, which assume no retention. It assumes
+        that prompts are computed one after the other and that each then keeps the share that recent requests kept. It
+        includes rows of sums, the tree's among them, and room for the positions of packed pages. The number of chunks
+        may be negative: sequences that shrink one after the other need less than all prompts at once.
         """
         reads = [
             (each.path, [(segment, len(segment.chunks)) for segment in each.path.segments])
@@ -131,7 +131,7 @@ class Retainer:
         ratio, most, before, reserved, num_sums, num_rows = self._ratio, 0.0, 0.0, 0, 0, 0
         for path, found in reads:
             own, lacking = path.num_stored - path.num_shared, path.num_unsealed
-            # Packing copies a part of the found chunks. These are idle then, if nobody else reads them.
+            # Packing copies a part of the found chunks. Afterwards these are idle, unless other sequences read them.
             num_readers = path.tip is not None
             idle = sum([count for segment, count in found if not segment.pins and segment.most_locks <= num_readers])
             after = ratio * (path.num_begun + lacking) - idle
@@ -157,12 +157,12 @@ class Retainer:
     # ---- what happens ----------------------------------------------------------------------------------------------
 
     def enter(self, holder: Holder) -> None:
-        """A sequence is admitted: it is undecided."""
+        """Registers an admitted sequence as undecided."""
         self._undecided[holder] = None
 
     def resume(self, holder: Holder, num_taken: int) -> None:
-        """The path of a sequence was to be extended over cached chunks, and took `num_taken` of them. Gives the path's
-        sums back: its new chunks have none, or bring those of their end.
+        """Called after a path was extended over `num_taken` cached chunks. Frees the path's sums: its new chunks have
+        none, or bring those of their end.
         """
         if num_taken:
             self.packer.free_sums(holder.path)
@@ -170,14 +170,14 @@ class Retainer:
             self.shared_sums.resume(holder, num_taken, self.retention.num_reusable(holder.num_prompt))
 
     def extend(self, path: Path, num_sealed: int) -> None:
-        """A path has new chunks. Takes the demand of `growth`: rows of zero sums."""
+        """Takes the demand of `growth` for new chunks of a path: rows of zero sums."""
         self.packer.extend(path, num_sealed)
 
     def seal(self, holder: Holder, make_room: Callable[[Demand], bool]) -> None:
-        """The sealed chunks of a sequence are computed, and the tree has those that it may get. After the decision,
-        each sealed chunk leads to a new choice among all tokens, whose pages are then packed.
+        """Called when sealed chunks of a sequence are computed and published. After the decision, each sealed chunk
+        leads to a new choice among all tokens, whose pages are then packed.
 
-        make_room  makes room for a demand of the sequence, if there may be
+        make_room  makes room for a demand of the sequence; False if it does not fit
         """
         path, retained = holder.path, holder.path.retention.retained
         if retained is None:
@@ -190,16 +190,16 @@ class Retainer:
         self.bytes_freed += self.packer.pack(path, retained, num_pages)
 
     def leave(self, holder: Holder) -> None:
-        """A sequence ends, is preempted, or has been decided on: the tree gets no more of its sums."""
+        """Called when a sequence ends, is preempted or has been decided on: it attaches no more sums to the tree."""
         self._undecided.pop(holder, None)
         self.shared_sums.stops.pop(holder, None)
 
     # ---- once the prompt is computed -------------------------------------------------------------------------------
 
     def choose(self, prompt_ids: Sequence[int], sums: Int32s, recover: Recover | None) -> RetentionDecision:
-        """The tokens of a prompt that its heads are to keep.
+        """Decides which tokens of a prompt its heads keep.
 
-        sums     int32 [chunks]: rows of the table with the attention that its tokens have had
+        sums     int32 [chunks]: rows of the table with the attention that its tokens got
         recover  see Retention.decide
         """
         found = self.table.load_sums(sums)[..., : len(prompt_ids)]

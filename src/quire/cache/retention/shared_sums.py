@@ -1,7 +1,7 @@
-"""Column sums of prefixes: the tree keeps them at boundaries, for prompts that go on from there.
+"""Column sums of prefixes: the tree keeps them at boundaries, for prompts that continue from there.
 
-The tree gets the sums of a prompt at two boundaries: where the prompt's last rows begin, which are computed whatever is
-cached, and where the cached part of the prompt ends. If two sequences are about to compute the same prefix, the later
+The tree gets the sums of a prompt at two boundaries: where the prompt's last rows begin, which are always computed, and
+where the cached part of the prompt ends. If two sequences are about to compute the same prefix, the later
 one waits.
 """
 
@@ -29,7 +29,7 @@ class SharedSums:
         self.stops: dict[Holder, set[int]] = {}
 
     def resume(self, holder: Holder, num_taken: int, limit: int) -> None:
-        """A path took chunks up to a boundary with sums: copies these sums. Sets the stops of the sequence.
+        """Sets the stops of a sequence. If its path took cached chunks, copies the sums of the boundary at their end.
 
         limit  number of chunks before the prompt's last rows
         """
@@ -45,7 +45,7 @@ class SharedSums:
                 path.retention.sums = self.tree.attach(boundary, NO_ROWS)
 
     def must_wait(self, holder: Holder, limit: int) -> bool:
-        """Whether a sequence that came before is about to attach sums from which this one can go on."""
+        """Whether an earlier sequence is about to attach sums from which this one can continue."""
         if not (self.stops and holder.reads_cache):
             return False
         awaited = set(holder.keys.first(limit)[holder.path.num_shared :])
@@ -56,9 +56,9 @@ class SharedSums:
         )
 
     def attach(self, holder: Holder, make_room: Callable[[Demand], bool]) -> None:
-        """At a stop, attaches a copy of the sums of all sealed chunks to their end, if there is room, and removes
-        attachments on the way: a prompt with the same prefix is likely to go on from the end. Attachments stay where
-        prompts part and at stops to come.
+        """At a stop, attaches a copy of the sums of all sealed chunks to their end, if there is room. Removes earlier
+        attachments of the path, because a prompt with the same prefix is likely to continue from the end. Attachments
+        stay where prompts diverge and at later stops.
         """
         tree, path = self.tree, holder.path
         is_stop = path.num_sealed in self.stops.get(holder, ())
