@@ -209,7 +209,9 @@ def _decoded(blocks: Tensor, kind: str) -> Tensor:
     codes, d, m, scales, minima = unpack(blocks, kind)
     of = FORMATS[kind]
     signed = codes.view(torch.int8) if of.bits == 8 else codes
-    found: Tensor = signed.unflatten(1, (-1, of.group)).float().sub_(of.offset)
+    found: Tensor = signed.unflatten(1, (-1, of.group)).float()
+    if of.offset:
+        found.sub_(of.offset)
     found.mul_((d.float() if scales is None else d.float() * scales).unsqueeze(-1))
     if m is not None:
         found.add_((m.float() if minima is None else m.float() * -minima.float()).unsqueeze(-1))
@@ -241,8 +243,8 @@ def unpack(raw: Tensor, kind: str) -> UnpackedBlocks:
     if kind == "Q6_K":
         blocks = raw.view(n, -1, 210)
         low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # [n, b, 2, 128]
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
-        high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3  # [n, b, 2, 4, 32]
+        pairs = blocks[..., 128:192].unflatten(-1, (2, 32))
+        high = torch.stack([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], -2)  # [n, b, 2, 4, 32]
         codes = low | (high.flatten(-2) << 4)
         scales = blocks[..., 192:208].contiguous().view(torch.int8)
         return UnpackedBlocks(codes.reshape(n, -1), half(blocks, 208), None, scales.reshape(n, -1), None)
