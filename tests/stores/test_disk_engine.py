@@ -246,7 +246,7 @@ def test_a_pin_that_is_refused_names_its_limit(caplog: pytest.LogCaptureFixture)
     tiering = pinning(PinTiers())
     with caplog.at_level("WARNING", "quire"):
         assert tiering.idle() is None
-    assert "over half of this engine's part of tiers.disk would be pinned" in caplog.text
+    assert "would exceed half of this engine's part of tiers.disk" in caplog.text
 
 
 def test_a_pin_that_waits_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

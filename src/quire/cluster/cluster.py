@@ -175,7 +175,7 @@ class Cluster:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """See Engine."""
+        """See AsyncLLM.sampling_defaults."""
         return read_sampling_defaults(self.model_path, self._model)
 
     async def compile_grammar(self, wanted: StructuredOutputsParams, cache_salt: str = "") -> CompiledGrammar:

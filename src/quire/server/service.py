@@ -352,6 +352,7 @@ class Service:
 
     def release_queued(self, access: AccessRecord, num_tokens: int) -> None:
         """Tokens of a request do not wait any more: their first tokens are there, or the request has ended."""
+        num_tokens = min(num_tokens, access.num_queued)  # others may have released them already
         self.waiting[access.tenant] -= num_tokens
         access.num_queued -= num_tokens
 

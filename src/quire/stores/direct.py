@@ -58,6 +58,7 @@ def allows_direct(folder: Path) -> bool:
     and counts as one that does. Raises OSError.
     """
     path = folder / f"{MEASURE_PREFIX}{os.getpid()}.tmp"
+    path.unlink(missing_ok=True)
     try:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:

@@ -126,11 +126,13 @@ class FolderReader:
     def runs(self) -> Iterator[LocatedRun]:
         """Every run that is whole in some index. What is not is a problem."""
         for subfolder in writer_subfolders(self.root):
+            is_open = False
             try:
                 with RunIndex(subfolder, is_writer=False) as index:
+                    is_open = True
                     yield from self._runs_of(subfolder, index)
             except (DamagedIndexError, OSError) as error:
-                if (subfolder / INDEX_NAME).exists():
+                if is_open or (subfolder / INDEX_NAME).exists():
                     self.problems.append(f"{subfolder / INDEX_NAME}: {error}")
 
     def usages(self) -> list[NamespaceUsage]:
