@@ -10,7 +10,7 @@ from quire.server.fields import UNUSED, Prompts, User, extension
 from quire.server.schema import ModelRequest
 
 MAX_TEXTS = 2048
-"""Texts of a request, as in OpenAI's API."""
+"""Maximum number of texts of a request, as in OpenAI's API."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
 
@@ -39,7 +39,7 @@ class EmbeddingsRequest(ModelRequest):
 
 
 class ScoreRequest(ModelRequest):
-    """The body of POST /score: one text and several, or as many of both."""
+    """The body of POST /score: one text and several, or two lists of equal length."""
 
     text_1: OneOrMore
     text_2: OneOrMore
