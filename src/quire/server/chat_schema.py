@@ -60,7 +60,6 @@ class ConversationObject(StrictModel):
     """An object of a conversation. Clients send back the fields that another server or a library added to it.
 
     The fields named here change nothing. Any other unknown name is refused, so that a mistyped name is found.
-
     """
 
     cache_control: Reported = None
