@@ -1,4 +1,4 @@
-"""`quire cache` for the folder of a disk tier: what it keeps, removal, and prefixes carried to and from files."""
+"""`quire cache` for the folder of a disk tier: listing, removal, export and import of prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN_PROBLEMS = 20
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it. Returns 1 if a part could not be done."""
+    """Runs the action. Returns 1 if a part of it failed."""
     folder, cap = _folder(args.disk)
     try:
         if args.action == "import":
@@ -141,7 +141,7 @@ def _clear(reader: FolderReader, model: str | None) -> int:
 
 
 def _of_model(reader: FolderReader, model: str) -> Callable[[Namespace], bool]:
-    """Whether a namespace is of the model. Shows the progress of hashing its files."""
+    """A test of whether a namespace belongs to the model. Shows the progress of hashing the model's files."""
     from quire.prefixes.exporting import of_model
 
     with shared.byte_progress("hashing") as report:
