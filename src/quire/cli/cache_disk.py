@@ -165,8 +165,8 @@ def _export(reader: FolderReader, args: argparse.Namespace) -> int:
     if not found.num_runs:
         target.unlink()
     for count, why in (
-        (found.num_without_beginning, "the folder has no longer what comes before them"),
-        (found.num_with_sums, "they have column sums of retention, which are not carried"),
+        (found.num_without_beginning, "their beginnings are no longer in the folder"),
+        (found.num_with_sums, "they have column sums of retention, which archives do not hold"),
         (found.num_damaged, "they are damaged"),
     ):
         if count:

@@ -46,7 +46,7 @@ class PullsUnderWay:
         if is_whole:
             self.by_number.pop(number, None)
         elif number in self.by_number:
-            self.give_up(number, "what the source has sent is damaged")
+            self.give_up(number, "the source sent damaged extents")
         else:
             pull = self.by_attempt.get(attempt)
             return pull is not None and pull.number == number
@@ -55,7 +55,7 @@ class PullsUnderWay:
     def note_not_found(self, number: int) -> None:
         """Fails a pull whose source lacks the requested chunks."""
         self.by_number.pop(number, None)
-        self._peer_store.fail(number, "the source has not what was asked for")
+        self._peer_store.fail(number, "the source lacks the requested chunks")
 
     def note_connection_lost(self, peer: str) -> None:
         """Gives up pulls outside the protocol whose answers may be lost with the connection. Pulls of the protocol have

@@ -194,11 +194,11 @@ def _add_api(app: FastAPI, service: Service, document: ApiDocument) -> None:
         shapes.Embeddings, *working, body=EmbeddingsRequest,
     )  # fmt: skip
     post(
-        "/score /v1/score", "score", "Tell how near texts are to each other.", of(create_scores),
+        "/score /v1/score", "score", "Compute the similarity of texts.", of(create_scores),
         shapes.ScoreResponse, *working, body=ScoreRequest,
     )  # fmt: skip
     post(
-        "/rerank /v1/rerank /v2/rerank", "rerank", "Order documents by their nearness to a query.", of(create_ranking),
+        "/rerank /v1/rerank /v2/rerank", "rerank", "Order documents by similarity to a query.", of(create_ranking),
         shapes.RerankResponse, *working, body=RerankRequest,
     )  # fmt: skip
     post(
@@ -245,7 +245,7 @@ def _add_prefixes(app: FastAPI, service: Service, document: ApiDocument) -> None
         functools.partial(list_prefixes, service), shapes.ListedPrefixes, *asked, query={"limit": LIMIT},
     )  # fmt: skip
     add(
-        "DELETE", path, "drop", "Drop a prefix and all that goes on from it.",
+        "DELETE", path, "drop", "Drop a prefix and all its descendants.",
         functools.partial(drop_prefix, service), shapes.DroppedPrefix, *asked, 413, body=DropRequest,
     )  # fmt: skip
 
@@ -301,12 +301,12 @@ def _add_cluster(endpoints: ClusterEndpoints, document: ApiDocument) -> None:
     post = functools.partial(document.add, "POST")
     document.add(
         "GET", "/v1/cluster", "show_cluster",
-        "The instances behind the server, and how long requests are in each stage.", endpoints.show, info,
+        "The instances behind the server, and the seconds of requests in each stage.", endpoints.show, info,
         401, 403, 404, 503,
     )  # fmt: skip
     post(
         "/v1/cluster/drain", "drain_instance",
-        "Let an instance finish what it has and end, and start another one in its place.",
+        "Drain an instance and start another one in its place.",
         endpoints.drain, info, *changes, body=DrainRequest,
     )  # fmt: skip
     post(
@@ -314,7 +314,7 @@ def _add_cluster(endpoints: ClusterEndpoints, document: ApiDocument) -> None:
         endpoints.restart, info, *changes, body=RestartRequest,
     )  # fmt: skip
     post(
-        "/v1/cluster/role", "change_role", "Change what an instance does. Requests that it has go on.",
+        "/v1/cluster/role", "change_role", "Change an instance's role. Its requests continue.",
         endpoints.role, info, *changes, 409, body=RoleRequest,
     )  # fmt: skip
     post(

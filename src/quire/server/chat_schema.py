@@ -341,7 +341,7 @@ class ChatRequest(ConversationFields, BaseCompletionRequest):
     echo: bool | None = extension("begin the answer with the last message, an assistant's.")
     add_generation_prompt: bool | None = extension("begin an answer (default).")
     continue_final_message: bool | None = extension(
-        "go on with the last message, an assistant's, in place of beginning an answer."
+        "continue the last message, an assistant's, instead of beginning an answer."
     )
     include_reasoning: bool | None = extension("split reasoning off the answer (default).")
 

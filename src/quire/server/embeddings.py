@@ -131,7 +131,7 @@ def _comparison(service: Service, request: Request, body: ModelRequest) -> Embed
     service.check_model(body.model)
     capabilities = service.model_capabilities
     if not capabilities.is_similarity:
-        why = "was not made to compare texts: there is no modules.json of sentence-transformers beside it"
+        why = "was not made to compare texts: its folder has no modules.json of sentence-transformers"
         message = _lacking(service) if capabilities.unsupported else f"'{service.engine.model_name}' {why}"
         raise bad_request(
             f"{message}, so its scores would mean nothing; /v1/embeddings has its hidden states",

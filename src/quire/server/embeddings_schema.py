@@ -28,12 +28,12 @@ class EmbeddingsRequest(ModelRequest):
     input: Annotated[Prompts, Field(max_length=MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The first ones only, with length 1 again."
+        None, description="Keep only the first dimensions, with length 1 again."
     )
     user: User | None = UNUSED
 
     pooling: Literal["mean", "last"] | None = extension(
-        "of a text's hidden states. Default: as the model was made, else mean."
+        "pooling of a text's hidden states. Default: the model's own, else mean."
     )
     add_special_tokens: bool | None = extension("with the model's begin tokens (default).")
 

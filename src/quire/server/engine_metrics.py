@@ -55,11 +55,11 @@ _TIERS: Rows = {
 }
 _MOVES: Rows = {
     "fetched": (COUNTER, "quire_fetched_chunks", "Chunks that came from a tier."),
-    "wasted": (COUNTER, "quire_wasted_chunks", "Chunks that were read from a tier and used by nobody."),
+    "wasted": (COUNTER, "quire_wasted_chunks", "Chunks that were read from a tier and never used."),
     "computed_instead": (
         COUNTER,
         "quire_computed_instead_chunks",
-        "Chunks of a tier that were computed, being faster.",
+        "Chunks of a tier that were computed because that was faster.",
     ),
     "failed_transfers": (
         COUNTER,
@@ -98,11 +98,11 @@ _LOADS: Rows = {
 }
 _COUNTS: Rows = {
     "attempts": (COUNTER, "quire_cluster_attempts", "Attempts at requests."),
-    "again": (COUNTER, "quire_cluster_failed_attempts", "Attempts that failed, and that another one may follow."),
+    "again": (COUNTER, "quire_cluster_failed_attempts", "Attempts that failed; another one may follow."),
     "again_streamed": (
         COUNTER,
         "quire_cluster_failed_attempts_streamed",
-        "Those of them whose client had tokens already.",
+        "Failed attempts whose client had tokens already.",
     ),
     "expired": (COUNTER, "quire_cluster_expired_attempts", "Attempts that were given up for want of a token in time."),
     "down": (COUNTER, "quire_cluster_instances_ended", "Instances that failed, or that were drained."),

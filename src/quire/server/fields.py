@@ -191,7 +191,7 @@ _STRUCTURE_SCHEMA = {
         },
         {"type": "null"},
     ],
-    "description": "Extension: what the text must be, as vLLM takes it. One of the first five.",
+    "description": "Extension: the constraint on the text, in vLLM's form. Give one of the first five.",
 }
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]

@@ -71,7 +71,7 @@ class AnswerBase(TypedDict):
     object: str
     created: Count
     model: str
-    system_fingerprint: Annotated[str, Field(description="Of model and settings: what may change answers.")]
+    system_fingerprint: Annotated[str, Field(description="Digest of all that may change answers.")]
 
 
 class PromptTokensDetails(TypedDict):
