@@ -66,8 +66,8 @@ class InstanceActor:
             options = {**wanted.options, "cache.memory": _cache_bytes(wanted, cache_share)}
             wanted = dataclasses.replace(wanted, options=options)
         code = Instance(wanted).run()
-        # The router has Ray end the process. Where Ray's own process of the node was killed, nobody does: an actor of
-        # Ray 2.60 that is left alone stays.
+        # The router has Ray end the process. If Ray's own process of the node was killed, nothing ends it: an
+        # abandoned actor of Ray 2.60 keeps running.
         timer = threading.Timer(LEFT_SECONDS, os._exit, (code,))
         timer.daemon = True
         timer.start()

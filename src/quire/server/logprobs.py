@@ -112,8 +112,8 @@ class LegacyLogprobs:
     ) -> TextLogprobs:
         """The lists of the next tokens; a position without probabilities (a prompt's first token) gives nulls.
 
-        text  the shown text of these tokens
-              that the choice begins with; None: the text of the tokens, without special ones, as in every answer
+        text  the shown text of these tokens, with which the choice's text begins; None: the text of the tokens, without
+              special ones, as in every answer
         """
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []

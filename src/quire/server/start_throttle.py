@@ -16,7 +16,7 @@ WOKEN = 16
 
 ARRIVAL_SECONDS = 0.02
 """Maximum time for which requests give way to new connections. /health may wait behind hundreds of connections that are
-not accepted yet: without this limit's pause, 3,000 of them take four times as long until its turn."""
+not accepted yet: without the pause, 3,000 of them delay it four times as long."""
 
 
 class StartThrottle:

@@ -57,7 +57,7 @@ MAX_WAITING = 256
 """Maximum number of requests whose grammars wait to be compiled."""
 
 MAX_TENANT_SHARE = 0.5
-"""Maximum share of one tenant of the waiting grammars and of the memory."""
+"""Maximum share of the waiting grammars and of the memory that one tenant may take."""
 
 _PROBE = ChildProcess(grammar_trial.__name__, (MAX_BYTES,))
 """The process of trials, shared by all models of this process."""
