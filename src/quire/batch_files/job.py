@@ -28,11 +28,11 @@ lose all of them."""
 class BatchJob:
     """The input lines that the output does not have yet. A context manager: it locks the output against other runs.
 
-    source       file of the prompts; - is stdin
-    target       name of the file of the answers; - is stdout
+    source       file of the prompts; -: stdin
+    target       file of the answers; -: stdout
     sampling     default parameters of a line
-    output       file of the answers
-    num_lines    number of lines that the output does not have at first
+    output       the output of the answers
+    num_lines    number of lines to run, which the output lacks at the start
     Raises ConfigError before it generates or writes anything: if a file cannot be read or written, if another run is
     writing the output, or if a line is invalid.
     """
@@ -52,9 +52,9 @@ class BatchJob:
         self._num_running = 0
         self._begun = 0.0
         self._forecast = Forecast()
-        self._num_answered = 0  # lines with a first token
-        self._prompt_tokens = 0  # of those
-        self._wanted_tokens = 0  # tokens that finished lines had
+        self._num_answered = 0  # number of lines with a first token
+        self._prompt_tokens = 0  # computed tokens of their prompts
+        self._wanted_tokens = 0  # generated tokens of finished lines
 
     def __enter__(self) -> Self:
         return self
@@ -70,13 +70,13 @@ class BatchJob:
         """Generates every line and writes each answer as it finishes. Raises QuireError if an answer cannot be
         written.
 
-        is_planned     the lines are in the order of their plan, and run in whole blocks, wherever these are
-        show, seconds  called every so many seconds, to show the progress
+        is_planned     whether the lines are in the order of their plan, and run in whole blocks
+        show, seconds  show: called every `seconds` seconds, to show the progress
         """
         self._begun = begun = time.monotonic()
         num_first = FIRST_LINES
         if is_planned or llm.config.offload.is_on:
-            # A block is loaded and stored as a whole, and neighbours share what they begin with.
+            # A block is loaded and stored as a whole, and neighbouring lines share prefixes.
             if not is_planned:
                 self.to_tree_order(llm.tokenizer)
             num_first = llm.config.scheduler.max_running
@@ -91,7 +91,7 @@ class BatchJob:
             self.seconds = time.monotonic() - begun
 
     def speed(self) -> str:
-        """The speed so far and the time that is left, in words."""
+        """The speed so far and the remaining time, in words."""
         seconds = max(time.monotonic() - self._begun, 1e-9)
         self._forecast.note(seconds, self._prompt_tokens, self.num_tokens)
         remaining_seconds = self._remaining_seconds()
@@ -116,7 +116,7 @@ class BatchJob:
         return ", ".join(parts)
 
     def _start(self, count: int, llm: AsyncLLM, group: asyncio.TaskGroup) -> None:
-        """Starts `count` more lines, or fewer if no more are left or the engine runs no more."""
+        """Starts `count` more lines, or fewer if fewer are left or the engine is full."""
         for _ in range(min(count, len(self.todo), llm.config.scheduler.max_running - self._num_running)):
             self._num_running += 1
             group.create_task(self._finish(self.todo.popleft(), llm, group))
@@ -134,8 +134,8 @@ class BatchJob:
         self._start(GROWTH, llm, group)
 
     def to_tree_order(self, tokenizer: Tokenizer) -> None:
-        """Puts the lines that are left in the depth-first order of the tree of their prompts, as token ids. Lines that
-        the model will refuse come first, as they are.
+        """Sorts the remaining lines into the depth-first order of the tree of their prompts, as token ids. Lines that
+        the model will refuse come first.
         """
 
         def tokens_of(line: BatchLine) -> list[int]:
@@ -191,7 +191,7 @@ class BatchJob:
         return answer | {"usage": usage}
 
     def _remaining_seconds(self) -> float | None:
-        """Seconds for the lines that are left, if they are like those before them."""
+        """Estimated seconds for the remaining lines, if they are like the finished ones."""
         if not self.num_done or not self._num_answered:
             return None
         prompts = (self.num_lines - self._num_answered) * self._prompt_tokens / self._num_answered

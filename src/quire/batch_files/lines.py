@@ -64,7 +64,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[BatchLine]:
 
 
 def in_tokens(tokenizer: Tokenizer, prompt: dict[str, Any]) -> dict[str, Any]:
-    """A prompt of any kind, with its hints, as one of tokens. Raises RequestError."""
+    """Converts a prompt of any kind, with its hints, to one of token ids. Raises RequestError."""
     hints = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
     if "messages" in prompt:
         return hints | {"prompt_token_ids": tokenizer.chat_ids(prompt["messages"])}

@@ -27,8 +27,8 @@ class AnswerFile:
     """The output: stdout, a device or pipe, or a file, locked until this object is closed.
 
     wanted       ids of the input: only failed lines with these ids are removed from the file
-    done         ids of the answers that stay in the file
-    num_retried  number of lines that failed in an earlier run: removed, so that they are tried again
+    done         ids of the answers in the file
+    num_retried  number of lines that failed in an earlier run; they are removed and tried again
     """
 
     def __init__(self, name: str, wanted: Collection[str | int]) -> None:
@@ -86,7 +86,7 @@ class AnswerFile:
             raise QuireError(f"cannot write {where}: {error.strerror or error}{kept}") from error
 
     def _open(self) -> FileIO:
-        """Opens and locks the file; creates it if there is none."""
+        """Opens and locks the file; creates a missing one."""
         while True:
             file = FileIO(self.name, "a+")
             try:
@@ -126,7 +126,7 @@ class AnswerFile:
                     f"{self.name}:{number}: not an output of quire generate; give another --output"
                 ) from error
             kept.append(line + b"\n")
-        # A last line without a newline may look complete and be torn, such as 12 of 123. It must begin like our lines.
+        # A last line without a newline may be torn and look complete, such as 12 of 123. It must begin like our lines.
         begin = tail[:7].replace(b" ", b"")
         if not begin.startswith(b'{"id":') and not b'{"id":'.startswith(begin):
             raise ConfigError(f"{self.name}:{len(lines) + 1}: not an output of quire generate; give another --output")

@@ -1,4 +1,4 @@
-"""The placement of a batch: planned before it runs if there is a profile, and compared with what came of it."""
+"""The placement of a batch: planned before the run if there is a profile, and compared with the result afterwards."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from quire.planning.batches import BatchPlan, plan_batch
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """What a batch runs with.
+    """The settings and the plan of a batch.
 
-    options  all settings by key; None: those of the command line
+    options  all settings by key; None: the settings of the command line
     plan     the placement; None without a profile
     """
 
@@ -32,7 +32,7 @@ class PlannedBatch:
     plan: BatchPlan | None = None
 
     def announcement(self) -> str | None:
-        """The placement in a line. None without one."""
+        """The placement in one line. None without a placement."""
         if self.plan is None:
             return None
         policy, said = self.plan.policy, self.plan.prediction
@@ -47,7 +47,7 @@ class PlannedBatch:
         )
 
     def report(self, batch: BatchJob, stats: Mapping[str, Any]) -> list[str]:
-        """What was near, what moved, and what the plan had said."""
+        """Lines about the actual placement and transfers, and about the predicted and the measured speed."""
         lines, moved = [], stats.get("offload")
         if moved is not None:
             kinds = "weights", "cache", "hidden"
@@ -70,7 +70,7 @@ class PlannedBatch:
 
 @contextlib.contextmanager
 def planned(model: str, config: EngineConfig, batch: BatchJob) -> Iterator[PlannedBatch]:
-    """Plans the lines that are left, if the configuration has a profile. The policy's file is removed at the end.
+    """Plans the remaining lines, if the configuration has a profile. The policy's file is removed at the end.
 
     Raises ConfigError.
     """

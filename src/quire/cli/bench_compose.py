@@ -23,16 +23,16 @@ MEMORY = "plan.memory"
 LOAD: dict[str, Any] = {
     "input_tokens": 4096, "output_tokens": 64, "clients": [1, 4], "seconds": 50.0, "windows": 4,
 }  # fmt: skip
-"""The load, where it is not given."""
+"""The default load."""
 
 QUICK: dict[str, Any] = {
     "input_tokens": 512, "output_tokens": 16, "clients": [4], "seconds": 3.0, "windows": 1,
 }  # fmt: skip
-"""The same with --quick: enough to see that all of it works, too little to compare."""
+"""The default load with --quick: enough to see that everything works, too little to compare."""
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The flags that only this benchmark has."""
+    """Adds the flags of this benchmark."""
     group = parser.add_argument_group("benchmark")
 
     text = "memory of all processes together (default: 2GiB)"
@@ -58,7 +58,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Runs all configurations, and prints a table. Returns its rows, and whether all could be run."""
+    """Runs all configurations, and prints a table. Returns its rows, and whether all configurations could run."""
     return CompositionBenchmark(args).run(console)
 
 
@@ -94,8 +94,8 @@ class CompositionBenchmark:
         )  # fmt: skip
 
     def run(self, console: Console) -> tuple[list[dict[str, Any]], bool]:
-        """Runs all configurations, each in processes of its own, and prints a table. Returns its rows, and whether all
-        could be run.
+        """Runs all configurations, each in separate processes, and prints a table. Returns its rows, and whether all
+        configurations could run.
         """
         from quire.evaluation.compose import Targets, doubts, name_of
         from quire.evaluation.compose_bench import Comparison
@@ -148,7 +148,7 @@ class CompositionBenchmark:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of the flags, and those of the file that differ from the defaults. A file of quire plan auto has all
-    settings; its size of the cache does not count here.
+    settings; its cache size is ignored here.
     """
     from quire.evaluation.compose import SET_HERE
 

@@ -1,4 +1,4 @@
-"""`quire bench latency`: seconds of an engine's steps by what they compute, and the latency model that is fitted."""
+"""`quire bench latency`: seconds of an engine's steps by their contents, and a latency model fitted to them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from quire.planning.latency_fit import Record
 
 POINTS = ("prompt", "prefix", "decode")
-"""Those of `quire.evaluation.latency_points`, which takes a second to import."""
+"""The kinds of `quire.evaluation.latency_points`, which takes a second to import."""
 
 LARGE = 0.15
-"""Relative error of nine of ten steps above which a model is called poor."""
+"""A model is called poor if a tenth of its steps has a larger relative error."""
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The flags that only this benchmark has."""
+    """Adds the flags of this benchmark."""
     group = parser.add_argument_group("benchmark")
     group.add_file("--output", text="write the latency model as JSON")
     shared.add_plot(group, "measured over predicted seconds")
@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace, llm: LLM, console: Console) -> list[dict[
 
 
 def _fit_log(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Fits the steps of logs."""
+    """Fits a model to the steps of logs."""
     from quire.cache.costs import LATENCY
     from quire.evaluation.latency_bench import settings_of
     from quire.models.fingerprint import fingerprint

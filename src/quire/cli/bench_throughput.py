@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The flags that only this benchmark has."""
+    """Adds the flags of this benchmark."""
     group = parser.add_argument_group("benchmark")
     for flag, nargs, default, text in (
         ("--batch", "*", [1, 8, 32], "batch sizes of the decode rows (default: 1 8 32)"),

@@ -19,7 +19,7 @@ SHOWN_DIFFERENCES = 5
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The flags that only this benchmark has."""
+    """Adds the flags of this benchmark."""
     group = parser.add_argument_group("benchmark")
     group.add_file("--trace", text="the trace; required")
     group.add_count("--requests", text="requests replayed, from the first", default=500)
@@ -33,7 +33,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Prints a table. Returns it as one row, and whether the numbers agree where they must."""
+    """Prints a table. Returns it as one row, and whether the numbers of tokens agree as required."""
     if args.trace is None:
         raise ConfigError("quire bench trace needs --trace FILE")
     if args.block_tokens % TELLING_TOKENS:

@@ -30,7 +30,7 @@ from quire.models.image_folder import Image, ImageDraft, ImageError
 
 CHOICES = ("ls", "clear", "export", "import")
 SECTIONS = ("model", "cache", "attention", "runtime")
-"""Settings that decide what an imported page is, or how it is computed again."""
+"""Settings that determine an imported page, or how it is computed again."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -51,7 +51,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """Runs the action."""
     _check(args)
     if args.disk is not None:
         from quire.cli import cache_disk

@@ -1,4 +1,4 @@
-"""`quire cache` for the folder of a disk tier: what it keeps, removal, and prefixes carried to and from files."""
+"""`quire cache` for the folder of a disk tier: listing, removal, export and import of prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN_PROBLEMS = 20
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it. Returns 1 if a part could not be done."""
+    """Runs the action. Returns 1 if a part of it failed."""
     folder, cap = _folder(args.disk)
     try:
         if args.action == "import":
@@ -141,7 +141,7 @@ def _clear(reader: FolderReader, model: str | None) -> int:
 
 
 def _of_model(reader: FolderReader, model: str) -> Callable[[Namespace], bool]:
-    """Whether a namespace is of the model. Shows the progress of hashing its files."""
+    """A test of whether a namespace belongs to the model. Shows the progress of hashing the model's files."""
     from quire.prefixes.exporting import of_model
 
     with shared.byte_progress("hashing") as report:
@@ -165,8 +165,8 @@ def _export(reader: FolderReader, args: argparse.Namespace) -> int:
     if not found.num_runs:
         target.unlink()
     for count, why in (
-        (found.num_without_beginning, "the folder has no longer what comes before them"),
-        (found.num_with_sums, "they have column sums of retention, which are not carried"),
+        (found.num_without_beginning, "their beginnings are no longer in the folder"),
+        (found.num_with_sums, "they have column sums of retention, which archives do not hold"),
         (found.num_damaged, "they are damaged"),
     ):
         if count:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.engine.params import SamplingParams
 
 MAX_TOKENS = 1024
-"""Default limit of an answer: a small model that repeats itself would fill the context, for minutes."""
+"""Default limit of an answer. Without it, a small model that repeats itself would fill the context for minutes."""
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 """Defaults for models without recommended values."""

@@ -28,13 +28,13 @@ from quire.options import format_number
 
 CHOICES = ("status", "drain", "restart", "role", "place")
 PATHS = {"place": "placement"}
-"""Ends of paths that are not the action's name."""
+"""Ends of paths that differ from the action's name."""
 COLUMNS = (
     "instance", "role", "health", "pid", "L_m", "batch", "running", "waiting", "held", "cache free", "of", "attempts",
 )  # fmt: skip
 
 PATIENCE_SECONDS = 4 * 3600.0
-"""Time in which a drain, restart or switch must end: long answers are finished before."""
+"""Timeout of a drain, restart or switch, during which long answers finish."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -52,7 +52,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """Runs the action."""
     body = _body(args)
     from quire.cli import remote
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _body(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What is posted; None to ask. Raises ConfigError for arguments that do not go together."""
+    """The body to post; None for a GET. Raises ConfigError for arguments that do not go together."""
     action, words = args.action, [each for each in (args.instance, args.role) if each is not None]
     needed = {"drain": "one INSTANCE", "role": "an INSTANCE and a ROLE", "place": "one FILE"}.get(action, "no INSTANCE")
     if len(words) != {"drain": 1, "role": 2, "place": 1}.get(action, 0):
@@ -116,8 +116,8 @@ def _done(args: argparse.Namespace, found: dict[str, Any]) -> str:
 
 
 def print_status(found: dict[str, Any]) -> None:
-    """Prints instances, placement, times of stages, and counters, as GET /v1/cluster told them. Raises KeyError,
-    TypeError, ValueError or AttributeError if it has another form.
+    """Prints instances, placement, times of stages, and counters, as GET /v1/cluster returned them. Raises KeyError,
+    TypeError, ValueError or AttributeError if the answer has another form.
     """
     shared.print_table(COLUMNS, [_row(each) for each in found["instances"]], left=("role", "health"))
     if told := _placed(found):
@@ -133,8 +133,8 @@ def print_status(found: dict[str, Any]) -> None:
 
 
 def _placed(found: dict[str, Any]) -> list[str]:
-    """A line about the placement that the instances are, one about a switch that is under way or has failed, and one
-    about replanning. An older server has none of them.
+    """Lines about the placement of the instances, about a switch that runs or has failed, and about replanning. An
+    older server sends none of them.
     """
     told, placed, switch, plan = [], found.get("placement"), found.get("switch"), found.get("replanning")
     if placed is not None:
@@ -196,7 +196,7 @@ def ready_line(instance: dict[str, Any]) -> str:
 
 
 def _cores(cores: list[int]) -> str:
-    """Numbers of cores, runs of them as ranges."""
+    """Numbers of cores as text; consecutive ones as a range."""
     if not cores:
         return "all cores"
     runs = [[core for _, core in run] for _, run in groupby(enumerate(sorted(cores)), lambda each: each[1] - each[0])]

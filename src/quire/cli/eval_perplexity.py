@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The flags that only this evaluation has."""
+    """Adds the flags of this evaluation."""
     group = parser.add_argument_group("perplexity")
     group.add_count("--context", text="tokens per window", default=2048)
     text = (

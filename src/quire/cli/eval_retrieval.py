@@ -19,7 +19,7 @@ DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The flags that only this evaluation has."""
+    """Adds the flags of this evaluation."""
     group = parser.add_argument_group("retrieval")
     text = "prompt lengths in tokens (default: 1024,2048,4096)"
     group.add_argument("--lengths", type=shared.list_of(count), default=LENGTHS, metavar="N,...", help=text)

@@ -48,7 +48,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes, or the prefixes."""
+    """Prints the sizes, or the prefixes or tiers of a server."""
     if args.tree is not None or (args.tiers is not None and args.model is None):
         return _show_server(args)
     if args.model is None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         tiers.print_disk(args.model, found, as_json=args.json)
         return 0
     digest = _digest(args.model) if args.digest else None
-    # A given length that no request can have is shown with 0 sequences; of the usual ones it is left out.
+    # A given length above the longest request is shown with 0 sequences; a default one is left out.
     most = found.sizes.max_context
     lengths = sorted({*(args.length or [length for length in LENGTHS if length <= most]), most})
     if args.json:

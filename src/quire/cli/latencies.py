@@ -1,4 +1,4 @@
-"""The latency models of a command: files of --latency, or those that `quire bench latency` has kept."""
+"""The latency models of a command: files of --latency, or models kept by `quire bench latency`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LatencyFiles:
     """Latency models by role.
 
     words  FILE, or ROLE=FILE for instances of one role. Empty: kept models
-    Raises ConfigError for a file that is none.
+    Raises ConfigError for a file that is no latency model.
     """
 
     def __init__(self, words: Sequence[str], model: str) -> None:
@@ -45,11 +45,11 @@ class LatencyFiles:
             self.models = [("", str(path), model) for path, model in kept_models(kept_folder())]
 
     def of(self, role: str, config: EngineConfig, fingerprint: str) -> LatencyModel:
-        """The model for instances of a role; of several that suit, one for this role, and else the first.
+        """The model for instances of a role. Of several suitable models, one for this role comes first.
 
-        config       without automatic values
-        fingerprint  of the checkpoint
-        Raises ConfigError with what does not suit, or with the command that makes a model.
+        config       configuration without automatic values
+        fingerprint  fingerprint of the checkpoint
+        Raises ConfigError with the mismatch, or with the command that makes a model.
         """
         from quire.evaluation.latency_bench import settings_of
         from quire.planning.kept_latencies import unmeasured
@@ -76,7 +76,7 @@ class LatencyFiles:
 
 
 def _needed(about: About, wanted: About) -> About:
-    """Those of the wanted settings that a file must agree with, and says something about."""
+    """The wanted settings that the file states, and with which it must agree."""
     from quire.planning.kept_latencies import SET_BY_USERS
 
     return {name: wanted[name] for name in SET_BY_USERS if about.get(name) is not None}

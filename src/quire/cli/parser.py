@@ -1,8 +1,8 @@
-"""Parses a command line with a parser for the one command, and the one action of it, that it names.
+"""Parses a command line with the parser of its command and action.
 
 A command is a module of this package with `add_arguments` and `run`. A command with actions has ACTIONS, a module with
-`add_arguments` for each, and adds itself what they have in common. Commands and actions are imported when a line names
-them, and all of them to find out which one has a flag that the named one lacks.
+`add_arguments` for each, and itself adds the arguments that all actions share. The named command and action are
+imported; all commands are imported only to find out which of them has an unknown flag.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODEL is a folder of safetensors, a .gguf file, a hub id, or smollm2, a small mo
 """
 
 TRUTHS = ("true", "false", "yes", "no", "on", "off")
-"""Words that a switch takes as its value. It leaves any other word to the arguments: `--allow-public smollm2`."""
+"""Words that a switch takes as its value. Any other word is a separate argument: `--allow-public smollm2`."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -91,7 +91,7 @@ def parsers_of(command: str) -> list[CommandParser]:
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviated flags and reports an error in one line.
 
-    arguments  all are added through this
+    arguments  adds all arguments
     """
 
     def __init__(self, prog: str, description: str | None) -> None:
@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
         self.arguments.add_argument("-h", "--help", action="help", help="show this help message and exit")
 
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2."""
+        """Prints one line, and ends the process with exit code 2."""
         self.exit(2, f"{self.prog}: {shortened(message)} (see {self.prog} --help)\n")
 
 
@@ -109,7 +109,7 @@ class CommandParser(Parser):
     """The parser of one command, or of one action of it."""
 
     def __init__(self, command: str, action: str | None) -> None:
-        """action: None for a command without actions, or for a line that names none of them."""
+        """action: None for a command without actions, or for a line that names no action."""
         module = importlib.import_module(f"quire.cli.{command}")
         super().__init__(" ".join(["quire", command, *([action] if action else [])]), module.__doc__)
         self.command = command
@@ -143,7 +143,7 @@ class CommandParser(Parser):
         return found
 
     def _spelled(self, words: Sequence[str]) -> Iterator[str]:
-        """The words, with hyphens and underscores of flags as this command has them: --cache.sink-tokens."""
+        """The words, with hyphens and underscores of flags as this command spells them: --cache.sink-tokens."""
         by_name = {flag.replace("_", "-"): flag for flag in self.flags}
         end = _end_of_flags(words)
         for word in words[:end]:
@@ -153,8 +153,8 @@ class CommandParser(Parser):
         yield from words[end:]
 
     def _joined(self, words: Sequence[str]) -> Iterator[str]:
-        """The words, with `=` between flag and value where argparse would see something else: a switch takes only a
-        truth value, and `-1GiB` is a value and no flag.
+        """The words, with `=` between flag and value where argparse would misread the value: a switch takes only a
+        truth value, and `-1GiB` is a value, not a flag.
         """
         end = _end_of_flags(words)
         left = iter([*pairwise(words[:end]), (words[end - 1], "")] if end else [])
@@ -176,8 +176,8 @@ class CommandParser(Parser):
         return word.startswith("--") and word in self.flags and self.flags[word].nargs is None
 
     def _answer_foreign_flags(self, words: Sequence[str]) -> None:
-        """Ends with one line about all flags that other engines have and the command does not: before argparse misses
-        the model, which `--model NAME` did not give.
+        """Ends with one line about all flags of other engines that the command lacks. Called before argparse reports
+        the missing MODEL, which such a flag (`--model NAME`) does not set.
         """
         given = words[: _end_of_flags(words)]
         unknown = [word for word in given if word.startswith("-") and word.partition("=")[0] not in self.flags]
@@ -186,7 +186,7 @@ class CommandParser(Parser):
             self.error("; ".join(dict.fromkeys(answers)))
 
     def _refuse(self, unknown: Sequence[str], words: Sequence[str], model: str | None) -> NoReturn:
-        """Reports words that the command does not take, and what was meant. model: the word that was read as MODEL."""
+        """Reports words that the command does not take, with a correction. model: the word that was read as MODEL."""
         word = unknown[0]
         flag = word.partition("=")[0]
         if flag.startswith("--"):
@@ -217,7 +217,7 @@ class CommandParser(Parser):
 
 
 def _place_of_action(command: str, words: Sequence[str]) -> int | None:
-    """Which of the words names an action of the command. The value of a flag does not."""
+    """The index of the word that names an action of the command. A flag's value does not count."""
     actions = actions_of(command)
     if not actions or (words and words[0] in actions):
         return 0 if actions else None
@@ -233,5 +233,5 @@ def _usage_of(action: argparse.Action) -> str:
 
 
 def _end_of_flags(words: Sequence[str]) -> int:
-    """The place of --, after which no word is a flag."""
+    """The index of --, after which no word is a flag."""
     return words.index("--") if "--" in words else len(words)

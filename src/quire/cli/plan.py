@@ -50,7 +50,7 @@ ACTIONS = {
 }
 
 SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
-"""Settings of every plan. Plans for requests also have those of tiers and latency targets."""
+"""Settings of every plan. Plans for requests also have settings of tiers and latency targets."""
 
 
 def add_arguments(parser: Arguments) -> None:

@@ -37,7 +37,7 @@ DECIDED = {
     "offload.mode": "its weights are in memory; quire plan offload plans for less memory than they need",
     "cache.sparse_values": "it is not among what is searched",
 }
-"""Settings that may not be given, and why."""
+"""Settings that a plan refuses, each with the reason."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planner_of(args: argparse.Namespace) -> Planner:
-    """Everything that a plan needs, checked. Raises ConfigError."""
+    """The inputs of a plan, checked. Raises ConfigError."""
     if args.trace is None:
         raise ConfigError("quire plan auto needs --trace FILE: the requests to plan for")
     slo = simulation_common.slo_of(args)
@@ -145,14 +145,14 @@ def _on_hardware(
 def given_of(
     options: dict[str, Any], file: Path | None, config: EngineConfig, cluster: ClusterConfig
 ) -> dict[str, Any]:
-    """The settings that flags or the file give, by key."""
+    """The settings given by flags or the file, by key."""
     values = {**config.to_options(), **cluster.to_options()}
     origins = sources(options, file) | sources({}, file, ("cluster",))
     return {key: values[key] for key, origin in origins.items() if origin != "default"}
 
 
 def _teller() -> Callable[[str, int, int], None]:
-    """Tells what is done, in lines on stderr: one for each thing, and then one every PLAIN_SECONDS."""
+    """A function that reports progress on stderr: one line for each task, and then one every PLAIN_SECONDS."""
     import time
 
     before, last = "", 0.0

@@ -1,4 +1,4 @@
-"""What `quire plan auto` prints and writes: the frontier, the chosen settings, why others lost, and a configuration."""
+"""The output of `quire plan auto`: the frontier, the chosen settings, why others lost, and a configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.planning.curves import Loss
 
 REASONS = 5
-"""Reasons that are printed why settings were not tried; JSON has all."""
+"""Maximum number of printed reasons for settings that were not tried; JSON has all of them."""
 
 
 def show(planner: Planner, found: Found) -> None:
@@ -66,7 +66,7 @@ def _row(planner: Planner, found: Found, each: Tried) -> tuple[str, ...]:
 
 
 def goodput_origin(each: Tried) -> str:
-    """Where a goodput comes from: fitted requests, through steps that are fitted or modelled."""
+    """The origin of a goodput: fitted requests, through steps that are fitted or modelled."""
     return each.point.speed[0].value
 
 
@@ -89,7 +89,7 @@ def _memory(planner: Planner, point: Point) -> str:
 
 
 def remarks(point: Point) -> list[str]:
-    """What is to be known before the settings are served."""
+    """Remarks to read before the settings are served."""
     parallel = point.settings.of("parallel")
     if all(value == 1 for _, value in parallel.options):
         return []
@@ -136,7 +136,7 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
 
 
 def facts(planner: Planner, found: Found) -> dict[str, Any]:
-    """Everything, for JSON."""
+    """All results, for JSON."""
     goal, chosen = planner.goal, found.chosen
     return {
         "workload": simulation_common.facts_of(goal.load),

@@ -1,4 +1,4 @@
-"""`quire plan offload`: the placement with the highest throughput, for a measured machine or the paper's."""
+"""`quire plan offload`: the placement with the highest throughput, for a measured machine or FlexGen's."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from quire.offload.policy import Found
 
 PAPER = "t4"
-"""The name of FlexGen's machine, in place of a profile."""
+"""The value of --hardware for FlexGen's machine, in place of a profile."""
 OF_AUTO = ("plan.memory", "plan.quality")
 """Settings that only `quire plan auto` has."""
 GIB = 1 << 30
 PAPER_CPU, PAPER_DISK = 64 * GIB, 500 * GIB
-"""Memory and disk beside the paper's GPU, if they are not given."""
+"""Default sizes of memory and disk beside the paper's GPU."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -94,14 +94,14 @@ class OffloadPlanner(ABC):
     """A model and a machine, from the command line.
 
     tiers       names, fastest first
-    capacities  bytes of each
+    capacities  bytes of each tier
     """
 
     tiers: tuple[str, ...]
     capacities: tuple[float, ...]
 
     def __init__(self, args: argparse.Namespace, options: dict[str, Any], *, on_gpu: bool | None = None) -> None:
-        """on_gpu: whether a GPU computes; None: as here."""
+        """on_gpu: whether a GPU computes; None: as on this machine."""
         from quire.planning.offload_sizes import has_device, sizes_from
 
         self.config = EngineConfig.from_options(options, args.config)
@@ -116,10 +116,10 @@ class OffloadPlanner(ABC):
 
     @abstractmethod
     def search(self) -> list[Found]:
-        """The best placement of every block size that fits. Raises QuireError with what is missing if none does."""
+        """The best placement of each block size that fits. Raises QuireError with the lacking memory if none fits."""
 
     def too_small(self, lack: str) -> QuireError:
-        """The error of a machine that lacks something, with what needs less."""
+        """The error of a machine that lacks memory, with settings that need less."""
         from quire.planning.offload_sizes import remedies
 
         return QuireError(f"no placement fits: {lack}{remedies(self.config)}")

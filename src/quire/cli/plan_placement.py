@@ -47,17 +47,17 @@ DEFAULTS: dict[str, Any] = {
     "processes": 1,
 }
 FLAGS = {"cluster_file": "--cluster.file", "plan_seconds": "--plan.seconds"}
-"""How arguments are spelled, where it differs from their names."""
+"""Flags whose spelling differs from their argument's name."""
 
 JOINT_SEEDS = 2
-"""Simulations of a whole placement."""
+"""Number of simulations of a whole placement."""
 
 NEAR = 0.01
-"""Share of requests by which a placement may miss the target and still count as reaching it: what simulations vary."""
+"""Share of requests by which a placement may miss the target and still reach it: the noise of simulations."""
 
 
 ACCEPTED_SHARE = 0.02
-"""Most by which drawn requests may attain more or less than those of the trace before it is said."""
+"""Largest difference in attainment between drawn and recorded requests that is not reported."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -80,15 +80,15 @@ def add_arguments(parser: Arguments) -> None:
 
 @dataclass(frozen=True)
 class PlacementResult:
-    """What an algorithm found.
+    """The result of an algorithm.
 
-    attainment  in the simulation of the whole placement at its predicted rate
+    attainment  attainment in the simulation of the whole placement at its predicted rate
     cached      share of the prompts' tokens that were cached there
-    replayed    of requests that were recorded, with their gaps scaled to that rate, and of as many that were drawn;
-                None: the recorded ones cannot be compared
+    replayed    attainment of recorded requests, with their gaps scaled to that rate, and of as many drawn ones; None:
+                the recorded requests cannot be compared
     searched    seconds of the search
-    at_wanted   at the rate that was asked for, if the target is missed at the predicted one; None otherwise
-    check       of an instance for prompts; None: there is none
+    at_wanted   attainment at the wanted rate, if the target is missed at the predicted rate; None otherwise
+    check       check of an instance for prompts; None: there is no such instance
     error       why there is no placement; empty if there is one
     """
 
@@ -142,7 +142,7 @@ def _checked(args: argparse.Namespace) -> Slo:
 
 
 def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Maker:
-    """What makes instances on the machines. Raises ConfigError."""
+    """The maker of instances on the machines. Raises ConfigError."""
     options = options_from(args)
     lengths = load.workload.prompt_tokens + load.workload.columns.num_out
     if not cluster.has_gpus:
@@ -170,7 +170,7 @@ def maker_of(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> Make
 def _search(
     args: argparse.Namespace, maker: Maker, load: Load, slo: Slo, workers: Workers | None
 ) -> list[PlacementResult]:
-    """What each algorithm that is asked for finds."""
+    """The result of each requested algorithm."""
     from quire.planning.placement import Budget, Rough, Search
     from quire.simulation.search import Planner
 
@@ -202,12 +202,12 @@ def _search(
 
 
 def _tell(progress: Callable[[int, int], None], times: int, done: int, total: int, option: Option) -> None:
-    """Options count twice: when they are tried roughly, and when they are done."""
+    """Counts an option twice: when it is tried roughly, and when it is done."""
     progress(times * total + done, 2 * total)
 
 
 def _check_known(planner: Planner) -> None:
-    """Raises ConfigError if the latencies of no instance are known."""
+    """Raises ConfigError if no instance has known latencies."""
     from quire.planning.candidates import Role, candidates
 
     maker = planner.maker
@@ -224,7 +224,7 @@ def _check_known(planner: Planner) -> None:
 def _place(
     args: argparse.Namespace, algorithm: str, search: Search, planner: Planner, workers: Workers | None
 ) -> PlacementResult:
-    """What one algorithm finds, simulated as a whole with fresh seeds."""
+    """The result of one algorithm, simulated as a whole with fresh seeds."""
     from quire.planning import placement
     from quire.simulation.load import run_many
     from quire.simulation.search import CONFIRMATIONS, SEEDS
@@ -269,7 +269,7 @@ def _place(
 
 
 def _best(found: list[PlacementResult], slo: Slo, args: argparse.Namespace) -> PlacementResult:
-    """The one with the fewest units for the wanted rate, or with the highest rate, among those that reach the target.
+    """The best result that reaches the target: the fewest units for the wanted rate, or the highest rate.
 
     Raises QuireError if there is no placement.
     """
@@ -288,7 +288,7 @@ def _best(found: list[PlacementResult], slo: Slo, args: argparse.Namespace) -> P
 
 
 def _finished(args: argparse.Namespace, best: PlacementResult, maker: Maker, load: Load, slo: Slo) -> Placement:
-    """The placement with what it was planned for and how."""
+    """The placement, completed with its workload and the record of its planning."""
     from quire.planning.placement_file import Gpus, Hosts
     from quire.simulation.search import CONFIRMATIONS, SEEDS
     from quire.version import __version__
@@ -340,12 +340,12 @@ def _finished(args: argparse.Namespace, best: PlacementResult, maker: Maker, loa
 
 
 def checked(check: QueueCheck) -> dict[str, float | None]:
-    """The mean seconds to the first token in three ways; null: infinite."""
+    """The mean seconds to the first token, computed in three ways; null: infinite."""
     return {name: value if math.isfinite(value) else None for name, value in dataclasses.asdict(check).items()}
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command line that plans the same again."""
+    """The command line that repeats this plan."""
     words = ["quire", "plan", "placement", args.model]
     for name, usual in DEFAULTS.items():
         value, flag = getattr(args, name), FLAGS.get(name, f"--{name.replace('_', '-')}")

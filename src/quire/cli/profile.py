@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from quire.engine.retention_report import RetentionReport
 
 DEFAULT_THRESHOLD = 0.95
-"""Threshold of a profile if neither threshold nor budget is given."""
+"""Default threshold of a profile, without threshold and budget."""
 
 
 def add_arguments(parser: Arguments) -> None:

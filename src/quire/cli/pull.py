@@ -21,7 +21,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the path on stdout."""
+    """Prints the path on stdout."""
     from quire.models.embedded import EMBEDDED, cached_path, pull
 
     if args.name in EMBEDDED:

@@ -1,4 +1,4 @@
-"""Asks a running server over HTTP, for commands that show or change what it does. Loads no model."""
+"""Calls a running server over HTTP, for commands that show or change its state. Loads no model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire.cli.shared import DEFAULT_URL, KEY_VARIABLE
 from quire.errors import ConfigError, QuireError
 
 TIMEOUT_SECONDS = 35.0
-"""More than the 30 s for which the server waits for its engine."""
+"""Longer than the 30 s for which the server waits for its engine."""
 MAX_ANSWER_BYTES = 256 * 2**20
 
 OWN_REFUSALS = ("no_cluster", "instance_not_found")
-"""Codes of a 404 from an endpoint that is there."""
+"""Codes of a 404 from an existing endpoint."""
 
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
 
@@ -49,13 +49,13 @@ def call_server(
     body: Mapping[str, Any] | None = None,
     seconds: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
-    """A server's answer, an object, to GET, or to POST with a body. Raises ConfigError for an invalid URL, and
+    """The answer of a server, an object, to GET, or to POST with a body. Raises ConfigError for an invalid URL, and
     QuireError if no server answers, if it refuses, or if it is not Quire.
 
-    path     of the endpoint; it, or `/v1`, may also be at the end of the URL
-    flag     the one that had the URL
+    path     path of the endpoint; the URL may also end with it, or with `/v1`
+    flag     flag that had the URL
     holds    name of a list that the answer must have
-    seconds  time in which the server must answer
+    seconds  timeout of the answer
     """
     shown = _base(f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url, path, flag)
     data = None if body is None else json.dumps(body).encode()
@@ -129,7 +129,7 @@ def _not_quire(shown: str) -> QuireError:
 
 @contextlib.contextmanager
 def known_format() -> Iterator[None]:
-    """Raises QuireError if a server's answer has not the form that is read."""
+    """Raises QuireError if a server's answer has an unexpected form."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -30,7 +30,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal ends it."""
+    """Serves until a signal."""
     if shared.printed_config(args, server=True):
         return 0
     config = ServeConfig.from_flags(args)
@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _engine(args: argparse.Namespace, salts: list[str]) -> AsyncLLM | Cluster:
-    """The engine of this process, or the cluster that the settings describe. salts: of the tenants."""
+    """The engine of this process, or the cluster of the settings. salts: salts of the tenants."""
     settings = ClusterConfig.from_flags(args)
     if not settings.is_on:
         when = CalibrateConfig.from_flags(args).when
-        # The server pins once for each API key.
+        # The server itself pins, once for each API key.
         return shared.engine(args, pins_at_start=False, calibrates_beside=when == "beside")
     from quire.cluster.cluster import Cluster
 

@@ -55,7 +55,7 @@ COMMON = (
     "cache.memory", "cache.codec", "retain.budget", "tiers.disk", "offload.mode", "offload.memory",
     "scheduler.max_running", "runtime.threads",
 )  # fmt: skip
-"""Settings that come first in help."""
+"""Settings listed first in the help."""
 
 
 def add_engine_arguments(
@@ -75,12 +75,12 @@ def add_config(parser: Arguments) -> None:
 
 
 def add_plot(parser: Arguments, what: str) -> None:
-    """Adds --plot. what: is drawn."""
+    """Adds --plot. what: content of the plot."""
     parser.add_file("--plot", text=f"draw {what}; the file's ending selects PNG, SVG or PDF")
 
 
 def add_api_key_file(parser: Arguments, when: str = "") -> None:
-    """Adds --api-key-file. when: it is sent."""
+    """Adds --api-key-file. when: condition under which the key is sent."""
     text = f"{when}send the first key of this file (default: the environment variable {KEY_VARIABLE})"
     parser.add_file("--api-key-file", text=text)
 
@@ -89,7 +89,7 @@ def printed_config(args: argparse.Namespace, *, server: bool = False, origins: d
     """Prints the configuration if --print-config is given; returns whether it is. Raises ConfigError if it is
     invalid.
 
-    origins  of settings that a command sets itself, by key
+    origins  origins of settings that a command sets itself, by key
     """
     text = describe(EngineConfig.from_flags(args), sources(options_from(args), args.config) | (origins or {}))
     for group in (CalibrateConfig, ServeConfig, ClusterConfig, SloConfig) if server else ():
@@ -110,7 +110,7 @@ def engine(
     """An engine for the command line's model. `async with` loads, runs and closes it.
 
     options  all settings by key, in place of flags and --config
-    The others are as for AsyncLLM.
+    The other arguments are as for AsyncLLM.
     """
     from quire.async_llm import AsyncLLM
 
@@ -120,7 +120,7 @@ def engine(
 
 @contextlib.contextmanager
 def measured_model(args: argparse.Namespace, console: Console, options: dict[str, Any] | None = None) -> Iterator[LLM]:
-    """The engine that a benchmark measures. Prints what it runs on. options: in place of flags."""
+    """The engine that a benchmark measures. Prints its model and hardware. options: in place of flags."""
     from quire.llm import LLM
 
     with LLM(args.model, options_from(args) if options is None else options, args.config) as llm:
@@ -133,12 +133,12 @@ def measured_model(args: argparse.Namespace, console: Console, options: dict[str
 
 
 def model_facts(llm: LLM) -> dict[str, Any]:
-    """What every row of a benchmark says about its model."""
+    """Facts about the model for every row of a benchmark."""
     return {"model": llm.model_name, "dtype": llm.config.model.dtype}
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError if a file cannot be appended to: before an hour of work, not after. Creates no file."""
+    """Raises ConfigError if a file cannot be appended to, before hours of work. Creates no file."""
     target = path if os.path.exists(path) else path.parent
     if os.path.isdir(path):
         reason = "it is a folder"
@@ -153,7 +153,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Raises ConfigError if a file cannot be written."""
+    """Turns an OSError of writing a file into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -161,7 +161,7 @@ def writing(file: Path) -> Iterator[None]:
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError if no figure can be drawn into a file."""
+    """Raises ConfigError if a figure cannot be written to a file."""
     from quire.evaluation.plot import check_figure
 
     check_figure(path)
@@ -169,7 +169,7 @@ def check_plot(path: Path) -> None:
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """A parser of comma-separated values, for argparse. Each counts once."""
+    """A parser of comma-separated values, for argparse. Drops repeated values."""
 
     def convert(text: str) -> tuple[Any, ...]:
         words = [word.strip() for word in text.split(",")]

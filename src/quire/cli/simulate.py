@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 REQUESTS = 500
 
 USUAL_RUNS = 20
-"""Simulations of a search for the goodput, about."""
+"""Approximate number of simulations of a search for the goodput."""
 
 SECTIONS = (*ENGINE_SECTIONS, "cluster", "slo")
 
@@ -87,10 +87,10 @@ def add_arguments(parser: Arguments) -> None:
 
 @dataclass(frozen=True)
 class SimulationScenario:
-    """What is simulated.
+    """A simulation's instances, requests and targets.
 
-    units  GPUs or machines that it takes
-    cores  that all instances share; None: not known, or they have no cores
+    units  number of GPUs or machines
+    cores  cores that all instances share; None: unknown, or no cores
     """
 
     setup: Setup
@@ -102,7 +102,7 @@ class SimulationScenario:
 
     @property
     def origin(self) -> str:
-        """Where its latencies come from."""
+        """The origin of its latencies."""
         return simulation_common.origins_of([each.plan.latency for each in self.setup.replicas])
 
     def goodput_facts(self, found: Goodput) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class SimulationScenario:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What is simulated, for JSON."""
+        """The facts of the scenario, for JSON."""
         return {
             "workload": simulation_common.facts_of(self.load),
             "slo": simulation_common.slo_facts(self.slo),
@@ -141,7 +141,7 @@ class SimulationScenario:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulates, and prints what came of it."""
+    """Simulates, and prints the results."""
     if args.plot is not None:
         shared.check_plot(args.plot)
     scenario = _scenario(args)
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _scenario(args: argparse.Namespace) -> SimulationScenario:
-    """What is simulated. Raises ConfigError."""
+    """The scenario of the command line. Raises ConfigError."""
     slo = simulation_common.slo_of(args)
     if args.goodput:
         simulation_common.check_targets(slo, "--goodput")
@@ -255,7 +255,7 @@ def _simulate(args: argparse.Namespace, scenario: SimulationScenario, workers: W
 
 
 def _goodput(seed: int, scenario: SimulationScenario, workers: Workers | None) -> tuple[Goodput, Outcome]:
-    """The goodput, and an outcome at this rate; if there is none, at the lowest one that was tried."""
+    """The goodput, and the outcome at this rate, or at the lowest tried rate if there is no goodput."""
     from quire.simulation.load import Attains, Run, ceiling_of, find_goodput
     from quire.simulation.search import Joint
 
@@ -279,7 +279,7 @@ def _goodput(seed: int, scenario: SimulationScenario, workers: Workers | None) -
 
 
 def _warnings(scenario: SimulationScenario) -> Iterator[str]:
-    """What latencies and engines do not say by themselves."""
+    """Doubts that neither latencies nor engines report themselves."""
     workload, setup = scenario.load.workload, scenario.setup
     count = int((workload.prompt_tokens + workload.columns.num_out > setup.max_context).sum())
     if count:

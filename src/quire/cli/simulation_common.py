@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from quire.simulation.setup import Setup
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Factors of both latency targets."""
+"""Factors by which both latency targets are scaled."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 NOTED = 0.05
-"""Relative difference between the rate of a simulation and that of its arrivals from which both are printed."""
+"""Both rates are printed if the rate of a simulation differs from that of its arrivals by more than this share."""
 
 MOST_OUTSIDE = 0.2
-"""Share of steps outside a latency model's range above which a simulation is doubted."""
+"""A simulation is doubted if more than this share of its steps is outside the latency model's range."""
 
 MOST_SEED = 2**32 - 1
-"""Seeds are halves of words of 64 bits."""
+"""Largest seed: seeds have 32 bits, half of a 64-bit word."""
 
 
 def positive(text: str) -> float:
@@ -49,12 +49,12 @@ def positive(text: str) -> float:
 
 
 def positives(text: str) -> list[float]:
-    """Numbers above 0 with commas between them, for argparse."""
+    """Comma-separated numbers above 0, for argparse."""
     return [positive(word) for word in text.split(",")]
 
 
 def add_search_arguments(group: Arguments, seconds: float) -> None:
-    """The arguments of plans for the requests of a trace. seconds: default of --plan.seconds."""
+    """Adds the arguments of plans for a trace's requests. seconds: default of --plan.seconds."""
     text = "requests: an Azure trace, a Mooncake trace, or a workload of Quire's own; they are resampled"
     group.add_file("--trace", text=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="first seed of the requests (default: 0)")
@@ -67,7 +67,7 @@ def add_search_arguments(group: Arguments, seconds: float) -> None:
 
 
 def slo_of(args: argparse.Namespace) -> Slo:
-    """The latency targets of the command line and its file; infinite where there is none."""
+    """The latency targets of the command line and its file; infinite without a target."""
     from quire.planning.slo import Slo
 
     given = SloConfig.from_flags(args)
@@ -76,7 +76,7 @@ def slo_of(args: argparse.Namespace) -> Slo:
 
 
 def check_targets(slo: Slo, needs: str) -> None:
-    """Raises ConfigError if there are no targets, or if no request has to meet them. needs: what needs them."""
+    """Raises ConfigError without latency targets, or with an attainment of 0. needs: what needs the targets."""
     if slo.ttft == slo.tpot == math.inf:
         raise ConfigError(f"{needs} needs a latency target: give --slo.ttft or --slo.tpot in seconds, or both")
     if not 0 < slo.attainment <= 1:
@@ -84,14 +84,14 @@ def check_targets(slo: Slo, needs: str) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raises ConfigError for a seed that is none."""
+    """Raises ConfigError for an invalid seed."""
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"--seed is {seed}; it must be from 0 to {MOST_SEED}")
 
 
 @contextlib.contextmanager
 def workers_of(processes: int) -> Iterator[Workers | None]:
-    """Processes that simulate; None for one, which is this one."""
+    """Processes that simulate; None for a single one, which is this process."""
     if processes == 1:
         yield None
         return
@@ -102,7 +102,7 @@ def workers_of(processes: int) -> Iterator[Workers | None]:
 
 
 def load_of(file: Path, count: int, *, fitted: bool) -> Load:
-    """The requests of a trace. fitted: drawn from distributions; else its first ones. Raises ConfigError."""
+    """The requests of a trace. fitted: drawn from distributions; otherwise its first ones. Raises ConfigError."""
     from quire.planning.fitted import fit
     from quire.planning.traces import read_workload
     from quire.simulation.load import Load
@@ -159,12 +159,12 @@ def print_load(load: Load) -> None:
 
 
 def origins_of(latencies: Sequence[Latency]) -> str:
-    """Where latencies come from, in words."""
+    """The origins of latencies, in words."""
     return " and ".join(sorted({each.origin.value for each in latencies}))
 
 
 def print_setup(setup: Setup) -> None:
-    """Prints the instances, and the ways between them."""
+    """Prints the instances, and the connections between them."""
     from quire.config import format_bytes
 
     rows = []
@@ -195,7 +195,7 @@ def print_setup(setup: Setup) -> None:
 
 
 def times_of(outcome: Outcome) -> dict[str, dict[str, float | None]]:
-    """Mean and quantiles of TTFT and TPOT, in seconds, over the requests that were answered. None: there are none."""
+    """Mean and quantiles of TTFT and TPOT, in seconds, over the answered requests. None: no answered requests."""
     import numpy as np
 
     answered = np.isfinite(outcome.last)
@@ -241,7 +241,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
-    """Prints what came of each rate."""
+    """Prints the results of each rate."""
     names = [f"{metric} {which}" for metric in ("TTFT", "TPOT") for which in ("mean", *QUANTILES)]
     rates = ["all at once" if each["rate"] is None else f"{each['rate']:.4g}" for each in results]
     has_targets = results[0]["attainment"] is not None
@@ -282,10 +282,10 @@ def print_results(results: Sequence[Mapping[str, Any]], origin: str) -> None:
 
 
 def slo_facts(slo: Slo) -> dict[str, float | None]:
-    """The latency targets, for JSON. None: there is none."""
+    """The latency targets, for JSON. None: no target."""
     return {"ttft": finite(slo.ttft), "tpot": finite(slo.tpot), "attainment": slo.attainment}
 
 
 def finite(value: float) -> float | None:
-    """The value for JSON."""
+    """The value for JSON; None for a number that is not finite."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""`quire inspect --tiers`: what a disk would hold of a model's cache, and what the tiers of a running server hold."""
+"""`quire inspect --tiers`: the capacity of a disk for a model's cache, and the contents of a running server's tiers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def print_disk(name: str, found: ModelInspection, *, as_json: bool) -> None:
-    """Prints what the folder of tiers.disk would hold, and its speed if there is one. Raises QuireError if the folder
-    cannot be written, or if an engine would refuse it.
+    """Prints the capacity of tiers.disk's folder, and its speed if it exists. Raises QuireError if the folder cannot be
+    written, or if an engine would refuse it.
     """
     facts, shape = found.disk(), found.shape
     if as_json:

@@ -78,12 +78,12 @@ def _rows(prefixes: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def _place(prefix: dict[str, Any], which: str = "id") -> tuple[Any, Any]:
-    """A prefix, or its parent, among those of all instances."""
+    """The key of a prefix, or of its parent, among the prefixes of all instances."""
     return prefix["instance"], prefix[which]
 
 
 def _label(prefix: dict[str, Any], with_space: bool) -> str:
-    """What stands before a root."""
+    """The text before a root."""
     space = f"[{prefix['space'][:4]}] " if with_space else ""
     return f"{prefix['instance']} {space}" if prefix["instance"] else space
 
@@ -108,7 +108,7 @@ def _cells(prefix: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _without_keys(cells: tuple[str, ...]) -> tuple[str, ...]:
-    """A row for a narrow terminal."""
+    """The cells of a row for a narrow terminal."""
     return cells[0], *cells[2:]
 
 

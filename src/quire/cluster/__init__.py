@@ -1,1 +1,1 @@
-"""Several instances: who computes a prompt, who decodes it, and how its cache gets there."""
+"""Several instances as one engine: routing, the hand-over of caches, and the supervision of instances."""

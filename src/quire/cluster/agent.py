@@ -1,6 +1,6 @@
-"""An instance's part of the protocol: what arrives goes into its pure functions, and what they answer is done.
+"""An instance's part of the protocol: passes events to its pure functions and carries out their messages.
 
-One thread takes what links and the engine put into the inbox, and keeps the deadlines.
+One thread takes the events of connections and of the engine from the inbox, and keeps the deadlines.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ from quire.cluster.wire import WireError
 log = logging.getLogger("quire")
 
 LOAD_SECONDS = 0.2
-"""Interval at which an instance says that it is alive."""
+"""Interval of an instance's heartbeats."""
 
 STATS_EVERY = 5
-"""Every so many times it also tells the engine's counters."""
+"""Every n-th heartbeat includes the engine's counters."""
 
 STEP_SECONDS = 60.0
-"""Least time after which an engine that is in one step counts as failed. The first steps may compile kernels."""
+"""Minimum time in one step after which an engine counts as failed. The first steps may compile kernels."""
 
 
 class Agent:
     """The attempts of one instance.
 
-    name       of the instance
+    name       name of the instance
     submit     runs a command on the engine's thread
     deadlines  see `deadlines_within`
-    timers     what is due later, on its clock
+    timers     scheduled calls, by its clock
     """
 
     _engine_attempts: EngineAttempts  # from `begin` on
@@ -105,7 +105,7 @@ class Agent:
             name, timers, submit, self._send_load, max(STEP_SECONDS, deadlines[SourcePhase.QUEUED]), self.stop
         )
         self._exports: dict[Attempt, ExportedCache] = {}
-        self._names: dict[Attempt, str] = {}  # in logs
+        self._names: dict[Attempt, str] = {}  # names of requests, for logs
         self._peers: set[str] = set()
 
     # ---- from other threads ----------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Agent:
             self._inbox.put(partial(self._handle, sender, message))
 
     def connection_lost(self, name: str) -> None:
-        """See Handler. Whoever lost its router ends."""
+        """See Handler. An instance without its router ends."""
         if name == ROUTER:
             log.error("the router is gone")
             self.stop()
@@ -132,7 +132,7 @@ class Agent:
             self._inbox.put(partial(self._pulls.note_connection_lost, name))
 
     def notice(self, notices: list[Notice]) -> None:
-        """From the engine's attempts."""
+        """Takes notices of the engine's attempts."""
         self._inbox.put(partial(self._on_notices, notices))
 
     def stop(self) -> None:
@@ -142,18 +142,18 @@ class Agent:
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def run(self, engine_attempts: EngineAttempts) -> None:
-        """Until `stop`, or until the router is gone."""
+        """Runs until `stop`, or until the router is gone."""
         self.begin(engine_attempts)
         while self.turn(max(0.0, self.timers.next - self.timers.clock())):
             pass
 
     def begin(self, engine_attempts: EngineAttempts) -> None:
-        """Says that the instance is alive, from now on again and again."""
+        """Starts the heartbeats."""
         self._engine_attempts = engine_attempts
         self._heartbeat.beat(engine_attempts)
 
     def turn(self, seconds: float) -> bool:
-        """Waits for something in the inbox, for `seconds` at most, and does it and what is due. False after `stop`."""
+        """Waits at most `seconds` for an event, and handles it and all due timers. Returns False after `stop`."""
         try:
             call = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
             if call is None:
@@ -187,7 +187,7 @@ class Agent:
                     self._sources.renew(attempt, SourcePhase.HELD)
                     self._receivers.renew(attempt, ReceiverPhase.ASKED)
             case PullRequest(attempt, pull, groups, names):
-                # While the prompt is computed, what a receiver asks for is not a matter of the protocol.
+                # Pulls of chunks of an unfinished prompt are not part of the protocol.
                 if names or self._sources.is_in(attempt, SourcePhase.RUNNING):
                     self._submit(partial(self._pack, sender, message))
                     return
@@ -214,15 +214,15 @@ class Agent:
                 self._sources.advance(attempt, message, sender)
 
     def _begin(self, message: ComputeJob | ReceiveJob, states: AttemptStates[Any]) -> None:
-        """Has the engine begin an attempt, unless it is known."""
+        """Starts an attempt at the engine, unless it is known."""
         attempt, job = message.message.attempt, message.job
         self._names[attempt] = job.described(attempt.number)
         if attempt not in states.by_attempt or states.is_in(attempt, SourcePhase.EXPECTED):
-            self._engine_attempts.prepare(attempt, job)  # this need not hold up the engine's steps
+            self._engine_attempts.prepare(attempt, job)  # compiles the grammar outside the engine's steps
             self._command(message)
 
     def _on_extents(self, attempt: Attempt, number: int, is_whole: bool) -> None:
-        """The extents of a pull. Damaged ones are asked for again, where the protocol counts how often."""
+        """Handles the extents of a pull. Asks again for damaged ones of the protocol, which limits the tries."""
         asks_again = self._pulls.note_extents(attempt, number, is_whole)
         if asks_again and self._receivers.is_in(attempt, ReceiverPhase.PULLING):
             self._receivers.advance(attempt, Expired())
@@ -262,7 +262,7 @@ class Agent:
     # ---- states ----------------------------------------------------------------------------------------------------
 
     def _advance(self, attempt: Attempt, event: Any) -> None:
-        """The engine has done something for an attempt, whatever the role."""
+        """Passes an event of the engine to an attempt of either role."""
         states: AttemptStates[Any] = self._sources if attempt in self._sources.by_attempt else self._receivers
         states.advance(attempt, event)
 
@@ -289,7 +289,7 @@ class Agent:
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def _command(self, command: Command) -> None:
-        """Has the engine's attempts do their part of a message."""
+        """Passes a message to the engine's attempts."""
         self._submit(partial(self._engine_attempts.run, command))
 
     def _send(self, sent: Envelope) -> None:
@@ -306,12 +306,12 @@ class Agent:
                 if (pull := self._pulls.by_attempt.get(attempt)) is not None:
                     self._pulls.ask(pull)
             case CachePart():
-                pass  # they went as extents: see `PullRequest`
+                pass  # they were sent as extents: see `PullRequest`
             case _:
                 self.connections.send(to, message)
 
     def _pack(self, to: str, wanted: PullRequest) -> None:
-        """Sends what the engine's attempts find. On the engine's thread."""
+        """Sends the pages that the engine's attempts find. On the engine's thread."""
         self._send_pages(to, wanted.attempt, wanted.pull, self._engine_attempts.find_pages(wanted, self._release))
 
     def _send_pages(self, to: str, attempt: Attempt, pull: int, pages: OutgoingPages | None) -> None:
@@ -333,8 +333,8 @@ class Agent:
         self._peers = set(others)
 
     def _send_load(self, load: InstanceLoad) -> None:
-        """Sends what there is to do, and renews the deadlines of what waits for its turn, here and at the other
-        instance: how long a request may be in a queue is not limited, only how long nothing goes on.
+        """Sends the load. Renews the deadlines of attempts that wait for their turn, here and at the other instance:
+        the time in a queue is not limited, only the time without progress.
         """
         self.connections.send(ROUTER, load)
         by_peer: dict[str, list[Attempt]] = {}
@@ -351,13 +351,13 @@ class Agent:
 
 
 class Heartbeat:
-    """Asks the engine's attempts for their load, and sends it.
+    """Asks the engine's attempts for their load, and sends it regularly.
 
-    name      of the instance
+    name      name of the instance
     submit    runs a command on the engine's thread
     send      sends a load
-    patience  seconds in which the engine must end a step
-    stop      is called once it has not
+    patience  maximum seconds of an engine's step
+    stop      called when a step takes longer
     """
 
     def __init__(
@@ -373,13 +373,13 @@ class Heartbeat:
         self._patience, self._stop = patience, stop
         self._num_loads = 0
         self._load: InstanceLoad | None = None
-        self._asked_at: float | None = None  # when the engine was asked for it; None: it has answered
+        self._asked_at: float | None = None  # time of the unanswered request for the load; None: none
 
     def beat(self, engine_attempts: EngineAttempts) -> None:
-        """Sends the last load, asks for the next one, and does so again in a while.
+        """Sends the last load, requests the next one, and schedules the next heartbeat.
 
-        The engine's thread may be in a long step: then the load is that of before, and says nothing of what goes on. An
-        engine that stands still for longer than a request may wait ends its instance.
+        While the engine's thread is in a long step, it sends the previous load without `at_work`. A step longer than
+        `patience` ends the instance.
         """
         if self._load is not None:
             self._send(self._load if self._asked_at is None else replace(self._load, at_work=()))

@@ -1,4 +1,4 @@
-"""The answer to a request of a cluster: each of its sequences is routed by itself, and their tokens are one stream."""
+"""The answer to a request of a cluster: its sequences are routed one by one, and their tokens form one stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.engine.params import CacheHints
 from quire.engine.sampler import sequence_seed
 
 Item = Token | Exception | None
-"""What a router answers with: see `RoutedRequest.answer`."""
+"""The items of a router's answer: see `RoutedRequest.answer`."""
 
 
 async def stream_answer(
@@ -28,7 +28,7 @@ async def stream_answer(
 ) -> AsyncGenerator[RequestOutput, None]:
     """Begins a request that was admitted, and yields its deltas. Closing the generator aborts the request.
 
-    seed  of all its sequences together
+    seed  seed of the whole request
     """
     items: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
 
@@ -39,7 +39,7 @@ async def stream_answer(
     jobs = _jobs(request_id, request, seed, trace.trace_id)
     routed = [router.begin(job, partial(put, index), trace) for index, job in enumerate(jobs)]
     first, left = None, params.n
-    held: list[tuple[int, Token]] = []  # until the answer that has the prompt's log-probabilities begins
+    held: list[tuple[int, Token]] = []  # until the sequence with the prompt's log-probabilities begins
     try:
         while left:
             index, item = held.pop(0) if held and first is not None else await items.get()
@@ -61,7 +61,7 @@ async def stream_answer(
 
 
 def _jobs(request_id: str, request: AdmittedRequest, seed: int, trace: str) -> Iterator[SequenceJob]:
-    """One for each sequence of a request."""
+    """One job for each sequence of a request."""
     params, hints = request.params, _hints(request.hints)
     for index in range(params.n):
         name = request_id if params.n == 1 else f"{request_id}/{index}"
@@ -73,7 +73,7 @@ def _jobs(request_id: str, request: AdmittedRequest, seed: int, trace: str) -> I
 def _request_output(
     request_id: str, request: AdmittedRequest, index: int, token: Token, first: FirstTokenInfo, *, finished: bool
 ) -> RequestOutput:
-    """A token of a sequence as a client gets it. first: what is known of the prompt."""
+    """A token of a sequence in the form of an engine's output. first: facts about the prompt."""
     own = token.first if token.first is first else None
     prompt_logprobs, embedding = (None, None) if own is None else (own.prompt_logprobs, own.embedding)
     output = dataclasses.replace(token.output, index=index)
@@ -84,7 +84,7 @@ def _request_output(
 
 
 def _hints(hints: CacheHints) -> dict[str, Any]:
-    """The fields of hints that make equal ones."""
+    """Keyword arguments that recreate the hints."""
     found, pin = asdict(hints), hints.cache_pin
     tier = found.pop("pin_tier")
     if pin is not None:

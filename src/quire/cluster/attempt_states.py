@@ -1,4 +1,4 @@
-"""An instance's attempts in one role, as the protocol knows them, and the deadlines of their states."""
+"""The protocol states of an instance's attempts in one role, and their deadlines."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ State = TypeVar("State", SourceState, ReceiverState)
 
 
 def deadlines_within(seconds: float) -> dict[Phase, float]:
-    """Seconds after which a state ends by itself, at a receiver for each try, if a request is given up after so many
-    seconds without a token.
+    """The seconds after which each state expires, for each try of a receiver. seconds: time without a token after which
+    the router gives up a request.
     """
     third = seconds / protocol.PULL_TRIES
     return {
@@ -33,7 +33,7 @@ def deadlines_within(seconds: float) -> dict[Phase, float]:
 
 
 class Timers:
-    """Calls that are due later, on a clock. Whoever has them looks at it."""
+    """Scheduled calls on a clock. The owner calls `run`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -41,16 +41,16 @@ class Timers:
         self._numbers = itertools.count()
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
-        """Calls something once these seconds are over."""
+        """Schedules a call in `seconds`."""
         heapq.heappush(self._calls, (self.clock() + seconds, next(self._numbers), call))
 
     @property
     def next(self) -> float:
-        """When the next call is due."""
+        """The time of the next call."""
         return self._calls[0][0]
 
     def run(self) -> None:
-        """Calls what is due."""
+        """Runs all due calls."""
         now = self.clock()
         while self._calls[0][0] <= now:
             heapq.heappop(self._calls)[2]()
@@ -58,7 +58,7 @@ class Timers:
 
 @dataclass(eq=False)
 class _Deadline:
-    """When a state ends by itself: `moment`, which may move on."""
+    """The time at which a state expires. It may be postponed."""
 
     moment: float
 
@@ -66,13 +66,13 @@ class _Deadline:
 class AttemptStates(Generic[State]):
     """The states of attempts in one role.
 
-    step       the role's function of the protocol: of a state, the sender of a message, and an event
+    step       the role's function of the protocol: (state, sender of a message, event) -> (state, messages)
     deadlines  see `deadlines_within`
     send       sends a message
-    expired    is called with an attempt when the deadline of its state is over
-    ended      is called with an attempt when it has ended
+    expired    called with an attempt when the deadline of its state is over
+    ended      called with an attempt when it has ended
 
-    by_attempt  an ended one is forgotten after a while
+    by_attempt  the states; an ended one is forgotten after a while
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AttemptStates(Generic[State]):
         self._due: dict[Attempt, _Deadline] = {}
 
     def advance(self, attempt: Attempt, event: Any, sender: str = "") -> None:
-        """Something happens to an attempt."""
+        """Passes an event to an attempt."""
         before = self.by_attempt.get(attempt)
         after, sent = self._step(before, sender, event)
         if after is not None:
@@ -107,7 +107,7 @@ class AttemptStates(Generic[State]):
                 self._timers.after(REMEMBERED_SECONDS, partial(self.by_attempt.pop, attempt, None))
                 self._ended(attempt)
         elif protocol.has_deadline(after):
-            self.wait(attempt)  # asking again renews a lease
+            self.wait(attempt)  # a repeated request renews a lease
         else:
             self._due.pop(attempt, None)
 
@@ -123,7 +123,7 @@ class AttemptStates(Generic[State]):
         self._timers.after(seconds, partial(self._expire, attempt, due))
 
     def renew(self, attempt: Attempt, phase: Phase) -> None:
-        """Moves the deadline of a state on, if it is in a phase."""
+        """Postpones the deadline of an attempt, if it is in this phase."""
         if self.is_in(attempt, phase):
             self._due[attempt].moment = self._timers.clock() + self._deadlines[self.by_attempt[attempt].phase]
 

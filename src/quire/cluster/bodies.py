@@ -1,7 +1,7 @@
-"""What travels beside the protocol's messages: requests, caches' descriptions, outputs, and the state of instances.
+"""Contents beside the protocol's messages: requests, descriptions of caches, outputs, and the state of instances.
 
-The protocol decides by the messages alone. Each class here that has a `message` carries one. A token is a message of
-the protocol with all that the client gets of it: see `messages.Token`.
+The protocol decides by the messages alone. Each class here with a `message` carries one. A token is a message of the
+protocol that includes the client's output: see `messages.Token`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from quire.errors import ExtentError
 class SequenceJob:
     """A request of one sequence.
 
-    name        of the request in logs, the same on every instance
+    name        name of the request in logs, the same on every instance
     params      fields of SamplingParams
     hints       fields of CacheHints
-    seed        of the sequence
-    token_ids   generated so far: the client has them
+    seed        seed of the sequence
+    token_ids   tokens that the client has already
     cumulative  sum of their log-probabilities
     trace       id of the request's trace, 32 hexadecimal digits
     """
@@ -52,7 +52,7 @@ class SequenceJob:
     trace: str = ""
 
     def described(self, number: int) -> str:
-        """An attempt at it in logs. The name of a request may have its trace already."""
+        """An attempt of this job in logs. Leaves the trace out if the request's name contains it."""
         trace = "" if self.trace in self.name else f" of trace {self.trace}"
         return f"request {self.name}{trace}, attempt {number}"
 
@@ -63,7 +63,7 @@ class SequenceJob:
         return SamplingParams(**self.params)
 
     def cache_hints(self) -> CacheHints:
-        """Raises RequestError."""
+        """The cache hints. Raises RequestError."""
         return CacheHints(**self.hints)
 
 
@@ -71,7 +71,7 @@ class SequenceJob:
 class RemotePrefix:
     """A prefix of a prompt that another instance may have in its cache.
 
-    num_chunks  from the first one on
+    num_chunks  number of its chunks, from the first one on
     """
 
     instance: str
@@ -80,7 +80,7 @@ class RemotePrefix:
 
 @dataclass(frozen=True)
 class ComputeJob:
-    """Router to source. remote_prefix: what it may fetch instead of computing it."""
+    """Router to source. remote_prefix: a prefix that it may fetch instead of computing it."""
 
     message: Compute
     job: SequenceJob
@@ -89,7 +89,7 @@ class ComputeJob:
 
 @dataclass(frozen=True)
 class ReceiveJob:
-    """Router to receiver. remote_prefix: what it may fetch instead of computing it, if it has no source."""
+    """Router to receiver. remote_prefix: a prefix that it may fetch instead of computing it, if it has no source."""
 
     message: Receive
     job: SequenceJob
@@ -101,7 +101,7 @@ class ReceiveJob:
 
 @dataclass(frozen=True)
 class RetainedState:
-    """What retention has left. Fields are those of `RetainedTokens` and its `PolicyChain`."""
+    """The state of retention. Fields are those of `RetainedTokens` and its `PolicyChain`."""
 
     threshold: float
     frequent: float
@@ -118,10 +118,10 @@ class RetainedState:
 
 @dataclass(frozen=True)
 class CacheState:
-    """The cache of a sequence, without its bytes: what `SwappedPath` has.
+    """The description of a sequence's cache, without its bytes: the fields of `SwappedPath`.
 
-    namespace      digest of model, codec, calibration and all else that pages depend on besides tokens
-    layers, heads  the slice that is described: (first, end) each. All of them, as long as instances have one rank
+    namespace      digest of model, codec, calibration and everything else besides tokens that determines pages
+    layers, heads  the described slice: (first, end) each. Always all of them, as long as instances have one rank
     own            a private run
     """
 
@@ -140,7 +140,7 @@ class CacheState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its arrays: the rest are a few numbers."""
+        """Bytes of its arrays; the rest are a few numbers."""
         values = [value for part in (self.own, self.retained) if part is not None for value in vars(part).values()]
         return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
@@ -155,7 +155,7 @@ class ManifestMessage:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """Source to receiver: the first chunks of a prompt are computed, and may be pulled before the rest."""
+    """Source to receiver: the first chunks of a prompt are computed, and may be pulled before the others."""
 
     attempt: Attempt
     num_chunks: int
@@ -163,8 +163,8 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """Source and receiver to each other, a few times a second: these attempts still wait for their turn, or are
-    computed or pulled. It renews the deadline of whoever waits for that.
+    """Source and receiver to each other, a few times a second: these attempts wait for their turn, or are being
+    computed or pulled. It renews the deadline of the attempt at the other instance.
     """
 
     attempts: tuple[Attempt, ...]
@@ -172,11 +172,11 @@ class KeepAlive:
 
 @dataclass(frozen=True)
 class PullRequest:
-    """To an instance that has computed a prompt, or may have the first chunks of one in its cache.
+    """To a source, or to an instance that may have the first chunks of a prompt in its cache.
 
     pull    a number that the answer names
-    groups  the wanted parts of the attempt, or chunks of `names` by index, in the groups that are packed together
-    names   keys of the first chunks, if they are to be found in the cache; otherwise empty
+    groups  the wanted parts of the attempt, or indices into `names`; each group is packed together
+    names   keys of the prompt's first chunks, if they are wanted from the cache; otherwise empty
     """
 
     attempt: Attempt
@@ -186,7 +186,7 @@ class PullRequest:
 
     @property
     def parts(self) -> frozenset[int]:
-        """All that is wanted."""
+        """All wanted parts."""
         return frozenset(itertools.chain(*self.groups))
 
 
@@ -200,14 +200,14 @@ class PullExtents:
 
 @dataclass(frozen=True)
 class PullNotFound:
-    """Source to receiver: it has not what a pull asked for."""
+    """Source to receiver: it lacks the requested chunks."""
 
     attempt: Attempt
     pull: int
 
 
 def cache_state_of(swapped: SwappedPath, shape: tuple[int, int], namespace: bytes) -> CacheState:
-    """shape: layers and kv heads of the model. namespace: see CacheState."""
+    """Describes a cache. shape: layers and kv heads of the model. namespace: see CacheState."""
     path, retained, kept = swapped.path, swapped.path.retention.retained, None
     if retained is not None:
         chain = retained.chain
@@ -224,10 +224,10 @@ def cache_state_of(swapped: SwappedPath, shape: tuple[int, int], namespace: byte
 def swapped_of(
     state: CacheState, num_tokens: int, shape: tuple[int, int], num_kinds: int, namespace: bytes
 ) -> SwappedPath:
-    """What `cache_state_of` described. Raises ExtentError for what no engine of this shape and namespace has.
+    """The inverse of `cache_state_of`. Raises ExtentError for a cache that does not fit this shape and namespace.
 
-    num_tokens  tokens whose keys and values it must have
-    num_kinds   kernel ids of page formats are below it
+    num_tokens  number of tokens with keys and values that the cache must have
+    num_kinds   number of known page formats
     """
     _check(state.namespace == namespace, "pages of another model, codec or calibration")
     _check(state.layers == (0, shape[0]) and state.heads == (0, shape[1]), "a slice of other layers or heads")
@@ -286,15 +286,15 @@ def _check(is_right: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class InstanceReady:
-    """Instance to router, once: it has loaded its model.
+    """Instance to router, once: the instance has loaded its model.
 
-    address      where others reach it
+    address      address for other instances
     prompt_rows  L_m: the fewest prompt rows that saturate the processor
     batch        the largest useful batch of decoding sequences
-    limits       what it accepts; None with an error
-    error        why it could not be loaded; then the rest means nothing
+    limits       limits of the requests that it accepts; None with an error
+    error        why the model could not be loaded; the other fields then mean nothing
     cache_bytes  size of the cache
-    namespace    of its pages, without a salt
+    namespace    namespace of its pages, without a salt
     """
 
     instance: str
@@ -311,16 +311,16 @@ class InstanceReady:
 
 @dataclass(frozen=True)
 class InstanceLoad:
-    """Instance to router, a few times a second: it is alive, and what it has to do.
+    """Instance to router, a few times a second: its heartbeat and its load.
 
-    prompt_rows   of prompts that are still to be computed
+    prompt_rows   prompt rows that are still to be computed
     num_running   sequences in the batch
     num_waiting   sequences that wait for room or their turn
     num_held      exports that a receiver has not taken
-    free_bytes    of the cache, with what can be evicted
-    total_bytes   of the cache
-    at_work       attempts that wait for their turn, or whose prompt is computed or pulled
-    stats         of the engine, every second time or less
+    free_bytes    free bytes of the cache, evictable ones included
+    total_bytes   bytes of the cache
+    at_work       attempts that wait for their turn, or whose prompt is being computed or pulled
+    stats         counters of the engine, with every second load or less often
     """
 
     instance: str
@@ -336,26 +336,26 @@ class InstanceLoad:
 
 @dataclass(frozen=True)
 class PeerAddresses:
-    """Router to instance: where the others listen. Who is not named is gone."""
+    """Router to instance: the addresses of the other instances. An instance without an address is gone."""
 
     addresses: dict[str, str]
 
 
 @dataclass(frozen=True)
 class AssignRole:
-    """Router to instance: what it does from now on."""
+    """Router to instance: its role from now on."""
 
     role: str
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Router to instance: end."""
+    """Router to instance: end the process."""
 
 
 @dataclass(frozen=True)
 class LoadingHeartbeat:
-    """Instance to router, while it loads: it is alive."""
+    """Instance to router, while it loads: its heartbeat."""
 
     instance: str
 

@@ -49,11 +49,11 @@ ALL = SaltFilter()
 class Cluster:
     """A router in this process, and its instances. For the server it is an engine like `AsyncLLM`.
 
-    model, options, config_file  as for `LLM`: every instance has them
-    settings                     numbers of instances, and how they work together
-    salts                        for each of which the prefixes of cache.pin are pinned
+    model, options, config_file  as for `LLM`; the same for every instance
+    settings                     settings of the cluster, such as the numbers of instances
+    salts                        the prefixes of cache.pin are pinned for each of these salts
     slo                          latency targets, for cluster.replan
-    processes                    where instances run, in place of the settings': for tests
+    processes                    starts instances in place of the settings' processes; for tests
     `async with Cluster(...) as cluster` starts and ends the instances.
     """
 
@@ -110,7 +110,7 @@ class Cluster:
             self._replanning = replanning
 
     def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, ModelShape, EngineSizes]:
-        """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
+        """Resolves automatic values, and computes the sizes. Raises ConfigError for an impossible configuration."""
         with open_model(self.model_path) as checkpoint:
             calibration = find_calibration(self.model_path, config)
             resolved, sizes = resolve(config, checkpoint.shape, checkpoint, calibration)
@@ -124,7 +124,7 @@ class Cluster:
     # ---- start and end ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
+        """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one does not."""
         try:
             self._grammars.warm(tries=True)
             await self.supervisor.start()
@@ -163,12 +163,12 @@ class Cluster:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a request that every instance has room for."""
+        """Maximum number of tokens of a request, for which every instance has room."""
         return self.supervisor.limits.max_context
 
     @property
     def context_limit(self) -> str:
-        """The setting that limits them."""
+        """The setting that limits `max_context`."""
         return self.supervisor.limits.context_limit
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Cluster:
         return await asyncio.wrap_future(self._grammars.prepare(wanted, cache_salt))
 
     async def admit(self, prompt: Prompt, params: SamplingParams) -> AdmittedRequest:
-        """See AsyncLLM.admit. The limits are those that every instance keeps; instances check nothing again."""
+        """See AsyncLLM.admit. The limits are the strictest of all instances; instances check nothing again."""
         self._check_running()
         request = admit(prompt, params, self.supervisor.limits, self.tokenizer.encode)
         self._check_queue(params)
@@ -203,7 +203,7 @@ class Cluster:
             raise
 
     def _note_arrivals(self, params: SamplingParams) -> None:
-        """Notes the sequences of a request: each is answered by itself."""
+        """Notes the arrival of a request's sequences, one by one."""
         if (replanning := self._replanning) is not None:
             for _ in range(params.n):
                 replanning.note_arrival()
@@ -220,7 +220,7 @@ class Cluster:
         else:
             request = await self.admit(prompt, sampling_params or SamplingParams())
         params = request.params
-        # The cluster may have been closed since the admission, and others may have filled the queue.
+        # Since the admission, the cluster may have been closed, and other requests may have filled the queue.
         self._check_running()
         self._check_queue(params)
         self._note_arrivals(params)
@@ -245,19 +245,19 @@ class Cluster:
         }
 
     async def prefixes(self, visible: SaltFilter = ALL) -> list[Prefix]:
-        """Of each instance, with its name."""
+        """The prefixes of each instance, with the instance's name."""
         return await self.supervisor.cluster_prefixes.prefixes(visible)
 
     async def known_prefixes(self, visible: SaltFilter = ALL) -> list[CachedPrefix]:
-        """Of all instances together."""
+        """The prefixes of all instances, merged."""
         return await self.supervisor.cluster_prefixes.known_prefixes(visible)
 
     async def find_prefix(self, key: str, visible: SaltFilter = ALL) -> CachedPrefix | None:
-        """On any instance. Raises RequestError for what is no key."""
+        """The prefix with a key on any instance. Raises RequestError for an invalid key."""
         return await self.supervisor.cluster_prefixes.find_prefix(parse_prefix_key(key), visible)
 
     async def drop_prefix(self, key: str, visible: SaltFilter = ALL) -> dict[str, int] | None:
-        """From all instances. Raises RequestError for what is no key."""
+        """Drops a prefix on all instances. Raises RequestError for an invalid key."""
         return await self.supervisor.cluster_prefixes.drop_prefix(parse_prefix_key(key), visible)
 
     def prefix_key(self, prompt: Prompt) -> str:
@@ -269,8 +269,8 @@ class Cluster:
         return prompt_key(ready.namespace, read.ids, read.hints.cache_salt).hex()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
-        """Does nothing: every instance pins the prefixes of cache.pin when it starts, once for each of the salts that
-        the cluster was made with. Raises ConfigError for other salts.
+        """Does nothing: every instance pins the prefixes of cache.pin at its start, for each salt that the cluster was
+        made with. Raises ConfigError for other salts.
         """
         if self.config.cache.pin is not None and set(salts) - set(self._salts):
             raise ConfigError("cache.pin: the cluster was made for other salts")
@@ -283,13 +283,13 @@ _NOTHING: dict[str, Any] = {
     )
     | {"bytes_retention_freed": 0},
 }
-"""The counters of no instance."""
+"""The counters without any instance."""
 
 
 def _sum_counters(members: Iterable[Member], past: Mapping[str, int]) -> dict[str, Any]:
     """The counters of all instances together. Instances on one machine have one disk.
 
-    past  counters of instances that are gone
+    past  counters of instances that have ended
     """
     found = [(each.machine, each.stats) for each in members if each.stats is not None]
     total = _added([_NOTHING, dict(past), *(stats for _, stats in found)])
@@ -298,13 +298,13 @@ def _sum_counters(members: Iterable[Member], past: Mapping[str, int]) -> dict[st
         of_each = group_by_machine((machine, disk[name]) for machine, disk in disks)
         total["tiers"][DISK][name] = sum(machine_total(DISK, sizes) for sizes in of_each)
     costs = [stats["costs"] for _, stats in found if "costs" in stats]
-    if costs:  # sizes and speeds, which are not summed
+    if costs:  # sizes and speeds are not summed
         total["costs"] = {key: max((each[key] for each in costs), key=lambda cost: cost or 0) for key in costs[0]}
     return total
 
 
 def _added(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of counters, group by group."""
+    """Sums counters, group by group."""
     total: dict[str, Any] = {}
     for each in found:
         for key, value in each.items():
@@ -318,7 +318,7 @@ def _added(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Placement:
-    """The placement of a file, with the file's name if it has none. Raises ConfigError."""
+    """Reads the placement of a file; the file's name is its default name. Raises ConfigError."""
     if not file.exists():
         raise ConfigError(
             f"cluster.placement is {str(file)!r}; it must be pack, spread, pairs, or a file made by `quire plan"

@@ -1,4 +1,4 @@
-"""Which instances share a machine, and what each needs there. Pure: Ray finds the machines, see `ray_processes`."""
+"""Which instances share a machine, and which resources each one needs. Pure: `ray_processes` finds the machines."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from quire.options import format_count
 
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "pairs": "STRICT_PACK"}
-"""Ray's name of each value of `cluster.placement`."""
+"""Ray's names of the values of `cluster.placement`."""
 
 
 @dataclass(frozen=True)
 class InstanceResources:
-    """What each instance needs of a node.
+    """The resources that each instance needs on a node.
 
-    memory  bytes of a cache of a given size and of the weights; 0 if the cache takes a share of the node's memory
-    labels  that a node must have, by role
+    memory  bytes of the weights and of a cache of fixed size; 0 if the cache takes a share of the node's memory
+    labels  labels that a node must have, by role
     """
 
     cores: int
@@ -25,12 +25,12 @@ class InstanceResources:
     labels: Mapping[str, Mapping[str, str]]
 
     def bundle(self) -> dict[str, float]:
-        """The same as resources of Ray."""
+        """The same resources as a bundle of Ray."""
         wanted = {"CPU": self.cores, "GPU": self.gpus, "memory": self.memory}
         return {name: float(amount) for name, amount in wanted.items() if amount}
 
     def described(self, roles: Sequence[str]) -> str:
-        """For an error: what instances with these roles need."""
+        """The resources that instances with these roles need, for an error message."""
         parts = [format_count(self.cores, "core"), *([format_count(self.gpus, "GPU")] if self.gpus else [])]
         if self.memory:
             parts.append(f"{self.memory / 2**30:.2f} GiB of memory")
@@ -44,8 +44,8 @@ class InstanceResources:
 def colocated_groups(roles: Mapping[str, str], placement: str) -> list[list[str]]:
     """The places that share a machine: all of them, or with `pairs` those that must share a node.
 
-    Pairs have one instance that computes prompts and one that decodes. If there are more of one role than of the other,
-    they are dealt out to the pairs. A mixed instance needs nobody, and is alone.
+    A pair has one instance that computes prompts and one that decodes. Surplus instances of one role are distributed
+    over the pairs. A mixed instance forms a group alone.
 
     Source: DistServe, arXiv 2401.09670, Algorithm 2, which keeps both phases of a pipeline stage on one node where the
     network between nodes is slow. Ours differs: an instance has one stage.
@@ -54,7 +54,7 @@ def colocated_groups(roles: Mapping[str, str], placement: str) -> list[list[str]
         return [list(roles)]
     of = {role: [place for place, each in roles.items() if each == role] for role in ("prefill", "decode", "mixed")}
     count = min(len(of["prefill"]), len(of["decode"]))
-    if not count:  # prompts or decoding are up to mixed instances
+    if not count:  # only mixed instances do one of the two
         return [[place] for place in roles]
     groups: list[list[str]] = [[] for _ in range(count)]
     for role in ("prefill", "decode"):
@@ -64,7 +64,7 @@ def colocated_groups(roles: Mapping[str, str], placement: str) -> list[list[str]
 
 
 def most_cores(sizes: Sequence[int], cpus: Sequence[int]) -> int:
-    """Most cores that every instance can have; 1 if there are fewer cores than instances.
+    """Maximum number of cores that every instance can have; 1 if there are fewer cores than instances.
 
     sizes  number of instances in each group that must share a node
     cpus   cores of each node

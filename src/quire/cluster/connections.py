@@ -1,10 +1,10 @@
-"""Connections between the processes of a cluster: they carry messages, and with some messages extents of the cache.
+"""Connections between the processes of a cluster: they carry messages, some of which have extents of the cache.
 
-Each connection has two threads, see `transport.connection`. Extents are packed while they are sent, one at a time. Each
-belongs to the receiver only until it asks for the next one. Knows neither what messages say nor what extents are: an
-extent has a checksum and a MAC of its own, which the handler verifies.
+Each connection has two threads, see `transport.connection`. Extents are packed while they are sent, one at a time. The
+receiver may use an extent only until it asks for the next one. This module knows the contents of neither messages nor
+extents: an extent has its own checksum and MAC, which the handler verifies.
 
-A message that waits is lost with its connection. Nothing is sent twice.
+A waiting message is lost with its connection. Nothing is sent twice.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ __all__ = ["MOST_QUEUED", "Bulk", "Handler", "PeerConnections", "TransportError"
 log = logging.getLogger("quire")
 
 STALL_SECONDS = 10.0
-"""A peer that takes no bytes for this long is lost."""
+"""Seconds after which a peer that takes no bytes is lost."""
 HANDSHAKE_SECONDS = 5.0
-"""How long a peer may take to accept a connection and to prove who it is."""
+"""Seconds in which a peer must accept a connection and authenticate."""
 CLOSE_SECONDS = 10.0
-"""How long `close` waits for threads. Only a bulk that packs or a handler that works for longer is left behind."""
+"""Seconds for which `close` waits for threads. It leaves behind only a bulk or a handler that takes longer."""
 MOST_STRANGERS = 64
-"""Connections whose peers have not yet proved who they are. A further one ends the oldest of them."""
+"""Maximum number of connections with unauthenticated peers. A further one ends the oldest of them."""
 MOST_STRANGER_THREADS = 2 * MOST_STRANGERS
-"""Threads for such connections, those that end included. Without a free one a connection is refused."""
+"""Maximum number of threads for such connections, ending ones included. Beyond it, a connection is refused."""
 
 
 class Bulk(Protocol):
-    """Extents that go with a message, packed while they are sent."""
+    """The extents of a message, packed while they are sent."""
 
     @property
     def num_extents(self) -> int:
-        """How many `pack` yields."""
+        """Number of extents that `pack` yields."""
 
     def pack(self) -> Iterator[memoryview]:
-        """Each extent is valid until the next one is taken. Called on the sending thread."""
+        """Yields the extents. Each is valid until the next one is taken. Called on the sending thread."""
 
     def done(self) -> None:
-        """Everything is sent, or nothing more will be. Called exactly once, on the sending thread or by `send`."""
+        """Everything was sent, or nothing more will be. Called exactly once, on the sending thread or by `send`."""
 
 
 class Handler(Protocol):
-    """What a process does with messages."""
+    """Handles the messages of a process."""
 
     def receive(self, sender: str, message: Any, extents: Iterator[memoryview]) -> None:
-        """A message, on the connection's reading thread. Each extent is valid until the next one is taken, and none
-        after this returns. Extents that it does not take are skipped. If the connection ends before all have come, they
-        raise TransportError. An error that escapes ends the connection.
+        """Handles a message, on the connection's reading thread. An extent is valid until the next one is taken, or
+        until this returns. Extents that it does not take are skipped. If the connection ends before all have come, the
+        iterator raises TransportError. An error that escapes ends the connection.
         """
 
     def connection_lost(self, name: str) -> None:
-        """A connection has ended, or one that `send` began could not be made. Called once for each, on one of its
-        threads, after its last message. There may be another connection to the peer. Not called for those that `close`
-        ends.
+        """A connection has ended, or a connection that `send` started has failed. Called once for each, on one of its
+        threads, after its last message. Another connection to the peer may exist. Not called for connections that
+        `close` ends.
         """
 
 
@@ -85,12 +85,12 @@ class PeerConnections:
         stall_seconds: float = STALL_SECONDS,
         handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
-        """Nothing happens before `listen`, `connect` or `send`.
+        """Starts nothing before `listen`, `connect` or `send`.
 
-        name               of this process; no two of a cluster have the same one
-        secret             that all processes of the cluster know
-        transport          where `listen` listens: tcp or shm. An address says how to dial it
-        compatibility_tag  what both sides must agree on, such as a digest of the model; a peer with another one is
+        name               name of this process, unique in the cluster
+        secret             the cluster's secret
+        transport          transport of `listen`: tcp or shm. An address names the transport to dial
+        compatibility_tag  value that both sides must share, such as a digest of the model; a peer with another value is
                            refused
         """
         if transport not in TRANSPORTS:
@@ -102,15 +102,15 @@ class PeerConnections:
         self.stranger_warnings = RateLimitedWarning(log)
         self._stall_seconds = stall_seconds
         self._changed = threading.Condition()  # guards everything else
-        self._connections: dict[Connection, None] = {}  # established ones in the order in which they became so
+        self._connections: dict[Connection, None] = {}  # established ones, the oldest first
         self._addresses: dict[str, str] = {}
         self._listener: SocketListener | None = None
         self._listening: threading.Thread | None = None
 
     def listen(self, host: str = "127.0.0.1") -> str:
-        """Lets peers connect. Returns the address that they learn. Raises TransportError if that cannot be.
+        """Lets peers connect. Returns the address for peers. Raises TransportError if it cannot listen.
 
-        host  for tcp; with a port, as in 10.0.0.1:4711, or without one
+        host  for tcp; with or without a port, such as 10.0.0.1:4711
         """
         with self._changed:
             assert self._listener is None and not self.is_closed, "it listens already, or is closed"
@@ -122,7 +122,7 @@ class PeerConnections:
         return listener.address
 
     def learn(self, name: str, address: str) -> None:
-        """Where a peer listens. `send` dials it when it has something for it. Raises TransportError if it is no
+        """Learns the address of a peer. `send` dials it when it has a message. Raises TransportError for an invalid
         address.
         """
         transport_of(address)
@@ -130,7 +130,7 @@ class PeerConnections:
             self._addresses[name] = address
 
     def forget(self, name: str) -> None:
-        """Ends all connections to a peer, and forgets where it listens."""
+        """Ends all connections to a peer, and forgets its address."""
         with self._changed:
             self._addresses.pop(name, None)
             connections = [connection for connection in self._connections if connection.peer == name]
@@ -138,8 +138,8 @@ class PeerConnections:
             connection.end("forgotten")
 
     def connect(self, name: str, seconds: float) -> None:
-        """Connects to a peer unless there is a connection. Raises TransportError with the reason if there is none in
-        time. A dial that takes longer goes on.
+        """Connects to a peer, unless a connection exists. Raises TransportError with the reason if that fails or takes
+        longer than `seconds`. A slower dial continues.
         """
         with self._changed:
             if (connection := self._newest(name)) is None:
@@ -149,8 +149,8 @@ class PeerConnections:
         connection.wait(seconds)
 
     def send(self, to: str, message: Any, bulk: Bulk | None = None) -> bool:
-        """Queues a message, and never blocks. False if there is neither a connection nor an address, or too many
-        messages wait; then the bulk is done. Raises WireError if the message cannot travel; then it is done too.
+        """Queues a message, and never blocks. Returns False if there is neither a connection nor an address, or if too
+        many messages wait. Raises WireError if the message cannot be encoded. In both cases it calls the bulk's `done`.
         """
         is_queued = False
         try:
@@ -159,7 +159,7 @@ class PeerConnections:
                 connection = self._newest(to)
                 is_queued = connection is not None and connection.put(queued)
                 if (connection is None or connection.is_ended) and (connection := self._new_connection(to)) is not None:
-                    # Before it begins: a dial may fail at once.
+                    # Before the start, because a dial may fail at once.
                     connection.put(queued)
                     self._begin(connection)
                     is_queued = True
@@ -169,7 +169,7 @@ class PeerConnections:
         return is_queued
 
     def close(self) -> None:
-        """Ends all connections, threads and sockets. Messages that wait are dropped, and the handler hears no more."""
+        """Ends all connections, threads and sockets. Drops waiting messages, and calls the handler no more."""
         with self._changed:
             self.is_closed = True
             connections = [
@@ -189,7 +189,7 @@ class PeerConnections:
         self.stranger_warnings.end()
 
     def _new_connection(self, name: str) -> Connection | None:
-        """A connection that will dial. None if the peer's address is not known."""
+        """A new connection that will dial; None if the peer's address is unknown."""
         if self.is_closed or (address := self._addresses.get(name)) is None:
             return None
         transport, endpoint = transport_of(address)
@@ -211,13 +211,13 @@ class PeerConnections:
 
     @property
     def num_strangers(self) -> int:
-        """Connections whose peers have not proved who they are, those that end included."""
+        """Number of connections with unauthenticated peers, ending ones included."""
         return sum(connection.peer is None for connection in self._connections)
 
     def _admit(self, connection: Connection) -> None:
-        """Starts a connection to a stranger. If there are too many, the oldest one ends: a peer that knows the secret
-        needs milliseconds to prove it, so it gets through however many others dial and say nothing. Raises
-        TransportError if these connections are closed or have no thread left, RuntimeError if the system has none.
+        """Starts a connection to an unauthenticated peer. If there are too many, the oldest of them ends: a peer that
+        knows the secret authenticates within milliseconds, so silent peers cannot keep it out. Raises TransportError if
+        these connections are closed or the threads are used up, RuntimeError if the system has no thread.
         """
         if self.is_closed:
             raise TransportError("closed here")
@@ -230,12 +230,12 @@ class PeerConnections:
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:
-        """Starts a connection. Raises RuntimeError if there can be no more threads."""
+        """Starts a connection. Raises RuntimeError if the system has no thread."""
         connection.start()
         self._connections[connection] = None
 
     def _newest(self, peer: str) -> Connection | None:
-        """The connection that takes messages for a peer."""
+        """The connection that carries the next message to a peer."""
         found = [connection for connection in self._connections if connection.peer == peer and not connection.is_ended]
         return next(
             (connection for connection in reversed(found) if connection.is_established), found[-1] if found else None
@@ -244,8 +244,8 @@ class PeerConnections:
     # ---- for its connections, on their threads ---------------------------------------------------------------------
 
     def on_established(self, connection: Connection, peer: str) -> None:
-        """Gives the connection the name that the peer has proved. Raises TransportError if nobody wants the connection
-        any more.
+        """Registers a connection under the name that the peer has proved. Raises TransportError if the connection was
+        closed or forgotten meanwhile.
         """
         with self._changed:
             if self.is_closed or connection.is_ended:
@@ -255,7 +255,7 @@ class PeerConnections:
             connection.peer = peer
 
     def on_ended(self, connection: Connection) -> None:
-        """Both threads have ended, but for a few instructions."""
+        """Both threads of a connection have ended, except for a few instructions."""
         with self._changed:
             del self._connections[connection]
             self._changed.notify_all()
@@ -271,5 +271,5 @@ def _encoded(message: Any, bulk: Bulk | None) -> QueuedMessage:
 
 
 def _given(stream: SocketStream) -> SocketStream:
-    """Opens what was accepted."""
+    """The stream of an accepted connection."""
     return stream

@@ -1,6 +1,6 @@
-"""The engine's side of attempts: begins, exports, adopts and ends sequences, and notes what happens to them.
+"""The engine's side of attempts: begins, exports, adopts and ends sequences, and notes their progress.
 
-All of it but `EngineAttempts.prepare` runs on the engine's thread. What happens goes to the agent as notices.
+Everything except `EngineAttempts.prepare` runs on the engine's thread. The agent gets the events as notices.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ log = logging.getLogger("quire")
 
 
 class EngineAttemptPhase(Enum):
-    """What an engine does for an attempt.
+    """The engine's work on an attempt.
 
     ALONE     computes and decodes
     SOURCE    computes the prompt and a token
@@ -82,13 +82,13 @@ class EngineAttempt:
     """An attempt at the engine.
 
     sequence         None while it is planned
-    ahead            stands in for it while chunks are fetched ahead
-    outgoing_export  of a source, what its sequence has left; None before
-    admitted         when its sequence was admitted, on the engine's clock; None before, and at a receiver
-    num_reported     shared chunks that the receiver knows of
-    wants_progress   whether the receiver wants to know of chunks
+    ahead            stands in for the sequence while chunks are prefetched
+    outgoing_export  the exported sequence of a source; None before the export
+    admitted         time of admission, on the engine's clock; None before, and at a receiver
+    num_reported     number of shared chunks already reported to the receiver
+    wants_progress   whether the receiver wants reports of computed chunks
     has_begun        whether a token was sampled
-    source           of a receiver, who has the cache
+    source           at a receiver: the instance that has the cache
     """
 
     attempt: Attempt
@@ -105,7 +105,7 @@ class EngineAttempt:
 
     @property
     def request_id(self) -> str:
-        """The engine's name for it."""
+        """The engine's id of the request."""
         return f"{self.job.name}#{self.attempt.request}.{self.attempt.number}"
 
     @property
@@ -116,7 +116,7 @@ class EngineAttempt:
 
 @dataclass(frozen=True)
 class AdmittedNotice:
-    """A sequence is admitted. pull: what a receiver asks its source for; None: nothing."""
+    """A sequence is admitted. pull: at a receiver, the pull to request from its source; None: nothing."""
 
     attempt: Attempt
     pull: Pull | None = None
@@ -124,7 +124,7 @@ class AdmittedNotice:
 
 @dataclass(frozen=True, eq=False)
 class ExportedCache:
-    """What an exported sequence leaves with its token: how it is described, and the bytes of its parts."""
+    """The cache that an exported sequence leaves with its token: its description, and the bytes of its parts."""
 
     sampled: TokenSampled
     state: CacheState
@@ -132,22 +132,22 @@ class ExportedCache:
 
 
 Notice = TokenSampled | Pull | AdmittedNotice | Ack | ExportedCache | PrefillProgress | Failed
-"""What the engine notifies the agent of: events of the protocol, and messages.
+"""The engine's notices to the agent: events of the protocol, and messages.
 
-Pull             something is wanted from another instance, beside the protocol
-Ack              a receiver has all that it needs
+Pull             request chunks from another instance, outside the protocol
+Ack              a receiver has everything it needs
 PrefillProgress  the first chunks of a source's prompt are computed
-Failed           the engine cannot go on with an attempt
+Failed           the engine cannot continue an attempt
 """
 
 Command = ComputeJob | ReceiveJob | PrefillProgress | ManifestMessage | ManifestRequest | Cancel
-"""Messages that have something to do for the engine: see `EngineAttempts.run`."""
+"""Messages that the engine carries out: see `EngineAttempts.run`."""
 
 
 class EngineAttempts:
     """An engine's attempts.
 
-    notify  is called after a step with what happened in it
+    notify  called after a step with its notices
     submit  runs a command on the engine's thread
     """
 
@@ -165,8 +165,8 @@ class EngineAttempts:
         self._signer = signer
         self._peer_store = peer_store
         self._by_id: dict[str, EngineAttempt] = {}
-        self._prepared: dict[Attempt, AdmittedRequest] = {}  # attempts that have not begun and have a grammar
-        self._changing: dict[Attempt, EngineAttempt] = {}  # those at which a step may change something
+        self._prepared: dict[Attempt, AdmittedRequest] = {}  # requests with a grammar, before their attempts begin
+        self._changing: dict[Attempt, EngineAttempt] = {}  # attempts whose phase a step may change
         self._asked: list[Pull] = []
         self._notices: list[Notice] = []
         table = engine.scheduler.manager.table
@@ -179,25 +179,25 @@ class EngineAttempts:
     # ---- commands --------------------------------------------------------------------------------------------------
 
     def prepare(self, attempt: Attempt, job: SequenceJob) -> None:
-        """Compiles the grammar of a request's constraint, on any thread. An error shows when the request begins."""
+        """Compiles the grammar of a job, on any thread. An error is raised only when the attempt begins."""
         if job.params.get("structured_outputs") is not None:
             with contextlib.suppress(QuireError):
                 self._prepared[attempt] = self._admitted(job)
 
     def _admitted(self, job: SequenceJob) -> AdmittedRequest:
-        """The request of a job, which the router has checked. Raises RequestError if its grammar cannot be compiled."""
+        """Admits a job, which the router has checked. Raises RequestError if its grammar cannot be compiled."""
         request = AdmittedRequest(None, job.prompt_ids, job.sampling(), job.cache_hints())
         self.engine.compile_grammar(request)
         return request
 
     def run(self, command: Command) -> None:
-        """Does the engine's part of a message. Raises TypeError for one that is no command."""
+        """Carries out a message. Raises TypeError for a message that is no command."""
         match command:
             case ComputeJob(Compute(attempt), job, remote_prefix):
                 self._compute(EngineAttempt(attempt, job, EngineAttemptPhase.SOURCE), remote_prefix)
             case ReceiveJob(Receive(attempt, ""), job, remote_prefix):
                 self._compute(EngineAttempt(attempt, job, EngineAttemptPhase.ALONE), remote_prefix)
-            case ReceiveJob(Receive(attempt, source), job):  # until there is a manifest, it is planned
+            case ReceiveJob(Receive(attempt, source), job):  # the attempt is planned until its manifest comes
                 self.attempts[attempt] = EngineAttempt(attempt, job, EngineAttemptPhase.PLANNED, source=source)
             case PrefillProgress(attempt, num_chunks):
                 if (work := self._planned(attempt)) is not None:
@@ -205,7 +205,7 @@ class EngineAttempts:
             case ManifestMessage(Manifest(attempt, _, token), state):
                 if (work := self._planned(attempt)) is not None:
                     self._adopt(work, state, token)
-            case ManifestRequest(attempt):  # the receiver is there, and may fetch chunks before the prompt is computed
+            case ManifestRequest(attempt):  # the receiver may now prefetch computed chunks
                 if (work := self.attempts.get(attempt)) is not None:
                     work.wants_progress = self.engine.scheduler.manager.tree.shares and not self._retains
             case Cancel(attempt):
@@ -218,8 +218,8 @@ class EngineAttempts:
         return work if work is not None and work.phase is EngineAttemptPhase.PLANNED else None
 
     def _compute(self, work: EngineAttempt, remote_prefix: RemotePrefix | None) -> None:
-        """Queues a sequence whose prompt is computed here. What is cached elsewhere is found like what is on a disk,
-        and fetched if that pays.
+        """Queues a sequence whose prompt is computed here. Chunks cached on other instances are found like chunks on a
+        disk, and fetched if that is faster.
         """
         job, will_hand_over = work.job, work.phase is EngineAttemptPhase.SOURCE
         sequence = self._begin(work, Handover(job.seed, tuple(job.token_ids), job.cumulative, will_hand_over))
@@ -228,7 +228,7 @@ class EngineAttempts:
             self._peer_store.offer(work.attempt, remote_prefix.instance, sequence.keys, num_chunks, is_cached=True)
 
     def _prefetch(self, work: EngineAttempt, num_chunks: int) -> None:
-        """Fetches chunks that a source has computed, into room that nobody has reserved."""
+        """Prefetches chunks that a source has computed, into unreserved room."""
         if work.ahead is None:
             params, hints = work.job.sampling(), work.job.cache_hints()
             request = Request(work.request_id, None, work.job.prompt_ids, params, self.engine.clock(), hints)
@@ -238,7 +238,7 @@ class EngineAttempts:
         self.engine.scheduler.manager.prefetch(work.ahead)
 
     def _adopt(self, work: EngineAttempt, state: CacheState, token: Token) -> None:
-        """Queues the sequence that a manifest describes. token: that the source has sampled."""
+        """Queues the sequence that a manifest describes. token: the token that the source has sampled."""
         tokens = (*work.job.token_ids, *token.output.token_ids)
         num_tokens = len(work.job.prompt_ids) + len(tokens) - 1
         cumulative = token.output.cumulative_logprob or 0.0
@@ -254,7 +254,7 @@ class EngineAttempts:
             self._peer_store.note_state(state.num_bytes)
 
     def end(self, attempt: Attempt) -> None:
-        """Ends an attempt in any stage, and frees what it holds. Does nothing for one that has ended."""
+        """Ends an attempt in any phase, and frees its resources. Does nothing for an ended attempt."""
         self._prepared.pop(attempt, None)
         work = self.attempts.pop(attempt, None)
         if work is None:
@@ -272,7 +272,7 @@ class EngineAttempts:
             self.engine.abort(work.request_id)
 
     def find_pages(self, wanted: PullRequest, release: Callable[[list[HeldPages]], None]) -> OutgoingPages | None:
-        """The pages that another instance asks for; None if some are not here, not yet or not any more.
+        """The pages that another instance requests; None if some of them are not here.
 
         release  see OutgoingPages
         """
@@ -286,7 +286,7 @@ class EngineAttempts:
         return None if pages is None else OutgoingPages(pages, self._table.shape[0], self._signer, release)
 
     def _prompt_pages(self, sequence: Sequence, groups: list[list[int]]) -> list[HeldPages] | None:
-        """Chunks of a prompt that is still computed."""
+        """Chunks of a prompt that is still being computed."""
         path = sequence.path
         if not self._has_all(groups, path.num_shared):
             return None
@@ -305,12 +305,12 @@ class EngineAttempts:
         return [HeldPages(self._table, whole.subset(sorted(group)), rows[sorted(group)]) for group in groups]
 
     def _has_all(self, groups: list[list[int]], num_chunks: int) -> bool:
-        """Whether groups of chunks are among the first ones, and these are complete."""
+        """Whether all groups lie in the first `num_chunks` chunks, and these are complete."""
         chunks = set(range(num_chunks))
         return bool(groups) and not self._retains and all(group and set(group) <= chunks for group in groups)
 
     def load(self, instance: str, *, with_stats: bool) -> InstanceLoad:
-        """What there is to do."""
+        """The current load."""
         scheduler, manager = self.engine.scheduler, self.engine.scheduler.manager
         rows = sum(max(0, each.num_prompt - each.num_computed) for each in scheduler.running)
         rows += sum(len(each.token_ids) for each in scheduler.waiting if each.swapped is None)
@@ -323,10 +323,10 @@ class EngineAttempts:
         )  # fmt: skip
 
     def _is_at_work(self, work: EngineAttempt) -> bool:
-        """Whether the other instance and the router should go on waiting for the next thing to hear of an attempt.
+        """Whether the other instance and the router should keep waiting for the next event of an attempt.
 
-        A receiver that waits for room is, as long as others run, which will free theirs. If nobody runs, exports hold
-        the room: two instances that do this to each other are ended by the deadlines.
+        A receiver that waits for room is at work while other sequences run, because they will free their room. If none
+        runs, exports hold the room: two instances may block each other like this, and the deadlines end such attempts.
         """
         if work.sequence is None:
             return False
@@ -335,7 +335,7 @@ class EngineAttempts:
             case EngineAttemptPhase.ADOPTED if is_waiting:
                 return bool(self.engine.scheduler.running)
             case EngineAttemptPhase.ALONE | EngineAttemptPhase.DECODING if work.has_begun:
-                return is_waiting or work.sequence.num_pending > 1  # it is computed again
+                return is_waiting or work.sequence.num_pending > 1  # a preempted sequence is computed again
             case EngineAttemptPhase.SOURCE:
                 return work.outgoing_export is None
         return True
@@ -359,10 +359,10 @@ class EngineAttempts:
             self._notify(notices)
 
     def _look_at(self, work: EngineAttempt, sequence: Sequence) -> bool:
-        """Whether later steps may change something, too."""
+        """Notes the progress of an attempt. Returns whether later steps may change it again."""
         is_new = work.phase in (EngineAttemptPhase.SOURCE, EngineAttemptPhase.ALONE) and work.admitted is None
         if is_new and sequence.state is not SequenceState.WAITING:
-            work.admitted = self.engine.scheduler.manager.tree.now  # the step's begin
+            work.admitted = self.engine.scheduler.manager.tree.now  # start of the step
             if work.phase is EngineAttemptPhase.SOURCE:
                 self._notices.append(AdmittedNotice(work.attempt))
         if work.phase is EngineAttemptPhase.SOURCE:
@@ -380,7 +380,7 @@ class EngineAttempts:
             else:
                 self._asked.remove(own)
         if work.phase is EngineAttemptPhase.PULLING and sequence.path.transfer is None:
-            # They have arrived, or the engine computes them.
+            # The chunks have arrived, or the engine computes them.
             work.phase = EngineAttemptPhase.DECODING
             self._notices.append(Ack(work.attempt))
         match work.phase:

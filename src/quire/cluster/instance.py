@@ -1,8 +1,8 @@
 """An instance: a process with an engine, which the router starts.
 
-    python -m quire.cluster.start NUMBER      with an `LaunchConfig` as JSON on the standard input
+        python -m quire.cluster.start NUMBER      with a `LaunchConfig` as JSON on the standard input
 
-It loads the model, measures what it can do, tells the router, and then does its part of every attempt until the router
+It loads the model, measures its speed, reports to the router, and then does its part of every attempt until the router
 ends it or is gone.
 """
 
@@ -43,31 +43,31 @@ from quire.version import __version__
 log = logging.getLogger("quire")
 
 DIAL_SECONDS = 10.0
-"""How long an instance tries to reach its router."""
+"""Seconds for which an instance tries to reach its router."""
 
 HELLO_SECONDS = 1.0
-"""Interval at which an instance that loads says that it is alive."""
+"""Interval of heartbeats while an instance loads."""
 
 END_SECONDS = 10.0
-"""How long an instance that ends waits for its engine's step."""
+"""Seconds for which an ending instance waits for its engine's step."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What a router starts an instance with.
+    """The configuration with which a router starts an instance.
 
-    name       of the instance, with the number of its start: a restarted instance has another name
+    name       name of the instance, with the number of its start: a restarted instance has another name
     router     address of the router
-    secret     of the cluster, hexadecimal
+    secret     secret of the cluster, hexadecimal
     model      as on the command line
     options    settings of the engine, by key
-    transport  of the caches: shm or tcp
-    host       address that the instance listens on
-    cores      that the instance runs on; empty: all
+    transport  transport of the caches: shm or tcp
+    host       address on which the instance listens
+    cores      cores on which the instance runs; empty: all
     timeout    seconds without a token after which the router gives an attempt up
-    log_level  of the process
-    pin_file   that the pins are from, for messages
-    pins       prefixes that are computed and pinned before the instance is ready, for each of the salts
+    log_level  log level of the process
+    pin_file   file of the pins, for messages
+    pins       prefixes that are computed and pinned for each of the salts, before the instance is ready
     """
 
     name: str
@@ -86,24 +86,24 @@ class LaunchConfig:
     salts: tuple[str, ...] = ("",)
 
     def to_json(self) -> str:
-        """One line. Values of options that JSON does not know become text, such as paths."""
+        """The configuration as one line. Values of options that JSON cannot represent, such as paths, become text."""
         return json.dumps(dataclasses.asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> LaunchConfig:
-        """What `to_json` wrote."""
+        """The inverse of `to_json`."""
         return msgspec.convert(json.loads(text), cls)
 
 
 def compatibility_tag() -> bytes:
-    """What all processes of a cluster have in common."""
+    """A tag that all processes of a cluster share."""
     return f"quire {__version__}".encode()
 
 
 class Instance:
     """Engine, connections and agent of one process."""
 
-    # Once the engine has started:
+    # Set once the engine has started.
     _engine_attempts: EngineAttempts
     _ready: InstanceReady
 
@@ -141,7 +141,7 @@ class Instance:
         )
 
     def run(self) -> int:
-        """Until the router ends it. Returns the exit code."""
+        """Runs until the router ends it. Returns the exit code."""
         self._connections.learn(ROUTER, self.launch_config.router)
         try:
             self._connections.connect(ROUTER, DIAL_SECONDS)
@@ -155,7 +155,7 @@ class Instance:
             reason = str(self._error) or type(self._error).__name__
             failed = InstanceReady(self.launch_config.name, "", 0, 0, None, 0.0, 0.0, error=reason)
             self._connections.send(ROUTER, failed)
-            self._is_alone.wait(DIAL_SECONDS)  # the router ends the connection once it has read why
+            self._is_alone.wait(DIAL_SECONDS)  # the router closes the connection once it has read the error
             self._connections.close()
             return 1
         self._is_ready()
@@ -169,7 +169,7 @@ class Instance:
         return 1 if self.thread.is_alive else 0
 
     def end(self) -> None:
-        """Ends `run` soon. While it loads, nobody waits for it."""
+        """Ends `run` soon; while the model loads, it ends the process at once."""
         self.agent.stop()
         if not self._started.is_set():
             os._exit(1)
@@ -177,7 +177,7 @@ class Instance:
     # ---- EngineListener: on the engine's thread --------------------------------------------------------------------
 
     def has_started(self, error: BaseException | None) -> None:
-        """Measures, and says that the instance is ready."""
+        """Measures the engine, and reports that the instance is ready."""
         self._error = error
         if error is None:
             try:
@@ -208,7 +208,7 @@ class Instance:
         self._engine_attempts.has_stepped(outputs)
 
     def has_failed(self, reason: str) -> None:
-        """An engine that stopped ends its instance. The router starts another one."""
+        """Ends the instance of an engine that has stopped. The router starts another one."""
         self._failed = True
         self.agent.stop()
 
@@ -230,7 +230,7 @@ class Instance:
         if name == ROUTER:
             self._is_alone.set()
             if not self._started.is_set():
-                os._exit(1)  # it still loads, and nobody waits for it
+                os._exit(1)  # it still loads, and holds no attempts
 
     def _set_role(self, role: str) -> None:
         assert self.thread.loaded is not None
@@ -239,7 +239,7 @@ class Instance:
 
 
 def log_to_stderr(launch_config: LaunchConfig) -> None:
-    """Begins the lines of this process' log with the instance's name."""
+    """Logs to stderr, with the instance's name in each line."""
     line = f"%(asctime)s %(levelname)s {launch_config.name}: %(message)s"
     logging.basicConfig(level=launch_config.log_level, format=line, stream=sys.stderr)
 

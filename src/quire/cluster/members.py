@@ -1,4 +1,4 @@
-"""What a router knows of its instances, and how it chooses among them. Knows no connection and no process."""
+"""The router's model of its instances, and its choice among them. Knows no connection and no process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from quire.cluster.bodies import InstanceLoad, InstanceReady, RemotePrefix
 from quire.cluster.messages import Attempt
 
 MOST_KEYS = 200_000
-"""Keys of chunks that the index remembers, some 30 MB."""
+"""Maximum number of chunk keys in the index, some 30 MB."""
 
 TRANSFER_SECONDS_PER_TOKEN = 25e-6
-"""Until an instance has measured it: 40 KB a token at 1.6 GB/s. The router only compares; the instance decides."""
+"""The default before an instance has measured it: 40 KB a token at 1.6 GB/s. The router only compares instances; each
+instance decides for itself whether to fetch."""
 
 
 class Health(Enum):
@@ -26,7 +27,7 @@ class Health(Enum):
 
     STARTING  loads its model
     SERVING   gets attempts
-    DRAINING  finishes those that it has
+    DRAINING  finishes its attempts
     DOWN      failed or ended
     """
 
@@ -43,16 +44,16 @@ ROLES = ("prefill", "decode", "mixed")
 class Member:
     """An instance.
 
-    name        with the number of its start
-    place       without it: a restarted instance takes the place of the one before
-    ready       what it has measured; see `set_ready`
-    load        what it said last; see `set_load`
+    name        name of the instance, with the number of its start
+    place       the name without this number: a restarted instance takes the place of the one before
+    ready       its measurements; see `set_ready`
+    load        its last reported load; see `set_load`
     stats       counters of its engine, a little older
-    seen        when, on the router's clock
-    is_loading  whether it has said that it loads
-    rows        of prompts that it computes, by attempt; `num_rows` together
-    sequences   attempts that it decodes or will
-    group       of instances on one machine, among which caches should stay
+    seen        time of the last load, on the router's clock
+    is_loading  whether it has reported that it loads
+    rows        rows of the prompts that it computes, by attempt; `num_rows` is their sum
+    sequences   attempts that it decodes or will decode
+    group       name shared by instances on one machine, among which caches should stay
     """
 
     name: str
@@ -69,7 +70,7 @@ class Member:
     group: str = ""
     num_rows: int = 0
 
-    # These follow from `ready` and `load`. Every choice of an instance compares them for all, so they are kept.
+    # Derived from `ready` and `load`, and stored because every choice compares them for all instances.
     seconds_per_row: float = field(default=1e-3, init=False)
     batch: int = field(default=1, init=False)
     used_memory: float = field(default=0.0, init=False)
@@ -79,11 +80,11 @@ class Member:
             self.set_ready(self.ready)
 
     def set_ready(self, ready: InstanceReady) -> None:
-        """It has measured what it can do."""
+        """Stores the instance's measurements."""
         self.ready, self.seconds_per_row, self.batch = ready, ready.seconds_per_row, ready.batch or 1
 
     def set_load(self, load: InstanceLoad, now: float) -> None:
-        """It has said how full it is."""
+        """Stores the instance's load."""
         self.load, self.seen = load, now
         self.used_memory = 1 - load.free_bytes / load.total_bytes if load.total_bytes else 0.0
 
@@ -93,42 +94,42 @@ class Member:
         return self.health is Health.SERVING
 
     def begin_prefill(self, attempt: Attempt, num_rows: int) -> None:
-        """It is to compute a prompt."""
+        """Adds a prompt that the instance will compute."""
         self.end_prefill(attempt)
         self.rows[attempt] = num_rows
         self.num_rows += num_rows
 
     def end_prefill(self, attempt: Attempt) -> None:
-        """It has computed the prompt of an attempt, or will not."""
+        """Removes a prompt that the instance has computed or will not compute."""
         self.num_rows -= self.rows.pop(attempt, 0)
 
     @property
     def machine(self) -> str:
-        """Where it runs; empty: on the router's machine. Instances on one machine have one disk."""
+        """The machine of the instance; empty: the router's machine. Instances on one machine share one disk."""
         address = urlsplit("" if self.ready is None else self.ready.address)
         return (address.hostname or "") if address.scheme == "tcp" else ""
 
     @property
     def transfer_seconds(self) -> float:
-        """Time in which it gets a token of a cache from another instance."""
+        """Seconds to fetch the cache of one token from another instance."""
         costs = (self.stats or {}).get("costs", {})
         speed = costs.get("fetched_bytes_per_second")
         return costs["chunk_bytes"] / PAGE_TOKENS / speed if speed else TRANSFER_SECONDS_PER_TOKEN
 
     def fullness(self) -> float:
-        """How full it is as a receiver: by sequences or by memory, whichever is more. Full is 1."""
+        """The fullness as a receiver, by sequences or by memory, whichever is larger; 1 is full."""
         by_batch, by_memory = len(self.sequences) / self.batch, self.used_memory
         return by_memory if by_memory > by_batch else by_batch  # not max: this runs for every instance and request
 
     def forget(self, attempt: Attempt) -> None:
-        """An attempt has ended."""
+        """Forgets an attempt that has ended."""
         self.end_prefill(attempt)
         self.sequences.discard(attempt)
 
 
 class PrefixIndex:
-    """Which instances may have which chunks: those that they were given. Approximate, for instances evict. Only choices
-    depend on it.
+    """Which instances may have which chunks, by the chunks that were routed to them. Approximate, because instances
+    evict; it only influences routing.
 
     One table serves all instances: a key has a bit for each of them.
     """
@@ -139,7 +140,7 @@ class PrefixIndex:
         self._numbers: dict[str, int] = {}
 
     def add(self, instance: str, keys: Sequence[bytes]) -> None:
-        """An instance is about to have these chunks. The end of a prompt is forgotten before its beginning."""
+        """Notes the chunks that an instance will have. The end of a prompt is evicted before its beginning."""
         known, bit = self._known, 1 << self._number(instance)
         for key in reversed(keys):
             having = known.get(key)
@@ -152,7 +153,7 @@ class PrefixIndex:
             known.popitem(last=False)
 
     def matched(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Number of first chunks that instances may have, by name; those without any are left out."""
+        """Number of leading chunks that each instance may have, by name; instances without any are left out."""
         having, counts = -1, dict[int, int]()
         for count, key in enumerate(keys):
             still = having & self._known.get(key, 0)
@@ -173,7 +174,7 @@ class PrefixIndex:
         }
 
     def forget(self, instance: str) -> None:
-        """An instance has lost everything."""
+        """Forgets the chunks of an instance that has lost them."""
         number = self._numbers.pop(instance, None)
         if number is not None:
             kept = ~(1 << number)
@@ -191,17 +192,17 @@ class PrefixIndex:
 
 
 def index_keys(salt: str, token_ids: list[int]) -> ChunkKeys:
-    """Keys of the chunks of a list that may grow, for the index alone: an instance's own depend on its model."""
+    """Keys of the chunks of a list that may grow, for the index only: keys of an instance also depend on its model."""
     return ChunkKeys(("router", salt), token_ids)
 
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """Who does an attempt.
+    """The instances of an attempt.
 
     source     None: the receiver computes the prompt
-    num_rows   prompt rows that are expected to be computed
-    remote_prefix  an instance from which whoever computes may fetch the prompt's first chunks, and how many
+    num_rows   expected number of prompt rows to compute
+    remote_prefix  a prefix of the prompt that the computing instance may fetch from another one
     """
 
     source: Member | None
@@ -211,8 +212,8 @@ class RoutingDecision:
 
 
 class ServingInstances(NamedTuple):
-    """The instances that get attempts: those that compute prompts, those that decode, and all. Empty lists: the roles
-    of one half may be down.
+    """The instances that get attempts: those that compute prompts, those that decode, and all. A list is empty if all
+    instances of its roles are down.
     """
 
     computing: list[Member]
@@ -221,7 +222,7 @@ class ServingInstances(NamedTuple):
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> ServingInstances:
-        """Those among some instances."""
+        """The serving instances among `members`."""
         found = [each for each in members if each.health is Health.SERVING]
         mixed = [each for each in found if each.role == "mixed"]
         first, second = ([each for each in found if each.role == role] for role in ("prefill", "decode"))
@@ -239,13 +240,13 @@ def choose_instances(
     alone: bool = False,
     fetches: bool = True,
 ) -> RoutingDecision | None:
-    """The instances of an attempt; None if there are none now.
+    """Chooses the instances of an attempt; None if none is available now.
 
-    keys        of the prompt's whole chunks
-    num_tokens  to compute if nothing is cached
+    keys        keys of the prompt's whole chunks
+    num_tokens  number of tokens to compute if nothing is cached
     routing     see ClusterConfig
-    avoided     names of instances that come last, whatever they promise
-    alone       whether one instance must do all of it, with the help of no other one
+    avoided     names of instances that are chosen last
+    alone       whether one instance must do everything, without help of another one
     fetches     whether instances fetch prefixes from each other
     """
     computing, decoding, everybody = serving
@@ -269,7 +270,7 @@ def choose_instances(
             return (comes_last, member.num_rows, len(member.sequences))
         if routing == "affinity":
             return (comes_last, -cached.get(member.name, 0), member.num_rows)
-        queue_seconds = member.num_rows * member.seconds_per_row  # to compute the prompts that it has
+        queue_seconds = member.num_rows * member.seconds_per_row  # seconds for the prompts that are queued
         return (comes_last, queue_seconds + work_of(member).seconds, member.fullness())
 
     def first_of(candidates: list[Member]) -> Member:
@@ -292,8 +293,8 @@ def choose_instances(
 
 
 def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) -> list[Member]:
-    """The members with the earliest first token, of many that compute what they have not cached. As
-    `choose_instances`, but with little work for each.
+    """The members with the earliest first token, if each computes what it has not cached. A fast pre-selection among
+    many members.
     """
     seconds = [(each.num_rows + num_tokens) * each.seconds_per_row for each in members]
     if cached:
@@ -306,7 +307,7 @@ def _soonest(members: list[Member], cached: Mapping[str, int], num_tokens: int) 
 
 
 class PrefillEstimate(NamedTuple):
-    """What an instance would do for a prompt. remote_prefix: see RoutingDecision."""
+    """An instance's expected work for a prompt. remote_prefix: see RoutingDecision."""
 
     seconds: float
     num_rows: int
@@ -316,9 +317,9 @@ class PrefillEstimate(NamedTuple):
 def _estimate_prefill(
     member: Member, num_tokens: int, num_cached: int, remote_prefix: RemotePrefix | None
 ) -> PrefillEstimate:
-    """The faster one of computing what is not cached and of fetching what another instance may have.
+    """The faster of two ways: computing everything not cached, or fetching a prefix from another instance first.
 
-    num_cached  first chunks that the instance may have
+    num_cached  number of leading chunks that the instance may have
     """
     rows = max(1, num_tokens - PAGE_TOKENS * num_cached)
     computing = PrefillEstimate(rows * member.seconds_per_row, rows, None)

@@ -1,6 +1,6 @@
-"""What router, sources and receivers tell each other, and what else happens to them: see `cluster.protocol`.
+"""Messages between router, sources and receivers, and their other events: see `cluster.protocol`.
 
-Dataclasses, not named tuples: these are equal if their fields are, whatever their types.
+Dataclasses, not named tuples: named tuples of different types are equal if their fields are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.engine.outputs import CompletionOutput, Logprob
 
 
 class Attempt(NamedTuple):
-    """A try of a request. Numbers of one request increase."""
+    """A try of a request. The numbers of one request's attempts increase."""
 
     request: int
     number: int
@@ -20,7 +20,7 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenInfo:
-    """What is known of a prompt once its first token is sampled. seconds: from the admission to that token."""
+    """Facts about a prompt, known when its first token is sampled. seconds: from the admission to that token."""
 
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     num_cached_tokens: int
@@ -33,12 +33,12 @@ class FirstTokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, from the engine that samples it to the client's stream. To the router, a message.
+    """A token, from the engine that samples it to the client's stream; for the router it is a message.
 
-    output    what the client gets: text, log-probabilities, why the answer ends
-    position  in the answer. The protocol counts it; an engine leaves it at 0
-    is_last   the answer ends with it: one message says both, so that none is left if the other one is lost
-    first     what is known of the prompt; only with the first token of the instance that computed it
+    output    the client's output: text, log-probabilities, finish reason
+    position  position in the answer. The protocol sets it; an engine leaves it at 0
+    is_last   whether the answer ends with it. The token and the end are one message, so that neither arrives alone
+    first     facts about the prompt; only with the first token of the instance that computed it
     """
 
     attempt: Attempt
@@ -48,13 +48,13 @@ class Token:
     first: FirstTokenInfo | None = field(default=None, hash=False)
 
     def at(self, position: int) -> Token:
-        """The same token at a position."""
+        """A copy with another position."""
         return Token(self.attempt, self.output, position, self.is_last, self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Router to source: compute the prompt and one token. start: tokens that the client has already."""
+    """Router to source: compute the prompt and one token. start: number of tokens that the client has already."""
 
     attempt: Attempt
     start: int
@@ -65,7 +65,7 @@ class Compute:
 class Receive:
     """Router to receiver: pull the cache from the source, and decode. Without a source it computes the prompt itself.
 
-    start  tokens that the client had when the attempt began
+    start  number of tokens that the client had when the attempt began
     """
 
     attempt: Attempt
@@ -75,7 +75,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class ManifestRequest:
-    """Receiver to source: what is there? Renews the source's lease."""
+    """Receiver to source: send the manifest. Renews the source's lease."""
 
     attempt: Attempt
 
@@ -84,8 +84,8 @@ class ManifestRequest:
 class Manifest:
     """Source to receiver: the prompt is computed, and retention has decided.
 
-    parts  of the cache
-    token  that the source has sampled
+    parts  parts of the cache
+    token  token that the source has sampled
     """
 
     attempt: Attempt
@@ -103,7 +103,7 @@ class PartsRequest:
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """Source to receiver: a part, whole. What arrives damaged does not count."""
+    """Source to receiver: one whole part. A damaged part counts as not received."""
 
     attempt: Attempt
     part: int
@@ -111,8 +111,8 @@ class CachePart:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Source to receiver: it has nothing of the attempt any more. is_over: the answer has ended, and nothing is left to
-    decode.
+    """Source to receiver: the source no longer has anything of the attempt. is_over: the answer has ended, and nothing
+    is left to decode.
     """
 
     attempt: Attempt
@@ -121,21 +121,21 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Receiver to source: all of it is here."""
+    """Receiver to source: all parts have arrived."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """Receiver to router: the source is not needed any more."""
+    """Receiver to router: the source is no longer needed."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """To the router: the attempt cannot go on."""
+    """To the router: the attempt cannot continue."""
 
     attempt: Attempt
     reason: str
@@ -165,7 +165,7 @@ Message = (
 
 
 class Envelope(NamedTuple):
-    """A message and who gets it."""
+    """A message and its recipient."""
 
     to: str
     message: Message
@@ -179,7 +179,7 @@ ROUTER, CLIENT = "router", "client"
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """At the router: an attempt may begin on these instances."""
+    """At the router: the next attempt may begin on these instances."""
 
     source: str
     receiver: str
@@ -187,26 +187,26 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class InstanceDown:
-    """At the router: an instance has failed, and has lost everything."""
+    """At the router: an instance has failed and lost all its states."""
 
     instance: str
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """At the router: the client is gone."""
+    """At the router: the client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """At an instance: there is room. parts: at a receiver, those that it has already, or does not need."""
+    """At an instance: the sequence is admitted. parts: at a receiver, the parts that it has or does not need."""
 
     parts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSampled:
-    """At a source or receiver: the next token. parts: of the cache, at a source that keeps it for its receiver."""
+    """At a source or receiver: the next token. parts: parts of the cache that a source keeps for its receiver."""
 
     token: Token
     parts: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""What operators do with a cluster: see it, drain and restart its instances, and change their roles and numbers."""
+"""Operations of an administrator on a cluster: show it, drain and restart instances, change their roles and numbers."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ log = logging.getLogger("quire")
 
 
 MEASURED = ("prompt_rows", "seconds_per_row", "batch", "seconds_per_step", "cache_bytes")
-"""What an instance has measured before it is ready."""
+"""The measurements of an instance that is not ready yet."""
 
 LOOK_SECONDS = 0.02
-"""Interval at which something that is waited for is looked at."""
+"""Interval of polling in operations that wait."""
 
 
 class InstanceLifecycle:
     """Changes the instances of a supervisor, one at a time.
 
-    All that waits raises EngineStoppedError if the cluster is closed meanwhile.
+    All methods that wait raise EngineStoppedError if the cluster is closed meanwhile.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -63,7 +63,7 @@ class InstanceLifecycle:
             raise EngineStoppedError("the cluster is closed")
 
     def set_role(self, place: str, role: str) -> None:
-        """Changes what an instance does. Attempts that it has go on."""
+        """Changes the role of an instance. Its attempts continue."""
         if (spec := self._places.specs.get(place)) is not None:
             self._places.specs[place] = spec._replace(role=role)
         for member in self.at(place):
@@ -72,7 +72,7 @@ class InstanceLifecycle:
             self._supervisor.send(member.name, AssignRole(role))
 
     async def finish(self, member: Member) -> bool:
-        """Lets an instance finish what it has, and tells it to end. Returns false if it failed meanwhile."""
+        """Drains an instance, and tells it to end. Returns false if it failed meanwhile."""
         supervisor, name = self._supervisor, member.name
         member.health = Health.DRAINING
         log.info("instance %s: finishes %d attempts", name, supervisor.router.num_attempts(name))
@@ -88,7 +88,7 @@ class InstanceLifecycle:
         return True
 
     async def wait_until_ended(self, name: str) -> None:
-        """Waits until an instance that was told to end has ended, and kills it if it does not."""
+        """Waits for the end of an instance that was told to end, and kills it after a timeout."""
         processes, end = self._supervisor.processes, time.monotonic() + END_SECONDS
         while name not in processes.ended():
             if time.monotonic() > end:
@@ -97,9 +97,9 @@ class InstanceLifecycle:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def wait_until_serving(self, place: str, name: str = "") -> None:
-        """Waits until an instance serves at a place. Raises ModelError if it does not start; it is then tried again.
+        """Waits until an instance serves at a place. Raises ModelError if it does not start; it is then started again.
 
-        name  of an instance that was started there; without one it may be any
+        name  name of the instance that was started there; empty: any instance
         """
         while place in self._places:
             if any(each.is_serving for each in self.at(place)):
@@ -114,12 +114,12 @@ class InstanceLifecycle:
         await self.wait_until_serving(place, self._supervisor.launch(place))
 
     async def end(self, place: str, *, pauses: bool = False) -> None:
-        """Lets an instance finish what it has, and waits until it has ended. pauses: no other one serves."""
+        """Drains an instance, and waits until it has ended. pauses: no other instance serves meanwhile."""
         if not pauses:
             await self._wait_for_others(place)
         del self._places.specs[place]
         for member in self.at(place):
-            if not member.is_serving:  # it hears nothing while it loads
+            if not member.is_serving:  # a loading instance reads no messages
                 self._supervisor.kill(member)
             elif await self.finish(member):
                 await self.wait_until_ended(member.name)
@@ -127,7 +127,7 @@ class InstanceLifecycle:
     async def start(self, place: str, spec: InstanceSpec, before: InstanceSpec | None = None) -> None:
         """Starts an instance, and waits until it serves. Raises ModelError if it does not start.
 
-        before  what is started again in its place if it does not start
+        before  instance to start again in its place if this one does not start
         """
         self.check_open()
         self._places.assign(place, spec)
@@ -141,8 +141,8 @@ class InstanceLifecycle:
             raise
 
     async def _wait_for_others(self, place: str) -> None:
-        """Waits, if the instance at a place serves, until others compute prompts and decode, too. One of them may have
-        failed meanwhile, and be started again.
+        """If the instance at a place serves, waits until the other instances alone compute prompts and decode. One of
+        them may have failed meanwhile and be starting again.
         """
         end = time.monotonic() + START_SECONDS
         while True:
@@ -167,9 +167,10 @@ class PlacementSwitch:
     """A switch to another placement.
 
     to       name of the placement
-    num_all  number of its actions, of which num_done are done
-    now      what is done now; empty: nothing
-    error    why it ended before its end
+    num_all  number of its actions
+    num_done  number of finished actions
+    now      the current action; empty: none
+    error    why the switch was aborted
     """
 
     to: str
@@ -182,9 +183,9 @@ class PlacementSwitch:
 class ClusterOperations:
     """Operations on a supervisor's instances, one at a time.
 
-    placement  that the instances are at first; None: they are of none
+    placement  placement of the first instances; None: they have no placement
 
-    `replanning` says how cluster.replan stands; None without it.
+    `replanning` returns the state of cluster.replan; None without it.
     """
 
     def __init__(self, supervisor: Supervisor, placement: Placement | None) -> None:
@@ -197,7 +198,7 @@ class ClusterOperations:
 
     @property
     def placement(self) -> Placement | None:
-        """The placement that the instances are; None if they are of none, or are being switched."""
+        """The placement of the instances; None if they have none, or during a switch."""
         return None if self._is_switching else self._placement
 
     @property
@@ -207,7 +208,7 @@ class ClusterOperations:
     # ---- what there is ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The instances, a place without one included, counters of the router, and quantiles of stages in seconds."""
+        """All instances and empty places, the router's counters, and quantiles of stages in seconds."""
         router = self._supervisor.router
         members = {each.place: each for each in router.members.values()}
         roles = {**self._supervisor.places.roles, **{each.place: each.role for each in members.values()}}
@@ -246,10 +247,10 @@ class ClusterOperations:
     # ---- instances -------------------------------------------------------------------------------------------------
 
     async def drain(self, place: str, *, restart: bool = True) -> None:
-        """Lets an instance finish what it has, and ends it. restart: another one takes its place.
+        """Drains an instance, and ends it. restart: another one takes its place.
 
-        Raises RequestError if no other one would be left, EngineStoppedError if the cluster is closed meanwhile, and
-        ModelError if the other one does not start; it is then tried again. Waits for other operations to end.
+        Raises RequestError if no other instance would be left, EngineStoppedError if the cluster is closed meanwhile,
+        and ModelError if the new instance does not start; it is then started again. Waits for other operations to end.
         """
         async with self._turn:
             await self._drain(place, restart=restart)
@@ -261,7 +262,7 @@ class ClusterOperations:
                 raise RequestError(f"{place} is the only instance that serves; it can be restarted", "restart")
             self._supervisor.places.specs.pop(place, None)
             self._placement = None
-        if not await self._lifecycle.finish(member):  # it is started again
+        if not await self._lifecycle.finish(member):  # the supervisor starts it again
             await self._lifecycle.wait_until_serving(place)
         elif restart:
             await self._lifecycle.launch(place)
@@ -275,10 +276,10 @@ class ClusterOperations:
                 if self._lifecycle.at(place):
                     await self._drain(place)
                 else:
-                    await self._lifecycle.wait_until_serving(place)  # it failed, and is started again soon
+                    await self._lifecycle.wait_until_serving(place)  # the supervisor starts the failed instance again
 
     def set_role(self, place: str, role: str) -> None:
-        """Changes what an instance does. Attempts that it has go on."""
+        """Changes the role of an instance. Its attempts continue."""
         if role not in ROLES:
             raise RequestError(f"{role!r} is no role; there are {', '.join(ROLES)}", "role")
         self._check_no_switch()
@@ -291,11 +292,11 @@ class ClusterOperations:
     async def switch(self, placement: Placement, *, may_pause: bool = False) -> None:
         """Switches to the instances of another placement, without a failed request; see `plan_switch`.
 
-        may_pause  requests may wait while no instance serves, if there is no other way
-        Raises RequestError while another switch is under way, ConfigError if there is no way, ModelError if an
+        may_pause  whether requests may wait while no instance serves, if there is no other way
+        Raises RequestError during another switch, ConfigError if no sequence of actions works, ModelError if an
         instance does not start, and EngineStoppedError if the cluster is closed meanwhile. After a ModelError the
-        cluster goes on with what it has, and a restarted instance gets the settings that it had. Waits for other
-        operations to end.
+        cluster continues with the instances that it has, and a restarted instance gets its former settings. Waits for
+        other operations to end.
         """
         self._check_no_switch()
         self._switch = switch = PlacementSwitch(placement_name(placement))
@@ -306,11 +307,11 @@ class ClusterOperations:
                 try:
                     await self._do_all(actions, switch)
                 except ModelError:
-                    if not switch.num_done and isinstance(actions[0], Add):  # the instances are those that were there
+                    if not switch.num_done and isinstance(actions[0], Add):  # no instance has changed
                         self._placement = before
                     raise
         except BaseException:
-            if not switch.error:  # nothing was done
+            if not switch.error:  # no action was started
                 self._switch = None
             raise
         self._switch, self._placement = None, placement

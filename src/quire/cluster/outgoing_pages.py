@@ -1,4 +1,4 @@
-"""Pages on their way to another instance, packed and signed while they are sent, by whatever thread sends them."""
+"""Pages on their way to another instance, packed and signed while they are sent, by the sending thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from quire.stores.signer import ExtentSigner
 
 
 class OutgoingPages:
-    """The extents of some runs: of each layer one for each run. A `Bulk` of `cluster.connections`.
+    """The extents of some runs: for each layer, one extent per run. A `Bulk` of `cluster.connections`.
 
-    release  called with the pages when they are sent, or will not be. It ends their holds on the engine's thread
+    release  called with the pages when they were sent or will not be sent. It ends their holds on the engine's thread
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class OutgoingPages:
         self._release = release
 
     def pack(self) -> Iterator[memoryview]:
-        """The extents, each valid until the next one is taken. `num_bytes` counts them."""
+        """Yields the extents, each valid until the next one is taken. Counts them in `num_bytes`."""
         layers = range(self._num_layers)
         packed = [(b"".join(each.run.names), each.pack(layers)) for each in self._pages]
         for _ in layers:
@@ -39,7 +39,7 @@ class OutgoingPages:
 
     @property
     def page_bytes(self) -> list[int]:
-        """Bytes of the pages of each run: all but headers."""
+        """Bytes of the pages of each run, without headers."""
         return [each.num_bytes for each in self._pages]
 
     def done(self) -> None:
@@ -48,9 +48,9 @@ class OutgoingPages:
 
 
 class OutgoingExport:
-    """An exported sequence that can be sent. What is being sent stays, even if the attempt ends meanwhile.
+    """An exported sequence that can be sent. Pages that are being sent stay, even if the attempt ends meanwhile.
 
-    release  called once it is closed and nothing of it is being sent, by any thread
+    release  called by any thread, once the export is closed and none of its pages are being sent
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class OutgoingExport:
         self._lock = threading.Lock()
 
     def outgoing_pages(self, groups: Collection[Collection[int]]) -> OutgoingPages | None:
-        """Groups of parts, to be sent; None if it is closed or has no such parts. Whoever gets it calls its `done`."""
+        """Groups of parts as a bulk; None if the export is closed or lacks a part. The caller must call `done`."""
         try:
             pages = [self._export.pages(group) for group in groups]
         except ValueError:
@@ -77,7 +77,7 @@ class OutgoingExport:
         return OutgoingPages(pages, self._num_layers, self._signer, self._sent)
 
     def close(self) -> None:
-        """Nothing more will be sent."""
+        """Closes the export: nothing more will be sent."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             is_last = not was_closed and not self._num_sending

@@ -1,7 +1,7 @@
-"""Other instances as a tier of the cache: what they hold for requests that this one goes on with.
+"""Other instances as a tier of the cache: the caches that they hold for requests that this instance continues.
 
-A source names the chunks of a prompt, and later the packed rest of it. Both are found here like chunks on a disk, and
-come by the same transfers. Nothing is put here. The engine's thread asks, and a link's thread brings extents.
+A source announces the chunks of a prompt, and later the packed rest of it. Both are found here like chunks on a disk,
+and arrive by the same transfers. Nothing is stored here. The engine's thread requests; a connection's thread delivers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quire.stores.tiers import Tier
 
 @dataclass(eq=False)
 class Offer:
-    """What a source has of an attempt.
+    """The part of an attempt's cache that a source has.
 
-    keys        of its chunks
-    shared      the run of its shared chunks so far; None: there are none
-    own         the run of the rest, once the prompt is computed; None before, and if there is none
-    is_cached   whether it may be there because of another request: the source knows nothing of the attempt
+    keys        keys of its chunks
+    shared      run of the shared chunks so far; None: none yet
+    own         run of the rest, once the prompt is computed; None: not yet, or no rest
+    is_cached   whether the chunks may be in the source's cache without the source knowing the attempt
     has_failed  whether a pull of it has failed
     """
 
@@ -43,18 +43,18 @@ class Offer:
 
     @property
     def names(self) -> list[bytes]:
-        """Of all that it has."""
+        """The keys of all its chunks and its handle."""
         return [name for run in (self.shared, self.own) if run is not None for name in run.names]
 
 
 @dataclass(eq=False)
 class Pull:
-    """A part of a transfer that a source is asked for.
+    """A part of a transfer that is requested from a source.
 
-    number  names the pull in the answer
-    offer   what the source has
-    groups  parts of the attempt, those of each run together
-    runs    in the order of their extents, of each layer one for each run
+    number  number that identifies the pull in the answer
+    offer   offer of the source
+    groups  parts of the attempt, one group per run
+    runs    runs in the order of their extents: for each layer one extent per run
     """
 
     number: int
@@ -66,12 +66,12 @@ class Pull:
 
     @property
     def attempt(self) -> Attempt:
-        """For which it is."""
+        """The attempt that the pull belongs to."""
         return self.offer.attempt
 
     @property
     def source(self) -> str:
-        """Who is asked."""
+        """The source that gets the request."""
         return self.offer.source
 
     @property
@@ -86,10 +86,10 @@ class Pull:
 
 
 class PeerStore(Tier):
-    """Finds what sources offer, by the keys of chunks and by handles.
+    """Finds the offers of sources, by the keys of chunks and by handles.
 
-    table, ask  given by its engine, before there are offers: its chunks, and what is called with each pull, on the
-                engine's thread
+    table, ask  set by the engine before the first offer: its chunk table, and a function that is called with each pull,
+                on the engine's thread
     """
 
     name = "neighbour"
@@ -123,9 +123,10 @@ class PeerStore(Tier):
         *,
         is_cached: bool = False,
     ) -> None:
-        """A source has the first `num_shared` chunks of a prompt, and the run of the rest if it is computed.
+        """Registers an offer: a source has the first `num_shared` chunks of a prompt, and the run of the rest once it
+        is computed.
 
-        is_cached  see Offer; a source that does not have them says so when it is asked
+        is_cached  see Offer; a source that lacks the chunks reports that when it is asked
         """
         self.withdraw(attempt)
         names, shared = tuple(keys.first(num_shared)), None
@@ -136,11 +137,11 @@ class PeerStore(Tier):
             self._found.setdefault(name, []).append(found)
 
     def note_state(self, num_bytes: int) -> None:
-        """Counts the bytes with which a manifest describes a cache."""
+        """Counts the bytes of a manifest's description of a cache."""
         self._counts["bytes_state"] += num_bytes
 
     def withdraw(self, attempt: Attempt) -> None:
-        """Forgets an offer. Pulls under way go on."""
+        """Forgets an offer. Pulls under way continue."""
         offer = self._offers.pop(attempt, None)
         if offer is not None:
             for name in offer.names:
@@ -150,20 +151,20 @@ class PeerStore(Tier):
                     del self._found[name]
 
     def received(self, source: str) -> tuple[int, int]:
-        """The last pull of which something came from a source, and all bytes that came from it."""
+        """The last pull that received something from a source, and the total bytes received from it."""
         return self._received.get(source, (0, 0))
 
     def forget(self, source: str) -> None:
-        """A source is gone."""
+        """Forgets a source that is gone."""
         self._received.pop(source, None)
 
     def arrive(self, number: int, extents: Iterator[memoryview]) -> bool:
-        """Takes the extents of a pull: of each layer one for each run. False if one of them is damaged or missing. On a
-        link's thread.
+        """Takes the extents of a pull: for each layer, one per run. Returns False if one is damaged or missing. On a
+        connection's thread.
         """
         pull = self.find_pull(number)
         if pull is None:
-            return True  # nobody waits for them
+            return True  # no transfer waits for them
         names = [b"".join(run.names) for run in pull.runs]
         num_layers = len(pull.transfer.ready)
         for count, extent in enumerate(extents, 1):
@@ -181,13 +182,13 @@ class PeerStore(Tier):
         return False
 
     def find_pull(self, number: int) -> Pull | None:
-        """A pull that somebody waits for."""
+        """The pull with this number, if its transfer still waits."""
         with self._lock:
             pull = self._pulls.get(number)
         return None if pull is None or pull.transfer.is_over else pull
 
     def note_layer(self, pull: Pull, layer: int, num_bytes: Sequence[int]) -> None:
-        """A layer of simulated bytes has come. num_bytes: of each run."""
+        """Counts a received layer of simulated bytes. num_bytes: bytes of each run."""
         for run, of_run in zip(pull.runs, num_bytes, strict=True):
             self._note_extent(pull, of_run)
             pull.transfer.note(run, layer)
@@ -195,7 +196,7 @@ class PeerStore(Tier):
             self._note_end(pull)
 
     def fail(self, number: int, reason: str) -> None:
-        """A source has not what a pull asked for, or does not answer."""
+        """Fails a pull whose source lacks the requested chunks or does not answer."""
         with self._lock:
             pull = self._pulls.pop(number, None)
         if pull is not None and not pull.transfer.is_over:
@@ -209,8 +210,8 @@ class PeerStore(Tier):
         self._counts["bytes_read"] += num_bytes
 
     def _note_end(self, pull: Pull) -> None:
-        """Counts pages, with their positions, and column sums, which are in the rows at the end. The rest of the bytes
-        that are read are headers, masks and exact first tokens.
+        """Counts the bytes of pages, with their positions, and of column sums, which are in the last rows. The other
+        received bytes are headers, masks and exact first tokens.
         """
         self._counts["num_read"] += len(pull.runs)
         for run in pull.runs:
@@ -222,19 +223,19 @@ class PeerStore(Tier):
     # ---- a store: see Store ----------------------------------------------------------------------------------------
 
     def find(self, name: bytes) -> Run | None:
-        """The run of a source that has this chunk or handle."""
+        """The run of a source with this chunk or handle."""
         offer = self._latest(name)
         if offer is None:
             return None
         return offer.own if offer.own is not None and name in offer.own.names else offer.shared
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
-        """Asks the sources."""
+        """Requests the runs from their sources."""
         by_offer: dict[Offer, list[Run]] = {}
         own = next((self._latest(run.names[0]) for run in runs if not run.is_shared), None)
         for run in runs:
             transfer.sources[run] = self.name
-            # Several sources may have a chunk. Best is the one that holds it for this sequence.
+            # Several sources may have a chunk. Prefer the one that holds it for this sequence.
             is_there = own is not None and own.shared is not None and {*run.names} <= {*own.shared.names}
             offer = own if is_there else self._latest(run.names[0])
             if offer is None:
@@ -251,7 +252,7 @@ class PeerStore(Tier):
             self.ask(pull)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Forgets offers that have any of these names: those that failed, or else the one that would be found."""
+        """Forgets offers with any of these names: the failed ones, or else the latest one."""
         for name in names:
             offers = self._found.get(name, [])
             for offer in [each for each in offers if each.has_failed] or offers[-1:]:
@@ -269,12 +270,12 @@ class PeerStore(Tier):
         self._found.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since start. bytes_read: of extents, bytes_pages and bytes_sums among them. bytes_state is beside."""
+        """Counts since start. bytes_read: of extents, bytes_pages and bytes_sums included, bytes_state not included."""
         return {"bytes": 0, "cap_bytes": 0, "chunks": 0, "is_on": True, **self._counts}
 
 
 def _parts(offer: Offer, run: Run) -> Iterator[int]:
-    """The parts of an attempt that a run has."""
+    """The parts of an attempt that belong to a run."""
     num_shared = 0 if offer.shared is None else len(offer.shared.names)
     if not run.is_shared:
         yield num_shared

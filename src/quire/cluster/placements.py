@@ -1,5 +1,5 @@
-"""From a placement to the instances that it wants, and from those that run to those: what is started, ended and
-changed, in which order. Pure: the supervisor does it.
+"""Computes the instances of a placement, and the actions that lead from the running instances to them. Pure: the
+supervisor carries out the actions.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ SHARED = {
     ),
     "runtime.device": "instances divide the memory of one device",
 }  # fmt: skip
-"""Settings that all instances must have in common, and why."""
+"""Settings that must be equal for all instances, each with the reason."""
 
 SHARED_ON_RAY = {"cache.memory": _RAY, "runtime.threads": _RAY}
-"""Further ones on a Ray cluster."""
+"""Further such settings on a Ray cluster."""
 
 
 MOST_INSTANCES = 1024
-"""Of a placement."""
+"""Maximum number of instances of a placement."""
 
 NAME_CHARS = 100
-"""Of a placement's name, those that are shown."""
+"""Maximum number of shown characters of a placement's name."""
 
 
 class ServedModel(NamedTuple):
-    """What every instance is started with.
+    """The model and the settings with which every instance starts.
 
     name, options, config_file  as for `LLM`
-    config                      what they say together
-    weight_bytes, cache_bytes   of one engine that has the machine alone
+    config                      the configuration that results from them
+    weight_bytes, cache_bytes   bytes of one engine that has the machine alone
     pins, salts                 prefixes that every instance pins, for each of the salts
     available_bytes             memory of the machine for all instances together
     check                       raises ConfigError for settings with which the model cannot be loaded
@@ -71,10 +71,10 @@ class ServedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class InstanceSettings:
-    """What an instance is started with. Instances with equal builds differ in their roles alone.
+    """The settings of an instance. Instances with equal settings differ only in their roles.
 
     options  settings that override those of all instances: pairs of key and value
-    cores    number of cores of this machine that it has to itself; 0: the system divides them
+    cores    number of cores of this machine reserved for it; 0: the system divides the cores
     memory   bytes of its weights and its cache on this machine
     """
 
@@ -91,7 +91,7 @@ class InstanceSpec(NamedTuple):
 
 
 def check_instances(placement: Placement) -> None:
-    """Raises ConfigError for instances that have several GPUs or stages, and for too many."""
+    """Raises ConfigError for an instance with several GPUs or stages, and for too many instances."""
     if (count := sum(each.count for each in placement.instances)) > MOST_INSTANCES:
         raise ConfigError(f"the placement has {count} instances; a cluster has at most {MOST_INSTANCES}")
     for each in placement.instances:
@@ -106,9 +106,9 @@ def check_instances(placement: Placement) -> None:
 def shared_options(
     instances: Sequence[Instances], options: Mapping[str, Any], file: Path | None, *, is_local: bool = True
 ) -> dict[str, Any]:
-    """Options of all instances: the given ones, and those of a placement that must be and are equal for all.
+    """Options of all instances: the given ones, and those of the placement that must be equal and are.
 
-    Raises ConfigError for one that must be equal and is not.
+    Raises ConfigError if an option must be equal and differs between instances.
     """
     found, configs = dict(options), [_config_of(each, options, file).to_options() for each in instances]
     for key, reason in _shared(is_local).items():
@@ -127,14 +127,14 @@ def shared_options(
 def specs_of(
     instances: Sequence[Instances], model: ServedModel, num_cores: int, *, is_local: bool = True
 ) -> list[InstanceSpec]:
-    """The instances that a placement wants, by role.
+    """The instances of a placement, by role.
 
-    model      with the shared options
-    num_cores  of this machine, for all instances
+    model      model with the shared options
+    num_cores  cores of this machine, for all instances
     is_local   whether instances run on this machine
-    Raises ConfigError for settings that cannot be, for a shared one that is not that of the model, and for more cores
-    than there are. On this machine an automatic cache gets a part of the memory, and an instance without threads of its
-    own a part of the cores.
+    Raises ConfigError for invalid settings, for a shared setting that differs from the model's, and for more cores than
+    there are. On this machine, an automatic cache gets a part of the memory, and an instance without a number of
+    threads gets a part of the cores.
     """
     common, each_of = model.config.to_options(), [each for each in instances for _ in range(each.count)]
     overrides: list[dict[str, Any]] = []
@@ -161,8 +161,8 @@ def specs_of(
 def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
     """The number of cores of each instance. Raises ConfigError if there are too few.
 
-    threads  that a placement gives an instance, and so many cores; None: an equal part of what the others leave
-    returns  0 for all if none is given and there are fewer cores than instances: the system divides them
+    threads  threads of each instance in the placement, and thus its cores; None: an equal part of the remaining cores
+    returns  0 for all if no threads are given and there are fewer cores than instances: the system divides the cores
     """
     given, count = sum(each or 0 for each in threads), threads.count(None)
     if given + count > num_cores:
@@ -179,8 +179,8 @@ def core_counts(threads: Sequence[int | None], num_cores: int) -> list[int]:
 
 
 def cache_sizes(given: Sequence[int | None], model: ServedModel) -> list[int]:
-    """Bytes of the cache of each instance. None: an equal part of what the others leave of the memory that one engine
-    would take, at least a quarter of an equal part of its cache.
+    """Bytes of the cache of each instance. An instance with None gets an equal part of the remaining memory, of what
+    one engine would take, but at least a quarter of an equal part of one engine's cache.
     """
     count, (weights, alone) = given.count(None), (model.weight_bytes, model.cache_bytes)
     rest = weights + alone - sum(weights + each for each in given if each is not None)
@@ -189,7 +189,7 @@ def cache_sizes(given: Sequence[int | None], model: ServedModel) -> list[int]:
 
 
 def placement_name(placement: Placement) -> str:
-    """The name that people know a placement by, without characters that a terminal obeys."""
+    """The placement's name for people, without control characters."""
     name = "".join(each for each in str(placement.made.get("name", "")) if each.isprintable())
     return name[:NAME_CHARS] or "placement"
 
@@ -220,7 +220,7 @@ def _shared(is_local: bool) -> dict[str, str]:
 
 
 class SetRole(NamedTuple):
-    """An instance gets another role. What it has goes on."""
+    """Changes the role of an instance. Its attempts continue."""
 
     place: str
     role: str
@@ -230,7 +230,7 @@ class SetRole(NamedTuple):
 
 
 class Remove(NamedTuple):
-    """An instance finishes what it has, and ends."""
+    """Drains an instance and ends it."""
 
     place: str
 
@@ -239,7 +239,7 @@ class Remove(NamedTuple):
 
 
 class Add(NamedTuple):
-    """An instance starts."""
+    """Starts an instance."""
 
     place: str
     spec: InstanceSpec
@@ -249,7 +249,7 @@ class Add(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """An instance ends as with Remove, and then another one starts in its place. pauses: none serves in between."""
+    """Drains and ends an instance, then starts another one in its place. pauses: no instance serves in between."""
 
     place: str
     spec: InstanceSpec
@@ -264,10 +264,10 @@ Action = SetRole | Remove | Add | Restart
 
 @dataclass(frozen=True)
 class MachineCapacity:
-    """What all instances together may take.
+    """The resources for all instances together.
 
     cores, memory  of this machine
-    places         the only ones that instances may have; None: any
+    places         the only possible places of instances; None: any
     """
 
     cores: int
@@ -275,7 +275,7 @@ class MachineCapacity:
     places: tuple[str, ...] | None = None
 
     def fits(self, all_settings: Iterable[InstanceSettings]) -> bool:
-        """Whether instances with these builds may run at once."""
+        """Whether instances with these settings may run at the same time."""
         found = list(all_settings)
         return (
             sum(each.cores for each in found) <= self.cores
@@ -290,16 +290,16 @@ class MachineCapacity:
 
 
 def covers_both_phases(roles: Collection[str]) -> bool:
-    """Whether instances with these roles compute prompts and decode."""
+    """Whether instances with these roles cover both prefill and decoding."""
     return "mixed" in roles or {"prefill", "decode"} <= {*roles}
 
 
 def match_instances(
     present: Mapping[str, InstanceSpec], wanted: Sequence[InstanceSpec]
 ) -> tuple[dict[str, str], list[InstanceSpec]]:
-    """The places that go on, each with the role it gets, and the instances that must be started.
+    """The places whose instances stay, each with its new role, and the instances that must be started.
 
-    As many as possible go on, and of these as many as possible keep their roles.
+    As many as possible stay, and of these as many as possible keep their roles.
     """
     free, coming, kept = dict(present), list(wanted), dict[str, str]()
     for keeps_role in (True, False):
@@ -323,13 +323,13 @@ def plan_switch(
 ) -> list[Action]:
     """The actions that bring a cluster from the present instances to the wanted ones, with the fewest starts.
 
-    At every moment some instances that serve compute prompts and decode, and what runs has room. An instance starts
-    before another one ends where there is room for both. Roles change in between where others' work needs it.
+    At every moment, serving instances cover prefill and decoding, and all running instances have room. A new instance
+    starts before another one ends, if there is room for both. Roles change in between to cover both phases.
 
-    present    by place
+    present    running instances by place
     down       places whose instances do not serve; they are ended first
-    may_pause  whether no instance may serve for a while if there is no other way; the actions then say when
-    Raises ConfigError if the wanted instances have no room, or need a pause that may not be.
+    may_pause  whether no instance may serve for a while if there is no other way; the action is then marked
+    Raises ConfigError if the wanted instances have no room, or need a pause that is not allowed.
     """
     if not capacity.fits(each.settings for each in wanted):
         raise ConfigError(f"the placement has no room: {_total(wanted)} are needed, and there are {capacity}")
@@ -339,10 +339,10 @@ def plan_switch(
 
 @dataclass
 class _SwitchPlanner:
-    """A switch, action by action.
+    """Plans a switch, action by action.
 
-    here   instances that serve, by place
-    goal   roles in the end of those that stay
+    here   serving instances, by place
+    goal   final roles of the instances that stay
     """
 
     present: Mapping[str, InstanceSpec]
@@ -359,7 +359,7 @@ class _SwitchPlanner:
         self.goal, self.coming = match_instances(self.here, self.wanted)
 
     def actions(self) -> Iterator[Action]:
-        """All of them. What one does has been done when the next one is asked for."""
+        """Yields the actions. The state already includes an action's effect when the next one is planned."""
         yield from (Remove(place) for place in self.present if place in self.down)
         while self.coming or self._leaving():
             spec = self._first_that_fits(self.here.values())
@@ -394,7 +394,7 @@ class _SwitchPlanner:
         return self.capacity.fits([spec.settings, *(each.settings for each in beside)])
 
     def _first_that_fits(self, beside: Iterable[InstanceSpec], role: str = "") -> InstanceSpec | None:
-        """The first one to start for which there is room, one with this role before all others."""
+        """The first instance to start that fits; instances with `role` come first."""
         found = [spec for spec in self.coming if self._fits(spec, beside)]
         return min(found, key=lambda spec: spec.role != role, default=None)
 
@@ -410,7 +410,7 @@ class _SwitchPlanner:
         return min(free, key=lambda name: name.rpartition("-")[0] != role)
 
     def _next_to_leave(self) -> str:
-        """Who ends next: one after whom another one has room, rather of the same role, whose role most others have."""
+        """The place that ends next: its room should fit a new instance, preferably of the same role."""
         leaving = self._leaving()
         safe = [place for place in leaving if self._is_safe(place)]
         if not safe and not self.may_pause:
@@ -429,18 +429,18 @@ class _SwitchPlanner:
         return max(safe or leaving, key=merit)
 
     def _is_safe(self, place: str) -> bool:
-        """Whether somebody serves from then on until the end."""
+        """Whether some instance serves from then on until the end of the switch."""
         rest = self._without(place)
         if any(each in self.goal for each in rest):
             return True
         return any(self._fits(spec, [last]) for last in rest.values() for spec in self.coming)
 
     def _covering(self, rest: Mapping[str, InstanceSpec]) -> Iterator[Action]:
-        """Gives one of those that stay for now another role if the others do only prompts, or only decode."""
+        """Changes a role among the remaining instances if these alone would only do prompts or only decode."""
         roles = [spec.role for spec in rest.values()]
         if not rest or covers_both_phases(roles):
             return
-        others = roles[1:]  # all have one role
+        others = roles[1:]  # all have the same role
         place = next(
             (each for each in rest if each in self.goal and covers_both_phases([self.goal[each], *others])), None
         )
@@ -450,7 +450,7 @@ class _SwitchPlanner:
             yield self._with_role(min(rest, key=lambda each: each not in self.goal), "mixed")
 
     def _settling(self) -> Iterator[Action]:
-        """Gives all their roles. The first one does both meanwhile if no change alone leaves prompts and decoding."""
+        """Gives instances their final roles. If no single change keeps both phases covered, one is mixed at first."""
         while changing := [place for place, spec in self.here.items() if spec.role != self.goal[place]]:
             for place in changing:
                 if covers_both_phases([self.goal[place], *(spec.role for spec in self._without(place).values())]):

@@ -1,4 +1,4 @@
-"""The cached prefixes of a cluster: the router asks every instance, and puts the answers together."""
+"""The cached prefixes of a cluster: the router asks every instance, and merges the answers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Item = TypeVar("Item")
 log = logging.getLogger("quire")
 
 LOOK_SECONDS = 0.1
-"""Interval at which the router looks whether an instance that it asked is still there."""
+"""Interval at which the router checks that the instances it asked are still connected."""
 
 
 class PrefixQueryKind(Enum):
-    """What a question is about.
+    """The kind of a query.
 
-    PREFIXES  those in the arena
-    KNOWN     those in the arena and on a disk
-    FIND      the one with a key
-    DROP      the one with a key, which is dropped
+    PREFIXES  prefixes in the arena
+    KNOWN     prefixes in the arena and on a disk
+    FIND      the prefix with a key
+    DROP      drop the prefix with a key
     """
 
     PREFIXES = "prefixes"
@@ -55,8 +55,8 @@ class PrefixQueryKind(Enum):
 class PrefixQuery:
     """Router to instance.
 
-    salts  visible salts begin with this text
-    key    of the last chunk of the prefix that the question is about
+    salts  prefix of the visible salts
+    key    key of the last chunk of the prefix, for FIND and DROP
     """
 
     number: int
@@ -69,10 +69,10 @@ class PrefixQuery:
 class PrefixReply:
     """Instance to router.
 
-    prefixes  in the arena
-    known     in the arena and on a disk; one or none, if it was asked for by its key
-    dropped   chunks by tier; None: there was no such prefix
-    error     why there is no answer; then the rest means nothing
+    prefixes  prefixes in the arena
+    known     prefixes in the arena and on a disk; for FIND at most one
+    dropped   number of chunks by tier; None: no such prefix
+    error     why there is no answer; the other fields then mean nothing
     """
 
     number: int
@@ -111,13 +111,13 @@ class PrefixService(AsyncPrefixes):
         return await asyncio.wrap_future(found)
 
     def handle(self, question: PrefixQuery) -> None:
-        """Answers on a thread of its own: a disk is read, and the engine may be in a long step."""
+        """Answers on a thread of its own, because it may read a disk and wait for a long step of the engine."""
         threading.Thread(target=self._answer, args=(question,), name="quire-prefixes", daemon=True).start()
 
     def _answer(self, question: PrefixQuery) -> None:
         try:
             self._connections.send(ROUTER, asyncio.run(self._found(question)))
-        except QuireError as error:  # also an answer that is too large to travel
+        except QuireError as error:  # raised also for an answer that is too large to send
             self._connections.send(ROUTER, PrefixReply(question.number, error=str(error)))
         except Exception:
             log.exception("a question about prefixes")
@@ -143,8 +143,8 @@ class PrefixService(AsyncPrefixes):
 class ClusterPrefixes:
     """The prefixes of all instances.
 
-    members  the router's, by name
-    places   of all instances, also of one that is started again
+    members  the router's instances, by name
+    places   places of all instances, restarting ones included
     send     sends a message to an instance; returns whether it is on its way
     """
 
@@ -158,40 +158,40 @@ class ClusterPrefixes:
         self._end: Exception | None = None
 
     def handle(self, answer: PrefixReply) -> None:
-        """An instance has answered. Late answers are dropped."""
+        """Takes the answer of an instance. Drops late answers."""
         asked = self._asked.get(answer.number)
         if asked is not None and not asked.done():
             asked.set_result(answer)
 
     def close(self, error: Exception) -> None:
-        """Answers all questions with an error, later ones too."""
+        """Fails all pending and later queries with an error."""
         self._end = error
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(error)
 
     async def prefixes(self, visible: SaltFilter) -> list[Prefix]:
-        """Those of each instance, parents first, with its name."""
+        """The prefixes of each instance, parents first, with the instance's name."""
         answers = await self._ask_all(PrefixQueryKind.PREFIXES, visible)
         return [
             dataclasses.replace(each, instance=name) for name, answer in answers.items() for each in answer.prefixes
         ]
 
     async def known_prefixes(self, visible: SaltFilter) -> list[CachedPrefix]:
-        """Those of all instances together, those used last first."""
+        """The merged prefixes of all instances, those used last first."""
         answers = await self._ask_all(PrefixQueryKind.KNOWN, visible)
         return merge_prefixes([(self._machine(name), answer.known) for name, answer in answers.items()])
 
     async def find_prefix(self, key: bytes, visible: SaltFilter) -> CachedPrefix | None:
-        """The prefix with this key, wherever it is."""
+        """The prefix with this key on any instance."""
         answers = await self._ask_all(PrefixQueryKind.FIND, visible, key)
         found = merge_prefixes([(self._machine(name), answer.known) for name, answer in answers.items()])
         return found[0] if found else None
 
     async def drop_prefix(self, key: bytes, visible: SaltFilter) -> dict[str, int] | None:
-        """Drops it everywhere. Returns the number of dropped chunks of all instances by tier; None if none had it.
+        """Drops a prefix everywhere. Returns the total number of dropped chunks by tier; None if no instance had it.
 
-        Raises InstancesFailedError while an instance is started again: it would find the prefix on its disk.
+        Raises InstancesFailedError while an instance restarts: it would find the prefix on its disk again.
         """
         ready = {member.place for member in self._members.values() if member.ready is not None}
         if coming := [place for place in self._places if place not in ready]:
@@ -211,7 +211,7 @@ class ClusterPrefixes:
         return "" if member is None else member.machine
 
     async def _ask_all(self, kind: PrefixQueryKind, visible: SaltFilter, key: bytes = b"") -> dict[str, PrefixReply]:
-        """The answers of all instances that have loaded, by name. One that goes meanwhile has no prefixes any more.
+        """The answers of all loaded instances, by name. An instance that ends meanwhile counts as having no prefixes.
 
         Raises InstancesFailedError if an instance cannot answer, and EngineStoppedError if the cluster is closed.
         """
@@ -239,9 +239,9 @@ class ClusterPrefixes:
 
 
 def merge_prefixes(found: Sequence[tuple[str, Sequence[CachedPrefix]]]) -> list[CachedPrefix]:
-    """Prefixes of several instances, those used last first. What has one key is one.
+    """Merges the prefixes of several instances, those used last first. Prefixes with the same key become one.
 
-    found  by instance: its machine, and what it has
+    found  for each instance: its machine and its prefixes
     """
     by_key: dict[str, list[tuple[str, CachedPrefix]]] = {}
     for machine, known in found:
@@ -255,7 +255,7 @@ def merge_prefixes(found: Sequence[tuple[str, Sequence[CachedPrefix]]]) -> list[
 
 
 def _tiers(found: Sequence[tuple[str, CachedPrefix]]) -> dict[str, TierCopy]:
-    """What all instances have of a prefix."""
+    """The tier copies of one prefix, summed over all instances."""
     total: dict[str, TierCopy] = {}
     for tier, held in _by_tier((machine, each.tiers) for machine, each in found):
         known = total.get(tier, TierCopy(0, 0.0, 0.0))
@@ -268,7 +268,7 @@ def _tiers(found: Sequence[tuple[str, CachedPrefix]]) -> dict[str, TierCopy]:
 
 
 def group_by_machine(found: Iterable[tuple[str, Item]]) -> list[list[Item]]:
-    """What instances have, by the machine that each runs on."""
+    """Groups items of instances by the instances' machines."""
     groups: dict[str, list[Item]] = {}
     for machine, each in found:
         groups.setdefault(machine, []).append(each)
@@ -276,12 +276,12 @@ def group_by_machine(found: Iterable[tuple[str, Item]]) -> list[list[Item]]:
 
 
 def _by_tier(found: Iterable[tuple[str, Mapping[str, Item]]]) -> Iterator[tuple[str, list[Item]]]:
-    """What the instances of each machine have in each tier."""
+    """Groups items of instances by tier and machine."""
     for own in group_by_machine(found):
         for tier in dict.fromkeys(tier for each in own for tier in each):
             yield tier, [each[tier] for each in own if tier in each]
 
 
 def machine_total(tier: str, amounts: Sequence[int]) -> int:
-    """What several instances of a machine have: the folder of a disk is the same for all of them."""
+    """The total of several instances on a machine, which share the folder of a disk."""
     return max(amounts) if tier == DISK else sum(amounts)

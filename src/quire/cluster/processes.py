@@ -17,12 +17,12 @@ from quire.config import EngineConfig
 log = logging.getLogger("quire")
 
 END_SECONDS = 10.0
-"""Time in which an instance may end by itself."""
+"""Seconds that an instance has to end by itself."""
 
 
 @dataclass(frozen=True)
 class _Instance:
-    """A process, and the pipe that ends it with this one while it starts."""
+    """A process, and the pipe through which it ends together with this process while it starts."""
 
     process: subprocess.Popen[bytes]
     writing: int
@@ -31,9 +31,9 @@ class _Instance:
 class Processes:
     """The instances that this process has started, by name.
 
-    transport  how caches travel between them, unless a setting says otherwise
+    transport  default transport of their caches
     is_local   whether they share the cores and the memory of this machine
-    arguments  of Python, which start one; the number of a pipe follows them, see `cluster.start`
+    arguments  Python's arguments that start an instance; the number of a pipe is appended, see `cluster.start`
     """
 
     transport = "shm"
@@ -45,21 +45,21 @@ class Processes:
         self._killed: list[subprocess.Popen[bytes]] = []
 
     async def open(self, roles: Mapping[str, str], config: EngineConfig, weight_bytes: int) -> str:
-        """Gets ready for instances. Returns the host at which they reach this process. Raises ConfigError.
+        """Prepares for instances. Returns the host at which they reach this process. Raises ConfigError.
 
-        roles  by place
+        roles  roles by place
         """
         return "127.0.0.1"
 
     def group(self, place: str) -> str:
-        """Whatever instances have in common that must share a machine with this one."""
+        """The group of instances that must share a machine with this one."""
         return ""
 
     def start(self, launch_config: LaunchConfig) -> None:
-        """Starts an instance. Raises OSError if that cannot be.
+        """Starts an instance. Raises OSError if that fails.
 
-        It reads its configuration, with the secret, from a file in memory that has no name. A pipe would make the
-        caller wait until the instance reads, because pinned prefixes may be longer than a pipe.
+        The instance reads its configuration, with the secret, from an anonymous file in memory. A pipe would block the
+        caller until the instance reads, because pinned prefixes may be longer than a pipe's buffer.
         """
         environment = (
             {**os.environ, "OMP_NUM_THREADS": str(max(1, len(launch_config.cores)))} if launch_config.cores else None
@@ -71,7 +71,7 @@ class Processes:
             self._running[launch_config.name] = _Instance(*started)
 
     def kill(self, name: str) -> None:
-        """Ends an instance at once, also a stopped one. The system may take a while to free its memory."""
+        """Ends an instance at once, even a stopped one. The system may take a while to free its memory."""
         instance = self._running.pop(name, None)
         if instance is not None:
             instance.process.kill()
@@ -89,7 +89,7 @@ class Processes:
         return [name for name, each in self._running.items() if each.process.poll() is not None]
 
     async def wait(self, seconds: float = END_SECONDS) -> None:
-        """Waits for all of them, which were told to end, and then kills the others."""
+        """Waits for all instances, which were told to end, and kills the rest."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while any(each.process.poll() is None for each in self._running.values()) and loop.time() < end:

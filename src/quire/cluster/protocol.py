@@ -1,10 +1,10 @@
 """The hand-over of a request from the instance that computes its prompt to the one that decodes it, as pure functions:
-(state, event) -> (state, messages). Knows no socket, clock or thread. Whoever drives it gives it events, sends the
-messages, and keeps the deadlines.
+(state, event) -> (state, messages). Knows no socket, clock or thread. The driver passes events in, sends the messages,
+and keeps the deadlines.
 
     router    names the two instances, and passes each token on once
     source    computes the prompt, and holds its pages until the receiver has them or a lease ends
-    receiver  pulls what it lacks once it has room, and decodes once all of it is there
+        receiver  pulls the parts it lacks once it has room, and decodes once all parts have arrived
 
     router --Compute--> source       router --Receive--> receiver
                         source <--ManifestRequest, PartsRequest-- receiver
@@ -12,18 +12,18 @@ messages, and keeps the deadlines.
                         source <--Ack---------------------------- receiver
     router <--Token---- source       router <--HandedOver, Token------------- receiver
 
-What the source has computed of a long prompt may travel before there is a manifest. Such chunks are cached chunks like
-any others, and the protocol need not know of them. An attempt without a source is computed by its receiver alone.
+Computed chunks of a long prompt may be sent before the manifest. The protocol need not know of them, because they are
+ordinary cached chunks. An attempt without a source is computed by its receiver alone.
 
-A try of a request is an attempt. Whatever fails ends the attempt, and the router begins another one with the tokens so
-far as its prompt, as long as there are tries. Every message names its attempt, so nobody mixes two of them.
+A try of a request is an attempt. A failure ends the attempt, and the router begins another one, whose prompt includes
+the tokens so far, as long as tries are left. Every message names its attempt, so two attempts are never confused.
 
-Messages may be lost and repeated, and those of different pairs of processes overtake each other. An instance that fails
-loses its states, and may come back without them. States that hold something have a deadline (`has_deadline`). What has
-ended is remembered for a while, so that late messages begin nothing again.
+Messages may be lost and repeated, and messages between different pairs of processes may overtake each other. A failed
+instance loses its states, and may come back without them. States that hold resources have a deadline (`has_deadline`).
+Ended attempts are remembered for a while, so that late messages do not restart them.
 
-Source: DistServe, OSDI 2024, section 4.3 (decoding instances pull; prefill memory is the queue). Ours differs: what
-the receiver has already is not sent, and failures are handled.
+Source: DistServe, OSDI 2024, section 4.3 (decoding instances pull; prefill memory is the queue). Ours differs: parts
+that the receiver already has are not sent, and failures are handled.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from quire.cluster.messages import (
 )
 
 PULL_TRIES = 3
-"""How often a receiver asks a source that does not answer."""
+"""Number of times that a receiver asks a source that does not answer."""
 
 
 # ---- router ----------------------------------------------------------------------------------------------------------
 
 
 class RequestPhase(Enum):
-    """What a router knows of a request."""
+    """The phase of a request at the router."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -77,15 +77,15 @@ class RequestPhase(Enum):
 class RequestState:
     """A request at the router.
 
-    request    its number
-    tries      attempts that may still begin
+    request    number of the request
+    tries      number of attempts that may still begin
     phase      QUEUED: the next attempt waits for Begin
-    number     of the last attempt
-    source     of that attempt; none if the receiver computes the prompt
-    receiver   of that attempt
-    is_handed_over  whether the receiver needs the source no more
-    delivered  tokens that the client has
-    early      later tokens that arrived first, by rising position
+    number     number of the last attempt
+    source     source of the last attempt; empty if the receiver computes the prompt
+    receiver   receiver of the last attempt
+    is_handed_over  whether the receiver no longer needs the source
+    delivered  number of tokens that the client has
+    early      tokens that arrived before their predecessors, by rising position
     """
 
     request: int
@@ -146,14 +146,14 @@ def advance_request(
 
 
 def _passed_on(state: RequestState, token: Token) -> tuple[RequestState, list[Envelope]]:
-    """Passes a token on, and those after it that arrived first; or keeps it until those before it have arrived."""
+    """Delivers a token and the early tokens after it, or keeps it until its predecessors have arrived."""
     sent, delivered = [], state.delivered
     early = {token.position: token} | {each.position: each for each in state.early}
     while (following := early.pop(delivered, None)) is not None:
         sent.append(Envelope(CLIENT, following))
         delivered += 1
         if following.is_last:
-            # If the source has ended the answer, the receiver still waits.
+            # If the source ended the answer, the receiver still waits for the cache.
             ended = replace(state, phase=RequestPhase.ENDED, delivered=delivered, early=())
             return ended, [*sent, *_cancels(state)]
     return replace(state, delivered=delivered, early=tuple(early[position] for position in sorted(early))), sent
@@ -176,7 +176,7 @@ def _cancels(state: RequestState) -> list[Envelope]:
 
 
 class SourcePhase(Enum):
-    """What a source does for an attempt.
+    """The phase of an attempt at its source.
 
     EXPECTED  the receiver has asked; Compute has not arrived yet
     QUEUED    waits for room
@@ -196,10 +196,10 @@ class SourcePhase(Enum):
 class SourceState:
     """An attempt at its source.
 
-    receiver  who may pull
-    start     tokens that the client had when the attempt began
-    parts     of the cache, once it is computed
-    token     that it has sampled, while it holds the cache
+    receiver  instance that may pull
+    start     number of tokens that the client had when the attempt began
+    parts     parts of the cache, once it is computed
+    token     token that it has sampled, while it holds the cache
     is_asked  whether the receiver waits for the manifest
     is_over   whether the answer has ended here
     """
@@ -217,7 +217,7 @@ class SourceState:
 def advance_source(
     state: SourceState | None, sender: str, event: Admitted | TokenSampled | Expired | Message
 ) -> tuple[SourceState | None, list[Envelope]]:
-    """The source's part. state: None if the attempt is not known. sender: of a message."""
+    """The source's part. state: None if the attempt is unknown. sender: sender of a message."""
     if state is None:
         match event:
             case Compute(attempt, start, receiver):
@@ -252,7 +252,7 @@ def advance_source(
             token = sampled.at(state.start)
             sent = [Envelope(ROUTER, token)]
             if token.is_last:
-                # A receiver that asks must not report a failure: it may be heard before the token.
+                # The receiver must not report a failure, which might reach the router before the token.
                 answer: Message = Lost(attempt, is_over=True)
                 after = replace(_ended_source(state), is_over=True)
             else:
@@ -264,7 +264,7 @@ def advance_source(
         case Expired() if phase is SourcePhase.QUEUED:
             return _ended_source(state), [Envelope(ROUTER, Failed(attempt, "no room"))]
         case Expired() if phase is SourcePhase.HELD:
-            # The receiver may have all of it, and its Ack is lost. If it has not, it asks, and fails.
+            # The receiver may have everything, and its Ack is lost. Otherwise it asks again, and fails.
             return _ended_source(state), []
     return state, []
 
@@ -277,11 +277,11 @@ def _ended_source(state: SourceState) -> SourceState:
 
 
 class ReceiverPhase(Enum):
-    """What a receiver does for an attempt.
+    """The phase of an attempt at its receiver.
 
     ASKED    waits for the manifest
-    QUEUED   waits for room. Not before the source holds all of it: room that waited for a source that waits for room
-             elsewhere could wait for ever
+    QUEUED   waits for room, only after the source holds the whole cache: otherwise two instances could wait for each
+             other's room for ever
     PULLING  waits for parts
     RUNNING  decodes, or computes the prompt if there is no source
     ENDED    holds nothing
@@ -298,12 +298,12 @@ class ReceiverPhase(Enum):
 class ReceiverState:
     """An attempt at its receiver.
 
-    source      who has the cache; none if there is nothing to pull
-    tries       how often it may still ask
+    source      instance that has the cache; empty if there is nothing to pull
+    tries       number of times that it may still ask
     parts       parts of the cache
     missing     parts that have not arrived
-    num_tokens  of the answer so far
-    token       that the source has sampled, until the router has it from here, too
+    num_tokens  number of tokens of the answer so far
+    token       token that the source has sampled, until it was also sent to the router from here
     """
 
     attempt: Attempt
@@ -319,7 +319,7 @@ class ReceiverState:
 def advance_receiver(
     state: ReceiverState | None, event: Admitted | TokenSampled | Expired | Message
 ) -> tuple[ReceiverState | None, list[Envelope]]:
-    """The receiver's part. state: None if the attempt is not known."""
+    """The receiver's part. state: None if the attempt is unknown."""
     if state is None:
         match event:
             case Receive(attempt, "", start):
@@ -365,7 +365,7 @@ def advance_receiver(
             if not state.tries:
                 reason = "no room" if phase is ReceiverPhase.QUEUED else "the source does not answer"
                 return _ended_receiver(state), [Envelope(ROUTER, Failed(attempt, reason)), *_released(state)]
-            # While it waits for room, asking renews the source's lease.
+            # While it waits for room, a repeated request renews the source's lease.
             again = PartsRequest(attempt, state.missing) if phase is ReceiverPhase.PULLING else ManifestRequest(attempt)
             return replace(state, tries=state.tries - 1), [Envelope(state.source, again)]
     return state, []
@@ -374,7 +374,7 @@ def advance_receiver(
 def _complete(state: ReceiverState) -> tuple[ReceiverState, list[Envelope]]:
     attempt, token = state.attempt, state.token
     assert token is not None, f"{attempt} has a cache without a token"
-    # The source's own message with this token may be lost.
+    # The source's own message with this token may have been lost.
     sent = [Envelope(state.source, Ack(attempt)), Envelope(ROUTER, HandedOver(attempt)), Envelope(ROUTER, token)]
     return replace(state, phase=ReceiverPhase.RUNNING, token=None), sent
 
@@ -400,5 +400,5 @@ _WAITING = frozenset(
 
 
 def has_deadline(state: RequestState | SourceState | ReceiverState) -> bool:
-    """Whether a state ends by itself after a time. The others hold nothing, or compute."""
+    """Whether a state expires after a time. The other states hold nothing, or compute."""
     return state.phase in _WAITING

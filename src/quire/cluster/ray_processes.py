@@ -1,7 +1,7 @@
 """Instances on the machines of a Ray cluster: each is an actor, in a bundle of a placement group.
 
-Ray finds the machines, starts and ends the processes, and says which have ended. Requests and caches travel over links,
-as between processes of one machine. Ray's servers are asked on a thread of their own: the router's loop waits for none.
+Ray finds the machines, starts and ends the processes, and reports which have ended. Requests and caches travel over
+connections, as between processes of one machine. A separate thread calls Ray, so that the router's loop never waits.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from quire.extras import install_command
 log = logging.getLogger("quire")
 
 ANSWER_SECONDS = 5.0
-"""Time in which the head of a Ray cluster must answer."""
+"""Seconds in which the head of a Ray cluster must answer."""
 
 LEFT_SECONDS = 2.0
-"""Time in which Ray must end the process of an instance that has ended."""
+"""Seconds in which Ray must end the process of an ended instance."""
 
 LEAST_CACHE_SHARE = 0.25
-"""Of the cache that an instance alone on its node would have; it is less only if weights leave less."""
+"""Minimum share of the cache that an instance alone on its node would have; less only if the weights leave less."""
 
 _TOKEN_HELP = "Ray reads it from RAY_AUTH_TOKEN, from the file RAY_AUTH_TOKEN_PATH or from ~/.ray/auth_token"
 
 
 class InstanceActor:
-    """An instance in the process of a Ray actor, which is gone when the actor is."""
+    """An instance in the process of a Ray actor. The process ends with the actor."""
 
     def where(self) -> tuple[int, str]:
-        """The process, and the node's id."""
+        """The process id, and the node's id."""
         import ray
 
         return os.getpid(), ray.get_runtime_context().get_node_id()
@@ -55,7 +55,7 @@ class InstanceActor:
     def run(self, launch_config: str, cache_share: int | None) -> int:
         """Runs an instance until the router ends it or is gone. Returns the exit code.
 
-        cache_share  bytes of the node for weights and cache, if the size of the cache is to be found here
+        cache_share  bytes of the node for weights and cache, if this process must compute the size of the cache
         """
         import ray
 
@@ -66,8 +66,8 @@ class InstanceActor:
             options = {**wanted.options, "cache.memory": _cache_bytes(wanted, cache_share)}
             wanted = dataclasses.replace(wanted, options=options)
         code = Instance(wanted).run()
-        # The router has Ray end the process. Where Ray's own process of the node was killed, nobody does: an actor of
-        # Ray 2.60 that is left alone stays.
+        # The router has Ray end the process. If Ray's own process of the node was killed, nothing ends it: an
+        # abandoned actor of Ray 2.60 keeps running.
         timer = threading.Timer(LEFT_SECONDS, os._exit, (code,))
         timer.daemon = True
         timer.start()
@@ -78,8 +78,8 @@ class InstanceActor:
 class _ActorState:
     """An actor.
 
-    actor     its handle; None before it is asked for
-    pid, node where it runs, once it does
+    actor     handle of the actor; None before it is requested
+    pid, node process and node of the actor, once it runs
     """
 
     actor: Any = None
@@ -92,7 +92,7 @@ class RayProcesses(Processes):
     """The instances that this process has started on a Ray cluster, by name.
 
     Every place of an instance has a bundle of resources for as long as this process lives. A restarted instance gets
-    the bundle of the one before, and Ray moves the bundles of a node that fails to others.
+    the bundle of its predecessor, and Ray moves the bundles of a failed node to other nodes.
     """
 
     transport = "tcp"
@@ -116,7 +116,7 @@ class RayProcesses(Processes):
     async def open(self, roles: Mapping[str, str], config: EngineConfig, weight_bytes: int) -> str:
         """Connects to the Ray cluster, and finds nodes for the instances.
 
-        Raises ConfigError if there is no cluster, if it wants another token or none, or if it has no room in time.
+        Raises ConfigError if there is no cluster, if the token is wrong or not required, or if there is no room.
         """
         self._config = config
         return await get_running_loop().run_in_executor(self._thread, self._open, roles, weight_bytes)
@@ -126,12 +126,12 @@ class RayProcesses(Processes):
         return self._bundles[place][0].id.hex() if self._settings.placement == "pairs" else ""
 
     def start(self, launch_config: LaunchConfig) -> None:
-        """Starts an instance. Its configuration, with the secret, is an argument of a call, which Ray does not keep."""
+        """Starts an instance. Its configuration, with the secret, is an argument of a call: Ray does not store it."""
         running = self._actors[launch_config.name] = _ActorState()
         self._thread.submit(self._begin, launch_config, running)
 
     def kill(self, name: str) -> None:
-        """Ends an instance soon, also a stopped one."""
+        """Ends an instance soon, even a stopped one."""
         if (running := self._actors.pop(name, None)) is not None:
             self._submit_end(running)
 
@@ -148,7 +148,7 @@ class RayProcesses(Processes):
         return [name for name, running in self._actors.items() if running.has_ended]
 
     async def wait(self, seconds: float = END_SECONDS) -> None:
-        """Waits for all of them, which were told to end, kills the others, and leaves the Ray cluster."""
+        """Waits for all instances, which were told to end, kills the rest, and leaves the Ray cluster."""
         self._is_closing = True
         loop = get_running_loop()
         end = loop.time() + seconds
@@ -199,7 +199,7 @@ class RayProcesses(Processes):
                     f"no Ray cluster is found for cluster.address {self._address}: {error} Start one with `ray start`,"
                     " see docs/guide/machines.md"
                 ) from error
-        # Ray itself takes 20 seconds to find out, or ends the process.
+        # Ray itself takes 20 seconds to notice a missing head, or ends the process.
         check_head(address)
         if ray.is_initialized():
             if (other := ray.get_runtime_context().gcs_address) != address:
@@ -252,7 +252,7 @@ class RayProcesses(Processes):
                     )
 
     def _cache_share(self, nodes: Sequence[Mapping[str, Any]]) -> int | None:
-        """Bytes of a node's memory that each instance may have, on the fullest node; None if it need not know."""
+        """Bytes of memory per instance on the fullest node; None if instances need not know it."""
         if self._config.cache.memory != "auto" or self._config.runtime.device == "cuda":
             return None
         from ray.util.placement_group import placement_group_table
@@ -272,7 +272,7 @@ class RayProcesses(Processes):
             if self._config.runtime.threads is None:
                 options["runtime.threads"] = self._cores
             group, index = self._bundles[launch_config.name.rpartition(".")[0]]
-            # The file of settings is on this machine alone.
+            # The file of settings exists only on this machine.
             sent = dataclasses.replace(launch_config, options=options, config_file=None, cores=())
             strategy = PlacementGroupSchedulingStrategy(group, index)
             running.actor = self._actor.options(scheduling_strategy=strategy).remote()
@@ -296,13 +296,13 @@ class RayProcesses(Processes):
         done.future().add_done_callback(finished)
 
     def _submit_end(self, running: _ActorState) -> None:
-        with contextlib.suppress(RuntimeError):  # the thread has ended: Ray ends what is left
+        with contextlib.suppress(RuntimeError):  # the thread has ended, and Ray ends the remaining actors
             self._thread.submit(self._end, running)
 
     def _end(self, running: _ActorState) -> None:
         actor, running.actor = running.actor, None
         if actor is not None:
-            with contextlib.suppress(Exception):  # Ray is gone, and ends its actors
+            with contextlib.suppress(Exception):  # Ray is gone, and its actors end with it
                 self._ray.kill(actor)
 
     def _leave(self) -> None:
@@ -320,7 +320,7 @@ class RayProcesses(Processes):
 
 
 def check_head(address: str) -> None:
-    """Raises ConfigError unless the head of a Ray cluster answers, takes our token, and takes nobody without one."""
+    """Raises ConfigError unless the head of a Ray cluster answers, accepts our token, and refuses calls without one."""
     import grpc
 
     token = find_token()
@@ -358,7 +358,7 @@ def find_token() -> str:
 
 
 def _cache_bytes(launch_config: LaunchConfig, share: int) -> int:
-    """Bytes of the cache of an instance that has only a share of its node's memory for weights and cache."""
+    """Bytes of an instance's cache, given its share of the node's memory for weights and cache."""
     from quire.engine.build import resolve
     from quire.load import find_calibration
     from quire.models.resolve import resolve_model
@@ -372,7 +372,7 @@ def _cache_bytes(launch_config: LaunchConfig, share: int) -> int:
 
 
 def _described(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The nodes of a Ray cluster, for an error."""
+    """The nodes of a Ray cluster, for an error message."""
     texts = []
     for node in nodes[:8]:
         has = node["Resources"]

@@ -1,7 +1,7 @@
-"""Searches a better placement when a cluster's requests change, and switches to it while requests go on.
+"""Searches a better placement when a cluster's traffic changes, and switches to it while requests run.
 
-`planning.drift` decides when. The search is `quire plan placement` on the last requests, in a process of its own that
-takes only what the instances leave of the processor.
+`planning.drift` decides when to search. The search runs `quire plan placement` on the last requests, in a separate
+process that uses only the processor time that instances leave.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from quire.planning.workload import Arrival, Span, Workload
 log = logging.getLogger("quire")
 
 MOST_REQUESTS = 2000
-"""Requests that a search gets at most: the last ones."""
+"""Maximum number of requests for a search: the last ones."""
 
 TICK_SECONDS = 1.0
 
 SEARCH_FACTOR = 5
-"""Multiple of the seconds of a plan after which a search is given up."""
+"""Multiple of a plan's seconds after which a search is given up."""
 
 NICE = 19
-"""Of the search's process: it runs when nobody else wants to."""
+"""Niceness of the search's process: it runs only on idle cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRequest:
-    """A request that was answered.
+    """An answered request.
 
-    at          seconds on the router's clock, when it arrived
-    keys        of its prompt's whole chunks
-    num_cached  prompt tokens that were cached
+    at          time of arrival, in seconds on the router's clock
+    keys        keys of its prompt's whole chunks
+    num_cached  number of cached prompt tokens
     """
 
     at: float
@@ -58,7 +58,7 @@ class AnsweredRequest:
 
     @classmethod
     def of(cls, request: RoutedRequest) -> AnsweredRequest:
-        """What a router knows of a request."""
+        """The record of a router's request."""
         num_in = len(request.job.prompt_ids)
         keys = tuple(request.keys.first(num_in // PAGE_TOKENS))
         return cls(request.begun, keys, num_in, len(request.token_ids), request.num_cached)
@@ -66,10 +66,10 @@ class AnsweredRequest:
 
 @dataclass(frozen=True)
 class PlacementProposal:
-    """What a search has found.
+    """The result of a search.
 
-    rate     requests/s that it is predicted to serve of the last requests
-    present  requests/s that the present placement is predicted to serve of them
+    rate     predicted requests/s for traffic like the last requests
+    present  requests/s predicted for the present placement, for the same traffic
     """
 
     placement: Placement
@@ -78,11 +78,11 @@ class PlacementProposal:
 
 
 Search = Callable[[Workload, Placement], Awaitable[PlacementProposal]]
-"""Searches for some requests, beside the present placement. Raises QuireError if there is no placement."""
+"""Searches a placement for some requests, given the present placement. Raises QuireError if it finds none."""
 
 
 def workload_of(requests: Sequence[AnsweredRequest]) -> Workload:
-    """Requests as a workload: a span for each whole chunk of a prompt, and one for the rest, which nobody shares."""
+    """Requests as a workload: one span for each whole chunk of a prompt, and one unshared span for the rest."""
     ordered = sorted(requests, key=lambda each: each.at)
     numbers: dict[bytes, int] = {}
     arrivals = []
@@ -97,10 +97,10 @@ def workload_of(requests: Sequence[AnsweredRequest]) -> Workload:
 class Replanning:
     """Watches the requests of one cluster.
 
-    present  the placement that the cluster runs; None: it does not run one as planned, and nothing is searched
+    present  the cluster's placement; None: its instances do not follow a placement, and nothing is searched
     search   see Search
-    switch   brings the cluster to a placement; raises QuireError if it cannot
-    counts   of searches, of switches, and of what failed: an exception of either
+    switch   switches the cluster to a placement; raises QuireError if that fails
+    counts   numbers of searches, switches, and failures of either
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Replanning:
         clock: Callable[[], float],
         patience: Patience | None = None,
     ) -> None:
-        """Raises ConfigError if the present placement does not say what it was planned for."""
+        """Raises ConfigError if the present placement does not state the workload that it was planned for."""
         self.counts = {"searches": 0, "switches": 0, "failed": 0}
         self._present, self._search, self._switch, self._clock = present, search, switch, clock
         self._patience = patience or Patience()
@@ -119,24 +119,24 @@ class Replanning:
         assert placement is not None, "nothing was planned"
         self._placement = placement
         self._replanner = Replanner(_planned(placement), self._patience, clock())
-        self._last: deque[tuple[float, AnsweredRequest]] = deque(maxlen=MOST_REQUESTS)  # with the time of the answer
+        self._last: deque[tuple[float, AnsweredRequest]] = deque(maxlen=MOST_REQUESTS)  # with the answer's time
 
     def note_arrival(self) -> None:
-        """A request arrives, and may be refused because too many wait."""
+        """Counts the arrival of a request, which may still be refused because too many wait."""
         self._replanner.note_arrival(self._clock())
 
     def note(self, request: AnsweredRequest) -> None:
-        """A request was answered."""
+        """Notes an answered request."""
         self._last.append((self._clock(), request))
         self._replanner.note(Seen(request.num_in, request.num_out, request.num_cached))
 
     def state(self) -> dict[str, Any]:
-        """The phase (quiet, suspect, search or switch), what has changed since it is not quiet, and the counts."""
+        """The phase (quiet, suspect, search or switch), the reason if it is not quiet, and the counts."""
         reason = ", ".join(map(str, self._replanner.reason))
         return {"phase": self._replanner.phase.value, "reason": reason, **self.counts}
 
     async def watch(self) -> None:
-        """Looks at the requests until it is cancelled."""
+        """Checks the requests periodically, until cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             present = self._present()
@@ -149,7 +149,7 @@ class Replanning:
                 await self._replan()
 
     def _adopt(self, placement: Placement) -> None:
-        """Somebody has switched the cluster to another placement."""
+        """Starts over after an operator has switched the cluster to another placement."""
         self._placement = placement
         try:
             self._replanner = Replanner(_planned(placement), self._patience, self._clock())
@@ -160,7 +160,7 @@ class Replanning:
         self.counts["searches"] += 1
         log.info("requests have changed (%s): a placement is searched", ", ".join(map(str, self._replanner.reason)))
         try:
-            # Those of the windows that differ: what was asked before them is what nobody asks any more.
+            # Only requests of the windows that differ: older requests no longer represent the traffic.
             changed = [request for at, request in self._last if at >= self._replanner.since]
             found = await self._search(workload_of(changed), self._placement)
             if self._present() is not self._placement:
@@ -198,13 +198,13 @@ def _planned(placement: Placement) -> Load:
 
 @dataclass(frozen=True)
 class SearchCommand:
-    """The search in a process of its own.
+    """The search in a separate process.
 
     model     as on the command line
     options   settings of the engine, by key
     machines  cluster file
     slo       settings of the latency targets, by key
-    seconds   that the plan may take. With the simulations after it a search may take SEARCH_FACTOR times as long
+    seconds   time limit of the plan. With the simulations after it, a search may take SEARCH_FACTOR times as long
     """
 
     model: str
@@ -255,7 +255,7 @@ def search_command(
     slo: SloConfig,
     placement: Placement | None,
 ) -> SearchCommand:
-    """The search of a cluster that begins with a placement. Raises ConfigError if cluster.replan lacks a setting."""
+    """The search for a cluster that starts with a placement. Raises ConfigError if cluster.replan lacks a setting."""
     if placement is None:
         raise ConfigError("cluster.replan needs a placement to begin with: set cluster.placement to its file")
     if slo.ttft is None or slo.tpot is None:
@@ -265,7 +265,7 @@ def search_command(
 
 
 async def _run(*words: str) -> str:
-    """Runs a command of ours. Returns what it printed. Raises QuireError with its last line if it fails."""
+    """Runs a command of Quire. Returns its output. Raises QuireError with its last line if it fails."""
     process = await asyncio.create_subprocess_exec(
         "nice", "-n", str(NICE), sys.executable, "-m", "quire", *words,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

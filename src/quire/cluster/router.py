@@ -1,6 +1,6 @@
-"""The router: gives requests to instances, passes their tokens on once, and begins again where an instance fails.
+"""The router: assigns requests to instances, delivers each token once, and retries when an instance fails.
 
-Everything runs on the server's event loop. `protocol.advance_request` decides; this module does what it says.
+Everything runs on the server's event loop. `protocol.advance_request` decides; this module carries out its decisions.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ log = logging.getLogger("quire")
 COUNTERS = (
     "preemptions", "steps", "decode_tokens", "replayed_tokens", "prefill_tokens_computed", "prefill_tokens_cached",
 )  # fmt: skip
-"""Counters of engines that only grow."""
+"""Counters of engines that never decrease."""
 
 TICK_SECONDS = 0.1
-"""Interval at which deadlines are looked at."""
+"""Interval between checks of deadlines."""
 
 
 @dataclass(eq=False)
 class RoutedRequest:
     """A request of one sequence at the router.
 
-    known      tokens of the prompt and of the answer so far; `keys` are those of their chunks for the index
+    known      tokens of the prompt and of the answer so far; `keys` are the keys of their chunks for the index
     avoided    instances of the last attempt, if it failed
-    num_cached  prompt tokens that whoever computed it had cached
-    token_ids  that the client has; `cumulative` is the sum of their log-probabilities
-    answer     is called with what the client gets: tokens, then None after the last one, or an error
-    deadline   when the attempt is given up
-    begun      when it arrived; `admitted` is when an instance, `computed_by`, began with its prompt, which its first
-               token tells; `first` when that came; `handed_over` when the receiver had its cache. On the router's clock
+    num_cached  number of prompt tokens that the computing instance had cached
+    token_ids  tokens that the client has; `cumulative` is the sum of their log-probabilities
+    answer     called with the client's items: tokens, then None after the last one, or an error
+    deadline   time at which the attempt is given up
+    begun      time of arrival; `admitted`: when the instance `computed_by` began with its prompt; `first`: when its
+               first token came; `handed_over`: when the receiver had its cache. All on the router's clock
     """
 
     state: RequestState
@@ -92,7 +92,7 @@ class RoutedRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether the client has everything, or an error."""
+        """Whether the client has the whole answer, or an error."""
         return self.state.phase in (RequestPhase.ENDED, RequestPhase.FAILED)
 
 
@@ -100,13 +100,13 @@ class Router:
     """All requests of a cluster.
 
     send     sends a message to an instance
-    shares   whether instances keep prompts for others that begin alike
-    fetches  whether they fetch such beginnings from each other
-    members  by name
-    past_counters     counters of the engines of instances that are gone
-    soon     calls something after what happens now; None: the event loop does
-    ended    is called with each request that was answered
-    tracer   exports the spans of requests; None: they are not exported
+    shares   whether instances keep prompts for later requests with the same prefix
+    fetches  whether instances fetch prefixes from each other
+    members  instances by name
+    past_counters     summed engine counters of ended instances
+    soon     schedules a call after the current event; None: on the event loop
+    ended    called with each answered request
+    tracer   exports the spans of requests; None: no export
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Router:
 
     @property
     def num_running(self) -> int:
-        """Requests with tokens that have not ended."""
+        """Number of unfinished requests with tokens."""
         return len(self._requests) - self.num_waiting
 
     def begin(
@@ -155,7 +155,7 @@ class Router:
         answer: Callable[[Token | Exception | None], None],
         trace: TraceContext | None = None,
     ) -> RoutedRequest:
-        """Takes a request. answer: gets each token, then None, or an error. trace: to export its spans with."""
+        """Takes a request. answer: gets each token, then None, or an error. trace: for the request's spans."""
         number, now = next(self._numbers), self._clock()
         known = list(job.prompt_ids)
         request = RoutedRequest(
@@ -172,11 +172,11 @@ class Router:
         return request
 
     def abort(self, request: RoutedRequest) -> None:
-        """The client is gone."""
+        """Ends a request whose client has disconnected."""
         self._route(request, Abort())
 
     def handle(self, message: Message) -> None:
-        """A message of an instance about an attempt."""
+        """Handles a message of an instance about an attempt."""
         request = self._requests.get(message.attempt.request)
         if request is None:
             return
@@ -188,9 +188,9 @@ class Router:
         self._route(request, message)
 
     def tick(self) -> None:
-        """Ends attempts whose time is over, and begins those that waited for an instance."""
+        """Expires attempts, and begins those that waited for an instance."""
         now = self._clock()
-        # One that drains makes room for another one in its place.
+        # A draining instance makes room for another one in its place.
         is_coming = any(each.health in (Health.STARTING, Health.DRAINING) for each in self.members.values())
         for request in list(self._requests.values()):
             if request.state.phase is RequestPhase.QUEUED:
@@ -207,7 +207,7 @@ class Router:
     # ---- instances -------------------------------------------------------------------------------------------------
 
     def handle_load(self, load: InstanceLoad) -> None:
-        """A sign of life. Whoever waits for its turn on an instance that goes on is not given up."""
+        """Handles a heartbeat. Renews the deadlines of attempts that wait for their turn on a working instance."""
         if (member := self.members.get(load.instance)) is None:
             return
         now = self._clock()
@@ -220,7 +220,7 @@ class Router:
                 request.deadline = deadline
 
     def down(self, name: str) -> None:
-        """An instance has failed, and has lost everything."""
+        """Handles the failure of an instance, which has lost everything."""
         member = self.members.get(name)
         if member is None or member.health is Health.DOWN:
             return
@@ -233,7 +233,7 @@ class Router:
         del self.members[name]
 
     def num_attempts(self, name: str) -> int:
-        """Attempts that an instance has a part in. A source has one until its receiver has the cache."""
+        """Number of attempts in which an instance takes part. A source takes part until its receiver has the cache."""
         running = (each.state for each in self._requests.values() if each.state.phase is RequestPhase.RUNNING)
         return sum(name == each.receiver or (name == each.source and not each.is_handed_over) for each in running)
 
@@ -246,7 +246,7 @@ class Router:
 
     def _try(self, request: RoutedRequest) -> None:
         keys = self._keys(request)
-        # The last attempt after others needs nothing but one instance.
+        # The last retry uses a single instance.
         choice = choose_instances(
             ServingInstances.of(self.members.values()), self.index, keys, len(request.known), self._routing,
             avoided=request.avoided, alone=request.state.number > 0 and request.state.tries == 1, fetches=self._fetches,
@@ -269,7 +269,7 @@ class Router:
         )  # fmt: skip
 
     def _keys(self, request: RoutedRequest) -> list[bytes]:
-        """Of the whole chunks of its tokens so far, for the index."""
+        """Keys of the whole chunks of its tokens so far, for the index."""
         return request.keys.first(len(request.known) // PAGE_TOKENS) if self._shares else []
 
     def _route(self, request: RoutedRequest, event: Any) -> None:
@@ -285,7 +285,7 @@ class Router:
                 request.reason = message.reason
         if request.state.phase is RequestPhase.QUEUED and before.phase is RequestPhase.RUNNING:
             request.reason = "no answer in time" if isinstance(event, Expired) else reason
-            # If one of two has ended, the other one has done nothing wrong, and may have the prompt in its cache.
+            # If one of the two instances is down, the other one may be chosen again, and may have the prompt cached.
             request.avoided = () if isinstance(event, InstanceDown) else (before.source, before.receiver)
             self._again(request, before)
         if request.is_over:
@@ -309,7 +309,7 @@ class Router:
 
     def _deliver(self, request: RoutedRequest, token: Token) -> None:
         output = token.output
-        request.deadline = self._clock() + self._timeout  # not with tokens behind one that is lost
+        request.deadline = self._clock() + self._timeout  # tokens after a lost one do not renew it
         request.token_ids += output.token_ids
         request.known += output.token_ids
         request.cumulative = output.cumulative_logprob or 0.0
@@ -325,7 +325,7 @@ class Router:
         request.answer(token)
 
     def _again(self, request: RoutedRequest, before: RequestState) -> None:
-        """An attempt has failed, and another one may begin."""
+        """Retries after a failed attempt."""
         log.warning(
             "%s on %s: %s; %d tokens were told, %d attempts are left",
             request.job.described(before.number), _instances(before), request.reason, before.delivered,
@@ -335,7 +335,7 @@ class Router:
         self.counts["again_streamed"] += before.delivered > 0
         self._release(request, before)
         request.deadline = self._clock() + self._timeout
-        # Not at once: more instances may be down, and their news are on the way.
+        # Not at once: more instances may be down, whose failures are not reported yet.
         self._soon(partial(self._try_again, request))
 
     def _try_again(self, request: RoutedRequest) -> None:
@@ -358,10 +358,10 @@ class Router:
                     member.forget(state.attempt)
 
     def _note_end(self, request: RoutedRequest, error: Exception | None) -> None:
-        """Logs the end of a request, and keeps the times of its stages."""
+        """Logs the end of a request, and records the times of its stages."""
         now, spans = self._clock(), list[TraceSpan]()
         is_answered = error is None and request.state.phase is RequestPhase.ENDED
-        if is_answered:  # the next turn of a conversation begins with this one
+        if is_answered:  # the next turn of a conversation begins with this answer
             self.index.add(request.state.receiver, self._keys(request))
         if request.first is not None:
             first, receiver = request.first, request.state.receiver
@@ -399,5 +399,5 @@ def _described(request: RoutedRequest) -> str:
 
 
 def _instances(state: RequestState) -> str:
-    """Those of the last attempt."""
+    """The instances of the last attempt."""
     return " and ".join(each for each in (state.source, state.receiver) if each) or "no instance"

@@ -1,7 +1,7 @@
-"""The beginning of an instance's process, before its slow imports: `python -m quire.cluster.start NUMBER`.
+"""The entry point of an instance's process, before its slow imports: `python -m quire.cluster.start NUMBER`.
 
-NUMBER is the end of a pipe: until the instance is ready, it ends when the process that started it does. Later its
-connection to the router tells it, and it ends in order.
+NUMBER is a file descriptor of a pipe. Until the instance is ready, it ends when the process that started it ends. Later
+it notices that by its connection to the router, and shuts down in order.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from quire import parent_watch
 
 
 def ignore_terminal() -> None:
-    """Ctrl-C and the end of a terminal reach all its processes. The router ends its instances when their requests are
-    done.
+    """Ignores Ctrl-C and the end of the terminal, which reach all processes of a terminal. The router ends its
+    instances when their requests are done.
     """
     for each in (signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)

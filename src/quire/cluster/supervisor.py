@@ -1,4 +1,4 @@
-"""Starts the instances of a cluster, watches them, and starts those again that fail."""
+"""Starts the instances of a cluster, watches them, and restarts failed ones."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from quire.planning.placement_file import Instances, Placement
 log = logging.getLogger("quire")
 
 START_SECONDS = 1800.0
-"""Most time in which instances load: a first start may calibrate, pack weights and compile kernels."""
+"""Maximum seconds for loading: a first start may calibrate, pack weights and compile kernels."""
 
 PROGRESS_SECONDS = 10.0
 """Interval of log lines while instances load."""
 
 LOADING_SECONDS = 60.0
-"""Seconds without a sign of life after which an instance that loads counts as failed. Loading may keep the interpreter
-busy for long.
+"""Seconds without a heartbeat after which a loading instance counts as failed. Loading may block the interpreter for
+long.
 """
 
 LEAST_PAUSE, MOST_PAUSE = 0.5, 30.0
-"""Seconds before an instance that failed is started again; twice as many after each further failure."""
+"""Seconds before a failed instance is restarted; doubled after each further failure."""
 
 
 class InstancePlaces:
-    """What the instance at each place is started with. One that is started again takes the place of the one before.
+    """The configuration of the instance at each place. A restarted instance takes the place of its predecessor.
 
-    specs  by place
-    cores  of this machine that it has to itself, by place
+    specs  instances by place
+    cores  cores of this machine reserved for the instance, by place
     """
 
     def __init__(self, model: ServedModel, *, is_local: bool) -> None:
@@ -74,16 +74,16 @@ class InstancePlaces:
 
     @property
     def roles(self) -> dict[str, str]:
-        """By place."""
+        """The roles by place."""
         return {place: spec.role for place, spec in self.specs.items()}
 
     def specs_of(self, instances: Sequence[Instances]) -> list[InstanceSpec]:
-        """What is needed for the instances of a placement. Raises ConfigError: see `placements.specs_of`."""
+        """The instances of a placement. Raises ConfigError: see `placements.specs_of`."""
         return specs_of(instances, self._model, _num_cores(), is_local=self._is_local)
 
     def open(self, specs: Iterable[InstanceSpec]) -> None:
-        """The first instances: their places are named after roles. On other machines there are no further ones from now
-        on.
+        """Assigns places to the first instances, named after their roles. On other machines, no further places exist
+        from now on.
         """
         numbers = Counter[str]()
         for spec in sorted(specs, key=_role_rank):
@@ -92,7 +92,7 @@ class InstancePlaces:
         self._reserved = None if self._is_local else tuple(self.specs)
 
     def assign(self, place: str, spec: InstanceSpec) -> None:
-        """Gives a place what the next instance there is started with, and cores that no other one has."""
+        """Assigns a place to an instance, and reserves cores for it."""
         held = {core for each in self.specs if each != place for core in self.cores[each]}
         free = [core for core in sorted(os.sched_getaffinity(0)) if core not in held]
         assert spec.settings.cores <= len(free), f"{place} is to have {spec.settings.cores} cores, and {free} are free"
@@ -102,7 +102,7 @@ class InstancePlaces:
     def plan(self, wanted: Sequence[InstanceSpec], down: Collection[str], *, may_pause: bool) -> list[Action]:
         """The actions that lead from these instances to the wanted ones: see `plan_switch`."""
         needed = [sum(spec.settings.memory for spec in specs) for specs in (self.specs.values(), wanted)]
-        # What both placements are is allowed: weights that instances map from one file are counted for each of them.
+        # Each placement itself is allowed, although weights mapped from one file are counted for each instance.
         capacity = MachineCapacity(_num_cores(), max(self._model.available_bytes, *needed), self._reserved)
         return plan_switch(self.specs, wanted, capacity, down=down, may_pause=may_pause)
 
@@ -119,11 +119,11 @@ class InstancePlaces:
 class Supervisor:
     """The instances of a cluster, and the router that knows them.
 
-    processes  in place of the settings': for tests
-    placement  which instances there are at first, in place of the settings' numbers
+    processes  starts instances in place of the settings' processes; for tests
+    placement  placement of the first instances, in place of the settings' numbers
 
-    limits      what requests may ask for: as long as no instance is ready, this; then what every one accepts
-    places      what instances are started with
+    limits      limits of requests: the given ones until instances are ready, then the strictest of all instances
+    places      places of the instances
     is_closing  whether `close` was called
     """
 
@@ -136,7 +136,7 @@ class Supervisor:
         tracer: Tracer | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if placement is not None:  # Ray finds machines as it does without a file
+        if placement is not None:  # with a file, Ray finds machines as without one
             prefill, decode, mixed = map(placement.count, candidates.Role)
             strategy = "pairs" if placement.in_pairs and settings.address is not None else "pack"
             settings = dataclasses.replace(settings, placement=strategy, prefill=prefill, decode=decode, mixed=mixed)
@@ -167,7 +167,7 @@ class Supervisor:
     # ---- start and end ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one cannot be."""
+        """Starts all instances, and waits until they are ready. Raises ConfigError or ModelError if one does not."""
         self._loop = asyncio.get_running_loop()
         instances = tuple(Instances(role, count) for role in ROLES if (count := getattr(self._settings, role)))
         self.places.open(self.places.specs_of(instances if self._placement is None else self._placement.instances))
@@ -184,7 +184,7 @@ class Supervisor:
             raise self._start_error
 
     async def _wait_until_ready(self, begun: float) -> None:
-        """Waits until all instances are ready, or one cannot be, and says now and then which ones still load."""
+        """Waits until all instances are ready or one fails, and logs now and then which ones still load."""
         while not self._all_ready.is_set():
             try:
                 async with asyncio.timeout(PROGRESS_SECONDS):
@@ -195,7 +195,7 @@ class Supervisor:
                 log.info("%.0f s: still loading: %s", time.monotonic() - begun, ", ".join(left))
 
     async def close(self) -> None:
-        """Ends all instances, and the requests that they have with an error."""
+        """Ends all instances. Ends their requests with an error."""
         self.is_closing = True
         if self._watching is not None:
             self._watching.cancel()
@@ -206,14 +206,14 @@ class Supervisor:
         for member in self.members.values():
             if member.health is Health.STARTING:
                 self._connections.forget(member.name)
-                self.processes.kill(member.name)  # it hears nothing while it loads
+                self.processes.kill(member.name)  # a loading instance reads no messages
             self.send(member.name, Shutdown())
         await self.processes.wait()
         await asyncio.to_thread(self._connections.close)
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are accepted. They wait if no instance serves for a while."""
+        """Whether requests are accepted. They wait while no instance serves."""
         return self._all_ready.is_set() and self._start_error is None and not self.is_closing
 
     # ---- instances -------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Supervisor:
         role, settings = self.places.specs[place]
         options = {**model.options, **dict(settings.options)}
         if model.pins:
-            options["cache.pin"] = None  # the file is here, and the instance may be elsewhere
+            options["cache.pin"] = None  # the file is on this machine, the instance perhaps on another
         launch_config = LaunchConfig(
             name, self._address, self._secret.hex(), model.name, options,
             None if model.config_file is None else str(model.config_file), self._transport, "127.0.0.1",
@@ -240,7 +240,7 @@ class Supervisor:
         return name
 
     def kill(self, member: Member) -> None:
-        """Ends an instance at once. Its attempts begin again elsewhere."""
+        """Ends an instance at once. Its attempts are retried elsewhere."""
         self.processes.kill(member.name)
         self._connections.forget(member.name)
         self.router.down(member.name)
@@ -262,7 +262,7 @@ class Supervisor:
             self._loop.call_later(pause, partial(self._relaunch, member.place))
 
     async def _watch(self) -> None:
-        """Looks at the instances and at the requests until it is cancelled."""
+        """Checks instances and requests periodically, until cancelled."""
         looked = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -271,12 +271,12 @@ class Supervisor:
             try:
                 self._look(now, late)
                 self.router.tick()
-            except Exception:  # nobody else would find what fails from now on
+            except Exception:  # otherwise no later failure would be noticed
                 log.exception("watching the instances")
 
     def _look(self, now: float, late: float) -> None:
-        """late: seconds in which this process was stopped or its loop busy. Signs of life of that time are not heard
-        yet.
+        """Checks all instances. late: seconds in which this process was stopped or its loop busy; heartbeats of that
+        time have not been handled yet.
         """
         ended = self.processes.ended()
         for member in list(self.members.values()):
@@ -288,7 +288,7 @@ class Supervisor:
                 self._fail(member, "it gave no sign of life")
 
     def _patience(self, member: Member) -> float:
-        """Most seconds between two signs of life."""
+        """Maximum seconds between two heartbeats."""
         if member.health is not Health.STARTING:
             return self._settings.heartbeat
         return max(LOADING_SECONDS, self._settings.heartbeat) if member.is_loading else START_SECONDS
@@ -299,7 +299,7 @@ class Supervisor:
             self.launch(place)
 
     def announce_peers(self) -> None:
-        """Says to all instances where the others listen."""
+        """Sends all instances the addresses of the others."""
         serving = [each for each in self.members.values() if each.ready is not None]
         addresses = {each.name: each.ready.address for each in serving if each.ready is not None}
         for member in serving:
@@ -317,9 +317,9 @@ class Supervisor:
         member.set_ready(ready)
         member.health, member.seen = Health.SERVING, time.monotonic()
         self._pauses.pop(member.place, None)
-        self.send(member.name, AssignRole(member.role))  # it may be another one than when the instance was started
+        self.send(member.name, AssignRole(member.role))  # the role may have changed since the instance was started
         self.find_limits()
-        # The first ones are printed together when the server is ready.
+        # The first instances are logged together when the server is ready.
         log.log(
             logging.INFO if self._all_ready.is_set() else logging.DEBUG,
             "instance %s is ready: %d prompt rows saturate it (%.2f ms each), and %d sequences decode at once"
@@ -331,7 +331,7 @@ class Supervisor:
             self._all_ready.set()
 
     def find_limits(self) -> None:
-        """Finds the limits that every instance keeps."""
+        """Computes the strictest limits of all instances."""
         known = [(each.role, each.ready.limits) for each in self.members.values() if each.ready is not None]
         found = [limits for _, limits in known if limits is not None]
         pinning = [limits for role, limits in known if limits is not None and role != "decode"]
@@ -372,7 +372,7 @@ class Supervisor:
             self._fail(member, "its connection ended")
 
     def send(self, name: str, message: Any) -> bool:
-        """Sends a message to an instance. Returns whether it is on its way."""
+        """Sends a message to an instance. Returns whether it was queued."""
         return self._connections.send(name, message)
 
 

@@ -43,7 +43,7 @@ CURRENT: ContextVar[TraceContext | None] = ContextVar("quire_trace", default=Non
 
 
 def read_traceparent(header: str | None) -> TraceContext | None:
-    """What a `traceparent` header says. None if there is none, or if it is malformed, as the standard demands."""
+    """Parses a `traceparent` header. None without one, or if it is malformed, as the standard demands."""
     found = None if header is None else _TRACEPARENT.fullmatch(header.strip())
     if found is None or (found[1] == "00" and found[5]):
         return None  # version 00 has four fields
@@ -54,7 +54,7 @@ def read_traceparent(header: str | None) -> TraceContext | None:
 
 
 def trace_of(request_id: str) -> TraceContext:
-    """The client's trace, or one whose id is in the request's own."""
+    """The client's trace, or one whose id is derived from the request's id."""
     current = CURRENT.get()
     if current is not None:
         return current
@@ -74,7 +74,7 @@ class TraceSpan(NamedTuple):
 class Tracer:
     """Exports the spans of requests.
 
-    processor  of OpenTelemetry's SDK
+    processor  span processor of OpenTelemetry's SDK
     """
 
     def __init__(self, processor: Any) -> None:
@@ -83,7 +83,7 @@ class Tracer:
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
         class Ids(RandomIdGenerator):
-            """The ids of our own traces are those of their requests."""
+            """Uses the ids of requests for traces of our own."""
 
             trace_id = 0
 
@@ -104,7 +104,7 @@ class Tracer:
         facts: Mapping[str, str | int],
         error: str = "",
     ) -> None:
-        """Exports a request that has ended. whole: the request itself, and facts about it. error: why it failed."""
+        """Exports an ended request. whole: the request itself. facts: attributes. error: why it failed."""
         from opentelemetry import trace as api
 
         context = None
@@ -131,12 +131,12 @@ class Tracer:
         root.end(nanoseconds(whole.ended))
 
     def close(self) -> None:
-        """Exports what is left. May take seconds if the collector does not answer."""
+        """Exports the remaining spans. May take seconds if the collector does not answer."""
         self._provider.shutdown()
 
 
 def tracer() -> Tracer | None:
-    """The one that the environment asks for; None if it asks for none, or if the packages are missing."""
+    """The tracer that the environment asks for; None without one, or if the packages are missing."""
     if not os.environ.get(ENDPOINT):
         return None
     try:

@@ -1,9 +1,9 @@
 """The bytes of messages: msgpack of [name of the class, fields].
 
-Knows which classes may travel, and checks what arrives against their annotations. Bytes of a peer can build no other
+Knows the registered classes, and checks messages against their annotations. Bytes of a peer cannot create other
 objects. Knows no connection.
 
-A message is a dataclass or a named tuple. A field may hold what msgspec knows, and numpy arrays: [dtype, shape, bytes].
+A message is a dataclass or a named tuple. Fields may have types of msgspec, and numpy arrays: [dtype, shape, bytes].
 Arrays that arrive are read-only.
 """
 
@@ -20,15 +20,15 @@ from quire.cluster import messages
 from quire.errors import QuireError
 
 DTYPES = frozenset(("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"))
-"""Of arrays that may travel."""
+"""Types of arrays that messages may contain."""
 
 
 class WireError(QuireError):
-    """A message that cannot travel, or bytes that are no message."""
+    """A message that cannot be encoded, or bytes that are no message."""
 
 
 KINDS: dict[str, type] = {}
-"""The classes that may travel, by name. `register` adds to it."""
+"""The registered classes, by name. `register` adds to it."""
 
 _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -43,7 +43,7 @@ def register(*types: type) -> None:
 
 
 def encode(message: Any) -> bytes:
-    """Raises WireError if its class is not registered, or a field holds what cannot travel."""
+    """Encodes a message. Raises WireError if its class is not registered, or a field has an unsupported value."""
     kind = type(message).__name__
     if KINDS.get(kind) is not type(message):
         raise WireError(f"{kind} is no class of messages; wire.register({kind}) makes it one")
@@ -54,7 +54,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The message. Raises WireError if the bytes are none, whatever they are."""
+    """Decodes a message. Raises WireError for any invalid bytes."""
     try:
         kind, fields = _ENVELOPE.decode(data)
         if (decoder := _DECODERS.get(kind)) is None:
@@ -65,7 +65,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What msgspec encodes in place of an array or a number of numpy."""
+    """The encoding of numpy's arrays and numbers, for msgspec."""
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     if not isinstance(value, np.ndarray):
@@ -76,9 +76,9 @@ def _plain(value: Any) -> Any:
 
 
 def _array_of(wanted: Any, value: Any) -> Any:
-    """The array of [dtype, shape, bytes]. wanted: the annotation, such as NDArray[np.int32] or np.ndarray.
+    """Decodes an array from [dtype, shape, bytes]. wanted: its annotation, such as NDArray[np.int32] or np.ndarray.
 
-    A private run has no namespace, and no other one travels.
+    A namespace must be None: only private runs travel, and they have none.
     """
     if wanted is Hashable and value is None:
         return None

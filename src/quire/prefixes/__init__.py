@@ -1,1 +1,1 @@
-"""Prefixes of prompts in memory and on the disk: listed, found by their keys, dropped and imported."""
+"""Prefixes of prompts in memory and on the disk: listing, finding by key, dropping and importing."""

@@ -1,4 +1,4 @@
-"""The prefixes of an engine for an event loop: listed, found by their keys, dropped, and written to the disk.
+"""The prefixes of an engine for an event loop: listing, finding by key, dropping, and flushing to the disk.
 
 Questions to the engine run on its own thread, between two steps. Listings of a disk run on another one.
 """
@@ -35,18 +35,18 @@ class AsyncPrefixes(BaseLLM):
         return await self._ask(lambda engine: engine_prefixes(engine, visible))
 
     async def known_prefixes(self, visible: Callable[[str], bool] = _all) -> list[CachedPrefix]:
-        """As `LLM.known_prefixes`, of prefixes with a visible salt."""
+        """As `LLM.known_prefixes`, for prefixes with a visible salt."""
         arena = await self.prefixes(visible)
         disk_index = await self._disk_index(visible)
         return await asyncio.to_thread(known_prefixes, arena, disk_index)
 
     async def find_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> CachedPrefix | None:
-        """As `LLM.find_prefix`, of a prefix with a visible salt."""
+        """As `LLM.find_prefix`, for a prefix with a visible salt."""
         name, disk_index = parse_prefix_key(key), await self._disk_index(visible)
         return await self._ask(lambda engine: find_prefix(engine, name, disk_index, visible))
 
     async def drop_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> dict[str, int] | None:
-        """As `LLM.drop_prefix`, of a prefix with a visible salt."""
+        """As `LLM.drop_prefix`, for a prefix with a visible salt."""
         name, disk_index = parse_prefix_key(key), await self._disk_index(visible)
         dropped = await self._ask(lambda engine: drop_prefix(engine, name, disk_index, visible))
         if dropped is not None and (tiers := self._parts.engine.tiering.tiers) is not None:

@@ -1,8 +1,8 @@
-"""Prefixes in the arena and on a disk, as one: listed, found by their keys, and dropped. Listings name chunks by keys;
-nothing here reads a page.
+"""Prefixes in the arena and on a disk, merged: listing, finding by key, and dropping. Listings name chunks by keys;
+this module reads no page.
 
-A prefix is known by the key of its last chunk. In the arena it ends a segment; on a disk it ends a chain of runs that
-nothing else goes on from in between.
+A prefix is identified by the key of its last chunk. In the arena it ends a segment; on a disk it ends a chain of runs
+without branches in between.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """A prefix and where it is.
+    """A prefix and its copies.
 
     key         key of its last chunk, in hexadecimal
-    parent      key of the prefix that it goes on from, likewise; None: it is a first one
-    num_tokens  tokens from the first one of the prompt up to its end
-    tiers       by name of a tier
+    parent      key of the prefix that it continues, in hexadecimal; None: it begins a prompt
+    num_tokens  tokens from the start of the prompt to its end
+    tiers       its copies by name of the tier
     """
 
     key: str
@@ -51,21 +51,21 @@ class CachedPrefix:
 
 @dataclass(frozen=True)
 class SaltFilter:
-    """The salts that somebody may see: those that begin with `begin`. By default all of them."""
+    """The salts that a caller may see: those that begin with `begin`. By default all salts."""
 
     begin: str = ""
 
     def __call__(self, salt: str) -> bool:
-        """Whether a salt is one of them."""
+        """Whether a salt is visible."""
         return salt.startswith(self.begin)
 
 
 class Branch(NamedTuple):
-    """A prefix by the keys of its chunks, and what lies around it on a disk.
+    """A prefix by the keys of its chunks, and its surroundings on a disk.
 
     names  keys of its chunks, from the first one on, as far as they are known
-    descendants  chunks that go on from its end
-    kept   its chunks, but for the end, from which others go on too, or which are pinned without it
+    descendants  chunks after its end
+    kept   its chunks, except the last, that other prefixes continue or that are pinned by themselves
     """
 
     names: list[bytes]
@@ -76,7 +76,7 @@ class Branch(NamedTuple):
 def known_prefixes(
     arena: Sequence[Prefix], disk_index: DiskPrefixIndex, now: float | None = None
 ) -> list[CachedPrefix]:
-    """Prefixes of the arena and of a disk, those used last first. What ends with the same chunk is one."""
+    """Prefixes of the arena and of a disk, those used last first. Copies with the same last chunk are merged."""
     now = time.time() if now is None else now
     found: list[CachedPrefix] = []
     for prefix in arena:
@@ -94,7 +94,7 @@ def known_prefixes(
 def find_prefix(
     engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: Callable[[str], bool]
 ) -> CachedPrefix | None:
-    """The prefix that ends with this chunk, wherever that is; None if no visible one does. On the engine's thread."""
+    """The prefix that ends with this chunk, on any tier; None if no visible one does. On the engine's thread."""
     tree, now = engine.scheduler.manager.tree, time.time()
     if (place := find_chunk(tree, key, visible)) is None:
         return _stored(disk_index, key)
@@ -117,7 +117,7 @@ def branch_of(engine: Engine, key: bytes, disk_index: DiskPrefixIndex, visible: 
     end: bytes | None = key
     while end is not None and (place := find_chunk(tree, end, visible)) is None:
         run = disk_index.run_of.get(end)
-        if run is None or end in names:  # a part of it is lost
+        if run is None or end in names:  # a part of the prefix is lost
             break
         names[:0] = run.names[: run.names.index(end) + 1]
         end = run.parent if run.start else None
@@ -165,7 +165,7 @@ def parse_prefix_key(text: str) -> bytes:
 
 
 def _stored(disk_index: DiskPrefixIndex, key: bytes) -> CachedPrefix | None:
-    """The prefix that ends with a chunk on the disk; its parent is where its chain of runs begins."""
+    """The prefix that ends with a chunk on the disk. Its parent is the prefix before the chain of its runs."""
     run = disk_index.run_of.get(key)
     if run is None:
         return None

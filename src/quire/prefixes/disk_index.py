@@ -1,6 +1,6 @@
-"""The runs that a disk has of one engine's namespace, by their chunks: what goes on from what.
+"""The runs of one engine's namespace on a disk, by chunk, and how they continue each other.
 
-Made from a whole listing, in 50 ms for 64,000 chunks: not on the engine's thread.
+Built from a complete listing, in 50 ms for 64,000 chunks: not on the engine's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TierCopy:
-    """What a tier has of a prefix: bytes of the chunks after its parent, and times in seconds since the epoch.
+    """A tier's copy of a prefix: bytes of the chunks after its parent, and times in seconds since the epoch.
 
     pinned_until  0: not pinned; inf: without a time limit
     """
@@ -29,12 +29,12 @@ class TierCopy:
 
 
 class DiskPrefixIndex:
-    """Runs, those used last first.
+    """The runs, those used last first.
 
-    run_of  by chunk, the run with it that was used last
-    after   by chunk, the chunks that follow it in some run
-    pins    by pinned chunk, the end of the pin
-    chains  runs one after the other, where nothing else goes on in between
+    run_of  for each chunk, the most recently used run that has it
+    after   for each chunk, the chunks that follow it in some run
+    pins    for each pinned chunk, the end of the pin
+    chains  sequences of runs without branches in between
     """
 
     def __init__(self, stored: Sequence[StoredRun]) -> None:
@@ -55,7 +55,7 @@ class DiskPrefixIndex:
         return self._chain_of[run.names[-1]][0]
 
     def tier_copy(self, key: bytes, num_tokens: int) -> TierCopy | None:
-        """What there is of the last `num_tokens` tokens up to a chunk, over all runs that have them."""
+        """The stored copy of the last `num_tokens` tokens up to a chunk, over all runs; None without any."""
         left, num_bytes, used, until = num_tokens // PAGE_TOKENS, 0.0, 0.0, 0.0
         end, is_there = key, False
         while left > 0 and (run := self.run_of.get(end)) is not None:
@@ -66,7 +66,7 @@ class DiskPrefixIndex:
         return TierCopy(round(num_bytes), used, until) if is_there else None
 
     def descendants(self, key: bytes) -> list[bytes]:
-        """All chunks that go on from a chunk."""
+        """All descendants of a chunk."""
         found = list(self.after.get(key, ()))
         for name in found:  # grows as it runs; keys are digests of all before them, so there is no circle
             found.extend(self.after.get(name, ()))
@@ -74,7 +74,7 @@ class DiskPrefixIndex:
 
 
 def _chains(stored: Sequence[StoredRun]) -> list[list[StoredRun]]:
-    """Of runs with equal chunks, the last used one."""
+    """The chains of the runs. Of runs with equal chunks, only the one used last."""
     runs: dict[bytes, StoredRun] = {}
     for run in stored:
         known = runs.get(run.names[-1])

@@ -1,4 +1,4 @@
-"""Chooses the runs of a disk tier's folder that are exported or removed: by model, by key or by prompts."""
+"""Chooses the runs of a disk tier's folder to export or remove: by model, by key or by prompts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from quire.stores.folder_reader import FolderReader, LocatedRun
 
 
 def of_model(reader: FolderReader, model: str, report: Report) -> Callable[[Namespace], bool]:
-    """Whether a namespace is of a model.
+    """A test of whether a namespace belongs to a model.
 
     model   beginning of its digest, or its name or path
-    report  called with the bytes hashed so far, and all
+    report  called with the bytes hashed so far, and the total
     """
     digests = {usage.namespace.model for usage in reader.usages()}
     if re.fullmatch(r"[0-9a-f]{8,}", model):
@@ -41,7 +41,7 @@ def of_model(reader: FolderReader, model: str, report: Report) -> Callable[[Name
 
 
 def with_key(key: str) -> Callable[[LocatedRun], bool]:
-    """Whether a run has the chunk of a key. Raises ConfigError."""
+    """A test of whether a run has the chunk with a key. Raises ConfigError."""
     try:
         name = parse_prefix_key(key)
     except RequestError as error:
@@ -50,7 +50,7 @@ def with_key(key: str) -> Callable[[LocatedRun], bool]:
 
 
 def with_prompts(reader: FolderReader, model: str, file: Path) -> Callable[[LocatedRun], bool]:
-    """Whether a run has a chunk of the prompts in a file, which has lines as of cache.pin."""
+    """A test of whether a run has a chunk of the prompts in a file. The file has the format of cache.pin."""
     prompts = [pin.ids for pin in read_pins(file, load_tokenizer(resolve_model(model)), "--prompt-file")]
     namespaces = {dataclasses.replace(usage.namespace, salt=salt) for usage in reader.usages() for salt in usage.salts}
     names = {

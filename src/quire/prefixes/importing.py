@@ -1,7 +1,7 @@
-"""Imports prefixes that another machine computed: an archive is checked against a model, then put into a disk store.
+"""Imports prefixes that another machine computed: checks an archive against a model, then stores its runs on a disk.
 
-Checksums prove that an archive is as it was written, not that its pages are those of its tokens. So some of its chunks
-are computed again and compared. Whoever made the archive cannot know which ones.
+Checksums prove that an archive is undamaged, not that its pages belong to its tokens. So a random sample of its chunks
+is computed again and compared. The author of the archive cannot predict the sample.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from quire.stores.folder_reader import FolderReader
 from quire.stores.tiers import Tiers
 
 CHUNKS_PER_CHECK = 16
-"""One chunk in this many is computed again, and at least one of each prefix."""
+"""One chunk in this many is computed again, and at least one per prefix."""
 
 MOST_OF_TOKEN, MOST_OF_PAGE = 0.25, 0.6
-"""Most difference of a token where pages are dense, and of a page where they are encoded; see `difference`. SmolLM2 in
-bfloat16, a chunk alone against the same chunk within a whole prompt: 0.09 for tokens of dense pages, and for pages 0.27
-with g4, 0.23 with nuq3 and 0.24 with nuq2, where a number that rounds to the next code moves its token by up to 1.
-Other tokens' keys or values differ by about 1.4."""
+"""Maximum difference of a token for dense pages, and of a page for encoded ones; see `difference`. Measured on SmolLM2
+in bfloat16, for a chunk alone against the same chunk within a whole prompt: 0.09 for tokens of dense pages, and for
+pages 0.27 with g4, 0.23 with nuq3 and 0.24 with nuq2, where a number that rounds to the next code moves its token by up
+to 1. Keys or values of unrelated tokens differ by about 1.4."""
 
 PUT_SECONDS = 60.0
 
@@ -60,17 +60,17 @@ class RunCounts:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> RunCounts:
-        """Counts them."""
+        """Counts the runs and their tokens."""
         return cls(len(runs), sum(len(run.tokens) for run in runs))
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What came of an import.
+    """The result of an import.
 
-    whole        what the archive has
-    there        what the folder has of it
-    num_checked  chunks that were computed again
+    whole        runs of the archive
+    there        those of them that the folder has now
+    num_checked  number of chunks that were computed again
     worst        their largest difference, relative to the variation of tokens
     """
 
@@ -93,12 +93,12 @@ def import_prefixes(
 ) -> ImportReport:
     """Puts the prefixes of an archive into the folder of a disk tier.
 
-    cap                the folder's bytes; None: those that it has
-    is_trusted         whether no chunk is computed again
-    hashing, compared  each gives a function that is called with what is done, and all: bytes of the model, and chunks
+    cap                maximum bytes of the folder; None: as before
+    is_trusted         whether the check by computing is skipped
+    hashing, compared  each yields a function (done, total) for progress: in bytes of the model, and in chunks
     Raises ConfigError and QuireError for an archive or a folder that cannot be used.
     """
-    # Without what has no effect on pages.
+    # Without settings that do not affect pages.
     cache = dataclasses.replace(config.cache, pin=None, share=True)
     config = dataclasses.replace(config, tiers=TiersConfig(), retain=RetainConfig(), cache=cache)
     num_checked, worst = 0, 0.0
@@ -137,7 +137,7 @@ def _known_cap(folder: Path) -> int:
 
 
 def _namespace(model: str, config: EngineConfig, report: Report) -> Namespace:
-    """What the model's pages depend on, without loading it."""
+    """The namespace of the model's pages, computed without loading the model."""
     path = resolve_model(model)
     with open_model(path) as checkpoint:
         calibration = find_calibration(path, config)
@@ -151,7 +151,7 @@ def _namespace(model: str, config: EngineConfig, report: Report) -> Namespace:
 
 
 def check_namespaces(archive: RunArchive, namespace: Namespace) -> None:
-    """Raises ConfigError, naming the field, unless all runs are of a model and its settings, whatever their salt."""
+    """Raises ConfigError, naming the field, unless all runs have the namespace's model and settings, with any salt."""
     for each in archive.runs:
         theirs = each.header.run.namespace
         assert isinstance(theirs, Namespace), "a header without a namespace"
@@ -164,7 +164,7 @@ def check_namespaces(archive: RunArchive, namespace: Namespace) -> None:
 
 
 def check_paths(archive: RunArchive) -> None:
-    """Raises ExtentError unless each run goes on from one before it in the archive, or begins a sequence."""
+    """Raises ExtentError unless each run continues an earlier run of the archive, or begins a sequence."""
     ends: dict[bytes, int] = {}
     for each in archive.runs:
         run = each.header.run
@@ -176,7 +176,7 @@ def check_paths(archive: RunArchive) -> None:
 
 
 def check_run_shape(table: ChunkTable, run: Run, lengths: tuple[int, ...], vocab_size: int) -> None:
-    """Raises ExtentError unless a run has the shape that runs of complete chunks of this engine have."""
+    """Raises ExtentError unless a run has the shape of this engine's runs of complete chunks."""
     sidecars = np.zeros(len(run.names), bool)
     sidecars[0] = table.sinks is not None and run.start == 0
     is_alike = (
@@ -192,7 +192,7 @@ def check_run_shape(table: ChunkTable, run: Run, lengths: tuple[int, ...], vocab
 
 
 def check_run_shapes(engine: Engine, archive: RunArchive) -> None:
-    """Raises ExtentError unless all runs have the shape of this engine's, and all extents are whole."""
+    """Raises ExtentError unless all runs have the shape of this engine's runs, and all extents are undamaged."""
     table = engine.scheduler.manager.table
     assert isinstance(table, ChunkTable), "an engine without pages"
     for each in archive.runs:
@@ -208,10 +208,10 @@ def check_pages(
     rng: random.Random,
     report: Report,
 ) -> tuple[int, float]:
-    """Computes a sample of the chunks again, on top of the archive's pages before them. Returns their number, and the
-    largest difference. Raises ExtentError at the first one that differs.
+    """Computes a sample of the chunks again, with the archive's pages before them. Returns their number, and the
+    largest difference. Raises ExtentError at the first chunk that differs.
 
-    archive_store  the engine's only tier; `check_run_shapes` has found nothing
+    archive_store  the engine's only tier; `check_run_shapes` has already passed
     """
     manager, shape = engine.scheduler.manager, engine.runner.model.shape
     table = manager.table
@@ -252,8 +252,8 @@ def check_pages(
 
 
 def store_runs(store: DiskStore, archive: RunArchive) -> RunCounts:
-    """Puts all runs into a store, which signs them, and waits until they are on the disk. Later ones may take the room
-    of earlier ones. Raises QuireError if the disk takes no more.
+    """Puts all runs into a store, which signs them, and waits until they are on the disk. Later runs may evict earlier
+    ones. Raises QuireError if the disk takes no more.
     """
     for each in archive.runs:
         run = each.header.run
@@ -271,7 +271,7 @@ def store_runs(store: DiskStore, archive: RunArchive) -> RunCounts:
 
 
 def decoded(table: ChunkTable, run: Run, extents: list[bytes], row: int) -> torch.Tensor:
-    """Keys and values of a row of a run, float32 [L, H, 2, P, D], from the extents of all layers."""
+    """Decodes a row of a run from the extents of all layers: keys and values, float32 [L, H, 2, P, D]."""
     at, codec, device = extent_layout(table, run), table.sealed_codec, table.arena.device
     found: list[torch.Tensor] = []
     for layer, extent in enumerate(extents):
@@ -296,10 +296,10 @@ def decoded(table: ChunkTable, run: Run, extents: list[bytes], row: int) -> torc
 
 def difference(mine: torch.Tensor, theirs: torch.Tensor, *, of_pages: bool = False) -> float:
     """The largest distance between a token's keys or values in two computations of a chunk, relative to the root mean
-    square of the tokens' distances from their mean; all of one layer and head. Not a number if anything is.
+    square of the tokens' distances from their mean, both within one layer and head. NaN if a number is NaN.
 
     mine, theirs  float32 [L, H, 2, P, D]
-    of_pages      the root mean square over a page's tokens in place of the largest distance
+    of_pages      whether to use the root mean square over a page's tokens instead of the largest distance
     """
     spread = (mine - mine.mean(3, keepdim=True)).square().sum(-1).mean(-1).sqrt()  # [L, H, 2]
     squares = (mine - theirs).square().sum(-1)
@@ -308,8 +308,8 @@ def difference(mine: torch.Tensor, theirs: torch.Tensor, *, of_pages: bool = Fal
 
 
 def _samples(archive: RunArchive, rng: random.Random) -> Iterator[tuple[list[int], ArchivedRun, int]]:
-    """The chunks to compute: the tokens up to a chunk's end, its run, and its row there. Of each prefix that nothing
-    goes on from, the chunks that no other one has had.
+    """The chunks to compute, each with all tokens up to its end, its run, and its row there. Samples every prefix
+    without descendants, among the chunks that no earlier prefix has covered.
     """
     by_end = {each.header.run.names[-1]: each for each in archive.runs}
     by_name = {name: each for each in archive.runs for name in each.header.run.names}
@@ -325,7 +325,7 @@ def _samples(archive: RunArchive, rng: random.Random) -> Iterator[tuple[list[int
         places: list[tuple[int, ArchivedRun, int]] = []
         for index, each in enumerate(path[::-1], 1):
             run = each.header.run
-            # A later run may go on from the middle of this one.
+            # A later run may continue from the middle of this one.
             next_parent = path[-index - 1].header.run.parent if index < len(path) else run.names[-1]
             count = run.names.index(next_parent) + 1
             for row in range(count):
@@ -340,7 +340,7 @@ def _samples(archive: RunArchive, rng: random.Random) -> Iterator[tuple[list[int
 
 
 def _compute(engine: Engine, tokens: list[int], run: Run) -> None:
-    """Runs a prompt of these tokens and one more, so that all their chunks are complete."""
+    """Runs a prompt of these tokens and one more, so that all their chunks get complete."""
     assert isinstance(run.namespace, Namespace), "a header without a namespace"
     hints = CacheHints(cache_salt=run.namespace.salt)
     engine.add("import", [*tokens, tokens[-1]], ONE_TOKEN, hints)

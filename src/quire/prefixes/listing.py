@@ -1,4 +1,4 @@
-"""The prefix tree's contents, for people. Reads the tree, changes nothing."""
+"""The prefix tree's contents, for people. Only reads the tree."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
 SHOWN_TOKENS = 320
-"""Tokens shown of a prefix. Copying all of them would delay the engine's next step."""
+"""Maximum number of shown tokens of a prefix. Copying all tokens would delay the engine's next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """One segment of the tree: the tokens after its parent's, and their use.
 
-    id                key of its last chunk (`cache/keys.py`): the same on every machine, whatever else is cached
+    id                key of its last chunk (`cache/keys.py`): the same on every machine, independent of other prefixes
     space             key of the namespace: requests share segments only within one
-    parent            id of the segment before it; None for a first one
+    parent            id of the parent segment; None for a root
     start             position of its first token
     num_tokens        number of its tokens
     token_ids         its first tokens, at most `SHOWN_TOKENS`
     num_same          number of leading tokens that it has in common with a sibling
     sharers           live sequences that read it
-    hits              sequences that found it and so did not compute it
+    hits              sequences that reused it
     computed          sequences that computed it
     hit_rate          hits / (hits + computed)
     num_bytes         bytes of its pages
     idle_seconds      time since a sequence last took or left it; 0 while one reads it
     pinned_seconds    remaining time of its pin; None if it has none, inf if the pin never ends
-    instance          which one of a cluster has it; empty with one engine
+    instance          instance of a cluster that has it; empty with one engine
     """
 
     id: str
@@ -104,7 +104,7 @@ def prefixes(
 def find_chunk(
     tree: PrefixTree, key: bytes, visible: Callable[[str], bool] = lambda salt: True
 ) -> tuple[Segment, int] | None:
-    """The segment with this chunk, and the number of its chunks up to there. None if no visible one has it."""
+    """The segment with this chunk, and the number of its chunks up to this one. None if no visible segment has it."""
     for segment in tree.segments():
         namespace: Any = segment.namespace
         if key in segment.keys and visible(namespace.salt):

@@ -1,4 +1,4 @@
-"""The access log: one line for each request, with what it cost."""
+"""The access log: one line per request, with its times and token counts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass
 class AccessRecord:
-    """What is known of a request when it ends. Times are of time.monotonic.
+    """What the server knows of a request when it ends. Times are of time.monotonic.
 
-    request_id  the client's X-Request-Id, or one of ours
-    answer_id   of the completion, by which engines log it
+    request_id  the client's X-Request-Id, or a generated one
+    answer_id   id of the completion, which the engine's log shows too
     num_kept    tokens of the prompts that retention keeps; None without retention
-    refusal     a line about the error that it was answered with
-    tenant      whose prompts wait
-    num_queued  tokens of its prompts that wait for their first token
+    refusal     a log line about the error with which the server answered
+    tenant      tenant whose prompts wait
+    num_queued  tokens of the request's prompts that wait for their first token
     """
 
     request_id: str
@@ -49,12 +49,12 @@ class AccessRecord:
 
     @classmethod
     def of(cls, headers: Headers) -> AccessRecord:
-        """Of a request that has just arrived. An id that is not short and printable is replaced."""
+        """The record of a request that has just arrived. Replaces an id that is not short and printable."""
         given = headers.get("x-request-id", "")
         return cls(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
 
     def record(self, item: RequestOutput) -> None:
-        """Notes the first output to a prompt."""
+        """Notes the first output of a prompt."""
         self.first_at = self.first_at or time.monotonic()
         self.num_prompt += len(item.prompt_token_ids)
         self.num_cached += item.num_cached_tokens or 0
@@ -62,12 +62,12 @@ class AccessRecord:
             self.num_kept = (self.num_kept or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
 
     def refuse(self, status: int, error: Mapping[str, Any]) -> None:
-        """Notes the error that the request is answered with."""
-        # As JSON, because the message may quote the request: line breaks of it must not begin another line.
+        """Notes the error with which the server answers."""
+        # As JSON, because the message may quote the request, whose line breaks must not begin another line.
         self.refusal = f"refused id={self.request_id} status={status} error={json.dumps(error)}"
 
     def line(self, scope: Scope, status: int) -> str:
-        """The line of a request that has ended: name=value, and what has no value is left out."""
+        """The log line of a request that has ended: name=value pairs. Pairs without a value are left out."""
         now, client = time.monotonic(), scope.get("client")
         path = re.sub(r"[^\x21-\x7e]", "?", scope["path"])[:200]  # nothing in it begins another line or value
         parts = [
@@ -87,4 +87,4 @@ class AccessRecord:
 
 
 CURRENT: ContextVar[AccessRecord | None] = ContextVar("quire_access", default=None)
-"""The request that is being answered."""
+"""The record of the request that is being answered."""

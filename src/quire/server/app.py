@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from quire.server.engines import ServedEngine
 
 QUIET = HEALTH | {"/metrics"}
-"""What machines ask for again and again: it is not in the access log."""
+"""URLs that machines poll. The access log omits them."""
 
 
 class AccessMiddleware:
@@ -121,7 +121,7 @@ def create_app(
     """The application that serves `llm`. Its `state.service` counts the current requests and can refuse new ones.
 
     keys  the accepted API keys; None reads serve.api_key_file
-    slo   latency targets, which the metrics are about
+    slo   latency targets of the metrics
     Call this function, and run the application, in the event loop of `llm`. Raises ConfigError if the keys cannot be
     read.
     """
@@ -134,7 +134,7 @@ def create_app(
     app.state.service = service
     app.add_middleware(AccessMiddleware, service=service)
     if serve_config.cors_origins:
-        # Around the middleware: browsers ask without a key whether they may ask.
+        # Outside the middleware: the preflight requests of browsers have no key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=serve_config.cors_origins.split(","),
@@ -164,7 +164,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> str:
-    """The methods that a URL takes, by any of its routes: Starlette names those of the first one."""
+    """The methods of all routes of a URL. Starlette names only those of the first route."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for route in routes for method in route.methods}))
 
@@ -194,11 +194,11 @@ def _add_api(app: FastAPI, service: Service, document: ApiDocument) -> None:
         shapes.Embeddings, *working, body=EmbeddingsRequest,
     )  # fmt: skip
     post(
-        "/score /v1/score", "score", "Tell how near texts are to each other.", of(create_scores),
+        "/score /v1/score", "score", "Compute the similarity of texts.", of(create_scores),
         shapes.ScoreResponse, *working, body=ScoreRequest,
     )  # fmt: skip
     post(
-        "/rerank /v1/rerank /v2/rerank", "rerank", "Order documents by their nearness to a query.", of(create_ranking),
+        "/rerank /v1/rerank /v2/rerank", "rerank", "Order documents by similarity to a query.", of(create_ranking),
         shapes.RerankResponse, *working, body=RerankRequest,
     )  # fmt: skip
     post(
@@ -234,7 +234,7 @@ def _add_api(app: FastAPI, service: Service, document: ApiDocument) -> None:
 
 
 def _add_prefixes(app: FastAPI, service: Service, document: ApiDocument) -> None:
-    """The routes of cached prefixes."""
+    """Adds the routes of cached prefixes."""
     add, path, asked = document.add, "/v1/cache/prefixes", (400, 401, 403, 404, 500, 503)
     add(
         "POST", path, "warm", "Compute or fetch a prefix ahead of the requests that begin with it.",
@@ -245,7 +245,7 @@ def _add_prefixes(app: FastAPI, service: Service, document: ApiDocument) -> None
         functools.partial(list_prefixes, service), shapes.ListedPrefixes, *asked, query={"limit": LIMIT},
     )  # fmt: skip
     add(
-        "DELETE", path, "drop", "Drop a prefix and all that goes on from it.",
+        "DELETE", path, "drop", "Drop a prefix and all its descendants.",
         functools.partial(drop_prefix, service), shapes.DroppedPrefix, *asked, 413, body=DropRequest,
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def _add_prefixes(app: FastAPI, service: Service, document: ApiDocument) -> None
 
 
 def _add_operations(app: FastAPI, service: Service, document: ApiDocument) -> None:
-    """The routes for operators."""
+    """Adds the routes for operators."""
     operation = document.operation
 
     @app.head("/health/live", include_in_schema=False)
@@ -296,17 +296,17 @@ def _add_operations(app: FastAPI, service: Service, document: ApiDocument) -> No
 
 
 def _add_cluster(endpoints: ClusterEndpoints, document: ApiDocument) -> None:
-    """The routes of a cluster's operators."""
+    """Adds the routes for operators of a cluster."""
     info, changes = shapes.ClusterInfo, (400, 401, 403, 404, 413, 500, 503)
     post = functools.partial(document.add, "POST")
     document.add(
         "GET", "/v1/cluster", "show_cluster",
-        "The instances behind the server, and how long requests are in each stage.", endpoints.show, info,
+        "The instances behind the server, and the seconds of requests in each stage.", endpoints.show, info,
         401, 403, 404, 503,
     )  # fmt: skip
     post(
         "/v1/cluster/drain", "drain_instance",
-        "Let an instance finish what it has and end, and start another one in its place.",
+        "Drain an instance and start another one in its place.",
         endpoints.drain, info, *changes, body=DrainRequest,
     )  # fmt: skip
     post(
@@ -314,7 +314,7 @@ def _add_cluster(endpoints: ClusterEndpoints, document: ApiDocument) -> None:
         endpoints.restart, info, *changes, body=RestartRequest,
     )  # fmt: skip
     post(
-        "/v1/cluster/role", "change_role", "Change what an instance does. Requests that it has go on.",
+        "/v1/cluster/role", "change_role", "Change an instance's role. Its requests continue.",
         endpoints.role, info, *changes, 409, body=RoleRequest,
     )  # fmt: skip
     post(
@@ -328,7 +328,7 @@ def _add_document(app: FastAPI, service: Service, document: ApiDocument) -> None
     """Makes /openapi.json describe the real requests and answers of the routes."""
     make = functools.cache(functools.partial(document.make, has_keys=bool(service.keys.keys)))
     app.openapi = make  # type: ignore[method-assign]
-    # Encoded once: that takes 3 ms, and FastAPI's own route does it for each request.
+    # Encoded once, in 3 ms. FastAPI's own route encodes it for each request.
     made = functools.cache(lambda: bytes(json_response(make()).body))
 
     @app.get("/openapi.json", include_in_schema=False)

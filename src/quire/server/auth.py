@@ -31,8 +31,8 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: str | Path | None) -> ApiKeys:
-        """Reads one key per line; ignores empty lines and lines that begin with #. Raises ConfigError if there is
-        none.
+        """Reads one key per line; ignores empty lines and lines that begin with #. Raises ConfigError for a file
+        without keys.
         """
         if path is None:
             return cls([])

@@ -37,8 +37,8 @@ LARGE_BYTES = 32 * 1024
 exceed a limit of structure."""
 
 DENSE_BYTES = 64 * 1024
-"""Memory from which a small body, once parsed, takes room like a large one. 32 KiB of text take less, and 900 messages
-of one letter 600 KB: a thousand such conversations would wait for the process that renders them."""
+"""Parsed size from which a small body takes room like a large one. 32 KiB of text take less; 900 messages of one letter
+take 600 KB, so that a thousand such conversations would wait for the process that renders them."""
 
 NUM_LARGEST = 4
 """The room for large bodies, in bodies of the maximum size: 32 MiB by default. If all bodies wait for each other, one
@@ -311,8 +311,8 @@ def _check_kind(request: Request) -> None:
 
 
 def _most_bytes(body: bytearray) -> int:
-    """At least the memory of a small body once parsed; see `JsonComplexity.num_bytes`. What looks like JSON within its
-    strings counts, too.
+    """Upper bound of the memory of a small body once parsed; see `JsonComplexity.num_bytes`. Counts JSON-like text
+    within its strings, too.
     """
     structure = JsonComplexity()
     structure.values, structure.quotes, structure.names = body.count(b","), body.count(b'"'), body.count(b":")
@@ -323,7 +323,7 @@ def _most_bytes(body: bytearray) -> int:
 def _parse(body: bytearray, model: type[Body], structure: JsonComplexity | None = None) -> Body:
     """Parses the body. Raises ApiError and not ValidationError, which would keep the parsed body alive.
 
-    structure  of the body, to which its strings that are JSON add theirs; None: of a small one, which is not counted
+    structure  counts of the body, to which its strings with JSON add theirs; None: a small body, which is not counted
     """
     try:
         parsed = from_json(body, allow_inf_nan=False, cache_strings=False)

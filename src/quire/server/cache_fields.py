@@ -1,4 +1,4 @@
-"""What a request may ask of the cache: the fields that several bodies have, their checks and their schemas."""
+"""The cache hints of a request: the fields that several bodies have, their checks and their schemas."""
 
 from __future__ import annotations
 

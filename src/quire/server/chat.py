@@ -71,7 +71,7 @@ class ChatChoiceBuilder:
     stop_reason: int | str | None = None
 
     def add(self, event: ChoiceDelta) -> None:
-        """Adds what is new, apart from what is told of tokens."""
+        """Adds a delta, apart from its log-probabilities and token ids."""
         for part in event.parts:
             match part:
                 case TextDelta(text):
@@ -85,7 +85,7 @@ class ChatChoiceBuilder:
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
     def message(self, before: str) -> shapes.ChatMessage:
-        """The whole answer. before: what stands before its text."""
+        """The whole message. before: text to put before its text."""
         text = before + self.text
         found: shapes.ChatMessage = {"role": "assistant", "content": text, "refusal": None}
         if self.calls:
@@ -172,7 +172,7 @@ class ChatRenderer(Renderer):
         return (news,) if news else ()
 
     def _first_chunk(self, index: int) -> bytes:
-        """The first chunk of a choice has its role."""
+        """The first chunk of a choice, which has its role."""
         delta: shapes.MessageDelta = {"role": "assistant", "content": self.before}
         choice: shapes.ChatDelta = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if index or not self.body.return_token_ids:
@@ -180,8 +180,8 @@ class ChatRenderer(Renderer):
         return sse_event({**self.chunks.head(), "choices": [choice], "prompt_token_ids": self.jobs[0].prompt_ids})
 
     def _deltas(self, event: ChoiceDelta) -> list[shapes.ChatDelta]:
-        """What the chunks of an event have: one for each part. The first has what is told of the tokens, the last has
-        the end.
+        """The deltas of an event, one for each part. The first carries token ids and log-probabilities; the last
+        carries the finish reason.
         """
         scored, has_ended = self._logprobs(event), event.finish_reason is not None
         parts = [_delta(part) for part in event.parts]

@@ -28,39 +28,38 @@ from quire.server.schema import BaseCompletionRequest, ModelRequest, StrictModel
 from quire.tools.calls import EMPTY, Tool, ToolChoice
 
 MAX_MESSAGES = 16384
-"""As many messages as a context of 65,536 tokens can hold, with at least four tokens each."""
+"""Maximum number of messages: a context of 65,536 tokens with at least four tokens per message."""
 
 MAX_TOOLS, MAX_CALLS = 128, 128
-"""Tools of a request, and calls of an earlier answer."""
+"""Maximum number of tools of a request, and of calls of an earlier answer."""
 
 MAX_PARTS = 1024
-"""Parts of one message. Clients send one per paragraph or document."""
+"""Maximum number of parts of one message. Clients send one per paragraph or document."""
 
 MAX_MODALITIES = 8
-"""Number of names. OpenAI has two modalities."""
+"""Maximum number of modalities. OpenAI has two."""
 
 
 log = logging.getLogger("quire.server")
 
 _said: set[str] = set()
-"""Names of fields that the log has; at most those of type Reported."""
+"""Names of fields that were already logged; at most those of type Reported."""
 
 _REPORTED = object()
 Reported = Annotated[Ignored, _REPORTED]
-"""A field that changes nothing, of which the log says once that it is not used."""
+"""A field that is not used. The log says so once."""
 
 
 @functools.cache
 def reported_names(kind: type[StrictModel]) -> frozenset[str]:
-    """The fields of a class that the log tells of."""
+    """The fields of a class that the log reports."""
     return frozenset(name for name, field in kind.model_fields.items() if _REPORTED in field.metadata)
 
 
 class ConversationObject(StrictModel):
-    """An object of a conversation. Clients send back in it what another server gave them, or a library adds for one.
+    """An object of a conversation. Clients send back the fields that another server or a library added to it.
 
-    Such fields change nothing here. Only these names are passed over; any other one is refused, so that a mistyped name
-    is found.
+    The fields named here change nothing. Any other unknown name is refused, so that a mistyped name is found.
     """
 
     cache_control: Reported = None
@@ -91,11 +90,11 @@ class TextPart(ConversationObject):
 Content = TextOr[Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]]
 
 ReplyContent = TextOr[Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]]
-"""What an answer or a tool has said, which may be nothing."""
+"""Content of an answer or of a tool's result, which may be empty."""
 
 
 class FunctionCallParam(ConversationObject):
-    """What an earlier answer called. arguments: JSON text."""
+    """The function and the arguments of a call in an earlier answer. arguments: JSON text."""
 
     name: str
     arguments: JsonText
@@ -106,11 +105,11 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_arguments(text: str) -> Any:
-    """Arguments as chat templates take them: an object, or the text if it is none or no text can hold it."""
+    """Arguments in the form of chat templates: an object, or the text if it is no valid object."""
     try:
         found = json.loads(text or "{}")
         if _HALF.search(text):
-            json.dumps(found, ensure_ascii=False).encode()  # such an escape may be half a character
+            json.dumps(found, ensure_ascii=False).encode()  # an escape may stand for half a surrogate pair
     except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text
@@ -129,7 +128,7 @@ ToolCallParams = Annotated[list[ToolCallParam], Field(fail_fast=True, max_length
 
 
 class BaseMessage(ConversationObject):
-    """What messages of all roles have in common."""
+    """The common fields of messages of all roles."""
 
     annotations: Reported = None
     id: Reported = None
@@ -154,7 +153,7 @@ def content_text(content: str | list[Any] | None) -> str:
 
 
 class PromptMessage(BaseMessage):
-    """What somebody says to the model. `developer` means `system`, because the served models know only that role."""
+    """A message of the system or user. `developer` means `system`, because the served models know only that role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]  # the last two are messages of other classes
     content: Content
@@ -169,7 +168,7 @@ class PromptMessage(BaseMessage):
 
 
 class AssistantMessage(BaseMessage):
-    """An earlier answer, as servers give it."""
+    """An earlier answer, in the form in which servers give it."""
 
     role: Literal["assistant"]
     content: ReplyContent | None = None
@@ -192,7 +191,7 @@ class AssistantMessage(BaseMessage):
 
 
 class ToolMessage(BaseMessage):
-    """What a tool that an answer called has said."""
+    """The result of a tool that an answer called."""
 
     role: Literal["tool"]
     content: ReplyContent
@@ -225,7 +224,7 @@ def template_messages(messages: list[Message] | None) -> list[dict[str, Any]]:
 
 
 def check_continued(messages: list[Any] | None, begins_answer: bool | None, continues: bool | None) -> None:
-    """Raises ApiError 400 if the last message is to be gone on with and cannot be."""
+    """Raises ApiError 400 if the answer cannot continue the last message as the request asks."""
     if continues and begins_answer:
         message = "'continue_final_message' and 'add_generation_prompt' exclude each other"
         raise bad_request(message, "continue_final_message")
@@ -259,11 +258,11 @@ class ToolParam(StrictModel):
 
     @property
     def name(self) -> str:
-        """The name of its function."""
+        """The name of the function."""
         return self.function.name
 
     def tool(self) -> Tool:
-        """Without what JSON needs."""
+        """The tool in the engine's form."""
         given = self.function
         parameters = EMPTY if given.parameters is None else given.parameters
         return Tool(given.name, given.description or "", parameters, bool(given.strict))
@@ -283,12 +282,12 @@ class NamedTool(StrictModel):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the tool."""
         return self.function.name
 
 
 class ConversationFields(StrictModel):
-    """What all endpoints for conversations take. What a tool and a choice look like is their own."""
+    """The common fields of all endpoints for conversations. Each endpoint has its own form of tools and choices."""
 
     tools: Any = None
     tool_choice: Any = None
@@ -301,12 +300,12 @@ class ConversationFields(StrictModel):
 
     @property
     def _named_tool(self) -> str | None:
-        """The name of the tool that must be called, if one is named."""
+        """The name of the tool that must be called; None if the request names none."""
         name: str | None = getattr(self.tool_choice, "name", None)
         return name
 
     def _check_tools(self) -> None:
-        """Raises ApiError 400 for tools that contradict each other, or their choice."""
+        """Raises ApiError 400 if two tools have the same name, or if the tool choice does not match the tools."""
         names, named = [tool.name for tool in self.tools or ()], self._named_tool
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise bad_request(f"'tools' has {twice!r} twice", "tools")
@@ -317,7 +316,7 @@ class ConversationFields(StrictModel):
 
     @property
     def chosen(self) -> ToolChoice:
-        """Whether the answer may or must call, and what."""
+        """Whether the answer may or must call, and which tool."""
         if self._named_tool is not None:
             return ToolChoice("required", self._named_tool, parallel=False)
         if self.tool_choice == "none":
@@ -342,7 +341,7 @@ class ChatRequest(ConversationFields, BaseCompletionRequest):
     echo: bool | None = extension("begin the answer with the last message, an assistant's.")
     add_generation_prompt: bool | None = extension("begin an answer (default).")
     continue_final_message: bool | None = extension(
-        "go on with the last message, an assistant's, in place of beginning an answer."
+        "continue the last message, an assistant's, instead of beginning an answer."
     )
     include_reasoning: bool | None = extension("split reasoning off the answer (default).")
 

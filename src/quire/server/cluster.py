@@ -1,7 +1,7 @@
 """/v1/cluster: operators see the instances behind a server, drain and restart them, and change their roles and numbers.
 
-A drain, restart or switch goes on if its client leaves. There is one at a time; others wait, but a second switch is
-refused.
+A drain, restart or switch continues if its client leaves. One operation runs at a time; others wait, but a second
+switch is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClusterEndpoints:
         return self._answer(self._operations())
 
     async def drain(self, request: Request) -> Response:
-        """Lets an instance finish what it has and ends it, and starts another one in its place."""
+        """Drains an instance and starts another one in its place."""
         async with self._service.body_reader.read(request, DrainRequest) as body:
             operations = self._named(body.instance)
             restart = body.restart is not False
@@ -50,14 +50,14 @@ class ClusterEndpoints:
         return self._answer(operations)
 
     async def restart(self, request: Request) -> Response:
-        """Drains and restarts one instance after the other."""
+        """Drains and restarts the instances one after the other."""
         async with self._service.body_reader.read(request, RestartRequest):
             operations = self._changeable()
         await self._finish(request, operations.restart)
         return self._answer(operations)
 
     async def role(self, request: Request) -> Response:
-        """Changes what an instance does from now on."""
+        """Changes the role of an instance."""
         async with self._service.body_reader.read(request, RoleRequest) as body:
             operations = self._named(body.instance)
         self._check_no_switch(operations)
@@ -85,7 +85,7 @@ class ClusterEndpoints:
         return self._answer(operations)
 
     def _check_no_switch(self, operations: ClusterOperations) -> None:
-        """Raises ApiError 409 while a switch is under way, or waits for its turn. The cluster may have begun it."""
+        """Raises ApiError 409 while a switch runs or waits for its turn. The cluster itself may have started it."""
         switch = operations.state()["switch"]
         if self._switches or (switch is not None and not switch["error"]):
             message = "a switch to another placement is under way; try again when it has ended"
@@ -107,7 +107,7 @@ class ClusterEndpoints:
         return found
 
     def _named(self, place: str) -> ClusterOperations:
-        """Raises ApiError 404 for an instance that is not there, too."""
+        """As `_changeable`. Also raises ApiError 404 for an unknown instance."""
         found = self._changeable()
         places = [each["place"] for each in found.state()["instances"]]
         if place not in places:
@@ -116,7 +116,7 @@ class ClusterEndpoints:
         return found
 
     async def _finish(self, request: Request, work: Callable[[], Awaitable[None]]) -> None:
-        """Waits for an operation, which goes on if the client leaves. Raises ApiError 503 if it fails."""
+        """Waits for an operation, which continues if the client leaves. Raises ApiError 503 if it fails."""
 
         async def patiently(task: asyncio.Future[None]) -> None:
             await asyncio.shield(task)

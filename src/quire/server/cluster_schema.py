@@ -1,4 +1,4 @@
-"""The requests of /v1/cluster: what an operator asks of instances."""
+"""The requests of /v1/cluster: operations on instances."""
 
 from __future__ import annotations
 

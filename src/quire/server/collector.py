@@ -1,6 +1,6 @@
-"""Collects what an engine says of a request: a flat sequence of deltas, which a renderer turns into an answer.
+"""Collects the engine's outputs for a request: a flat sequence of deltas, which a renderer turns into an answer.
 
-Knows the engine's outputs, token counts and the parts of an answer; what endpoints answer is known to renderers.
+Knows the engine's outputs, token counts and the parts of an answer. Renderers know the form of each endpoint's answer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What is new in one choice.
+    """The new output of one choice.
 
     choice         `prompt * n + index`: the index-th answer to a prompt
-    text           as the engine has it
-    parts          the text as parts of an answer, if it is parsed; what may be the beginning of a mark is held back
-    token_ids      of all new tokens
-    logprobs       one dict per new token; None unless they were asked for
+    text           text from the engine
+    parts          the same text parsed into parts; text that may be the beginning of a mark is held back
+    token_ids      ids of all new tokens
+    logprobs       one dict per new token; None if the request does not want them
     finish_reason  None while the choice goes on; tool_calls if it ends with whole calls
     stop_reason    see `CompletionOutput`
     is_all_text    whether no new token belongs to reasoning, a call or their marks
-    is_cut         whether the last call is not whole
+    is_cut         whether the last call is incomplete
     """
 
     choice: int
@@ -56,7 +56,7 @@ class Renderer(ABC):
     """Writes the answer to a request from its deltas, whole or as server-sent events.
 
     kind, what  see `Service.head`
-    large       names in errors what makes the answer large, and the parameter that asks for it
+    large       for errors: the content that makes the answer large, and the parameter that requests this content
     grow        adds bytes to the size of the answer; see `AnswerByteLimiter`
     """
 
@@ -71,34 +71,34 @@ class Renderer(ABC):
         self.grow: Callable[[int], None]
 
     def begin(self, grow: Callable[[int], None]) -> None:
-        """Called before the engine is asked."""
+        """Called before the request goes to the engine."""
         self.grow = grow
 
     @abstractmethod
     async def prepare(self, prompt: int, logprobs: list[dict[int, Logprob] | None]) -> None:
-        """Encodes what the answer has of a prompt. Called before its first output is rendered.
+        """Encodes the part of the answer that is about a prompt. Called before the prompt's first output is rendered.
 
-        logprobs  one dict per position, if they were asked for; there is room for them only during this call
+        logprobs  one dict per position, if requested; they may be kept only during this call
         """
 
     @abstractmethod
     def add(self, event: ChoiceDelta) -> None:
-        """Adds what is new in a choice to the whole answer."""
+        """Adds a delta to the whole answer."""
 
     @abstractmethod
     async def whole(self, held: ExitStack) -> Response:
-        """The answer in one piece. held: has the count of its bytes, which a large answer takes over."""
+        """The answer in one piece. held: holds the count of its bytes; a large answer takes it over."""
 
     @abstractmethod
     async def render(self, deltas: Iterable[ChoiceDelta], begun: int | None) -> Iterable[bytes]:
-        """The deltas of an output as server-sent events, a large one in parts.
+        """Server-sent events for the deltas of an output, a large event in parts.
 
-        begun  the prompt, by its index in the request, of which this is the first output; None: it is a later one
+        begun  index in the request of the prompt whose first output this is; None: a later output
         """
 
     @abstractmethod
     async def end(self) -> bytes:
-        """The last server-sent events of an answer."""
+        """The last server-sent events of the answer."""
 
     def failed(self, error: ApiError) -> bytes:
         """The server-sent event of an error after the first output."""
@@ -109,8 +109,8 @@ class AnswerCollector:
     """One request while the engine answers it.
 
     renderer        writes the answer
-    parsers         one for each choice; without them texts are not parsed
-    is_prompt_only  whether nothing is generated: the engine's least is one token, which is dropped here
+    parsers         one for each choice; empty: texts are not parsed
+    is_prompt_only  whether the answer has no generated tokens: the one token that the engine generates is dropped
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class AnswerCollector:
         self._begun.add(prompt)
 
     def _deltas(self, prompt: int, output: RequestOutput) -> Iterator[ChoiceDelta]:
-        """Yields what an output adds. Tokens are counted when their delta is taken."""
+        """Yields the deltas of an output. Counts the tokens of a delta when it is consumed."""
         for each in output.outputs:
             if (delta := self._delta(prompt, each)) is not None:
                 yield delta
 
     def _delta(self, prompt: int, output: CompletionOutput) -> ChoiceDelta | None:
-        """What an output adds to its choice; None if that is dropped."""
+        """The delta of an output for its choice; None if the output is dropped."""
         choice, reason = prompt * self._num_choices + output.index, output.finish_reason
         if self._is_prompt_only:
             return None if reason is None else ChoiceDelta(choice, "", (), [], None, "length", None)
@@ -202,7 +202,7 @@ class _ChoiceReader:
             delta.finish_reason = "tool_calls"
 
     def _count_reasoning(self, num_tokens: int, was_reasoning: bool, parts: Sequence[AnswerDelta]) -> None:
-        """Counts tokens of reasoning, its marks included: they may be several tokens that are held back."""
+        """Counts reasoning tokens, marks included. A mark may be several tokens, whose text is held back."""
         is_reasoning = self._parser.is_reasoning
         if was_reasoning or is_reasoning or any(isinstance(part, ReasoningDelta) for part in parts):
             self._usage.reasoning_tokens += self._num_undecided + num_tokens

@@ -90,12 +90,12 @@ class PromptOutput:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all encoded lists, and about those of the text."""
+        """Bytes of all encoded lists, plus the approximate bytes of the text."""
         lists = (self.scores, self.prompt_ids, *(self.lists or {}).values())
         return len(self.text) + sum(len(each) for each in lists if each is not None)
 
     def as_delta(self, index: int) -> shapes.CompletionDelta:
-        """The first chunk of a streamed choice has it."""
+        """The prompt's output as the first chunk of a streamed choice."""
         found: shapes.CompletionDelta = {
             "index": index, "text": self.text, "logprobs": joined_logprobs(self.lists), "finish_reason": None,
         }  # fmt: skip
@@ -139,7 +139,7 @@ class CompletionChoiceBuilder:
 
 
 def joined_logprobs(*given: Mapping[str, Bytes | None] | None) -> shapes.TextLogprobs | None:
-    """Four lists of log-probabilities, one behind the other; the same ones are null in all of them."""
+    """Concatenates the four lists of several log-probabilities. A list that is null is null in all of them."""
     found = [lists for lists in given if lists is not None]
     if not found:
         return None
@@ -169,7 +169,7 @@ class CompletionRenderer(Renderer):
         self.chunks = StreamChunks(self.head, self.usage, body.stream_options)
 
     async def prepare(self, prompt: int, logprobs: list[Any]) -> None:
-        """See Renderer. All choices of a prompt begin with the same."""
+        """See Renderer. All choices of a prompt share this beginning."""
         job = self.jobs[prompt]
         choices = self.choices[prompt * self.num_choices : (prompt + 1) * self.num_choices]
         make = functools.partial(self._prompt_output, job, logprobs, choices[0].legacy)
@@ -179,7 +179,7 @@ class CompletionRenderer(Renderer):
             choice.legacy = choices[0].legacy.copy()
 
     def _prompt_output(self, job: PromptJob, logprobs: list[Any], legacy: LegacyLogprobs) -> PromptOutput:
-        """What all choices of a prompt begin with. legacy: has its tokens afterwards."""
+        """The common beginning of all choices of a prompt. legacy: gets the prompt's tokens."""
         found, body = PromptOutput(), self.body
         if body.return_token_ids:
             found.prompt_ids = encoded(job.prompt_ids)
@@ -215,7 +215,7 @@ class CompletionRenderer(Renderer):
     async def whole(self, held: ExitStack) -> Response:
         """See Renderer."""
         for prompt_output in self.prompt_outputs.values():
-            self.grow((self.num_choices - 1) * len(prompt_output.text))  # every choice has it
+            self.grow((self.num_choices - 1) * len(prompt_output.text))  # each choice repeats the text
         choices = [
             choice.as_dict(index, self.prompt_outputs[index // self.num_choices])
             for index, choice in enumerate(self.choices)
@@ -236,7 +236,7 @@ class CompletionRenderer(Renderer):
             yield news
 
     def _first_chunks(self, prompt: int) -> Iterator[bytes]:
-        """The first chunk of each choice of a prompt, if it has something to say."""
+        """The first chunk of each choice of a prompt, unless it would be empty."""
         prompt_output = self.prompt_outputs.pop(prompt)
         has_news = prompt_output.text or prompt_output.lists or prompt_output.prompt_ids is not None
         for index in range(prompt * self.num_choices, (prompt + 1) * self.num_choices) if has_news else ():
@@ -246,7 +246,7 @@ class CompletionRenderer(Renderer):
         self.grow(-prompt_output.num_bytes)
 
     def _chunk(self, event: ChoiceDelta) -> bytes:
-        """A chunk; none without news."""
+        """The chunk of a delta; empty if the delta has no news."""
         ended, logprobs = event.finish_reason, self._logprobs(event)
         delta: shapes.CompletionDelta = {
             "index": event.choice, "text": event.text, "logprobs": logprobs, "finish_reason": ended,

@@ -50,7 +50,7 @@ async def show_cache(service: Service, request: Request) -> Response:
 
 
 async def with_engine_timeout(answer: Awaitable[T]) -> T:
-    """The engine's answer. Raises ApiError 503 if it takes too long."""
+    """Awaits the engine's answer. Raises ApiError 503 if it takes too long."""
     try:
         async with asyncio.timeout(ENGINE_TIMEOUT_SECONDS):
             return await answer
@@ -70,14 +70,14 @@ def check_allowed(service: Service) -> None:
 
 
 def check_query(request: Request, known: str) -> None:
-    """Raises ApiError 400 for a parameter with another name."""
+    """Raises ApiError 400 for any query parameter but `known`."""
     unknown = next((name for name in request.query_params if name != known), None)
     if unknown is not None:
         raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
 
 
 def limit_of(request: Request) -> int:
-    """The number of prefixes asked for. Raises ApiError 400."""
+    """The requested number of prefixes. Raises ApiError 400."""
     check_query(request, "limit")
     if len(request.query_params.getlist("limit")) > 1:
         raise bad_request("'limit' is given more than once", "limit")
@@ -89,10 +89,10 @@ def limit_of(request: Request) -> int:
 
 
 async def _contents(service: Service, tenant: str, limit: int) -> shapes.CacheInfo:
-    """What the caller may see of the cache: the prefixes used last, parents first, and totals."""
+    """The part of the cache that the caller may see: the prefixes used last, parents first, and totals."""
     found = await with_engine_timeout(service.engine.prefixes(service.tenants.visible_salts(tenant)))
     stats = service.engine.stats()
-    # A use of a prefix is a use of its parents, so a parent's last use is never older: the cut keeps all parents.
+    # Using a prefix uses its parents, so a parent's last use is never older: the limit keeps all parents.
     shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
     # Tenants that share the cache may still not read each other's prompts.
     readable = service.tenants.are_isolated or len(service.keys.keys) <= 1
@@ -145,7 +145,7 @@ def _pinned(seconds: float | None) -> float | Literal["forever"] | None:
 
 
 def _totals(service: Service, tenant: str, stats: dict[str, Any], found: Sequence[Prefix]) -> shapes.CacheTotals:
-    """Sizes of the arena, which everybody has in common, and of what is the caller's own."""
+    """Sizes of the arena, which all tenants share, and of the caller's own prefixes."""
     cache = stats["cache"]
     if service.tenants.are_isolated:
         tokens = service.tenant_tokens.get(tenant, TenantTokens())

@@ -1,10 +1,10 @@
-"""Whether a client that has sent its last byte still reads.
+"""Detects whether a client that has sent its last byte still reads.
 
 A client that ends only its sending (`shutdown(SHUT_WR)`) and one that has closed its socket look the same to the
-server: the stream ends. They differ once the server sends something, because only the kernel of the second one answers
-with a reset. So what is sent of an answer tells, and before it begins an interim response does: HTTP/1.1 allows any
-number of them, and clients pass over them (RFC 9110, section 15.2). HTTP/1.0 has none, so there a client that has
-closed its socket is noticed when its answer begins.
+server: the stream ends. They differ once the server sends something, because only the kernel of the second client
+answers with a reset. Bytes of the answer show the difference. Before the answer begins, the server sends interim
+responses: HTTP/1.1 allows any number of them, and clients ignore them (RFC 9110, section 15.2). HTTP/1.0 has none, so a
+closed socket of such a client is noticed only when its answer begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.server.connection import HttpConnection
 
 CHECK_SECONDS = 0.5
-"""Interval of looking for a reset."""
+"""Interval between checks for a reset."""
 FIRST_PROBE_SECONDS = 1.0
 """Time between the end of the client's stream and the first interim response. Most answers begin before."""
 PROBE_SECONDS = 10.0
@@ -37,13 +37,13 @@ class DisconnectProbe:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Looks for a reset from now on, if it does not yet."""
+        """Starts the checks for a reset, if they do not run yet."""
         if self._timer is None:
             self._probe_at = self._loop.time() + FIRST_PROBE_SECONDS
             self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
 
     def end(self) -> None:
-        """Looks no more."""
+        """Stops the checks."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -65,13 +65,13 @@ class DisconnectProbe:
 
 
 def is_reset(number: int) -> bool:
-    """Whether a connected socket, by its descriptor, is of no use in either direction."""
+    """Whether a connected socket, given by its descriptor, is closed in both directions."""
     return _has(number, 0)
 
 
 def has_ended(number: int) -> bool:
-    """Whether the client of a socket, by its descriptor, sends no more. There may be bytes that nobody has read. False
-    where the system does not tell: all but Linux.
+    """Whether the client of a socket, given by its descriptor, sends no more. Unread bytes may remain. Always False on
+    systems other than Linux, which do not tell.
     """
     return _has(number, getattr(select, "POLLRDHUP", 0))
 

@@ -1,7 +1,7 @@
-"""POST /v1/embeddings, /score and /rerank: texts as vectors, and how near they are.
+"""POST /v1/embeddings, /score and /rerank: embeddings of texts, and the similarity of texts.
 
-Embeddings are a prompt's last hidden states, pooled, with length 1. Every model has them. Only models that were made to
-compare texts are asked how near two texts are.
+Embeddings are a prompt's last hidden states, pooled, with length 1. Every model has them. Only models that were trained
+to compare texts serve /score and /rerank.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _encoded(body: EmbeddingsRequest, index: int, vector: list[float]) -> bytes:
 
 
 async def create_scores(service: Service, request: Request) -> Response:
-    """How near texts are to each other, pair by pair: the cosine of their embeddings."""
+    """The similarity of texts, pair by pair: the cosine of their embeddings."""
     async with service.body_reader.read(request, ScoreRequest) as body:
         found = _comparison(service, request, body)
         num_ones, num_others = len(body.text_1), len(body.text_2)
@@ -104,7 +104,7 @@ async def create_scores(service: Service, request: Request) -> Response:
 
 
 async def create_ranking(service: Service, request: Request) -> Response:
-    """Documents by their nearness to a query, the nearest first."""
+    """Documents by their similarity to a query, the most similar first."""
     async with service.body_reader.read(request, RerankRequest) as body:
         found = _comparison(service, request, body)
         await found.add([body.query], "query")
@@ -127,11 +127,11 @@ async def create_ranking(service: Service, request: Request) -> Response:
 
 
 def _comparison(service: Service, request: Request, body: ModelRequest) -> EmbeddingGeneration:
-    """The embeddings of texts that are compared. Raises ApiError (400) for a model that was not made for that."""
+    """Prepares the embeddings of texts to compare. Raises ApiError 400 for a model that was not trained for that."""
     service.check_model(body.model)
     capabilities = service.model_capabilities
     if not capabilities.is_similarity:
-        why = "was not made to compare texts: there is no modules.json of sentence-transformers beside it"
+        why = "was not made to compare texts: its folder has no modules.json of sentence-transformers"
         message = _lacking(service) if capabilities.unsupported else f"'{service.engine.model_name}' {why}"
         raise bad_request(
             f"{message}, so its scores would mean nothing; /v1/embeddings has its hidden states",
@@ -147,7 +147,7 @@ def _lacking(service: Service) -> str:
 
 
 AT_ONCE = 32
-"""Texts of a request that the engine has at once, so that one with thousands leaves room for others."""
+"""Maximum number of a request's texts that the engine has at once, so that other requests have room."""
 
 
 class EmbeddingGeneration:
@@ -158,14 +158,14 @@ class EmbeddingGeneration:
         self._tenant: str = request.state.tenant
         self._params = SamplingParams(max_tokens=1, pooling=pooling, detokenize=False)
         self._hints = {"cache_salt": service.tenants.salt(self._tenant, None)}
-        # Four bytes a token, where a job takes eight: a request may have a million tokens and wait long.
+        # Four bytes a token; a job takes eight. A request may have a million tokens and wait long.
         self._texts: list[array[int]] = []
-        self._jobs: list[PromptJob] = []  # of the admitted texts, without their tokens until they begin
-        self._params_of: list[str] = []  # where each text is in the request
+        self._jobs: list[PromptJob] = []  # jobs of the admitted texts, without their tokens until they begin
+        self._params_of: list[str] = []  # the parameter of each text in the request
         self._usage = Usage()
 
     async def add(self, given: Sequence[str | list[int]], param: str, *, add_special: bool = True) -> None:
-        """Texts or token ids. Raises ApiError or RequestError (400) for what is empty or too long."""
+        """Adds texts or token ids. Raises ApiError or RequestError (400) for an empty or too long one."""
         service = self._service
         texts = [each for each in given if isinstance(each, str)]
         encoded = iter(await service.request_tokenizer.encode_all(texts, add_special, param))
@@ -179,7 +179,7 @@ class EmbeddingGeneration:
             self._texts.append(array("i", ids))
 
     async def admit(self) -> None:
-        """See Service. Raises QueueFullError for more texts than may wait."""
+        """See Service. Raises QueueFullError for more texts than the queue holds."""
         for begin in range(0, self.count, AT_ONCE):
             texts = self._texts[begin : begin + AT_ONCE]
             group = [PromptJob(text.tolist(), self._params, self._hints, self._tenant) for text in texts]
@@ -194,7 +194,7 @@ class EmbeddingGeneration:
         return len(self._texts)
 
     async def vectors(self) -> list[array[float]]:
-        """One for each text, in their order, with length 1."""
+        """The embeddings of all texts, in their order, with length 1."""
         found: list[array[float]] = [array("d")] * self.count
 
         async def take(index: int, vector: list[float]) -> None:
@@ -204,7 +204,7 @@ class EmbeddingGeneration:
         return found
 
     async def compute(self, take: Callable[[int, list[float]], Awaitable[None]]) -> None:
-        """Calls `take` with the index of a text and its embedding as soon as it is there. Raises ApiError 400 for an
+        """Calls `take` with each text's index and its embedding as soon as it is computed. Raises ApiError 400 for an
         embedding that is not finite.
         """
         self._usage.prompt_tokens = sum(map(len, self._texts))
@@ -228,7 +228,7 @@ class EmbeddingGeneration:
             except ApiError as error:
                 if error.code != "not_finite" or error.status < 500:
                     raise
-                # The logits are not, and one does not know whose.
+                # Some logits are not finite; the engine does not say of which text.
                 raise _not_finite(self._params_of[begin] if len(group) == 1 else None) from None
 
     @property
@@ -244,5 +244,5 @@ def _not_finite(param: str | None) -> ApiError:
 
 
 def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of embeddings with length 1."""
+    """The cosine of two embeddings with length 1."""
     return math.fsum(map(operator.mul, one, other))

@@ -10,7 +10,7 @@ from quire.server.fields import UNUSED, Prompts, User, extension
 from quire.server.schema import ModelRequest
 
 MAX_TEXTS = 2048
-"""Texts of a request, as in OpenAI's API."""
+"""Maximum number of texts of a request, as in OpenAI's API."""
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
 
@@ -28,18 +28,18 @@ class EmbeddingsRequest(ModelRequest):
     input: Annotated[Prompts, Field(max_length=MAX_TEXTS)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The first ones only, with length 1 again."
+        None, description="Keep only the first dimensions, with length 1 again."
     )
     user: User | None = UNUSED
 
     pooling: Literal["mean", "last"] | None = extension(
-        "of a text's hidden states. Default: as the model was made, else mean."
+        "pooling of a text's hidden states. Default: the model's own, else mean."
     )
     add_special_tokens: bool | None = extension("with the model's begin tokens (default).")
 
 
 class ScoreRequest(ModelRequest):
-    """The body of POST /score: one text and several, or as many of both."""
+    """The body of POST /score: one text and several, or two lists of equal length."""
 
     text_1: OneOrMore
     text_2: OneOrMore

@@ -1,6 +1,6 @@
-"""Metrics that are read from an engine's counters at the scrape: of requests, cache, tiers, offloading and a cluster.
+"""Metrics from an engine's counters, read at the scrape: requests, cache, tiers, offloading and a cluster.
 
-Those of tiers, offloading, a calibration and a cluster are there only with them.
+Metrics of tiers, offloading, a calibration and a cluster exist only if the engine has these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CALIBRATION_STATES = ("calibrating", "waiting", "taken", "failed")
 COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 Rows = Mapping[str, tuple[Family, str, str]]
-"""By the counter that they have: kind, name and description of metrics."""
+"""Kind, name and description of metrics, by the name of their counter."""
 
 _ENGINE: Rows = {
     "running": (GAUGE, "quire_requests_running", "Requests in the batch."),
@@ -55,11 +55,11 @@ _TIERS: Rows = {
 }
 _MOVES: Rows = {
     "fetched": (COUNTER, "quire_fetched_chunks", "Chunks that came from a tier."),
-    "wasted": (COUNTER, "quire_wasted_chunks", "Chunks that were read from a tier and used by nobody."),
+    "wasted": (COUNTER, "quire_wasted_chunks", "Chunks that were read from a tier and never used."),
     "computed_instead": (
         COUNTER,
         "quire_computed_instead_chunks",
-        "Chunks of a tier that were computed, being faster.",
+        "Chunks of a tier that were computed because that was faster.",
     ),
     "failed_transfers": (
         COUNTER,
@@ -98,11 +98,11 @@ _LOADS: Rows = {
 }
 _COUNTS: Rows = {
     "attempts": (COUNTER, "quire_cluster_attempts", "Attempts at requests."),
-    "again": (COUNTER, "quire_cluster_failed_attempts", "Attempts that failed, and that another one may follow."),
+    "again": (COUNTER, "quire_cluster_failed_attempts", "Attempts that failed; another one may follow."),
     "again_streamed": (
         COUNTER,
         "quire_cluster_failed_attempts_streamed",
-        "Those of them whose client had tokens already.",
+        "Failed attempts whose client had tokens already.",
     ),
     "expired": (COUNTER, "quire_cluster_expired_attempts", "Attempts that were given up for want of a token in time."),
     "down": (COUNTER, "quire_cluster_instances_ended", "Instances that failed, or that were drained."),
@@ -118,7 +118,7 @@ class EngineCollector(Collector):
         self.stats = stats
 
     def collect(self) -> Iterable[Metric]:
-        """All of them (prometheus_client)."""
+        """All metrics of the engine (prometheus_client)."""
         stats = self.stats()
         yield from _plain(_ENGINE, stats)
         computed, cached = stats["prefill_tokens_computed"], stats["prefill_tokens_cached"]
@@ -152,13 +152,13 @@ def _plain(rows: Rows, counters: Mapping[str, Any]) -> Iterable[Metric]:
 
 
 def _by_label(rows: Rows, label: str, counters: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
-    """Metrics with a value for each of several things, such as tiers. counters: by what the label says."""
+    """Metrics with one value per label, such as per tier. counters: by the label's value."""
     for counter, (family, name, text) in rows.items():
         yield _labelled(family, name, text, label, ((each, own.get(counter, 0)) for each, own in counters.items()))
 
 
 def _labelled(family: Family, name: str, text: str, labels: str, samples: Iterable[tuple[Any, ...]]) -> Metric:
-    """A metric with labels, whose names are separated by spaces. samples: what the labels say, and then the value."""
+    """A metric with labels. labels: their names, separated by spaces. samples: the labels' values, then the number."""
     found = family(name, text, labels=labels.split())
     for *said, value in samples:
         found.add_metric(said, float(value))
@@ -166,7 +166,7 @@ def _labelled(family: Family, name: str, text: str, labels: str, samples: Iterab
 
 
 def _calibration(report: Mapping[str, Any]) -> Iterable[Metric]:
-    """Of a codec that the server began without."""
+    """Metrics of the calibration for a codec that the server began without."""
     states = [(report["codec"], name, name == report["state"]) for name in CALIBRATION_STATES]
     text = "1 for the state of the calibration beside requests."
     yield _labelled(GAUGE, "quire_calibration_state", text, "codec state", states)
@@ -175,7 +175,7 @@ def _calibration(report: Mapping[str, Any]) -> Iterable[Metric]:
 
 
 def _moves(tiers: Mapping[str, Mapping[str, Any]], moves: Mapping[str, Any]) -> Iterable[Metric]:
-    """Of chunks between tiers and the arena."""
+    """Metrics of the chunks that move between tiers and the arena."""
     seconds = [
         (name, operation, each.get(counter, 0.0))
         for name, each in tiers.items()
@@ -189,7 +189,7 @@ def _moves(tiers: Mapping[str, Mapping[str, Any]], moves: Mapping[str, Any]) -> 
 
 
 def _cluster(cluster: Mapping[str, Any]) -> Iterable[Metric]:
-    """Of instances, of their router, and of stages."""
+    """Metrics of instances, their router, and stages."""
     instances = {each["place"]: each for each in cluster["instances"]}
     up = [(place, each["health"] == "serving") for place, each in instances.items()]
     yield _labelled(GAUGE, "quire_instance_up", "Whether an instance gets requests.", "instance", up)

@@ -1,6 +1,6 @@
 """The engines that the server serves: one in this process, or a cluster. The tests' fake engine has the same methods.
 
-Imported for types only: the one that is served has been loaded, and the other one need not be.
+Imports both only for types: the process loads only the one that it serves.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _invalid(error: ValidationError) -> ApiError:
     kind = first["type"]
     is_outer = sum(not str(word).startswith("=") for word in first["loc"]) == 1
     if is_outer and first["input"] is None and kind not in ("none_required", "extra_forbidden"):
-        kind = "missing"  # null is not given, and only required parameters refuse it
+        kind = "missing"  # null means not given, and only required parameters refuse it
     match kind:
         case "none_required":
             message = f"Unsupported parameter: '{param}' is not supported by this server."

@@ -1,4 +1,4 @@
-"""Types of fields that several requests have, with what they accept and what they say of anything else."""
+"""Types of fields that several requests share, with the values they accept and their errors for other values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quire.server.json_complexity import check_string
 from quire.structured.params import MAX_CHOICES, SERVER_ONLY_FIELDS, StructuredOutputsParams
 
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
-"""Number of pairs, and characters of their names and texts, as in OpenAI's API."""
+"""Maximum number of pairs, and of characters of their names and texts, as in OpenAI's API."""
 
 MAX_USER = 1024
-"""Characters of `user`, which a response gives back."""
+"""Maximum number of characters of `user`, which a response repeats."""
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ TextOr = Annotated[
     Annotated[str, Tag("=string")] | Annotated[T, Tag("=parts")],
     Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
 ]
-"""A text, or a list of something."""
+"""A text, or a list."""
 
 WordOr = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[T, Tag("=tool")],
@@ -34,14 +34,14 @@ WordOr = Annotated[
 """A choice of tools: a word, or the tool that must be called."""
 Ignored = Annotated[Any, Field(description="Accepted and not used.")]
 UNUSED: Any = Field(None, description="Accepted and not used.")
-"""Of a field that changes nothing here."""
+"""The default of a field that is not used."""
 Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 def extension(about: str) -> Any:
-    """A field that OpenAI's API does not have; null is not given."""
+    """A field that OpenAI's API does not have; null means not given."""
     return Field(None, description=f"Extension: {about}")
 
 
@@ -81,7 +81,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _fault(prompts: list[Any]) -> str:
-    """Describes the first item of `prompts` that is of another kind than the first one."""
+    """Describes the first item of `prompts` that differs in kind from the first one."""
     kind = type(prompts[0]) if isinstance(prompts[0], str | list) else int
     for place, prompt in enumerate(prompts):
         if kind is list and isinstance(prompt, list):
@@ -191,7 +191,7 @@ _STRUCTURE_SCHEMA = {
         },
         {"type": "null"},
     ],
-    "description": "Extension: what the text must be, as vLLM takes it. One of the first five.",
+    "description": "Extension: the constraint on the text, in vLLM's form. Give one of the first five.",
 }
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]

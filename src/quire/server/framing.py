@@ -1,4 +1,4 @@
-"""How a request says where its body ends, and how an answer does to a client of HTTP/1.0."""
+"""How a request marks the end of its body, and how an answer does so for a client of HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_codings(headers: list[tuple[bytes, bytes]], version: str) -> None:
-    """Raises ApiError unless the body of a request is plain, or in chunks and nothing else.
+    """Raises ApiError unless the body of a request is plain, or only chunked.
 
-    RFC 9112, sections 6.1 and 6.3: 501 for a coding that the server does not know, 400 for a body without an end. The
-    parser passes the bytes of `gzip, chunked` on as if they were the body.
+    RFC 9112, sections 6.1 and 6.3: 501 for an unknown coding, 400 for a body without an end. The parser passes the
+    bytes of `gzip, chunked` on as if they were the body.
     """
     values = [value.decode("latin-1") for name, value in headers if name == b"transfer-encoding"]
     if not values:
@@ -35,13 +35,13 @@ def check_codings(headers: list[tuple[bytes, bytes]], version: str) -> None:
 
 
 def is_old(cycle: RequestResponseCycle) -> bool:
-    """Whether a request is of HTTP/1.0."""
+    """Whether a request uses HTTP/1.0."""
     return cycle.scope["http_version"] == "1.0"
 
 
 def unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
-    """An application whose answers without a length end with the connection: uvicorn would send them in chunks, which
-    HTTP/1.0 does not have.
+    """Wraps an application. The end of the connection ends an answer without a length: uvicorn would send it in chunks,
+    which HTTP/1.0 does not have.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -44,7 +44,7 @@ SLICE = 64 * 1024
 
 class JsonComplexity:
     """The structure of one request: of its body, and of those of its strings that are parsed as JSON themselves, such
-    as the arguments of replayed calls. All of them together stay within the limits above; MAX_DEPTH is of each text.
+    as the arguments of replayed calls. All texts together stay within the limits above; MAX_DEPTH applies to each text.
     """
 
     __slots__ = ("chars", "containers", "names", "quotes", "string_values", "values")
@@ -79,19 +79,19 @@ class JsonComplexity:
                 depths = list(accumulate((1 if each == _OPEN else -1 for each in brackets), initial=depth))
                 depth = depths[-1]
                 _check("levels", max(depths), MAX_DEPTH)
-        self.quotes += self.quotes % 2  # a string that does not end begins no other text's
+        self.quotes += self.quotes % 2  # an unfinished string does not reach into the next text
 
     @property
     def num_bytes(self) -> int:
-        """Most memory of the parsed body and its checked copy: 40 bytes a value, 70 a string besides its characters,
-        130 a name, 100 an array or object. Twelve thousand calls take 13 MB (17 by this count), a million token ids 40
-        (48), 8 MiB of text with one emoji 33 (33).
+        """Upper bound of the memory of the parsed body and its checked copy: 40 bytes a value, 70 a string besides its
+        characters, 130 a name, 100 an array or object. 12,000 calls take 13 MB (17 by this bound), a million token ids
+        40 (48), 8 MiB of text with one emoji 33 (33).
         """
         return 40 * self.values + 35 * self.quotes + 130 * self.names + 100 * self.containers + self.chars
 
 
 class TooComplexError(Exception):
-    """A text has, or makes a request have, more than `most` of something."""
+    """The structure of a request exceeds `most`."""
 
     def __init__(self, what: str, most: int) -> None:
         super().__init__(f"more than {most:,} {what}; send less in one request")
@@ -108,8 +108,8 @@ def check_complexity(text: bytes | bytearray) -> JsonComplexity:
 
 
 def check_string(text: str, info: ValidationInfo) -> str:
-    """Counts a string of the request that is parsed as JSON, together with the body and the strings before it, and
-    returns it. Raises pydantic's error for the field that it stands in.
+    """Counts and returns a string of the request that is parsed as JSON. Its structure adds to that of the body and
+    of earlier strings. Raises pydantic's error for the field of the string.
     """
     budget = info.context if isinstance(info.context, JsonComplexity) else JsonComplexity()
     before = budget.values
@@ -135,7 +135,7 @@ _MANY_DIGITS = b"0" * (MAX_DIGITS + 1)
 
 
 def _width(text: bytes | bytearray) -> int:
-    """Most bytes of a character of the parsed strings: a string of Python's is as wide as its widest character."""
+    """Maximum bytes per character of the parsed strings: Python stores a string as wide as its widest character."""
     if any(lead in text for lead in _FOUR_BYTES) or b"\\ud" in text or b"\\uD" in text:
         return 4
     return 1 if text.isascii() and b"\\u" not in text else 2
@@ -150,7 +150,7 @@ def _check(what: str, count: int, most: int) -> None:
 
 
 def too_complex(error: TooComplexError) -> ApiError:
-    """The answer to a body with too many of something."""
+    """The answer to a body that exceeds a limit of structure."""
     return bad_request(f"the body has {error}", code="body_too_complex")
 
 

@@ -31,10 +31,10 @@ LOWEST = -9999.0
 
 
 def check_prompt_logprobs(asked: Mapping[str, int | None], num_choices: int, num_tokens: int) -> None:
-    """Raises ApiError 400 for more log-probabilities of prompts than an answer may have.
+    """Raises ApiError 400 if an answer would have too many log-probabilities of prompts.
 
-    asked       alternatives per token, by parameter; None where it is not given
-    num_tokens  of all prompts
+    asked       alternatives per token, by parameter; None: not given
+    num_tokens  tokens of all prompts
     """
     found = {name: each for name, each in asked.items() if each is not None}
     num_scores = num_choices * num_tokens * sum(each + 1 for each in found.values())
@@ -101,7 +101,7 @@ class LegacyLogprobs:
         self._offset = 0
 
     def copy(self) -> LegacyLogprobs:
-        """A copy with the same state; every choice continues with one after the prompt."""
+        """A copy with the same state. The choices of a prompt continue from copies of it."""
         other = copy.copy(self)
         other._characters = codecs.getincrementaldecoder("utf-8")("replace")
         other._characters.setstate(self._characters.getstate())
@@ -112,8 +112,8 @@ class LegacyLogprobs:
     ) -> TextLogprobs:
         """The lists of the next tokens; a position without probabilities (a prompt's first token) gives nulls.
 
-        text  the text that is shown for these tokens, which begins the choice's; None: their own, special ones skipped
-              as in every answer
+        text  the shown text of these tokens, with which the choice's text begins; None: the text of the tokens, without
+              special ones, as in every answer
         """
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
@@ -152,7 +152,7 @@ class LegacyLogprobs:
 def prompt_logprobs(
     positions: Sequence[Mapping[int, Logprob] | None], token_texts: TokenTextCache
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """The extension `prompt_logprobs`: per position the scores by token id, null at the first."""
+    """The extension `prompt_logprobs`: for each position the log-probabilities by token id; null at the first."""
     for position in positions:
         yield (
             None

@@ -40,7 +40,7 @@ LAG_WINDOW = 60.0
 """Minimum seconds for which the worst lag is shown; the maximum is twice that."""
 
 RECENT = 1000
-"""Requests that the gauge of attainment is about."""
+"""Number of the latest requests in the gauge of attainment."""
 
 SHARES = tuple(count / 10 for count in range(1, 11))
 
@@ -167,11 +167,11 @@ class RequestTimer:
 
 class SloMetrics:
     """Counts requests by the latency targets that they meet; a request attains its targets only if it meets both.
-    There are no metrics without a target.
+    Without a target these metrics do not exist.
 
     TTFT is the time from arrival to the first token. TPOT is the mean time of the tokens after it: an answer of one
-    token meets every target of TPOT. A request that failed meets no target. Refused requests do not count, nor do those
-    whose client left.
+    token meets every target of TPOT. A failed request meets no target. Refused requests and requests whose client left
+    do not count.
     """
 
     def __init__(self, config: SloConfig, registry: CollectorRegistry) -> None:
@@ -201,7 +201,7 @@ class SloMetrics:
         attained.set_function(self.attainment)
 
     def attainment(self) -> float:
-        """The share of the last requests that met both targets; NaN without any."""
+        """The share of the latest requests that met both targets; NaN without requests."""
         return sum(self._recent) / len(self._recent) if self._recent else math.nan
 
     def record(self, ttft: float | None, tpot: float | None) -> None:

@@ -1,4 +1,4 @@
-"""What a model was made for, as far as its files tell."""
+"""The training purpose of a model, as far as its files show it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from quire.safe_io import parse_json, read_text
 Pooling = Literal["mean", "last"]
 
 POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
-"""Poolings of sentence-transformers and ours."""
+"""Our poolings, by their names in sentence-transformers."""
 
-# Its length differs from the mean's, and embeddings have length 1 here.
+# A square-root mean differs from the mean only in length, and embeddings have length 1 here.
 POOLINGS["mean_sqrt_len_tokens"] = POOLINGS["mean_sqrt_len"] = "mean"
 
 MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
-"""Modules of sentence-transformers that are computed here."""
+"""Modules of sentence-transformers that this server computes."""
 
 
 @dataclass(frozen=True)
 class ModelCapabilities:
-    """What a model was made for, by the files of sentence-transformers beside it.
+    """The training purpose of a model, by the files of sentence-transformers beside it.
 
-    is_similarity  whether the nearness of its embeddings means something
-    pooling        how they are pooled
-    unsupported    what its embeddings need that is not computed here; "" if nothing
+    is_similarity  whether the similarity of its embeddings means something
+    pooling        pooling of its embeddings
+    unsupported    the part of its embeddings that this server does not compute; "" if none
     """
 
     is_similarity: bool = False
@@ -35,7 +35,7 @@ class ModelCapabilities:
 
     @classmethod
     def of(cls, folder: Path) -> ModelCapabilities:
-        """Of the model in a folder; a single file tells nothing."""
+        """Reads the capabilities of the model in a folder; the defaults for a model in a single file."""
         if not (folder / "modules.json").is_file():
             return cls()
         listed = _read(folder / "modules.json")
@@ -53,7 +53,7 @@ class ModelCapabilities:
 
 
 def _poolings(config: dict[str, Any]) -> list[str]:
-    """The poolings that a model's embeddings consist of: a name, or a switch for each."""
+    """The poolings of a model's embeddings, given as one name or as a switch for each."""
     named = config.get("pooling_mode")
     if isinstance(named, str):
         return [named]

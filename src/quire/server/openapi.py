@@ -23,7 +23,7 @@ BODY_ERRORS = (400, 408, 413, 503)
 
 
 class ApiDocument:
-    """The document of an application: its routes, and the schemas of all bodies and answers that they name."""
+    """The document of an application: its routes, and the schemas of all bodies and answers in them."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app

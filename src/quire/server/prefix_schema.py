@@ -1,4 +1,4 @@
-"""The bodies of /v1/cache/prefixes: a prompt, given like a completion's or a chat's, and what becomes of its chunks."""
+"""The bodies of /v1/cache/prefixes: a prompt, in the form of a completion's or a chat's, and its cache hints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Prompt = Annotated[
 
 
 class PrefixPrompt(StrictModel):
-    """A prompt that a prefix belongs to."""
+    """The prompt of a prefix."""
 
     model: str | None = Field(None, description="The served model's name; optional.")
     prompt: Prompt = None
@@ -45,11 +45,11 @@ class PrefixPrompt(StrictModel):
 
     @property
     def num_given(self) -> int:
-        """Number of prompts in it."""
+        """Number of prompts given."""
         return (self.prompt is not None) + (self.messages is not None)
 
     def check_options(self) -> None:
-        """Raises ApiError 400 for options of another kind of prompt."""
+        """Raises ApiError 400 for options that do not apply to this kind of prompt."""
         if self.add_special_tokens is not None and not isinstance(self.prompt, str):
             raise bad_request("'add_special_tokens' is only allowed when 'prompt' is a text", "add_special_tokens")
         for name in ("add_generation_prompt", "chat_template_kwargs"):

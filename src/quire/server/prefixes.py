@@ -1,7 +1,7 @@
-"""/v1/cache/prefixes: prefixes are warmed, listed, shown and dropped, by prompt or by key.
+"""/v1/cache/prefixes: warms, lists, shows and drops prefixes, given by prompt or by key.
 
-A caller sees and touches the prefixes of its own tenant. For all others the answer is that there is no such prefix.
-Prefixes have no text here: a key is a digest.
+A caller sees and changes only the prefixes of its own tenant; the prefixes of others do not exist for it. Answers have
+no text of prompts: a key is a digest.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ async def drop_prefix(service: Service, request: Request) -> Response:
 
 
 async def _alone(service: Service, ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer to a question that reads the disk, one at a time. Raises ApiError 503 if it takes too long, with the
-    wait for its turn.
+    """Answers a question that reads the disk, one at a time. Raises ApiError 503 if the answer, with the wait for its
+    turn, takes too long.
     """
 
     async def asked() -> T:
@@ -175,7 +175,7 @@ def _held(held: TierCopy) -> shapes.PrefixTierInfo:
 
 
 def _checked(key: str) -> str:
-    """A key as listings show it. Raises ApiError 404 for what is no key."""
+    """A key in the form of listings. Raises ApiError 404 for an invalid key."""
     try:
         return parse_prefix_key(key).hex()
     except RequestError:

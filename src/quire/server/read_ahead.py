@@ -1,6 +1,6 @@
 """The turns of requests on one connection, and the bodies that are read before their requests begin.
 
-Knows nothing of what a request asks.
+Knows nothing of the contents of requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ReadAhead:
     """Bytes of bodies that a connection has read while an earlier request is answered, or before a request's turn.
 
     waits      whether the request waits for its turn
-    num_bytes  as last counted; the manager has the sum over all connections
+    num_bytes  last counted bytes; the manager has the sum over all connections
     """
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -26,8 +26,8 @@ class ReadAhead:
         self.num_bytes = 0
 
     def in_turn(self, cycle: RequestResponseCycle, app: Any) -> Any:
-        """The application, once the request has its turn: hundreds may arrive at once, each of which takes 0.3 ms to
-        begin. Until then little of its body is read.
+        """Wraps the application so that it waits for the request's turn: hundreds of requests may arrive at once, and
+        each takes 0.3 ms to begin. Until then little of the body is read.
         """
         connection, throttle = self._connection, self._connection.manager.start_throttle
 
@@ -49,12 +49,12 @@ class ReadAhead:
         return begin
 
     def cancel(self) -> None:
-        """The client has gone: no request waits, and no body is kept."""
+        """Ends the wait and forgets the bodies of a client that has gone."""
         self.waits = False
         self.count()
 
     def count(self) -> None:
-        """Counts the bytes again. If there are more and too many in all, a connection is refused."""
+        """Counts the bytes again. Refuses a connection if they grew and all connections hold too many."""
         connection, manager = self._connection, self._connection.manager
         now = sum(len(cycle.body) for cycle, _ in connection.pipeline)
         if self.waits and connection.answering is not None:

@@ -29,14 +29,14 @@ WHOLE_BYTES = 256 * 1024
 """Maximum size of a text, once normalized, that is encoded as a whole without being counted: 0.3 s and 40 MB at worst,
 for a token per byte."""
 END = "\u2063quire-ends-here\u2063"
-"""Stands at the end of a message that is gone on with while its conversation is rendered."""
+"""Marks the end of a message that the answer continues, while its conversation is rendered."""
 
 PIECE_BYTES = 64 * 1024
 """Size, once normalized, of the pieces in which a longer text is first counted: 0.1 s and 10 MB at worst."""
 
 MAX_TOKENS = MAX_VALUES
-"""Tokens of all texts of a request: as many as it may have as ids. 8 MiB of rare characters, in 2,048 texts of which
-each fits the context, would be 8,000,000 tokens and 300 MB."""
+"""Maximum number of tokens of all texts of a request, the same as its maximum number of ids. 8 MiB of rare characters,
+in 2,048 texts that fit the context, would be 8,000,000 tokens and 300 MB."""
 
 
 class RequestTokenizer:
@@ -45,7 +45,7 @@ class RequestTokenizer:
     """
 
     def __init__(self, engine: ServedEngine, keep_tokens: bool = False) -> None:
-        """keep_tokens: of users' and tools' texts in conversations; see `render_chat`."""
+        """keep_tokens: for texts of users and tools in conversations; see `render_chat`."""
         self.engine = engine
         self._keep_tokens = keep_tokens
         self._long_texts = ThreadPoolExecutor(1, "quire-encode")
@@ -94,8 +94,8 @@ class RequestTokenizer:
         """Raises ApiError 400 for a text that cannot fit the context. The context bounds the cost, not the text.
 
         A text that is only a little too long passes, and its tokens are counted exactly later. A longer text is counted
-        in pieces, only as far as the context reaches: 8 MB of one word would cost 3 s and 400 MB as a whole, and
-        262,144 characters that are 18 each once normalized 1 GB.
+        in pieces, until the count exceeds the context. As a whole, 8 MB of one word would cost 3 s and 400 MB, and
+        262,144 characters that normalization expands to 18 each would cost 1 GB.
         """
         if _size(text) <= LONG_TEXT:
             return
@@ -117,7 +117,7 @@ class RequestTokenizer:
                 raise self._too_long(param, f"{num_chars} characters, which are at least {num_tokens} tokens")
 
     def _check_chars(self, num_chars: int, param: str) -> None:
-        """Raises ApiError 400 for a conversation whose characters cannot be the tokens of a context. It is not
+        """Raises ApiError 400 for a conversation with too many characters for a context. Such a conversation is not
         rendered: 8 MB of text with one emoji would take 200 MB, here and in the rendering process.
         """
         if num_chars <= LONG_TEXT:
@@ -147,10 +147,10 @@ class RequestTokenizer:
         """The token ids of a conversation, rendered by the model's chat template with `variables`. Raises RequestError
         if the template rejects the messages or its text does not fit the context.
 
-        messages   makes them, in the form of chat templates, on the thread
-        tools      that the answer may call
-        continues  whether the prompt ends within the last message, which the answer goes on with
-        param      names the conversation in errors
+        messages   makes the messages, in the form of chat templates, on the thread
+        tools      tools that the answer may call
+        continues  whether the answer continues the last message
+        param      parameter that errors name
         """
 
         def run() -> ChatText:
@@ -169,7 +169,7 @@ class RequestTokenizer:
         try:
             text, escape = await asyncio.get_running_loop().run_in_executor(self._templates, run)
         except ApiError as error:
-            raise error.with_traceback(None) from None  # whose frames have the conversation
+            raise error.with_traceback(None) from None  # the frames of the traceback hold the conversation
         except RequestError as error:
             raise RequestError(str(error), param if error.param == "messages" else error.param) from None
         # The first text with escapes takes up to 0.1 s, for vocabularies with 6,000 control tokens.
@@ -178,7 +178,7 @@ class RequestTokenizer:
 
 
 def _size(text: str) -> int:
-    """Most bytes of a text once normalized, and thus most of its tokens; 0.1 us for ASCII."""
+    """Upper bound of a text's bytes once normalized, and thus of its tokens; 0.1 us for ASCII."""
     return len(text) if text.isascii() else GROWTH * len(text)
 
 

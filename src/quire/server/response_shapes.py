@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
-# pydantic takes that of `typing` only from Python 3.12 on, and brings this one.
+# pydantic accepts the TypedDict of `typing` only from Python 3.12 on; typing_extensions comes with pydantic.
 from typing_extensions import TypedDict
 
 from quire.server.shapes import Count, PromptTokensDetails, TokenLogprob
@@ -24,7 +24,7 @@ class OutputText(TypedDict):
 
 
 class OutputMessage(TypedDict):
-    """What the model says."""
+    """A message of the model."""
 
     type: Literal["message"]
     id: str
@@ -41,7 +41,7 @@ class ReasoningText(TypedDict):
 
 
 class OutputReasoning(TypedDict):
-    """What the model writes before its answer."""
+    """The reasoning that the model writes before its answer."""
 
     type: Literal["reasoning"]
     id: str
@@ -62,13 +62,13 @@ class OutputCall(TypedDict):
 
 
 class InputDetails(PromptTokensDetails):
-    """What the cache did for the prompt."""
+    """Prompt tokens that came from the cache."""
 
     cache_write_tokens: Count
 
 
 class OutputDetails(TypedDict):
-    """Which of the tokens are reasoning."""
+    """The number of reasoning tokens."""
 
     reasoning_tokens: Count
 
@@ -84,13 +84,13 @@ class ResponseUsage(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    """Why a response has not all that the model wanted to say."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class Response(TypedDict):
-    """The answer of /v1/responses. What it repeats of the request is as in the request."""
+    """The answer of /v1/responses. It repeats parameters of the request in the request's form."""
 
     id: str
     object: Literal["response"]
@@ -122,7 +122,7 @@ class Response(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """An event of a streamed response; what else it has depends on its type."""
+    """An event of a streamed response. Its other fields depend on its type."""
 
     type: str
     sequence_number: Count

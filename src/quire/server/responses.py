@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quire.server.engines import ServedEngine
 
 LOGPROB_BYTES = 90
-"""About those of a log-probability in an answer."""
+"""Approximate number of bytes of a log-probability in an answer."""
 
 
 async def create_response(service: Service, request: Request) -> Response:
@@ -55,7 +55,7 @@ async def create_response(service: Service, request: Request) -> Response:
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
             tooling=tooling,
         )
-        # Written once, off the event loop: every event about the whole response has them.
+        # Encoded once, off the event loop: every event about the whole response repeats them.
         tools = await asyncio.to_thread(_written_tools, body.tools) if body.tools else EncodedList[Any]()
         collector = AnswerCollector(ResponseRenderer(service, body, job, tools), [tooling.answer_parser(ids)])
         body.forget("tools", "input", "chat_template_kwargs", "prompt_cache_key", "safety_identifier")
@@ -64,8 +64,8 @@ async def create_response(service: Service, request: Request) -> Response:
 
 
 async def _tooling(engine: ServedEngine, body: ResponsesRequest, salt: str) -> Tooling:
-    """The tools of a request. One that does not say whether it is strict is, as in OpenAI's API; but it is not where
-    its schema cannot be honoured and the model is free to call.
+    """The tools of a request. As in OpenAI's API, a tool is strict by default. But it is not strict if its schema
+    cannot be honoured and calling it is optional.
     """
     unsaid = [tool for tool in body.tools or () if tool.strict is None]
     if body.chosen.mode != "auto" or not unsaid:
@@ -76,7 +76,7 @@ async def _tooling(engine: ServedEngine, body: ResponsesRequest, salt: str) -> T
             await engine.compile_grammar(tooling.structure, salt)
         return tooling
     except RequestError:
-        # Of tools that are only too many together, each one is at fault.
+        # If the tools are only too large together, none of them is strict.
         refused = await refusals(engine, [tool.tool() for tool in unsaid], salt)
         for place in refused or range(len(unsaid)):
             unsaid[place].strict = False
@@ -84,12 +84,12 @@ async def _tooling(engine: ServedEngine, body: ResponsesRequest, salt: str) -> T
 
 
 def _written_tools(tools: Iterable[FunctionTool]) -> EncodedList[Any]:
-    """The tools as a response tells of them."""
+    """The tools in the form of a response."""
     return EncodedList(encoded(tool.model_dump() | {"strict": tool.strict is not False} for tool in tools))
 
 
 class ResponseRenderer(Renderer):
-    """Writes a response. Every event of its stream has a number."""
+    """Writes a response. Numbers the events of its stream."""
 
     def __init__(self, service: Service, body: ResponsesRequest, job: PromptJob, tools: EncodedList[Any]) -> None:
         super().__init__(service, [job], "resp_", "response")
@@ -105,12 +105,12 @@ class ResponseRenderer(Renderer):
         self.num_sent = self.num_scores = 0
 
     def begin(self, grow: Callable[[int], None]) -> None:
-        """See Renderer. Many events have the tools."""
+        """See Renderer. Counts the tools, which many events repeat."""
         super().begin(grow)
         grow(sum(map(len, self.tools.parts)))
 
     async def prepare(self, prompt: int, logprobs: list[Any]) -> None:
-        """See Renderer. A response has no part that is a prompt's."""
+        """See Renderer. Nothing to do: a response has no part about the prompt."""
 
     def add(self, event: ChoiceDelta) -> None:
         """See Renderer."""
@@ -128,13 +128,13 @@ class ResponseRenderer(Renderer):
         taken = list(deltas)
         first = () if begun is None else map(self._about, ("created", "in_progress"))
         make = functools.partial(self._sent, itertools.chain(first, *map(self._events, taken)))
-        # The last ones have all log-probabilities, several times.
+        # The last events repeat all log-probabilities.
         is_large = self.num_scores and any(delta.finish_reason is not None for delta in taken)
         news = await self.service.make_answer(self.num_scores, make) if is_large else make()
         return (news,) if news else ()
 
     async def end(self) -> bytes:
-        """See Renderer. It is about the whole response."""
+        """See Renderer. The last event has the whole response."""
         return await self.service.make_answer(self.num_scores, lambda: self._sent([self._about(self.status)]))
 
     def failed(self, error: ApiError) -> bytes:
@@ -144,7 +144,7 @@ class ResponseRenderer(Renderer):
         return self._sent([{"type": "error", **told}])
 
     def _sent(self, events: Iterable[NamedEvent]) -> bytes:
-        """Events as they are sent."""
+        """Encodes and numbers events."""
         found = bytearray()
         for event in events:
             numbered = event | {"sequence_number": self.num_sent}
@@ -156,12 +156,12 @@ class ResponseRenderer(Renderer):
         return bytes(found)
 
     def _about(self, kind: str) -> NamedEvent:
-        """An event about the whole response."""
+        """An event with the whole response."""
         return {"type": f"response.{kind}", "response": self._response()}
 
     def _events(self, event: ChoiceDelta) -> Iterator[NamedEvent]:
-        """What a delta adds."""
-        # Of tokens whose text is held back; those of reasoning, calls and marks have no place.
+        """Yields the events of a delta."""
+        # Includes tokens whose text was held back. A response has no log-probabilities of reasoning, calls and marks.
         self.scores += self._logprobs(event)
         for part in event.parts:
             own = self.scores if isinstance(part, TextDelta) else []
@@ -182,7 +182,7 @@ class ResponseRenderer(Renderer):
         return chat_logprobs(event.token_ids, event.logprobs, self.body.top_logprobs or 0, self.token_texts)
 
     def _response(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """The response in its current state."""
         body, params = self.body, self.job.params
         has_ended = self.status != "in_progress"
         choice: Any = "auto" if body.tool_choice is None else body.tool_choice

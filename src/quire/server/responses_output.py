@@ -1,4 +1,4 @@
-"""The items of a response, and the events that tell of them while they grow."""
+"""The items of a response, and the events that describe their growth."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.server.shapes import TokenLogprob
 from quire.tools.calls import AnswerDelta, ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
 
 NamedEvent = dict[str, Any]
-"""Of one type; its number in the stream is added when it is sent."""
+"""An event without its number, which is added when it is sent."""
 
 
 class ResponseOutputBuilder:
-    """The items of one response so far. Each method returns the events of what is new.
+    """The items of one response so far. Each method yields the events of its change.
 
-    items  finished ones, and the one that grows
+    items  finished items, and the open one
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class ResponseOutputBuilder:
         self._is_open = False
 
     def add(self, part: AnswerDelta, scores: list[TokenLogprob]) -> Iterator[NamedEvent]:
-        """A part of the answer. scores: of its tokens, if they are text."""
+        """Adds a part of the answer. scores: log-probabilities of its tokens, if they are text."""
         match part:
             case TextDelta(text):
                 yield from self._written("message", "output_text", text, scores)
@@ -39,7 +39,7 @@ class ResponseOutputBuilder:
                 yield self._about("response.function_call_arguments.delta", delta=text)
 
     def close(self, status: str) -> Iterator[NamedEvent]:
-        """The item that grows has ended. status: completed or incomplete."""
+        """Closes the open item. status: completed or incomplete."""
         if not self._is_open:
             return
         self._is_open, item = False, self.items[-1]
@@ -54,7 +54,7 @@ class ResponseOutputBuilder:
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def finish(self, status: str) -> Iterator[NamedEvent]:
-        """The answer has ended. One without anything has a message without text."""
+        """Closes the answer. An empty answer gets a message without text."""
         if not self.items:
             yield from self._written("message", "output_text", "", [])
         yield from self.close(status)
@@ -63,7 +63,7 @@ class ResponseOutputBuilder:
         if not (self._is_open and self.items[-1]["type"] == kind):
             yield from self.close("completed")
             if kind == "message" and self.items and self.items[-1]["type"] == "function_call":
-                text = text.lstrip()  # which stands between two texts, and here these are messages of their own
+                text = text.lstrip()  # blanks between two texts, which are separate messages here
             item: dict[str, Any] = {"type": kind, "id": _id("msg" if kind == "message" else "rs"), "content": []}
             if kind == "message":
                 item["role"] = "assistant"
@@ -92,7 +92,7 @@ class ResponseOutputBuilder:
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}
 
     def _about(self, kind: str, **more: Any) -> NamedEvent:
-        """An event about the item that grows."""
+        """An event about the open item."""
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **more}
 
 

@@ -1,4 +1,4 @@
-"""The request of POST /v1/responses, field by field; see `schema`. Only what needs no memory between requests."""
+"""The request of POST /v1/responses, field by field; see `schema`. It has only fields that need no stored state."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class InputText(ConversationObject):
 
 InputParts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
 ToolOutput = TextOr[Annotated[list[InputText], Field(fail_fast=True, max_length=MAX_PARTS)]]
-"""What a tool returned, which may be nothing."""
+"""The result of a tool, which may be empty."""
 
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _is_message(value: Any) -> Any:
-    """Refuses an item of a type that is not taken. Clients refer to an item by its id where they believe it stored."""
+    """Refuses an item of another type. Clients refer to an item by its id if they believe that the server stores it."""
     if value == "item_reference":
         said = "Nothing is stored here: send the item itself, as clients do that are told `store: false`"
         raise PydanticCustomError("literal_error", said)
@@ -54,14 +54,14 @@ def _is_message(value: Any) -> Any:
 
 
 class InputObject(ConversationObject):
-    """An item, as a response has it."""
+    """An item in the form of a response's items."""
 
     id: Ignored = None
     status: Ignored = None
 
 
 class InputMessage(InputObject):
-    """What somebody has said, an earlier answer included."""
+    """A message, such as an earlier answer."""
 
     type: Annotated[Literal["message"], BeforeValidator(_is_message)] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -70,7 +70,7 @@ class InputMessage(InputObject):
 
 
 class InputCall(InputObject):
-    """A call that an earlier answer made."""
+    """A call in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -83,7 +83,7 @@ class InputCall(InputObject):
 
 
 class InputResult(InputObject):
-    """What the tool has said."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -101,7 +101,7 @@ class InputReasoningText(ConversationObject):
 
 
 class InputReasoning(InputObject):
-    """Reasoning of an earlier answer. Chat templates know what to do with it."""
+    """Reasoning of an earlier answer. The chat template decides whether the prompt includes it."""
 
     type: Literal["reasoning"]
     content: Annotated[list[InputReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
@@ -125,7 +125,7 @@ FORMAT_PARAM = "text.format.schema"
 
 
 class TextFormat(StrictModel):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -145,12 +145,12 @@ class TextFormat(StrictModel):
 
     @property
     def structure(self) -> StructuredOutputsParams | None:
-        """What it wants of the text."""
+        """The constraint on the text."""
         return self._structure
 
 
 class TextConfig(StrictModel):
-    """How the answer is written."""
+    """Options for the text of the answer."""
 
     format: TextFormat | None = None
     verbosity: Unsupported = None
@@ -166,7 +166,7 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
     def tool(self) -> Tool:
-        """Without what JSON needs. As in OpenAI's API it is strict unless it says otherwise."""
+        """The tool in the engine's form. As in OpenAI's API, it is strict by default."""
         parameters = EMPTY if self.parameters is None else self.parameters
         return Tool(self.name, self.description or "", parameters, self.strict is not False)
 
@@ -179,7 +179,7 @@ class NamedFunctionTool(StrictModel):
 
 
 class NoReasoning(StrictModel):
-    """What a response says of reasoning: its effort cannot be chosen."""
+    """The reasoning options, which cannot be chosen."""
 
     effort: Unsupported = None
     summary: Unsupported = None
@@ -233,7 +233,7 @@ class ResponsesRequest(ConversationFields, GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """Whether the request wants log-probabilities."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @property
@@ -251,7 +251,7 @@ class ResponsesRequest(ConversationFields, GenerationRequest):
             found.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*found, {"role": "user", "content": self.input}]
-        thought: dict[str, str] = {}  # of the next answer
+        thought: dict[str, str] = {}  # reasoning that belongs to the next answer
         for item in self.input:
             match item:
                 case InputReasoning(content=content):

@@ -71,8 +71,9 @@ class HttpListener:
             raise _cannot_listen(self.config.host, self.port, error) from error
 
     def sockets(self) -> list[socket.socket]:
-        """What an event loop listens to: the socket, several times, because uvloop accepts one connection of each in
-        a turn. With one of them /health would stand behind hundreds of turns when as many connections arrive at once.
+        """The sockets for the event loop: the same socket several times, because uvloop accepts one connection per
+        socket and turn. With a single one, /health would wait for hundreds of turns when as many connections arrive at
+        once.
         """
         self._others = [self.socket.dup() for _ in range(ACCEPTED - 1)]
         return [self.socket, *self._others]
@@ -87,8 +88,8 @@ ACCEPTED = 16
 """Connections that are accepted in one turn of uvloop: 3 ms. asyncio's own loop accepts all that wait."""
 
 SWITCH_SECONDS = 0.001
-"""Time after which a busy thread lets another one run, 5 ms by default. The event loop waits that long in each of its
-turns while a thread prepares conversations."""
+"""Time after which a busy thread lets another one run; Python's default is 5 ms. The event loop waits that long in each
+of its turns while a thread prepares conversations."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ async def serve(
 
     ready   called when the prefixes of cache.pin are computed for every tenant and the server listens
     limits  limits of connections; by default from the settings and the system
-    slo     latency targets, which the metrics are about
+    slo     latency targets of the metrics
     Raises ConfigError if the cache.pin file is invalid or its prefixes do not fit, and if the port was taken meanwhile.
     """
     config = listener.config
@@ -218,7 +219,7 @@ async def _drain_on_signal(
         signalled.set()
 
     signals = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
         signals.append(signal.SIGHUP)
     for each in signals:
         loop.add_signal_handler(each, on_signal)

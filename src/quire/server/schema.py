@@ -60,13 +60,13 @@ class StrictModel(BaseModel):
         return known | {unknown: value[unknown]}
 
     def forget(self, *names: str) -> None:
-        """Drops the values of fields that nothing reads any more: requests live as long as their answers."""
+        """Drops the values of fields that are not read again: requests live as long as their answers."""
         for name in names:
             self.__dict__[name] = None
 
 
 class ModelRequest(StrictModel):
-    """A request of a model, which need not be named."""
+    """A request to a model. Its name is optional."""
 
     model: str | None = None
 
@@ -81,15 +81,15 @@ class JsonSchemaFormat(StrictModel):
 
 
 def refused_as(error: RequestError, param: str) -> RequestError:
-    """An error of `structured_outputs` under the name that a request has for it; any other error as it is."""
+    """Renames an error of `structured_outputs` after the request's own field; returns any other error unchanged."""
     if error.param != "structured_outputs" or param == error.param:
         return error
     return RequestError(f"'{param}': {str(error).removeprefix('structured_outputs: ')}", param)
 
 
 def json_structure(schema: dict[str, Any] | None, param: str) -> StructuredOutputsParams:
-    """JSON of a schema, or any object. Models make it where they are checked: a schema of 8 MB is not written on the
-    event loop. Raises ApiError 400 that names `param`.
+    """The constraint for JSON of a schema, or for any JSON object. Called during pydantic's validation: large bodies
+    are validated off the event loop and a schema may have 8 MB. Raises ApiError 400 that names `param`.
     """
     try:
         return StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
@@ -102,7 +102,7 @@ FORMAT_PARAM = "response_format.json_schema.schema"
 
 
 class ResponseFormat(StrictModel):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -120,7 +120,7 @@ class ResponseFormat(StrictModel):
 
     @property
     def structure(self) -> StructuredOutputsParams | None:
-        """What it wants of the text."""
+        """The constraint on the text."""
         return self._structure
 
 
@@ -128,9 +128,9 @@ class StreamOptions(StrictModel):
     """Optional contents of a stream."""
 
     include_usage: bool | None = None
-    """A last chunk without choices has the token counts."""
+    """Whether a last chunk without choices has the token counts."""
     continuous_usage_stats: bool | None = None
-    """Every chunk has the token counts so far."""
+    """Whether every chunk has the token counts so far."""
     include_obfuscation: OnlyFalse = None
 
 
@@ -168,16 +168,16 @@ class GenerationRequest(StrictModel):
     cache_lifetime: Lifetime = None
 
     def structure(self) -> StructuredOutputsParams | None:
-        """What the text of an answer must be."""
+        """The constraint on the text of an answer."""
         return self.structured_outputs or self._formatted()
 
     @property
     def structure_param(self) -> str:
-        """The field that says what the text must be."""
+        """The name of the field with the constraint."""
         return "structured_outputs"
 
     def _formatted(self) -> StructuredOutputsParams | None:
-        """What the endpoint's own field for the constraint says."""
+        """The constraint of the endpoint's own field."""
         return None
 
 

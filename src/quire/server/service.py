@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from quire.server.tooling import Tooling
 
     FaultFinder = Callable[[ServedEngine, str], Awaitable[RequestError | None]]
-    """Finds what of a request is at fault, for requests with a salt."""
+    """Finds the faulty parameter of a request, given the request's salt."""
 
 T = TypeVar("T")
 
 MAX_WAITING_TOKENS = 1 << 22
-"""Tokens of prompts that may wait for their first token: 70 MB. Of several tenants each may have half of them. One
-request of each may always wait."""
+"""Maximum number of prompt tokens that wait for their first token: 70 MB. One of several tenants may have half of them.
+One request of each tenant may always wait."""
 
 
 @dataclass(eq=False)
@@ -85,18 +85,18 @@ class PromptJob:
         self.prompt_ids = InternedTokenIds(self.prompt_ids)
 
     def pack(self) -> array[int]:
-        """Takes the token ids out of the job, which is admitted, and returns them in four bytes each."""
+        """Takes the token ids out of an admitted job. Returns them in four bytes each."""
         packed = array("i", self.prompt_ids)
         self.prompt_ids = self.admitted.prompt_ids = []
         return packed
 
     def unpack(self, packed: array[int]) -> None:
-        """Puts the token ids back."""
+        """Puts packed token ids back."""
         self.prompt_ids = self.admitted.prompt_ids = InternedTokenIds(packed)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that wait with the job: its prompt, and for each further answer half as many bytes."""
+        """Number of waiting tokens: the prompt, and for each further answer half as many bytes."""
         return len(self.prompt_ids) * (1 + self.params.n) // 2
 
     @property
@@ -115,12 +115,12 @@ class Service:
     """One engine and the state of serving it.
 
     in_flight        number of requests in the server
-    idle             set while there are none
+    idle             set while no request is in the server
     draining         whether new requests are refused
     num_answered     number of prompts answered completely
     num_cut_off      number of prompts cut off by the shutdown
     disk_index_lock  held by the one request that reads the indexes of a disk
-    waiting          by tenant, the tokens of its jobs that wait for their first token
+    waiting          for each tenant, tokens of its jobs that wait for their first token
     """
 
     def __init__(self, engine: ServedEngine, config: ServeConfig, keys: ApiKeys, slo: SloConfig | None = None) -> None:
@@ -149,31 +149,31 @@ class Service:
         self._answers = ThreadPoolExecutor(1, "quire-answer")
 
     def tenant(self, scope: Scope) -> str | None:
-        """Whose key a request has, by its ASGI scope; None without a valid one."""
+        """The tenant whose key a request has, given its ASGI scope; None without a valid key."""
         headers = Headers(scope=scope)
         given = headers.get("authorization", "")
-        if not given.lower().startswith("bearer "):  # a proxy may have put its own there
+        if not given.lower().startswith("bearer "):  # the header may hold the credentials of a proxy
             given = f"Bearer {headers.get('x-api-key', '')}"
         return self.keys.tenant(given.encode("latin-1"))
 
     def request_started(self) -> None:
-        """A request has arrived."""
+        """Counts a request that has arrived."""
         self.in_flight += 1
         self.idle.clear()
 
     def request_ended(self) -> None:
-        """A request has been answered or aborted."""
+        """Counts a request that was answered or aborted."""
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
 
     @property
     def is_open(self) -> bool:
-        """Whether other machines reach the server without a key."""
+        """Whether other machines can reach the server without a key."""
         return not self.keys.keys and (self.config.allow_public or not is_loopback(self.config.host))
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served here. The model's path is a name of it, too."""
+        """Raises ApiError 404 for a model that is not served here. The model's path is accepted as a name."""
         if name is not None and name not in (self.engine.model_name, str(self.engine.model_path.absolute())):
             message = f"The model '{name[:200]}' does not exist; this server serves '{self.engine.model_name}'."
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -196,14 +196,14 @@ class Service:
     ) -> PromptJob:
         """A prompt of `request`, with its sampling parameters.
 
-        max_tokens      None: the default, or the rest of the context or serve.max_output_tokens if that is less
+        max_tokens      None: the default, but at most the rest of the context and serve.max_output_tokens
         param           parameter to name if the prompt is too long
         length_param    parameter to name if max_tokens is too large
         default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
-        tooling         says what the text must be, in place of the request, and whether special tokens are needed in it
-        text            of the prompt, if it was given as text
-        made            parameters of the request's other prompts, by max_tokens: those of one with 256 prompts and a
-                        large schema are not made 256 times
+        tooling         gives the constraint in place of the request, and whether the text needs special tokens
+        text            text of the prompt, if it was given as text
+        made            sampling parameters of the request's other prompts, by max_tokens: a request with 256 prompts
+                        and a large schema makes them once
         Raises ApiError or RequestError (400) for values that exceed a limit or contradict each other.
         """
         num_prompt_tokens = len(prompt_ids)
@@ -242,12 +242,12 @@ class Service:
 
     @functools.cached_property
     def model_capabilities(self) -> ModelCapabilities:
-        """What the model was made for."""
+        """The training purpose of the model, by its files."""
         return ModelCapabilities.of(self.engine.model_path)
 
     @property
     def capabilities(self) -> shapes.Capabilities:
-        """What can be asked of the model."""
+        """The features of the model."""
         tokenizer = self.engine.tokenizer
         reasoning = reasoning_of(tokenizer.chat_template)
         return {
@@ -261,7 +261,7 @@ class Service:
         }
 
     def head(self, kind: str, what: str) -> shapes.AnswerBase:
-        """How an answer begins. kind: what its id begins with; what: its `object`."""
+        """The common beginning of answers. kind: prefix of the answer's id; what: its `object`."""
         answer_id = kind + uuid.uuid4().hex
         if (access := CURRENT.get()) is not None:
             access.answer_id = answer_id
@@ -279,8 +279,8 @@ class Service:
         return {"cache_salt": self.tenants.salt(tenant, request.cache_salt), **given}
 
     async def make_answer(self, num_numbers: int, make: Callable[[], T]) -> T:
-        """Returns `make()`, which encodes log-probabilities or embeddings. Many are encoded on a thread, one answer at
-        a time.
+        """Returns `make()`, which encodes log-probabilities or embeddings. Large numbers of them are encoded on a
+        thread, one answer at a time.
         """
         if num_numbers <= FEW_NUMBERS:
             return make()
@@ -303,11 +303,11 @@ class Service:
         receive: Receive | None = None,
         find_fault: FaultFinder | None = None,
     ) -> None:
-        """Raises the error that refuses the jobs, before anything is computed or sent; ClientDisconnected if the client
-        leaves while grammars are compiled.
+        """Raises the error that refuses the jobs, before anything is computed or sent. Raises ClientDisconnected if the
+        client leaves while grammars are compiled.
 
         receive     gives the messages of the client, whose body has been read; None: no job has a constraint
-        find_fault  finds what else of the request is at fault if the constraint cannot be honoured
+        find_fault  finds the faulty parameter if the constraint cannot be honoured
         """
         if self.draining:
             raise shutting_down()
@@ -351,7 +351,7 @@ class Service:
         access.num_queued += more
 
     def release_queued(self, access: AccessRecord, num_tokens: int) -> None:
-        """Tokens of a request do not wait any more: their first tokens are there, or the request has ended."""
+        """Stops counting tokens of a request as waiting: their first output has come, or the request has ended."""
         num_tokens = min(num_tokens, access.num_queued)  # others may have released them already
         self.waiting[access.tenant] -= num_tokens
         access.num_queued -= num_tokens
@@ -459,13 +459,13 @@ _HINTS = ("cache_pin", "cache_priority", "cache_lifetime")
 
 
 def tenants_of(config: ServeConfig, keys: ApiKeys) -> Tenants:
-    """A tenant for each key, unless they share."""
+    """One tenant for each key, or a single one if the keys share prefixes."""
     return Tenants(() if config.tenants_share else keys.tenants)
 
 
 @functools.lru_cache(maxsize=4)
 def _fingerprint(model_name: str, config: EngineConfig) -> str:
-    """Of the model and of all settings that may change its answers. A server's change when it takes a codec."""
+    """A digest of the model and of all settings that may change its answers. It changes when a server takes a codec."""
     parts = (__version__, model_name, config.model, config.cache, config.retain, config.attention)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar, get_a
 
 from pydantic import Field, WithJsonSchema
 
-# pydantic takes that of `typing` only from Python 3.12 on, and brings this one.
+# pydantic accepts the TypedDict of `typing` only from Python 3.12 on; typing_extensions comes with pydantic.
 from typing_extensions import TypedDict
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ Rate = Annotated[float, Field(ge=0, le=1)]
 
 _FINISH: dict[str, Any] = {"type": "string", "enum": ["stop", "length"]}
 Finish = Annotated[str | None, WithJsonSchema(_FINISH)]
-"""Why a choice ended; it has ended."""
+"""Why a choice ended."""
 FinishSoFar = Annotated[str | None, WithJsonSchema({"anyOf": [_FINISH, {"type": "null"}]})]
 """Null until the choice ends."""
 
@@ -31,7 +31,7 @@ Stop = int | str | None
 
 
 class EncodedList(Generic[T]):
-    """A JSON list whose elements are encoded already: those of each part, which other lists may have too."""
+    """A JSON list in encoded parts. Several lists may share a part."""
 
     __slots__ = ("parts",)
 
@@ -40,23 +40,23 @@ class EncodedList(Generic[T]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """For the document it is the list that it stands for."""
+        """The schema of a list of its elements, for the OpenAPI document."""
         (element,) = get_args(source)
         return handler.generate_schema(list[element])  # type: ignore[valid-type]
 
 
 MaybeEncodedList = list[T] | EncodedList[T]
-"""A list that may be encoded already."""
+"""A list, encoded or not."""
 
 
 class ErrorResponse(TypedDict):
-    """Every answer with a status of 400 and above."""
+    """The answer with any status of 400 and above."""
 
     error: ErrorInfo
 
 
 class ErrorInfo(TypedDict):
-    """What went wrong."""
+    """The error."""
 
     message: str
     type: str
@@ -65,17 +65,17 @@ class ErrorInfo(TypedDict):
 
 
 class AnswerBase(TypedDict):
-    """How every answer to a prompt begins, and every chunk of a streamed one."""
+    """The common beginning of all answers, and of all chunks of a streamed answer."""
 
     id: str
     object: str
     created: Count
     model: str
-    system_fingerprint: Annotated[str, Field(description="Of model and settings: what may change answers.")]
+    system_fingerprint: Annotated[str, Field(description="Digest of all that may change answers.")]
 
 
 class PromptTokensDetails(TypedDict):
-    """What the cache did for the prompts. Pins and retention are told of where there are any."""
+    """Prompt tokens by their source. `pinned_tokens` and `kept_fraction` exist only with pins and with retention."""
 
     cached_tokens: Count
     cached_tokens_by_tier: Annotated[
@@ -97,7 +97,7 @@ class UsageInfo(TypedDict):
 class TextLogprobs(TypedDict):
     """Log-probabilities of a completion, four parallel lists.
 
-    `top_logprobs` is null where no alternatives were asked for; nulls inside lists stand for a prompt's first token.
+    `top_logprobs` is null if the request wants no alternatives; nulls inside lists stand for a prompt's first token.
     """
 
     tokens: MaybeEncodedList[str]
@@ -135,7 +135,7 @@ class Completion(AnswerBase):
 
 
 class CompletionDelta(TypedDict):
-    """What is new in one choice."""
+    """The new output of one choice."""
 
     index: Count
     text: str
@@ -149,19 +149,19 @@ class CompletionDelta(TypedDict):
 
 
 class ChunkBase(AnswerBase):
-    """`usage` is there if it was asked for, null in all chunks but the last unless counts were wanted in each."""
+    """`usage` exists if the request wants it. It is null in all chunks but the last, unless each chunk has counts."""
 
     usage: NotRequired[UsageInfo | None]
 
 
 class CompletionChunk(ChunkBase):
-    """The data of one event where /v1/completions streams its answer."""
+    """The data of one event of a streamed answer of /v1/completions."""
 
     choices: list[CompletionDelta]
 
 
 class UsageChunk(AnswerBase):
-    """The data of the last event before [DONE] where usage was asked for."""
+    """The data of the last event before [DONE], if the request wants usage."""
 
     choices: Annotated[list[Any], Field(max_length=0)]
     usage: UsageInfo
@@ -176,7 +176,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of an answer and the best ones at its place."""
+    """A token of an answer, and the best tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -204,7 +204,7 @@ class ToolCall(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """What the model says. content: null where it only calls."""
+    """A message of the model. content: null if the message has only calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -237,14 +237,14 @@ class ChatCompletion(AnswerBase):
 
 
 class FunctionDelta(TypedDict, total=False):
-    """What is new in a call: its name first, then pieces of its arguments."""
+    """The new output of a call: first its name, then pieces of its arguments."""
 
     name: str
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """What is new in one call. Its first one has the id, the type and the name."""
+    """The new output of one call. The first delta of a call has its id, type and name."""
 
     index: Count
     id: NotRequired[str]
@@ -253,7 +253,7 @@ class ToolCallDelta(TypedDict):
 
 
 class MessageDelta(TypedDict, total=False):
-    """What is new in a message: its role first, then text and calls."""
+    """The new output of a message: first its role, then text and calls."""
 
     role: Literal["assistant"]
     content: str
@@ -262,7 +262,7 @@ class MessageDelta(TypedDict, total=False):
 
 
 class ChatDelta(TypedDict):
-    """What is new in one choice."""
+    """The new output of one choice."""
 
     index: Count
     delta: MessageDelta
@@ -273,7 +273,7 @@ class ChatDelta(TypedDict):
 
 
 class ChatCompletionChunk(ChunkBase):
-    """The data of one event where /v1/chat/completions streams its answer."""
+    """The data of one event of a streamed answer of /v1/chat/completions."""
 
     choices: list[ChatDelta]
     prompt_token_ids: NotRequired[Annotated[list[Count], Field(description="In the first chunk.")]]
@@ -288,7 +288,7 @@ class EmbeddingUsage(TypedDict):
 
 
 class Embedding(TypedDict):
-    """A text's embedding, with length 1; in base64 its 32-bit numbers, lowest byte first."""
+    """A text's embedding, with length 1; in base64: its 32-bit floats, lowest byte first."""
 
     object: Literal["embedding"]
     index: Count
@@ -305,7 +305,7 @@ class Embeddings(TypedDict):
 
 
 class ScoreResult(TypedDict):
-    """How near two texts are, -1 to 1."""
+    """The similarity of two texts, -1 to 1."""
 
     object: Literal["score"]
     index: Count
@@ -329,7 +329,7 @@ class Document(TypedDict):
 
 
 class RerankResult(TypedDict):
-    """How near a document is to the query, -1 to 1."""
+    """The similarity of a document to the query, -1 to 1."""
 
     index: Count
     relevance_score: float
@@ -337,7 +337,7 @@ class RerankResult(TypedDict):
 
 
 class RerankResponse(TypedDict):
-    """The answer of /rerank: the nearest documents first."""
+    """The answer of /rerank: the most similar documents first."""
 
     id: str
     model: str
@@ -346,7 +346,7 @@ class RerankResponse(TypedDict):
 
 
 class Capabilities(TypedDict):
-    """What can be asked of a model. tools: the format of its calls; reasoning: that of its reasoning, if it does."""
+    """The features of a model. tools: its format of calls; reasoning: its format of reasoning, or null."""
 
     completion: bool
     chat: bool
@@ -376,7 +376,7 @@ class ModelInfo(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All that is served: one model."""
+    """The served models: always one."""
 
     object: Literal["list"]
     data: list[ModelInfo]
@@ -397,7 +397,7 @@ class DetokenizeResponse(TypedDict):
 
 
 class Status(TypedDict):
-    """How the server is. calibration: of the codec that the server began without; absent if there is none."""
+    """The state of the server. calibration: for a codec that the server began without; absent without one."""
 
     status: str
     calibration: NotRequired[CalibrationStatus]
@@ -420,7 +420,7 @@ class Version(TypedDict):
 
 
 class PrefixInfo(TypedDict):
-    """A run of chunks that the cache holds. instance: which one of a cluster has it; null with one engine."""
+    """A run of cached chunks. instance: the instance of a cluster that holds it; null with one engine."""
 
     instance: str | None
     id: str
@@ -439,7 +439,7 @@ class PrefixInfo(TypedDict):
 
 
 class InstanceLoadInfo(TypedDict):
-    """What an instance had to do when it said so last, some tenths of a second ago."""
+    """The load of an instance as of its last report, some tenths of a second ago."""
 
     running: Count
     waiting: Count
@@ -450,7 +450,7 @@ class InstanceLoadInfo(TypedDict):
 
 
 class InstanceInfo(TypedDict):
-    """An instance of a cluster. What it has measured is null until it is ready, and its name is empty while none runs
+    """An instance of a cluster. Its measurements are null until it is ready. Its name is empty while no instance runs
     at its place.
     """
 
@@ -470,8 +470,8 @@ class InstanceInfo(TypedDict):
 
 
 class PlacementInfo(TypedDict):
-    """A placement, and what it is predicted to serve: requests per second on GPUs or machines, and the share of
-    requests within the latency targets.
+    """A placement and its prediction: requests per second, on a number of GPUs or machines, and the share of requests
+    within the latency targets.
     """
 
     name: str
@@ -482,7 +482,7 @@ class PlacementInfo(TypedDict):
 
 
 class SwitchInfo(TypedDict):
-    """A switch to another placement that is under way, or that has ended before its end; then `error` says why."""
+    """A switch to another placement that runs or has failed; `error` is the reason of the failure."""
 
     to: str
     actions: Count
@@ -492,7 +492,7 @@ class SwitchInfo(TypedDict):
 
 
 class ReplanningInfo(TypedDict):
-    """How `cluster.replan` stands: what has changed since the placement was planned, and what came of it so far."""
+    """The state of `cluster.replan`: what has changed since the placement was planned, and the results so far."""
 
     phase: Literal["quiet", "suspect", "search", "switch"]
     reason: str
@@ -503,7 +503,7 @@ class ReplanningInfo(TypedDict):
 
 class ClusterInfo(TypedDict):
     """The instances behind a server, counters of its router, and quantiles of seconds by stage. The placement is null
-    unless the instances are those of one, the switch unless one is under way or the last one has failed, and replanning
+    unless the instances come from one; the switch is null unless one runs or the last one failed; replanning is null
     without `cluster.replan`.
     """
 
@@ -526,7 +526,7 @@ class WarmPrefix(TypedDict):
 
 
 class PrefixTierInfo(TypedDict):
-    """What a tier has of a prefix."""
+    """A tier's copy of a prefix."""
 
     bytes: Count
     last_used: Seconds
@@ -534,7 +534,7 @@ class PrefixTierInfo(TypedDict):
 
 
 class ListedPrefix(TypedDict):
-    """A prefix, and what the arena and the disk have of it."""
+    """A prefix and its copies in the arena and on the disk."""
 
     key: str
     parent: str | None
@@ -560,7 +560,7 @@ class DroppedPrefix(TypedDict):
 
 
 class CacheTotals(TypedDict):
-    """Sizes of the whole cache, and of what is the caller's own."""
+    """Sizes of the whole cache, and of the caller's own prefixes."""
 
     bytes_total: Count
     bytes_used: Count
@@ -576,7 +576,7 @@ class CacheTotals(TypedDict):
 
 
 class TierInfo(TypedDict):
-    """A memory beside the arena. All but `found_tokens` is of all tenants; `found_tokens` is the caller's own."""
+    """A memory beside the arena. `found_tokens` counts the caller's tokens; all other fields are of all tenants."""
 
     bytes: Count
     capacity_bytes: Count
@@ -591,8 +591,8 @@ class TierInfo(TypedDict):
 
 
 class MovesInfo(TypedDict):
-    """What decides between fetching and computing, and how that went, in chunks of all tenants. Speeds are null until
-    they are known.
+    """Measurements that decide between fetching and computing, and their results, in chunks of all tenants. Speeds are
+    null until they are known.
     """
 
     chunk_bytes: Count
@@ -606,7 +606,7 @@ class MovesInfo(TypedDict):
 
 
 class CacheInfo(TypedDict):
-    """The prefixes that the caller may see, those used last first and parents before what follows them."""
+    """The prefixes that the caller may see, those used last first, and parents before their children."""
 
     prefixes: MaybeEncodedList[PrefixInfo]
     num_prefixes: Count

@@ -1,4 +1,4 @@
-"""Divides the event loop's time among requests. Knows nothing of what they do."""
+"""Divides the event loop's time among requests. Knows nothing of their contents."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ TURN_SECONDS = 0.005
 requests may arrive at once, and each takes up to 25 ms before it first waits."""
 
 WOKEN = 16
-"""Requests that are woken for a turn. Those for which no time is left wait again, which costs 5 us each."""
+"""Number of requests that are woken for a turn. Those without time in it wait again, which costs 5 us each."""
 
 
 ARRIVAL_SECONDS = 0.02
-"""Time for which requests give way to new connections before they have a turn again. /health may stand behind hundreds
-of connections that wait to be accepted: without this, 3,000 take four times as long until its turn."""
+"""Maximum time for which requests give way to new connections. /health may wait behind hundreds of connections that are
+not accepted yet: without the pause, 3,000 of them delay it four times as long."""
 
 
 class StartThrottle:
-    """Lets requests begin in order of arrival, for TURN_SECONDS in each turn of the loop, and at least one of them. So
-    connections, streams and /health have their turn in between. While connections arrive, they give way for a while.
+    """Lets requests begin in order of arrival, for TURN_SECONDS in each turn of the loop, and at least one per turn. In
+    between, connections, streams and /health have their turn. While connections arrive, requests give way for a while.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # a heap
-        self._until: float | None = None  # the end of this turn's time; None: nothing has begun in this turn
-        self._is_counting = False  # whether the next turn is going to be noticed
-        self._num_calm = 2  # turns since the last connection arrived, as far as they are counted
+        self._until: float | None = None  # end of this turn's time; None: no request has begun in this turn
+        self._is_counting = False  # whether `_begin_turn` is scheduled
+        self._num_calm = 2  # counted turns since the last connection arrived
         self._gave_way_since: float | None = None
 
     def connection_arrived(self) -> None:
-        """Says that a connection has arrived, and that others may be waiting."""
+        """Notes that a connection has arrived; more may be waiting to be accepted."""
         self._num_calm = 0
         self._count(asyncio.get_running_loop())
 
     async def acquire(self) -> None:
-        """Returns when the caller may begin: at once while this turn has time, no connection has just arrived and
-        nobody waits for longer.
+        """Returns when the caller may begin: at once if this turn has time, no connection has just arrived, and no
+        earlier caller waits.
         """
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        waits = self.waits  # who is woken has its turn, even if a connection has arrived since
+        waits = self.waits  # a woken caller has its turn, even if a connection has arrived since
         while waits or (self._waiting and self._waiting[0][0] < number) or not self._has_time(loop):
             woken = loop.create_future()
             heapq.heappush(self._waiting, (number, woken))
@@ -74,13 +74,13 @@ class StartThrottle:
             loop.call_soon(self._begin_turn, loop)
 
     def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called once in each turn, until nobody waits. Who is woken goes on in the turn after this one."""
+        """Called once in each turn while requests wait. A woken request continues in the turn after this one."""
         self._until = None
         num_woken = 0
         if not self._gives_way(loop.time()):
             while self._waiting and num_woken < WOKEN:
                 _, woken = heapq.heappop(self._waiting)
-                if not woken.done():  # its request may be gone
+                if not woken.done():  # its request may have been cancelled
                     woken.set_result(None)
                     num_woken += 1
         self._num_calm += 1

@@ -1,4 +1,4 @@
-"""What a chat request makes of an answer: the calls that it may have, and the reasoning before it."""
+"""The tools and the reasoning of a chat request: the constraint on its answers, and their parser."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from quire.server.engines import ServedEngine
 
 LAST_TOKENS = 8
-"""Tokens at the end of a prompt in which reasoning may begin or end."""
+"""Number of tokens at the end of a prompt in which a mark of reasoning is looked for."""
 
 BLAME_SECONDS = 2.0
-"""Time in which the tool is looked for that a refusal is about. Each may take 0.5 s to compile."""
+"""Maximum time for finding the tool that caused a refusal. Compiling one tool may take 0.5 s."""
 
 
 @dataclass(frozen=True)
 class Tooling:
-    """The tools of a request, and how the model calls them and reasons.
+    """The tools of a request, and the model's formats of calls and reasoning.
 
-    tokenizer       of the model
-    tools           that it may call
-    params          where the parameters of each are in the request
-    reasoning       None: it does not reason, or its reasoning stays in the text
-    structure       what the text behind the reasoning must be
+    tokenizer       tokenizer of the model
+    tools           tools that the model may call
+    params          for each tool, the place of its parameters in the request
+    reasoning       None: the model does not reason, or its reasoning stays in the text
+    structure       constraint on the text after the reasoning
     shows_special   whether calls are written with special tokens
     is_parallel     whether an answer may have several calls
-    has_constraint  whether an answer is either calls or a text with a constraint
+    has_constraint  whether an answer is either calls or a constrained text
     """
 
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class Tooling:
 
     @classmethod
     async def of(cls, body: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> Tooling:
-        """Those of a request. Schemas of tools are rewritten on a thread: large ones take a tenth of a second."""
+        """Reads a request. Rewrites the schemas of tools on a thread: large ones take a tenth of a second."""
         return await asyncio.to_thread(cls._of, body, tokenizer) if body.tools else cls._of(body, tokenizer)
 
     @classmethod
@@ -90,39 +90,39 @@ class Tooling:
         return cls(tokenizer, format_, tools, params, reasoning, structure, shows, choice.parallel, has_constraint)
 
     def answer_parser(self, prompt_ids: Sequence[int]) -> AnswerParser:
-        """For one answer to a prompt."""
+        """A parser for one answer to a prompt."""
         calls = None
         if self.tools:
             names = {tool.name for tool in self.tools}
             most = None if self.is_parallel else 1
             is_exact = self.structure is not None
             calls = CallParser(self.format, names, most=most, is_exact=is_exact, is_either=self.has_constraint)
-        if self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # it is switched off
+        if self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):  # the prompt disables it
             return AnswerParser(None, calls)
         is_inside = self._prompt_ends_with(self.reasoning.begins, prompt_ids)
         return AnswerParser(ReasoningParser(self.reasoning, is_inside=is_inside), calls)
 
     def constraint(self, prompt_ids: Sequence[int]) -> StructuredOutputsParams | None:
-        """What an answer to a prompt must be."""
+        """The constraint on an answer to a prompt."""
         if self.structure is None or self.reasoning is None or self._prompt_ends_with(self.reasoning.ends, prompt_ids):
             return self.structure
         begins = "" if self._prompt_ends_with(self.reasoning.begins, prompt_ids) else self.reasoning.begins
         return replace(self.structure, reasoning=(begins, self.reasoning.ends))
 
     async def find_fault(self, engine: ServedEngine, cache_salt: str) -> RequestError | None:
-        """The error of the first tool whose parameters cannot be honoured; None if none is found."""
+        """The error of the first tool whose parameters cannot be honoured; None if no such tool is found."""
         found = await refusals(engine, self.tools, cache_salt, most=1)
         return next((refused_as(error, self.params[place]) for place, error in found.items()), None)
 
     def _prompt_ends_with(self, mark: str, prompt_ids: Sequence[int]) -> bool:
-        """Whether a mark of reasoning is the last thing in the prompt."""
+        """Whether the prompt ends with this mark of reasoning."""
         return self.tokenizer.decode(prompt_ids[-LAST_TOKENS:], skip_special=False).rstrip().endswith(mark)
 
 
 async def refusals(
     engine: ServedEngine, tools: Sequence[Tool], cache_salt: str, most: int = 128
 ) -> dict[int, RequestError]:
-    """Why parameters of tools cannot be honoured, by place. Looks for at most `most`, for at most BLAME_SECONDS."""
+    """Why parameters of tools cannot be honoured, by index of the tool. Stops after `most` or after BLAME_SECONDS."""
     found: dict[int, RequestError] = {}
     deadline = time.monotonic() + BLAME_SECONDS
     for place, tool in enumerate(tools):
@@ -136,7 +136,7 @@ async def refusals(
 
 
 def _refused(error: UnsupportedSchemaError, tools: Mapping[str, Tool], param: str) -> RequestError:
-    """The error of the first tool whose parameters are not honoured; else of the constraint, named by `param`."""
+    """The error of the first tool whose parameters cannot be honoured, else the error of the constraint in `param`."""
     for name, tool in tools.items():
         try:
             prepare_schema(tool.arguments)

@@ -1,4 +1,4 @@
-"""Token counts: of a request, of a tenant, and what chunks of a stream say of them."""
+"""Token counts of requests and tenants, and their form in answers and streamed chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.server.schema import StreamOptions
 class TenantTokens:
     """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once.
 
-    by_tier  the cached ones by where they were
+    by_tier  the cached tokens by the tier that had them
     """
 
     cached: int = 0
@@ -66,7 +66,7 @@ class Usage:
 
 
 class StreamChunks:
-    """The chunks of one streamed answer: what they have besides a choice is encoded once."""
+    """The chunks of one streamed answer. Encodes their common beginning once."""
 
     def __init__(self, head: shapes.AnswerBase, usage: Usage, options: StreamOptions | None) -> None:
         self._usage = usage
@@ -79,19 +79,19 @@ class StreamChunks:
         return json_bytes(self.head())[:-1]
 
     def head(self) -> shapes.ChunkBase:
-        """What the next chunk has besides its choices."""
+        """The next chunk without its choices."""
         head: shapes.ChunkBase = {**self._head, "usage": self._usage.as_dict() if self._is_continuous else None}
         if not (self._is_continuous or self._includes_usage):
             del head["usage"]
         return head
 
     def event(self, choice: shapes.CompletionDelta | shapes.ChatDelta) -> bytes:
-        """The server-sent event of what is new in a choice."""
+        """The server-sent event with a delta of a choice."""
         begin = json_bytes(self.head())[:-1] if self._is_continuous else self._begin
         return b'data: %s,"choices":[%s]}\n\n' % (begin, json_bytes(choice))
 
     def end(self) -> bytes:
-        """Usage, if it was asked for, and the end of the stream."""
+        """The last events: usage, if the request wants it, and [DONE]."""
         if not self._includes_usage:
             return DONE
         last: shapes.UsageChunk = {**self._head, "choices": [], "usage": self._usage.as_dict()}

@@ -1,1 +1,1 @@
-"""Stores: memories of runs beside the arena. Knows runs and their bytes, not sequences, pages or tokens."""
+"""Stores: places for runs beside the arena. Knows runs and their bytes, not sequences, pages or tokens."""

@@ -1,15 +1,15 @@
-"""An archive: runs in one file, to be carried to another machine. It has checksums, and neither a secret nor a MAC.
+"""An archive: runs in one file, for another machine. It has checksums, but neither a secret nor a MAC.
 
-bytes      what
+bytes      content
 8          QUIREKV and a newline
 4          version, u32
-for each run, a run after the one that it goes on from:
+for each run, after the run that it continues:
 4          bytes of the header, u32
 ...        the header (see `headers`), with a zero MAC
 ...        the extents in order of layers (docs/reference/page-format.md), with zero MACs
 at the end:
 4          zero
-16         BLAKE3 of all bytes before
+16         BLAKE3 of all earlier bytes
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PIECE = 1 << 20
 
 
 class RunArchiveWriter:
-    """Writes an archive. The file has its name only when it is whole; leaving with an error removes it."""
+    """Writes an archive. The file gets its name only when it is complete; leaving with an error removes it."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if there is a file of this name."""
@@ -92,7 +92,7 @@ def _without_mac(data: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True)
 class ArchivedRun:
-    """A run of an archive, and the offset of its first extent."""
+    """A run of an archive. offset: of its first extent in the file."""
 
     header: RunHeader
     offset: int
@@ -104,10 +104,10 @@ class ArchivedRun:
 
 
 class RunArchive:
-    """An open archive. The headers of its runs are verified: names follow from tokens and from the name before."""
+    """An open archive. The headers of its runs are verified: keys must follow from the tokens and the key before."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ExtentError for a file that is no archive or is damaged, and OSError."""
+        """Raises ExtentError for a file that is no archive or is damaged, and OSError for one that cannot be read."""
         self._signer = ExtentSigner(None)
         self._file = open_file(path, "rb")
         try:

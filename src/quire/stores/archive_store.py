@@ -1,4 +1,4 @@
-"""A store that has the runs of an archive, for an engine that checks them. It takes none."""
+"""A read-only store of an archive's runs, for an engine that checks them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quire.stores.tiers import Tier
 
 
 class ArchiveStore(Tier):
-    """The runs of an open archive. They come at once, in the caller's thread.
+    """The runs of an open archive, delivered at once, in the caller's thread.
 
-    hidden  chunks that it does not find
+    hidden  chunks that `find` does not return
     """
 
     name = "parcel"
@@ -28,11 +28,11 @@ class ArchiveStore(Tier):
         self._by_name = {name: run for run in self._runs for name in run.names}
 
     def find(self, name: bytes) -> Run | None:
-        """The run with a chunk that is not hidden."""
+        """The run with this chunk, unless it is hidden."""
         return None if name in self.hidden else self._by_name.get(name)
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
-        """Brings the layers of some runs."""
+        """Delivers the layers of some runs."""
         try:
             for run in runs:
                 transfer.sources[run] = self.name
@@ -44,10 +44,10 @@ class ArchiveStore(Tier):
             transfer.fail(error)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Keeps them: they are in the file."""
+        """Does nothing: the runs stay in the file."""
 
     def close(self) -> None:
-        """The archive is its owner's to close."""
+        """Does nothing: the owner closes the archive."""
 
     def stats(self) -> dict[str, Any]:
         """The number of chunks."""

@@ -1,4 +1,4 @@
-"""The catalog: every run that a process knows, by the names of its chunks, and where its bytes are. In memory.
+"""The catalog: every run that a process knows, by the names of its chunks, and the places of their bytes. In memory.
 
 Engine, readers and writer share it. Its lock is never held during a read or a write.
 """
@@ -15,18 +15,18 @@ from quire.stores.direct import DirectFile, padded
 from quire.stores.staging import StagingBuffer, StagingPool
 
 FILE_BYTES = 8192
-"""Of a file beside its contents: the file system may need blocks to find the others."""
+"""Bytes of a file beside its contents: the file system may need blocks to map the others."""
 
 
 @dataclass(eq=False)
 class RunFile:
     """A file of runs.
 
-    num_bytes  of the file system, for the contents
+    num_bytes  bytes of its contents on the disk, in whole blocks
     used       time of the last use of any of its runs
     is_own     whether this process writes its sub-folder
     entries    known runs of this engine in it
-    others     ids of runs of other namespaces in it
+    others     ids of its runs of other namespaces
     """
 
     subfolder: Path
@@ -38,24 +38,24 @@ class RunFile:
     entries: set[CatalogEntry] = field(default_factory=set)
     others: set[int] = field(default_factory=set)
     noted: float = 0.0
-    """The time of use that its index has."""
+    """Time of the last use as written in the index."""
     pinned_until: float = 0.0
-    """Of runs of other namespaces."""
+    """Latest pin of its runs of other namespaces."""
     is_gone: bool = False
 
     @property
     def total_bytes(self) -> int:
-        """What counts against the quota."""
+        """Bytes that count against the quota."""
         return self.num_bytes + FILE_BYTES
 
 
 @dataclass(eq=False)
 class CatalogEntry:
-    """A run and the place of its bytes: staging memory, then a file of runs or a file of its own.
+    """A run and the place of its bytes: first staging memory, then a shared file of runs or a private file.
 
     lengths  bytes of each extent
-    used     time of the last use
-    users    reads in progress: memory and files stay until they end
+    used     time of its last use
+    users    number of reads in progress: memory and files stay until they end
     """
 
     run: Run
@@ -64,9 +64,9 @@ class CatalogEntry:
     staged: list[StagingBuffer] = field(default_factory=list)
     file: RunFile | None = None
     offset: int = 0
-    """Of the first extent in the file."""
+    """Offset of the first extent in the file."""
     run_id: int = 0
-    """In the index of its sub-folder; 0: none."""
+    """Id in the index of its sub-folder; 0: none."""
     private_file: DirectFile | None = None
     """The file of a private run."""
     users: int = 0
@@ -74,41 +74,41 @@ class CatalogEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of its extents on a disk."""
+        """Bytes of its extents on a disk."""
         return sum(padded(length) for length in self.lengths)
 
     def offset_of(self, layer: int) -> int:
-        """Where a layer's extent begins in the file."""
+        """The offset of a layer's extent in the file."""
         return self.offset + sum(padded(length) for length in self.lengths[:layer])
 
 
 class Catalog:
-    """Invariant: every entry that is not dropped is in `entries` and findable by each of its names, or hidden behind
-    another entry of that name; the entries with a file are those of all files.
+    """Invariant: every entry that is not dropped is in `entries` and findable by each of its names, or hidden by
+    another entry of that name. The entries with a file are the entries of all files.
     """
 
     def __init__(self, staging: StagingPool, clock: Callable[[], float]) -> None:
         self.staging = staging
         self.lock = threading.Lock()
         self.staged: set[CatalogEntry] = set()
-        """With staging memory, dropped ones included."""
+        """Entries with staging memory, dropped ones included."""
         self.entries: dict[Run, CatalogEntry] = {}
         self.by_name: dict[bytes, CatalogEntry] = {}
         self.pins: dict[bytes, float] = {}
-        """Of this process."""
+        """Pins of this process."""
         self.pins_of_others: dict[Path, dict[bytes, float]] = {}
         self.files_of_others: dict[Path, dict[int, RunFile]] = {}
-        """By sub-folder and number."""
+        """Files by sub-folder and number."""
         self.removed: list[CatalogEntry] = []
-        """Dropped, and still in the index of this process."""
+        """Dropped entries that are still in the index of this process."""
         self.closing: list[CatalogEntry] = []
         """Dropped private runs with files to close."""
         self._hidden: dict[bytes, list[CatalogEntry]] = {}
         self._clock = clock
 
     def add(self, entry: CatalogEntry) -> None:
-        """Makes a run findable. Of several runs with a chunk, one that ends there with an attachment is found, or else
-        the first.
+        """Makes a run findable. If several runs have a chunk, `by_name` has one that ends there with an attachment, or
+        else the first one.
         """
         with self.lock:
             self.entries[entry.run] = entry
@@ -124,24 +124,24 @@ class Catalog:
                 entry.file.entries.add(entry)
 
     def use(self, entry: CatalogEntry) -> None:
-        """Notes a use now."""
+        """Sets the time of the last use to now."""
         entry.used = self._clock()
         if (file := entry.file) is not None:
             file.used = max(file.used, entry.used)
 
     def of(self, names: Iterable[bytes]) -> list[CatalogEntry]:
-        """The entries of some names, each once."""
+        """The entries with any of these names, each once."""
         return list({entry: None for name in names if (entry := self.by_name.get(name)) is not None})
 
     def drop(self, entries: Iterable[CatalogEntry]) -> None:
-        """Forgets runs. Their memory and files are given back when no read uses them."""
+        """Forgets runs. Their memory and files are freed when no read uses them."""
         with self.lock:
             for entry in entries:
                 if not entry.is_dropped:
                     self._drop(entry)
 
     def drop_file(self, file: RunFile) -> None:
-        """Forgets a file that is gone, and its runs."""
+        """Forgets a removed file, and its runs."""
         with self.lock:
             file.is_gone = True
             for entry in list(file.entries):
@@ -157,13 +157,13 @@ class Catalog:
             return True
 
     def release(self, entry: CatalogEntry) -> None:
-        """Ends `acquire`."""
+        """Ends an `acquire`."""
         with self.lock:
             entry.users -= 1
             self._release(entry)
 
     def move(self, entry: CatalogEntry, file: RunFile | None, offset: int, private_file: DirectFile | None) -> bool:
-        """Notes that a staged run is on the disk, and frees its memory. False if it was dropped meanwhile."""
+        """Notes that a staged run is on the disk, and frees its memory. Returns False if it was dropped meanwhile."""
         with self.lock:
             if entry.is_dropped:
                 return False
@@ -179,7 +179,7 @@ class Catalog:
         return self.pinned_until(file) > self._clock()
 
     def pinned_until(self, file: RunFile) -> float:
-        """Until when a file is pinned; 0: it is not."""
+        """The end of a file's pin; 0: not pinned."""
         tables = [pins for pins in (self.pins, *self.pins_of_others.values()) if pins]
         found = file.pinned_until
         if tables:
@@ -208,7 +208,7 @@ class Catalog:
         self._release(entry)
 
     def _release(self, entry: CatalogEntry) -> None:
-        """Gives back what nobody uses. Under the lock."""
+        """Frees the memory and files of a dropped entry without users. Under the lock."""
         if entry.users:
             return
         if entry.staged and (entry.is_dropped or entry.file is not None or entry.private_file is not None):

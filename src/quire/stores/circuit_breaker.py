@@ -1,4 +1,4 @@
-"""Circuit breaker: a disk that fails is left alone for a while, with one warning."""
+"""Circuit breaker: stops using a failing disk for a while, with one warning."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FIRST_SECONDS, LAST_SECONDS = 30.0, 600.0
 
 
 class CircuitBreaker:
-    """Turns something off after failures in a row, and lets one try pass after 30 s, then 60, up to ten minutes.
+    """Turns something off after several failures in a row. Allows a try after 30 s, then after 60 s, up to ten minutes.
 
-    reason  of the last failure while it is off or on trial; None while it works
+    reason  of the last failure, while it is off or being tried; None while it works
     """
 
     def __init__(self, what: str, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """what: begins both lines of the log. limit: of failures in a row."""
+        """what: begins both log lines. limit: number of failures in a row."""
         self.reason: str | None = None
         self._what, self._limit, self._clock = what, limit, clock
         self._num_failed = 0
@@ -29,11 +29,11 @@ class CircuitBreaker:
 
     @property
     def is_on(self) -> bool:
-        """Whether to try."""
+        """Whether the next operation may be tried."""
         return self.reason is None or self._clock() >= self._until
 
     def fail(self, reason: str) -> None:
-        """Notes a failure. It turns off after enough of them, on trial after one."""
+        """Notes a failure. Turns off after `limit` failures, and during a try after one."""
         with self._lock:
             if self.reason is not None and not self.is_on:
                 return
@@ -48,7 +48,7 @@ class CircuitBreaker:
             self.reason = reason
 
     def succeed(self) -> None:
-        """Notes that it works."""
+        """Notes a success."""
         if self._num_failed:
             with self._lock:
                 if self.reason is not None:

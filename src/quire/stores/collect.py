@@ -1,4 +1,4 @@
-"""Which files of runs are removed, when there is no room."""
+"""Chooses and removes files of runs when there is no room."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ log = logging.getLogger("quire")
 
 
 def victim(files: Iterable[RunFile], catalog: Catalog, stale: float) -> RunFile | None:
-    """The file to remove next, the least recently used of the first of these kinds that there is: files of other
-    models unused since `stale`, files of this model, files of other models, pinned files.
+    """The file to remove next: the least recently used file of the first non-empty group. The groups are files of other
+    models unused since `stale`, files of this model, files of other models, and pinned files.
     """
 
     def rank(file: RunFile) -> tuple[int, float]:
@@ -30,8 +30,8 @@ def victim(files: Iterable[RunFile], catalog: Catalog, stale: float) -> RunFile 
 
 
 def collect_abandoned(subfolder: Path, num_bytes: int, catalog: Catalog) -> None:
-    """Removes files of a sub-folder without a writer, the least recently used first and pinned ones last, until so many
-    bytes are gone, or all. Under the lock of the sub-folder. Raises OSError.
+    """Frees `num_bytes`, or all, in a sub-folder without a writer. Removes the least recently used files first, pinned
+    ones last. Under the lock of the sub-folder. Raises OSError.
     """
     goal, paths = writer_bytes(subfolder) - num_bytes, dict[int, Path]()
     known = catalog.files_of_others.get(subfolder, {})
@@ -64,7 +64,7 @@ def collect_abandoned(subfolder: Path, num_bytes: int, catalog: Catalog) -> None
 
 
 def clear_subfolder(subfolder: Path) -> None:
-    """Removes everything from a sub-folder but its lock. Under that lock."""
+    """Removes everything from a sub-folder except its lock. Under that lock."""
     remove_index(subfolder)
     for _, path in run_files(subfolder):
         remove_file(path)

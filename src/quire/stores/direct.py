@@ -1,6 +1,6 @@
 """Files that are read and written past the page cache, and page-aligned memory for them.
 
-Where the file system refuses O_DIRECT, the page cache is told to drop what went through it.
+If the file system refuses O_DIRECT, their data is dropped from the page cache afterwards.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 BLOCK_BYTES = 4096
-"""Offsets, lengths and memory of direct requests are multiples of it."""
+"""Alignment of offsets, lengths and memory of direct requests."""
 NICE = 10
-"""Of threads that read and write."""
+"""Niceness of threads that read and write."""
 REQUEST_BYTES = 4 << 20
-"""Of a single call; a quarter of a second on a throttle of 16 MB/s."""
+"""Bytes of a single call; a quarter of a second with a throttle of 16 MB/s."""
 
 MEASURE_PREFIX = ".quire-measure-"
 
 _REFUSED = errno.EINVAL, errno.EOPNOTSUPP
-"""Errors of a file system that takes no direct requests."""
+"""Errors of a file system without direct requests."""
 
-_MAX_VIEWS = 512  # of one pwritev; Linux takes 1,024
+_MAX_VIEWS = 512  # buffers of one pwritev; Linux takes 1,024
 
 
 def lower_thread_priority() -> None:
@@ -36,26 +36,26 @@ def lower_thread_priority() -> None:
 
 
 def padded(num_bytes: int) -> int:
-    """The next multiple of a block."""
+    """Rounds up to a multiple of a block."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class AlignedBuffer:
-    """Page-aligned memory that grows to the largest size asked for."""
+    """Page-aligned memory that grows to the largest requested size."""
 
     def __init__(self) -> None:
         self._view = memoryview(b"")
 
     def view(self, num_bytes: int) -> memoryview:
-        """The first bytes of it. A later, larger view has other memory."""
+        """The first bytes of the memory. A later, larger view has other memory."""
         if len(self._view) < num_bytes:
             self._view = memoryview(mmap.mmap(-1, padded(num_bytes)))
         return self._view[:num_bytes]
 
 
 def allows_direct(folder: Path) -> bool:
-    """Whether files of a folder take direct writes: some file systems refuse them only then. A full disk does not tell,
-    and counts as one that does. Raises OSError.
+    """Whether files of a folder take direct writes: some file systems refuse only the write. A full disk counts as one
+    that takes them. Raises OSError.
     """
     path = folder / f"{MEASURE_PREFIX}{os.getpid()}.tmp"
     path.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def allows_direct(folder: Path) -> bool:
 
 
 def reads_direct(path: Path) -> bool:
-    """Whether a file takes direct reads. Its folder need not be writable. Raises OSError."""
+    """Whether a file takes direct reads. Its folder may be read-only. Raises OSError."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         try:
@@ -91,8 +91,8 @@ def reads_direct(path: Path) -> bool:
 
 
 def measure_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *, is_direct: bool) -> float:
-    """Bytes per second of writing and then reading a file in a folder. It has no name meanwhile, so that a kill leaves
-    nothing. before: as in `DirectFile.read`. Raises OSError.
+    """Bytes per second of writing and then reading an unnamed file in a folder, of which a kill leaves nothing. before:
+    as in `DirectFile.read`. Raises OSError.
     """
     path = folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp"
     view = AlignedBuffer().view(num_bytes)
@@ -110,7 +110,7 @@ def measure_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *
 
 
 class DirectFile:
-    """An open file. Every read or write is whole, or raises OSError."""
+    """An open file. Every read and write is complete, or raises OSError."""
 
     def __init__(self, path: Path, *, is_direct: bool, is_new: bool = False) -> None:
         """is_new: created, with mode 0600; an existing one is an error. Otherwise it is opened for reading."""
@@ -121,7 +121,7 @@ class DirectFile:
         self._descriptor = os.open(path, flags, 0o600)
 
     def read(self, view: memoryview, offset: int, before: Callable[[int], None]) -> None:
-        """Fills the view. before: called with the bytes of each request, ahead of it."""
+        """Fills the view. before: called with the number of bytes before each request."""
         for start in range(0, len(view), REQUEST_BYTES):
             part = view[start : start + REQUEST_BYTES]
             before(len(part))
@@ -134,7 +134,7 @@ class DirectFile:
         self._forget(offset, len(view))
 
     def write(self, views: Sequence[memoryview], offset: int, before: Callable[[int], None]) -> None:
-        """Writes the views one after the other. before: as in `read`."""
+        """Writes all views in order. before: as in `read`."""
         start, pending, size = offset, list[memoryview](), 0
         for view in views:
             for at in range(0, len(view), REQUEST_BYTES):
@@ -150,7 +150,7 @@ class DirectFile:
     def _write(self, views: list[memoryview], size: int, offset: int, before: Callable[[int], None]) -> None:
         before(size)
         done = os.pwritev(self._descriptor, views, offset)
-        while done < size:  # a full disk writes a part, and says why when asked again
+        while done < size:  # a full disk writes a part, and reports the reason at the next call
             rest = memoryview(b"".join(views))[done:]
             block = AlignedBuffer().view(len(rest))
             block[:] = rest
@@ -167,7 +167,7 @@ class DirectFile:
         self._forget(0, 0)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the file."""
         os.close(self._descriptor)
 
     def _forget(self, offset: int, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The disk store: runs in a folder, capped in bytes, which survive the process and are shared by several."""
+"""The disk store: runs in a folder of limited size, which survive the process and are shared by several processes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from quire.stores.writer_folder import WriterFolder
 
 STAGING_BYTES = 64 << 20
 FLUSH_SECONDS = 3.0
-"""At most, while it closes."""
+"""Maximum seconds for which `close` writes."""
 
 
 class DiskStore(Tier):
-    """Keeps runs in a folder. It may lose any of them; it never gives wrong bytes, and never waits for the disk in the
+    """Keeps runs in a folder. It may lose any run, but never returns wrong bytes, and never waits for the disk in the
     engine's thread.
 
-    At most `cap` bytes of the disk, all processes with this folder together. A run is on the disk a moment after it was
-    put, and after `flush` for sure.
+    All processes with this folder together use at most `cap` bytes of the disk. A run is on the disk soon after `put`,
+    and certainly after `flush`.
     """
 
     name = "disk"
@@ -51,8 +51,8 @@ class DiskStore(Tier):
         lifetime: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """namespace: runs with another one are not found, whatever their salt. bandwidth: bytes per second of reads and
-        writes together. lifetime: seconds without use after which a run is not found any more, unless it is pinned.
+        """namespace: runs with another one, the salt aside, are not found. bandwidth: bytes per second of reads and
+        writes together. lifetime: seconds without use after which a run is no longer found, unless it is pinned.
         Raises ConfigError for a folder that cannot be used.
         """
         self._cap, self._lifetime, self._clock = cap, lifetime, clock
@@ -74,16 +74,16 @@ class DiskStore(Tier):
         self._reader = DiskReader(self._writer_folder, self._catalog, self._reading)
         self._is_closed = False
         self._chunk_bytes = 0
-        """Of the last run, to guess what is still accepted."""
+        """Bytes of a chunk of the last run, for estimating how many more chunks fit."""
         self._num_put = self._num_refused = 0
 
     @property
     def is_on(self) -> bool:
-        """Whether it finds and takes runs."""
+        """Whether the store finds and takes runs."""
         return not self._is_closed and self._reading.is_on and self._writing.is_on
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """For each chunk whether it lacks it and would take it now. Counts as a use of those it has."""
+        """For each chunk, whether the store lacks it and would take it now. Counts as a use of stored chunks."""
         if not self.is_on:
             return [False] * len(names)
         wanted, room = [], self._staging.free_bytes
@@ -98,7 +98,7 @@ class DiskStore(Tier):
         return wanted
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps a run, or not. It is found at once."""
+        """Stores a run, or ignores it if there is no room. A stored run is found at once."""
         catalog = self._catalog
         is_ours = not run.is_shared or (
             isinstance(run.namespace, Namespace) and common_digest(run.namespace) == self._digest
@@ -132,7 +132,7 @@ class DiskStore(Tier):
         return entry.run
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
-        """Starts to bring all layers of some runs of a transfer."""
+        """Starts to read all layers of some runs of a transfer."""
         entries = []
         for run in runs:
             transfer.sources[run] = self.name
@@ -145,21 +145,21 @@ class DiskStore(Tier):
         self._reader.submit(transfer, entries)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Forgets runs, each given by any of its names, with all copies. Those that other processes wrote stay in their
-        sub-folders, and this process does not find them any more.
+        """Forgets runs, each given by any of its names, with all copies. Runs of other processes stay in their
+        sub-folders, but this process no longer finds them.
         """
         names = list(names)
         while found := self._catalog.of(names):
             self._catalog.drop(found)
 
     def flush(self, seconds: float) -> bool:
-        """Waits until everything that was put and is still found is on the disk and in the index; False if it is not.
-        What has no room is not found any more.
+        """Waits until every stored run that is still found is on the disk and in the index. Returns False on a timeout
+        or failure. A run without room is no longer found.
         """
         return not self._is_closed and self._writer.flush(seconds)
 
     def close(self) -> None:
-        """Writes what is queued, at most for a few seconds, and ends threads and locks. A second time does nothing."""
+        """Writes queued runs for at most a few seconds, and ends threads and locks. A second call does nothing."""
         if self._is_closed:
             return
         self.flush(FLUSH_SECONDS)
@@ -170,9 +170,9 @@ class DiskStore(Tier):
         self._catalog.drop(list(self._catalog.entries.values()))
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """Collects the files of these chunks last, until a time in seconds since the epoch. Extends earlier pins, but
-        never shortens them. False, and no change, if a chunk is not stored, or if more than half of the quota would be
-        pinned.
+        """Pins the files of these chunks until a time in seconds since the epoch: they are collected last. Extends
+        earlier pins, but never shortens them. Returns False, and changes nothing, if a chunk is not stored, or if more
+        than half of the quota would be pinned.
         """
         catalog, writer_folder = self._catalog, self._writer_folder
         entries = catalog.of(names)
@@ -187,8 +187,8 @@ class DiskStore(Tier):
         return True
 
     def unpin(self, names: Iterable[bytes]) -> None:
-        """Ends pins of this process, and of earlier ones in its sub-folder. Chunks from which pinned ones go on stay
-        pinned as long as these.
+        """Ends pins of this process, and of earlier ones in its sub-folder. Ancestors of a chunk that stays pinned stay
+        pinned as long as it does.
         """
         ending, catalog, done = set(names), self._catalog, set[bytes]()
         needed = dict.fromkeys(ending, 0.0)
@@ -203,15 +203,15 @@ class DiskStore(Tier):
         self._set_pins(needed)
 
     def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[StoredRun]:
-        """What is on the disk, of all processes and models, where the salt is visible; the last used first."""
+        """All runs on the disk with a visible salt, of all processes and models; the last used first."""
         return list_stored(self._writer_folder.folder, self._writer_folder.signer, self._digest, visible)
 
     def measure(self) -> float | None:
-        """Bytes per second of a short write and read, with the throttle; None if there is no room."""
+        """Bytes per second of a short write and read, throttle included; None if there is no room."""
         return self._writer.measure()
 
     def check(self) -> None:
-        """Asserts that memory, index and files agree, and that the quotas hold. Call it when nothing is under way."""
+        """Asserts that memory, index and files agree, and that the quotas hold. Call it while the store is idle."""
         with self._writer.work:
             self._writer_folder.commit()
             self._writer_folder.forget()
@@ -219,7 +219,7 @@ class DiskStore(Tier):
             self._writer_folder.check()
 
     def stats(self) -> dict[str, int | float | bool | str | None]:
-        """Counters since the start, and what there is now."""
+        """Counters since the start, and current sizes."""
         writer_folder, reads, writer, catalog = self._writer_folder, self._reader, self._writer, self._catalog
         others = list(catalog.files_of_others.values())
         return {
@@ -259,7 +259,7 @@ class DiskStore(Tier):
                     self._staging.free(buffers)
                     return None
                 buffers.append(buffer)
-                # numpy, which releases the interpreter lock, so that readers go on.
+                # numpy releases the interpreter lock, so that readers continue.
                 np.copyto(np.frombuffer(buffer.extent, np.uint8), np.frombuffer(extent, np.uint8))
         except BaseException:
             self._staging.free(buffers)

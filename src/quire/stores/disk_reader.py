@@ -1,4 +1,4 @@
-"""Reads: threads that bring the layers of transfers, the oldest transfer first and each in the order of its layers."""
+"""Reads: threads that deliver the layers of transfers, the oldest transfer first, in the order of its layers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger("quire")
 
 NUM_READERS = 2
 MIN_BYTES, MAX_BYTES = 1 << 20, 8 << 20
-"""Of a request: consecutive layers up to one megabyte, and never more than eight, except for one larger extent."""
+"""Bytes of one read: consecutive layers until one megabyte is reached, at most eight, except for one larger extent."""
 
 STUCK_SECONDS = 10.0
 MAX_STUCK = 8
-"""Readers that may hang before nobody takes their place."""
+"""Number of hanging readers that are replaced."""
 FAILURES = 8
 """Failed reads in a row that turn the tier off."""
 
 
 @dataclass(order=True)
 class ReadRequest:
-    """Some layers of a run for a transfer. age: number of the transfer."""
+    """A range of layers of a run, for a transfer. age: number of the transfer."""
 
     age: int
     layer: int
@@ -46,7 +46,7 @@ class ReadRequest:
 
 @dataclass(eq=False)
 class ReaderThread:
-    """A thread that reads. call: for which request it waits for the disk, and since when; None: it does not."""
+    """A thread that reads. call: the request that waits for the disk, and since when; None: none."""
 
     thread: threading.Thread | None = None
     call: tuple[ReadRequest, float] | None = None
@@ -56,7 +56,7 @@ class ReaderThread:
 class DiskReader:
     """The queue of reads and its threads.
 
-    A reader that hangs for ten seconds fails its transfer, and another one takes its place.
+    A reader that hangs for ten seconds fails its transfer, and another one replaces it.
     """
 
     def __init__(self, writer_folder: WriterFolder, catalog: Catalog, circuit_breaker: CircuitBreaker) -> None:
@@ -97,7 +97,7 @@ class DiskReader:
         transfer.fail(QuireError("the disk tier has stopped, or does not answer"))
 
     def close(self) -> None:
-        """Fails what is queued and ends the threads; one that hangs is left alone."""
+        """Fails queued requests and ends the threads, except for hanging ones."""
         with self._changed:
             if self._is_closed:
                 return
@@ -142,7 +142,7 @@ class DiskReader:
                 self.cpu_seconds += time.thread_time() - begun
 
     def _goes_on(self, reader: ReaderThread) -> bool:
-        """Whether a reader goes on: one that hung for a while ends if another one has its place."""
+        """Whether a reader continues. A reader that hung ends if another one has replaced it."""
         with self._changed:
             if sum(not each.is_lost for each in self._readers if each is not reader) >= NUM_READERS:
                 self._readers.remove(reader)
@@ -175,7 +175,7 @@ class DiskReader:
             self._catalog.release(entry)
 
     def _bring(self, reader: ReaderThread, request: ReadRequest, buffer: AlignedBuffer) -> None:
-        """Reads, verifies and delivers. Raises OSError and ExtentError."""
+        """Reads, verifies and delivers the layers of a request. Raises OSError and ExtentError."""
         entry = request.entry
         lengths = entry.lengths[request.layer : request.end]
         view = buffer.view(sum(map(padded, lengths)))
@@ -194,7 +194,7 @@ class DiskReader:
 
     def _read(self, reader: ReaderThread, request: ReadRequest, view: memoryview) -> None:
         def pace(num_bytes: int) -> None:
-            reader.call = None  # waiting for the throttle is no hanging
+            reader.call = None  # waiting for the throttle does not count as hanging
             self._writer_folder.throttle.take(num_bytes)
             reader.call = request, time.monotonic()
 
@@ -221,11 +221,11 @@ class DiskReader:
         except FileNotFoundError:
             if path.suffix != DRAFT_SUFFIX:
                 raise
-            # It got its final name meanwhile, and `path` may not say so yet.
+            # The file got its final name meanwhile, and `path` may still have the old one.
             return DirectFile(path.with_suffix(RUNS_SUFFIX), is_direct=is_direct)
 
     def _fail(self, request: ReadRequest, reason: str, gone: RunFile | None) -> None:
-        """Fails a transfer and forgets the run; of a file that is gone, all runs."""
+        """Fails a transfer and forgets the run. gone: a removed file, all of whose runs are forgotten."""
         self.num_failed += 1
         is_collected = gone is not None and (gone.is_gone or not gone.is_own)
         if gone is not None:
@@ -240,11 +240,11 @@ class DiskReader:
         request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"), request.entry.run)
 
     def _watch(self) -> None:
-        """Looks after readers that hang. Touches no disk."""
+        """Replaces hanging readers. Does not touch the disk itself."""
         while not self._stopping.wait(min(1.0, self.stuck_seconds / 4)):
             now = time.monotonic()
             for reader in list(self._readers):
-                call = reader.call  # once: the call may end, and another one begin
+                call = reader.call  # read once: the call may end, and another one begin
                 if call is not None and now - call[1] > self.stuck_seconds and not reader.is_lost:
                     self._replace(reader, call[0])
 

@@ -1,4 +1,4 @@
-"""The writer: the thread that writes staged runs, keeps the index, collects files and looks at other sub-folders."""
+"""The writer: the thread that writes staged runs, updates the index, collects files and polls other sub-folders."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from quire.stores.writer_folder import WriterFolder
 log = logging.getLogger("quire")
 
 IDLE_SECONDS = 0.1
-"""A file is finished when nothing was queued for this time."""
+"""Seconds without a queued run after which a file is finished."""
 TICK_SECONDS = 1.0
 NOTE_SECONDS = 5.0
 ROOM_SECONDS = 5.0
-"""So long a run waits for other writers to give up room: they look once a second, and then may collect files."""
+"""Seconds for which a run waits for other writers to give up room: they check once a second, and may collect files."""
 TRY_SECONDS = 0.25
 FULL_SECONDS = 60.0
-"""After waiting in vain, in which further runs do not wait."""
+"""Seconds after a wait in vain in which further runs do not wait."""
 MEASURED_BYTES, MIN_MEASURED_BYTES = 8 << 20, 1 << 20
 
 
 class DiskWriter:
     """Writes runs in the order in which they were queued.
 
-    work  held while anything is done in the sub-folder; whoever holds it sees no half-done change
+    work  lock of all changes in the sub-folder; its holder sees no half-done change
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class DiskWriter:
             self._changed.notify_all()
 
     def note_pins(self) -> None:
-        """The pins have changed: they go into the index."""
+        """Has the changed pins written to the index."""
         with self._changed:
             self._pins_changed = self._is_urgent = True
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until every run that was put and is still found is on the disk and in the index; False if that is not
-        in time, or writing fails. A run for which there is no room is given up, as if it was collected.
+        """Waits until every stored run that is still found is on the disk and in the index. Returns False on a timeout
+        or a failed write. A run without room is dropped, as if it had been collected.
         """
         end = time.monotonic() + seconds
         with self._changed:
@@ -89,7 +89,7 @@ class DiskWriter:
         return self._circuit_breaker.reason is None
 
     def close(self) -> None:
-        """Ends the thread and gives the sub-folder up; a thread that hangs keeps it until the process ends."""
+        """Ends the thread and gives the sub-folder up. A hanging thread keeps the sub-folder until the process ends."""
         with self._changed:
             if self._is_closing:
                 return
@@ -106,7 +106,7 @@ class DiskWriter:
                 self.work.release()
 
     def measure(self) -> float | None:
-        """Bytes per second of writing and reading a file in free room; None if there is none, or it does not work."""
+        """Bytes per second of writing and reading a file in free room; None if there is no room, or if that fails."""
         writer_folder = self._writer_folder
         with self.work, contextlib.suppress(OSError):
             size = min(MEASURED_BYTES, writer_folder.free_bytes) // MIN_MEASURED_BYTES * MIN_MEASURED_BYTES
@@ -129,7 +129,7 @@ class DiskWriter:
                     return
                 entry = self._queue.popleft() if self._queue else None
                 is_urgent = self._is_urgent and entry is None
-                if is_urgent:  # what is asked for from now on has its own turn
+                if is_urgent:  # later requests get their own turn
                     self._is_urgent = False
                 self._is_busy = True
             begun = time.thread_time()
@@ -137,7 +137,7 @@ class DiskWriter:
             try:
                 with self.work:
                     waits = self._work(entry, is_urgent)
-            except Exception as error:  # a defect: the tier must not take the engine with it
+            except Exception as error:  # a defect of the tier must not stop the engine
                 log.exception("the disk tier failed")
                 self._circuit_breaker.fail(f"an error ({error})")
             finally:
@@ -160,7 +160,7 @@ class DiskWriter:
         return seconds
 
     def _work(self, entry: CatalogEntry | None, is_urgent: bool) -> bool:
-        """Does what is due. Returns whether the run waits for room."""
+        """Performs all due work. Returns whether the run waits for room."""
         waits = False
         try:
             if self._circuit_breaker.is_on:
@@ -174,11 +174,11 @@ class DiskWriter:
                     self._tick()
             elif time.monotonic() >= self._ticked + TICK_SECONDS:
                 self._ticked = time.monotonic()
-                if self._writer_folder.is_intact:  # others may need the room, and lifetimes end
+                if self._writer_folder.is_intact:  # other writers may need the room, and runs may have expired
                     self._tick()
         except OSError as error:
             self._circuit_breaker.fail(f"writing to {self._writer_folder.subfolder} failed ({error.strerror or error})")
-        except ConfigError as error:  # the folder cannot be made again
+        except ConfigError as error:  # the folder cannot be recreated
             self._circuit_breaker.fail(str(error))
         except DamagedIndexError as error:
             log.warning("the index of %s is damaged, and its runs are lost: %s", self._writer_folder.subfolder, error)
@@ -193,7 +193,7 @@ class DiskWriter:
             self._catalog.drop([entry])
 
     def _prepare(self) -> None:
-        """Notices that the folder is gone; on trial, makes it again."""
+        """Raises OSError if the folder is gone; recreates it if writing is being tried again."""
         if not self._writer_folder.is_intact:
             if self._circuit_breaker.reason is None:
                 raise FileNotFoundError(errno.ENOENT, "the folder was removed")
@@ -204,13 +204,13 @@ class DiskWriter:
             self._join()
 
     def _join(self) -> None:
-        """Goes down to the quota once it is known what other sub-folders have, and which of it is pinned."""
+        """Shrinks to the quota, once the other sub-folders' contents and their pins are known."""
         self._other_writers.poll()
         with contextlib.suppress(OSError, DamagedIndexError):
             self._writer_folder.make_room(0)
 
     def _write(self, entry: CatalogEntry) -> bool:
-        """False if there is no room for it."""
+        """Writes a run. Returns False if there is no room for it."""
         if entry.is_dropped:
             return True
         has_room = self._writer_folder.write(entry)
@@ -222,7 +222,7 @@ class DiskWriter:
         return has_room
 
     def _waits_for_room(self) -> bool:
-        """Whether other writers may soon give up what the next run lacks."""
+        """Whether other writers may soon give up the room that the next run needs."""
         now = time.monotonic()
         if now > self._room_until + FULL_SECONDS:
             self._room_until = now + ROOM_SECONDS

@@ -1,4 +1,4 @@
-"""From a folder of a disk store to an archive: whole prefixes, a run after the one that it goes on from."""
+"""Exports a folder of a disk store to an archive: whole prefixes, each run after the run that it continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.stores.folder_reader import FolderReader, LocatedRun
 
 @dataclass
 class ExportStats:
-    """What an export wrote, and how many runs it left out, by reason."""
+    """The amounts that an export wrote, and the number of runs that it left out, by reason."""
 
     num_runs: int = 0
     num_tokens: int = 0
@@ -25,9 +25,8 @@ class ExportStats:
 
 
 def export(reader: FolderReader, target: Path, wanted: Callable[[LocatedRun], bool]) -> ExportStats:
-    """Writes the wanted runs, and those that they go on from, to an archive. Leaves out runs whose beginning is not
-    stored, that have column sums of retention, or that are damaged. Raises ConfigError if there is a file of this name,
-    and OSError.
+    """Writes the wanted runs and their ancestors to an archive. Leaves out runs whose beginning is not stored, that
+    have column sums of retention, or that are damaged. Raises ConfigError if a file of this name exists, and OSError.
     """
     runs: dict[tuple[bytes, ...], LocatedRun] = {}
     for located in reader.runs():
@@ -50,7 +49,7 @@ def export(reader: FolderReader, target: Path, wanted: Callable[[LocatedRun], bo
 
 
 def _path(located: LocatedRun, by_name: dict[bytes, LocatedRun]) -> list[LocatedRun]:
-    """The runs from the beginning up to this one, as far as they are stored."""
+    """The stored runs from the prompt's beginning up to this run."""
     found = [located]
     while found[-1].header.run.start and (parent := by_name.get(found[-1].header.run.parent)) is not None:
         found.append(parent)

@@ -1,6 +1,6 @@
 """The folder of a disk store: layout, permissions, secret, and one sub-folder for each writer.
 
-    DIR/            0700; other formats have folders beside v1, which are not touched
+        DIR/            0700; other formats have folders beside v1, which stay untouched
       v1/
         lock        held while a writer joins, leaves or changes a quota
         secret      32 random bytes
@@ -10,8 +10,8 @@
           7.runs    a file of runs
           8.tmp     the file that is being written
 
-Every process reads all sub-folders and writes to one. A sub-folder whose lock is free has no live writer. All files
-have mode 0600. Locks of sub-folders are taken only under DIR/v1/lock.
+Every process reads all sub-folders and writes to one. A sub-folder with a free lock has no live writer. All files have
+mode 0600. Locks of sub-folders are taken only under DIR/v1/lock.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ LOCK_NAME, SECRET_NAME = "lock", "secret"
 
 MIN_CAP = 64 << 20
 SLACK_BYTES = 4 << 20
-"""Of the cap: directories, locks, and what SQLite creates beside the indexes that other processes read."""
+"""Part of the cap for directories, locks, and the files that SQLite creates beside indexes read by other processes."""
 MAX_WRITERS = 64
 
 
 class FileLock:
-    """A file under `flock`, until `close`."""
+    """An exclusive `flock` on a file, until `close`."""
 
     def __init__(self, path: Path, *, waits: bool = True) -> None:
-        """Raises BlockingIOError if another holds it and it does not wait."""
+        """waits: whether to wait for the lock; otherwise raises BlockingIOError if another process holds it."""
         self.path = path
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -58,14 +58,14 @@ class FileLock:
 
     @property
     def is_intact(self) -> bool:
-        """Whether its path still leads to the locked file."""
+        """Whether its path still refers to the locked file."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), self.path.stat())
         except OSError:
             return False
 
     def close(self) -> None:
-        """Ends it; a second time does nothing."""
+        """Releases the lock; a second call does nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -78,16 +78,16 @@ class FileLock:
 
 
 class StoreFolder:
-    """A folder that is ours, with its secret."""
+    """A folder that belongs to this user, with its secret."""
 
     def __init__(self, path: Path) -> None:
-        """Creates what is missing. Raises ConfigError for a folder that is not safe, and OSError."""
+        """Creates missing files. Raises ConfigError for an unsafe folder, and OSError."""
         try:
             claim(path)
             self.path = path.resolve()
             self.root = self.path / VERSION
             self.root.mkdir(mode=0o700, exist_ok=True)
-            self.root.chmod(0o700)  # whatever the umask says
+            self.root.chmod(0o700)  # independent of the umask
         except FileExistsError:
             raise ConfigError(f"{self.root} is not a folder: remove it, or use another folder") from None
         except OSError as error:
@@ -102,7 +102,7 @@ class StoreFolder:
             raise ConfigError(f"{error.filename} is a directory: remove it, or use another folder") from None
 
     def lock(self) -> FileLock:
-        """Waits for the folder's lock. Everybody holds it for milliseconds."""
+        """Waits for the folder's lock. Every process holds it only for milliseconds."""
         return FileLock(self.root / LOCK_NAME)
 
     def take(self) -> FileLock:
@@ -114,7 +114,7 @@ class StoreFolder:
             if _has_foreign_lock(path):
                 log.warning("%s is no file of Quire: the sub-folder is not used", path / LOCK_NAME)
                 continue
-            with contextlib.suppress(BlockingIOError, FileExistsError):  # somebody's file may have the name
+            with contextlib.suppress(BlockingIOError, FileExistsError):  # a foreign file may have the name
                 path.mkdir(mode=0o700, exist_ok=True)
                 return FileLock(path / LOCK_NAME, waits=False)
         raise ConfigError(f"{self.path} has {MAX_WRITERS} writers already: stop one, or use another folder")
@@ -124,7 +124,7 @@ class StoreFolder:
         return writer_subfolders(self.root)
 
     def bytes_of_others(self) -> int:
-        """Bytes of everything that lies in no sub-folder of a writer: other formats, for example."""
+        """Bytes of everything outside the writers' sub-folders, such as other formats."""
         subfolders = set(self.subfolders())
         found = 0
         for folder, folders, files in os.walk(self.path):
@@ -137,7 +137,7 @@ class StoreFolder:
         return found
 
     def _remove_measured(self) -> None:
-        """Removes what measurements left that were killed."""
+        """Removes files of measurements that were killed."""
         for path in self.path.glob(f"{MEASURE_PREFIX}*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -179,7 +179,7 @@ def writer_subfolders(root: Path) -> list[Path]:
 
 
 def allocated(path: Path) -> int:
-    """Bytes on the disk of one file or folder, without what is in it; 0 if it is gone."""
+    """Bytes on the disk of one file or folder, without a folder's contents; 0 if it is gone."""
     try:
         return path.lstat().st_blocks * 512
     except (FileNotFoundError, NotADirectoryError):
@@ -192,19 +192,19 @@ def disk_bytes(folder: Path) -> int:
 
 
 def writer_bytes(subfolder: Path) -> int:
-    """Bytes on disk that count against a quota: those of all files but the lock."""
+    """Bytes on the disk that count against a quota: all files except the lock."""
     return sum(allocated(path) for path in _entries(subfolder) if path.name != LOCK_NAME)
 
 
 def remove_drafts(subfolder: Path) -> None:
-    """Removes what a killed writer did not finish. Only under the lock of the sub-folder."""
+    """Removes files that a killed writer did not finish. Only under the lock of the sub-folder."""
     for path in _entries(subfolder):
         if path.name.endswith(DRAFT_SUFFIX):
             remove_file(path)
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file, if there is one. A directory of its name is not ours, and gets another name."""
+    """Removes a file if it exists. Renames a directory of this name, which is not ours."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -229,7 +229,7 @@ def run_files(subfolder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Waits until a folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -238,7 +238,7 @@ def sync_folder(path: Path) -> None:
 
 
 def claim(path: Path) -> None:
-    """Makes the folder, or checks the existing one."""
+    """Creates the folder, or checks the existing one."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
         path.chmod(0o700)

@@ -1,6 +1,6 @@
-"""A folder of a disk store for its administrator: what is in it, whatever engine wrote it, and its removal.
+"""A disk store's folder for its administrator: its contents, written by any engine, and their removal.
 
-Looking changes nothing and works while engines write. Only sub-folders without a live writer are cleared.
+Reading changes nothing and works while engines write. Only sub-folders without a live writer are cleared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOWN_NAMES = 5
 
 @dataclass(frozen=True)
 class LocatedRun:
-    """A run in a folder: its description as bytes and parsed, and the place of its extents."""
+    """A run in a folder: its header as bytes and parsed, and the place of its extents."""
 
     blob: bytes
     header: RunHeader
@@ -60,10 +60,10 @@ class LocatedRun:
 
 @dataclass
 class NamespaceUsage:
-    """What runs have in common that one engine can read, and how much there is of it.
+    """The runs that share a namespace apart from the salt, so that one engine can read them, and their totals.
 
     namespace  without a salt
-    salts      of its runs
+    salts      salts of its runs
     used       time of the last use, in seconds since the epoch
     """
 
@@ -85,9 +85,9 @@ class SubfolderStatus:
 
 
 class FolderReader:
-    """A folder of a disk store, opened to look.
+    """A folder of a disk store, opened for reading.
 
-    problems  files that are unreadable or not ours, one line each; grows as the folder is read
+    problems  unreadable and foreign files, one line each; grows while the folder is read
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,12 +106,12 @@ class FolderReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the disk of everything in it."""
+        """Bytes on the disk of the whole folder."""
         return sum(disk_bytes(Path(here)) for here, _, _ in os.walk(self.path))
 
     @property
     def cap(self) -> int:
-        """The largest cap that an engine has given the folder; 0: not known."""
+        """The largest cap that an engine has set for the folder; 0: unknown."""
         caps = []
         for subfolder in writer_subfolders(self.root):
             with contextlib.suppress(OSError):
@@ -119,12 +119,12 @@ class FolderReader:
         return max(caps, default=0)
 
     def subfolders(self) -> list[SubfolderStatus]:
-        """Its sub-folders."""
+        """The sub-folders of the folder."""
         with FileLock(self.root / LOCK_NAME):
             return [SubfolderStatus(path, writer_bytes(path), _is_live(path)) for path in writer_subfolders(self.root)]
 
     def runs(self) -> Iterator[LocatedRun]:
-        """Every run that is whole in some index. What is not is a problem."""
+        """Every complete run of some index. Adds incomplete ones to the problems."""
         for subfolder in writer_subfolders(self.root):
             is_open = False
             try:
@@ -149,7 +149,7 @@ class FolderReader:
         return sorted(found.values(), key=lambda usage: -usage.used)
 
     def note_foreign(self) -> None:
-        """Makes a problem of each file that no version of Quire known here would have written."""
+        """Adds each file that no known version of Quire would have written to the problems."""
         for entry in sorted(self.path.iterdir()):
             if entry.name != VERSION:
                 self.problems.append(f"{entry}: not of this version of Quire")
@@ -163,8 +163,8 @@ class FolderReader:
                     self.problems.append(f"{entry}: not a file of Quire")
 
     def clear(self, chosen: Callable[[Namespace], bool] | None = None) -> tuple[int, list[Path]]:
-        """Removes the files whose runs all are of chosen namespaces; None: everything, damaged files too. Returns the
-        bytes freed, and the sub-folders that an engine writes to, which stay as they are. A damaged index is a problem.
+        """Removes the files all of whose runs have chosen namespaces; None: everything, damaged files too. Returns the
+        freed bytes, and the sub-folders with a live writer, which stay unchanged. Adds damaged indexes to the problems.
         """
         freed, live = 0, []
         with FileLock(self.root / LOCK_NAME):
@@ -230,7 +230,7 @@ class FolderReader:
 
 
 def _instead(path: Path) -> str:
-    """What a folder without a tier of this version has, to go on after a message."""
+    """The end of a message: what a folder without a tier of this version contains instead."""
     if (path / VERSION).is_dir():
         return f" that can be read: {path / VERSION / SECRET_NAME} is missing"
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
@@ -245,7 +245,7 @@ def _is_known(path: Path) -> bool:
 
 
 def _size_of(path: Path) -> int | None:
-    """None if it was removed meanwhile."""
+    """The size of a file; None if it was removed meanwhile."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -253,7 +253,7 @@ def _size_of(path: Path) -> int | None:
 
 
 def _is_live(subfolder: Path) -> bool:
-    """Whether a writer holds the lock of a sub-folder. Under the folder's lock, so that no writer misses it."""
+    """Whether a writer holds the lock of a sub-folder. Under the folder's lock, which starting writers hold."""
     try:
         descriptor = os.open(subfolder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

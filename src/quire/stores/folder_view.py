@@ -1,4 +1,4 @@
-"""What a process knows of one sub-folder: its index, and the catalog's entries for it."""
+"""A process's view of one sub-folder: its index, and the catalog's entries for it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger("quire")
 
 
 class FolderView:
-    """The files of a sub-folder. Invariant: after `update`, files and catalog have what the index had then, without
-    runs whose headers are damaged.
+    """The files of a sub-folder. Invariant: `update` copies the index into files and catalog, and skips runs with
+    damaged headers.
 
-    digest  of the namespaces whose runs are found; runs of others are counted alone
-    damaged     runs whose headers cannot be verified, by id, and why
+    digest  digest of the namespaces whose runs are found; other runs are only counted
+    damaged     for each run whose header cannot be verified, by id: the reason
     """
 
     def __init__(self, subfolder: Path, catalog: Catalog, signer: ExtentSigner, digest: bytes, *, is_own: bool) -> None:
@@ -35,13 +35,13 @@ class FolderView:
             catalog.files_of_others[subfolder] = self.files
 
     def update(self, index: RunIndex) -> None:
-        """Takes over what has changed. Raises as Index."""
+        """Takes over the changes of the index. Raises the errors of RunIndex."""
         pins = index.pins()
         if not self._is_own:
             self._catalog.pins_of_others[self.subfolder] = pins
         files = {row.number: row for row in index.files()}
         for number, file in list(self.files.items()):
-            if number not in files or files[number].num_bytes != file.num_bytes:  # a restarted writer may use it again
+            if number not in files or files[number].num_bytes != file.num_bytes:  # a restarted writer may reuse it
                 self._catalog.drop_file(self.files.pop(number))
         for file_row in files.values():
             self._take_file(file_row)
@@ -54,13 +54,13 @@ class FolderView:
             log.warning(
                 "lost %s in the index of %s, the first in %s", format_count(len(lost), "run"), self.subfolder, lost[0]
             )
-        if index.num_runs != len(self._known):  # some were removed
+        if index.num_runs != len(self._known):  # some runs were removed
             ids = index.ids()
             gone = [run_id for run_id in self._known if run_id not in ids]
             self._catalog.drop([entry for run_id in gone if (entry := self._known.pop(run_id)) is not None])
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets all files and their runs."""
         for file in self.files.values():
             self._catalog.drop_file(file)
         self.files.clear()
@@ -100,7 +100,7 @@ class FolderView:
 
 
 def used_by_others(path: Path) -> float:
-    """When another process last used a file: it cannot write the index, so it sets the file's time."""
+    """Time of the last use by another process, which cannot write the index and therefore sets the file's time."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,6 +1,6 @@
-"""Run headers: the description of a shared run as bytes, for files and their index.
+"""Run headers: the binary description of a shared run, for files and their index.
 
-bytes        what
+bytes        content
 0 .. 4       QHED
 4 .. 6       format version, u16
 6 .. 8       zero
@@ -42,21 +42,21 @@ _HEADER = struct.Struct("<4sHHIIIIQ48x")
 _MORE = struct.Struct("<III")
 
 MAX_LAYERS, MAX_HEADS, MAX_PAGES = 4096, 4096, 1 << 24
-"""Of a run. Limits keep a header from outside from taking gigabytes: a mask has 8 bytes a page."""
+"""Maximum pages of a run. The limits prevent gigabytes of memory for a foreign header: a mask has 8 bytes a page."""
 MAX_EXTENT_BYTES = 1 << 32
 _MAX_JSON_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class RunHeader:
-    """A shared run and the length of its extent in each layer, in bytes."""
+    """A shared run. lengths: bytes of its extent in each layer."""
 
     run: Run
     lengths: tuple[int, ...]
 
 
 def common_digest(namespace: Namespace) -> bytes:
-    """A digest of all fields but the salt: what runs must have in common to be read by one engine."""
+    """A digest of all fields except the salt. An engine reads only runs with its own digest."""
     return namespace_key(dataclasses.replace(namespace, salt=""))
 
 
@@ -89,7 +89,7 @@ def encode_run_header(header: RunHeader, signer: ExtentSigner) -> bytes:
 
 
 def parse_run_header(blob: bytes, signer: ExtentSigner) -> RunHeader:
-    """The header in these bytes. Raises ExtentError, and nothing else, unless `encode_run_header` wrote them."""
+    """Parses a header. Raises ExtentError, and nothing else, unless `encode_run_header` wrote it."""
     signer.verify(b"", memoryview(blob))
     magic, version, zero, chunks, n, attached, num_heads, _ = _HEADER.unpack_from(blob)
     if magic != _MAGIC or version != FORMAT_VERSION or zero:
@@ -116,9 +116,9 @@ def parse_run_header(blob: bytes, signer: ExtentSigner) -> RunHeader:
     _check(bool((lengths >= HEADER_BYTES).all() and (lengths <= MAX_EXTENT_BYTES).all()), "impossible lengths")
     _check(len(set(names)) == chunks and parent not in names, "two chunks of one name")
     _check(start > 0 or parent == namespace_key(namespace), "the namespace has another key")
-    if signer.is_check_only:  # A stranger may have paired tokens with keys of others.
+    if signer.is_check_only:  # An untrusted author may have combined tokens with other keys.
         _check(names == _keys(parent, tokens), "its tokens have other keys")
-    # Masks of chunks are all alike: without attached rows one number stands for all of them.
+    # All chunks have the same mask: without attached rows, one number stands for all of them.
     all_masks, all_placed = np.broadcast_to(ALL_SLOTS, (n, *shape[1:])), np.broadcast_to(False, (n, *shape[1:]))
     if attached:
         all_masks, all_placed = all_masks.copy(), all_placed.copy()
@@ -130,7 +130,7 @@ def parse_run_header(blob: bytes, signer: ExtentSigner) -> RunHeader:
 
 
 class _Parts:
-    """Consecutive parts of bytes."""
+    """Reads consecutive parts of bytes."""
 
     def __init__(self, blob: bytes, at: int) -> None:
         self._blob, self._at = blob, at
@@ -162,7 +162,7 @@ def _namespace(text: bytes) -> Namespace:
 
 
 def _keys(parent: bytes, tokens: NDArray[np.int32]) -> tuple[bytes, ...]:
-    """As `cache.keys.ChunkKeys`."""
+    """The keys of a run's chunks, as in `cache.keys.ChunkKeys`."""
     keys, key = [], parent
     for chunk in tokens.astype("<i4").reshape(-1, PAGE_TOKENS):
         key = hashlib.blake2b(key + chunk.tobytes(), digest_size=KEY_BYTES).digest()

@@ -1,12 +1,12 @@
-"""The index of one sub-folder: which runs lie where. An SQLite file, read by all processes and written by one.
+"""The index of one sub-folder: the places of its runs. An SQLite file, read by all processes and written by one.
 
     files  number, bytes, time of last use
     runs   file, offset, digest of the namespace without its salt, header (see `headers`)
-    pins   name of a chunk, until when
+        pins   name of a chunk, end of its pin
 
-WAL with synchronous = FULL: a commit waits for the disk, so that a power failure takes back no file that was finished.
-A kill between two steps leaves a file that no index names, or rows of a file that is gone; both are removed when the
-sub-folder is taken.
+WAL with synchronous = FULL: a commit waits for the disk, so that a power failure loses no finished file. A kill between
+two steps leaves a file without an index entry, or entries of a removed file; both are removed when the sub-folder is
+taken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CREATE TABLE pins (name BLOB PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
 
 WAL_PAGES = 256
 MARGIN_BYTES = 3 << 19
-"""What an index may have beside its main file: the log of 256 pages of 4 KiB, and 32 KiB of shared memory."""
+"""Maximum bytes of an index beside its main file: the log of 256 pages of 4 KiB, and 32 KiB of shared memory."""
 
 
 _SHARED_BYTES = 32 << 10
@@ -45,7 +45,7 @@ _SUFFIXES = "-wal", "-shm", "-journal", ""
 
 
 class DamagedIndexError(Exception):
-    """An index that cannot be read, or has another version. It costs the runs of its sub-folder, nothing else."""
+    """An index that cannot be read, or has another version. Only the runs of its sub-folder are lost."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class RunRow:
-    """Where a run lies. digest: of its namespace, see `headers.common_digest`."""
+    """The place of a run. digest: digest of its namespace, see `headers.common_digest`."""
 
     id: int
     file: int
@@ -71,14 +71,14 @@ class RunIndex:
     """An open index. Methods raise DamagedIndexError and OSError."""
 
     def __init__(self, subfolder: Path, *, is_writer: bool) -> None:
-        """The index of a sub-folder; the writer makes one if there is none."""
+        """Opens the index of a sub-folder. A writer creates a missing index."""
         self.path = subfolder / INDEX_NAME
         _check_files(subfolder)
         is_new = is_writer and not self.path.exists()
-        if is_new:  # SQLite gives its other files the mode of this one
+        if is_new:  # SQLite gives its other files the same mode
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with _errors():
-            # Reading takes mode rw, too: a log that a killed writer left can be read in no other way.
+            # Readers need mode rw, too, to read the log of a killed writer.
             uri = f"{self.path.absolute().as_uri()}?mode=rw"
             self._db = sqlite3.connect(uri, timeout=5.0, isolation_level=None, check_same_thread=False, uri=True)
         try:
@@ -109,7 +109,7 @@ class RunIndex:
             raise DamagedIndexError(f"it has version {version}, and this is {VERSION}")
 
     def _check_writable(self) -> None:
-        """Damage to the header may say that it must not be written."""
+        """Raises DamagedIndexError if a damaged header claims that the index is read-only."""
         try:
             self._db.executescript(f"BEGIN; PRAGMA user_version = {VERSION}; ROLLBACK")
         except sqlite3.OperationalError as error:
@@ -123,7 +123,7 @@ class RunIndex:
         return [FileRow(*row) for row in rows if _are(row, int, int, float) and row[0] >= 0 and row[1] >= 0]
 
     def runs(self, after: int = 0) -> list[RunRow]:
-        """All runs with larger ids, without their headers. Ids grow, and never come again."""
+        """All runs with larger ids, without their headers. Ids grow and are never reused."""
         rows = self._all("SELECT id, file, offset, digest FROM runs WHERE id > ?", (after,))
         return [RunRow(*row) for row in rows if _are(row, int, int, int, bytes) and row[2] >= 0]
 
@@ -140,7 +140,7 @@ class RunIndex:
     def headers(
         self, rows: Iterable[RunRow], signer: ExtentSigner
     ) -> Iterator[tuple[RunRow, bytes, RunHeader | ExtentError]]:
-        """The headers of some runs as bytes and parsed, or why they cannot be. Leaves out runs that were removed."""
+        """Yields the headers of some runs as bytes and parsed, or with the parse error. Leaves out removed runs."""
         for row in rows:
             if blob := self.header(row.id):
                 try:
@@ -154,17 +154,17 @@ class RunIndex:
         return rows[0][0] if rows and _are(rows[0], bytes) else b""
 
     def pins(self) -> dict[bytes, float]:
-        """Pinned chunks, and until when."""
+        """The pinned chunks, with the ends of their pins."""
         return {row[0]: row[1] for row in self._all("SELECT name, until FROM pins") if _are(row, bytes, float)}
 
     @property
     def data_version(self) -> int:
-        """Another number after a change by another connection."""
+        """A number that differs after a change by another connection."""
         with _errors():
             return int(self._one("PRAGMA data_version"))
 
     def add(self, file: FileRow, runs: Sequence[tuple[int, bytes, bytes]]) -> list[int]:
-        """Enters a whole file with its runs: offset, digest, header. Returns their ids."""
+        """Adds a complete file with its runs: offset, digest, header. Returns their ids."""
         with self._transaction():
             self._db.execute("INSERT INTO files VALUES (?, ?, ?)", (file.number, file.num_bytes, float(file.used)))
             insert = "INSERT INTO runs (file, offset, digest, head) VALUES (?, ?, ?, ?)"
@@ -183,7 +183,7 @@ class RunIndex:
             self._db.executemany("DELETE FROM runs WHERE id = ?", [(each,) for each in ids])
 
     def use(self, used: Iterable[tuple[int, float]]) -> None:
-        """Notes times of last use of files."""
+        """Sets the times of last use of files."""
         with self._transaction():
             self._db.executemany("UPDATE files SET used = ? WHERE number = ?", [(when, n) for n, when in used])
 
@@ -195,12 +195,12 @@ class RunIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it has or may soon have."""
+        """Maximum bytes of the index, now or soon."""
         log = self.path.with_name(INDEX_NAME + "-wal")
         return allocated(self.path) + max(MARGIN_BYTES, allocated(log) + _SHARED_BYTES)
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the index."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
@@ -237,7 +237,7 @@ def remove_index(subfolder: Path) -> None:
 
 
 def _check_files(subfolder: Path) -> None:
-    """Raises DamagedIndexError if something other than a file has the name of one of the index's files."""
+    """Raises DamagedIndexError if one of the index's file names belongs to something other than a file."""
     for suffix in _SUFFIXES:
         path = subfolder / (INDEX_NAME + suffix)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -250,7 +250,7 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (sqlite3.OperationalError, sqlite3.InterfaceError) as error:
-        # Damage to the header or the schema is a general error, and damage to text one without a code.
+        # SQLite reports damage to the header or the schema as a general error, and damage to text without a code.
         if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) == sqlite3.SQLITE_ERROR:
             raise DamagedIndexError(str(error)) from None
         # The disk is full, does not answer, or the folder is gone.
@@ -260,5 +260,5 @@ def _errors() -> Iterator[None]:
 
 
 def _are(row: Sequence[Any], *types: type) -> bool:
-    """SQLite does not check types, and a damaged row may have any."""
+    """Whether a row has these types. SQLite does not check types, and a damaged row may have any."""
     return len(row) == len(types) and all(isinstance(value, kind) for value, kind in zip(row, types, strict=True))

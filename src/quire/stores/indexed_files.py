@@ -1,4 +1,4 @@
-"""The finished files of a sub-folder, and the index that names them."""
+"""The finished files of a sub-folder, and their index."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger("quire")
 
 
 class IndexedFiles:
-    """Invariant: a file enters the index when it is whole and on the disk, and is removed from the index first.
+    """Invariant: a file enters the index once it is complete and on the disk, and leaves it before it is removed.
 
-    digest  of the namespaces whose runs are found
+    digest  digest of the namespaces whose runs are found
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class IndexedFiles:
         self.files = self._view.files
 
     def load(self) -> None:
-        """Finds the runs of an earlier process, and removes what no index names."""
+        """Finds the runs of an earlier process, and removes files without an index entry."""
         try:
             if os.path.lexists(self.subfolder / INDEX_NAME):
                 self._index = index = RunIndex(self.subfolder, is_writer=True)
@@ -50,7 +50,7 @@ class IndexedFiles:
                 remove_file(path)
 
     def _remove_damaged(self) -> None:
-        """Removes files that are not as the index has them, and those without a run."""
+        """Removes files that differ from their index entry, and files without a run."""
         on_disk = {number: path.stat().st_size for number, path in run_files(self.subfolder)}
         lost = [file for number, file in self.files.items() if on_disk.get(number) != file.num_bytes]
         if lost:
@@ -77,7 +77,7 @@ class IndexedFiles:
 
     @property
     def index(self) -> RunIndex:
-        """The index, which is made when it is needed: a writer without a quota has none."""
+        """The index, created on first use: a writer without a quota has none."""
         if self._index is None:
             self._index = RunIndex(self.subfolder, is_writer=True)
         return self._index
@@ -93,7 +93,7 @@ class IndexedFiles:
         self.files[file.number] = file
 
     def remove(self, files: Iterable[RunFile]) -> None:
-        """Removes whole files, first from the index."""
+        """Removes complete files, first from the index."""
         if files := list(files):
             self.index.remove_files(file.number for file in files)
         for file in files:
@@ -102,7 +102,7 @@ class IndexedFiles:
             remove_file(file.path)
 
     def forget(self) -> None:
-        """Removes dropped runs from the index, and files without any run."""
+        """Removes dropped runs from the index, and files without runs."""
         with self.catalog.lock:
             dropped, self.catalog.removed = self.catalog.removed, []
         if ids := [entry.run_id for entry in dropped if entry.run_id]:
@@ -115,7 +115,7 @@ class IndexedFiles:
         )
 
     def note_uses(self) -> None:
-        """Writes times of use into the index, those by other processes included."""
+        """Writes times of last use into the index, uses by other processes included."""
         for file in self.files.values():
             file.used = max(file.used, used_by_others(file.path))
         changed = [file for file in self.files.values() if file.used > file.noted]
@@ -125,13 +125,13 @@ class IndexedFiles:
                 file.noted = file.used
 
     def remove_expired(self, lifetime: float) -> None:
-        """Removes files unused for longer than the lifetime, but for pinned ones."""
+        """Removes files that were unused for longer than the lifetime, except pinned ones."""
         last = self._clock() - lifetime
         old = [file for file in self.files.values() if file.used < last and used_by_others(file.path) < last]
         self.remove(file for file in old if not self.catalog.is_pinned(file))
 
     def reset(self) -> None:
-        """After damage to the index: gives up everything in the sub-folder."""
+        """Removes everything in the sub-folder, after damage to the index."""
         self.close()
         clear_subfolder(self.subfolder)
 

@@ -1,4 +1,4 @@
-"""What a folder has stored, for listings: read from the indexes, past the engine."""
+"""The stored runs of a folder, for listings: read directly from the indexes, without the engine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class StoredRun:
     """A stored run.
 
     names         keys of its chunks
-    parent        key of the chunk before; of the namespace if there is none
+    parent        key of the chunk before, or of the namespace
     start         index of the first chunk in its sequence
-    num_bytes     on the disk
+    num_bytes     bytes on the disk
     used          time of the last use of its file, in seconds since the epoch
-    pinned_until  likewise; 0: not pinned
+    pinned_until  end of its pin, in seconds since the epoch; 0: not pinned
     is_own_namespace  whether this engine can read it
     """
 
@@ -42,7 +42,7 @@ class StoredRun:
 def list_stored(
     folder: StoreFolder, signer: ExtentSigner, digest: bytes, visible: Callable[[str], bool]
 ) -> list[StoredRun]:
-    """All runs in the indexes of a folder whose salts are visible, the last used first. Skips what is damaged."""
+    """All runs in the indexes of a folder with visible salts, the last used first. Skips damaged runs."""
     found: list[StoredRun] = []
     for subfolder in folder.subfolders():
         with contextlib.suppress(DamagedIndexError, OSError), RunIndex(subfolder, is_writer=False) as index:

@@ -1,4 +1,4 @@
-"""The most recently used runs of a store that keeps them in memory. Knows how many bytes they have, not which."""
+"""A store that keeps the most recently used runs in memory. Knows the size of a run's content, not the content."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Kept(Generic[Content]):
 
 
 class LruStore(Tier, Generic[Content]):
-    """Keeps the runs that fit `cap` bytes. The least recently used ones make room.
+    """Keeps at most `cap` bytes of runs. Evicts the least recently used ones.
 
-    Content   what is kept of a run
-    lifetime  seconds without use after which a run is dropped; None: when its memory is wanted
+    Content   the stored form of a run
+    lifetime  seconds without use after which a run is dropped; None: only when its memory is needed
     """
 
     name = "memory"
@@ -44,7 +44,7 @@ class LruStore(Tier, Generic[Content]):
         self._counts = dict.fromkeys(("num_put", "num_read", "bytes_read", "bytes_written", "num_collected"), 0)
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Whatever it lacks: older runs make room."""
+        """True for every chunk that it lacks: older runs make room."""
         self._expire()
         known = [self._runs.get(name) for name in names]
         for run in known:
@@ -69,13 +69,13 @@ class LruStore(Tier, Generic[Content]):
         return {"bytes": self._bytes, "cap_bytes": self.cap, "chunks": chunks, "is_on": True, **self._counts}
 
     def _has(self, run: Run) -> bool:
-        """Whether it has all chunks of a run. One with an attachment replaces one without."""
+        """Whether the store has all chunks of a run. A stored run with fewer attachments does not count."""
         self._expire()
         known = {self._runs.get(name) for name in run.names}
         return None not in known and all(each and each.num_attached >= run.num_attached for each in known)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Forgets runs until there is room for `num_bytes`. False if the tier is too small."""
+        """Evicts runs until `num_bytes` are free. Returns False if the store is too small."""
         if num_bytes > self.cap:
             return False
         while self._bytes + num_bytes > self.cap:
@@ -84,7 +84,7 @@ class LruStore(Tier, Generic[Content]):
         return True
 
     def _keep(self, run: Run, content: Content, num_bytes: int) -> None:
-        """Keeps a run for which there is room. Runs whose chunks are all in others go."""
+        """Stores a run that fits. Forgets runs all of whose chunks are in other runs."""
         self._kept[run] = _Kept(content, num_bytes, self._clock())
         self._bytes += num_bytes
         self._counts["num_put"] += 1
@@ -96,7 +96,7 @@ class LruStore(Tier, Generic[Content]):
                 self._forget(each)
 
     def _read(self, transfer: Transfer, run: Run) -> _Kept[Content] | None:
-        """What a transfer reads of a run. None, and the transfer has failed, if it is no longer there."""
+        """The content of a run for a transfer. If the run is gone, fails the transfer and returns None."""
         transfer.sources[run] = self.name
         kept = self._kept.get(run)
         if kept is None:
@@ -108,7 +108,7 @@ class LruStore(Tier, Generic[Content]):
         return kept
 
     def _forget(self, run: Run) -> None:
-        """Forgets a run, whether or not others have taken its names."""
+        """Forgets a run, even if other runs have taken over its names."""
         self._bytes -= self._kept.pop(run).num_bytes
         for name in run.names:
             if self._runs.get(name) is run:

@@ -1,4 +1,4 @@
-"""Runs in pinned memory, beside an arena on a GPU. They end with the process."""
+"""Runs in pinned host memory, beside an arena on a GPU. They end with the process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quire.stores.lru_store import LruStore
 
 @dataclass(eq=False)
 class _Extents:
-    """The extents of a run, one after the other. ends: where each ends in `data`."""
+    """The extents of a run in one buffer. ends: end of each extent in `data`."""
 
     data: torch.Tensor
     ends: list[int]
 
 
 class MemoryStore(LruStore[_Extents]):
-    """Keeps the bytes of runs. One thread copies them into the arena."""
+    """Keeps the bytes of runs in memory. One thread copies them into the arena."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class MemoryStore(LruStore[_Extents]):
         self._copying = ThreadPoolExecutor(1, "quire-memory")
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps the run unless it has it already, or it is larger than everything."""
+        """Stores a run, unless it is already stored or larger than `cap`."""
         if self._has(run):
             return
         parts, ends, total = [], [], 0
@@ -54,7 +54,7 @@ class MemoryStore(LruStore[_Extents]):
             self._keep(run, _Extents(data, ends), total)
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
-        """Copies on its thread."""
+        """Starts to copy the runs, on the store's thread."""
         for run in runs:
             kept = self._read(transfer, run)
             if kept is None:
@@ -62,7 +62,7 @@ class MemoryStore(LruStore[_Extents]):
             self._copying.submit(_bring, transfer, run, kept.content)
 
     def close(self) -> None:
-        """Ends its thread and forgets everything."""
+        """Ends the thread and forgets all runs."""
         self._copying.shutdown(cancel_futures=True)
         self._kept.clear()
         self._runs.clear()

@@ -1,4 +1,4 @@
-"""From settings to tiers."""
+"""Opens tiers from settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.stores.tiers import Tier, Tiers
 
 
 def check_disk(config: TiersConfig) -> None:
-    """Raises ConfigError or OSError if the folder of tiers.disk is there and `open_tiers` would refuse it."""
+    """Raises ConfigError or OSError if the folder of tiers.disk exists and `open_tiers` would refuse it."""
     from quire.stores.folder import claim
 
     folder = user_path(config.disk_folder)
@@ -22,7 +22,7 @@ def check_disk(config: TiersConfig) -> None:
 def open_tiers(config: TiersConfig, namespace: Namespace, lifetime: float | None = None) -> Tiers | None:
     """The tiers of an engine; None if there are none. Raises ConfigError for a folder that cannot be used.
 
-    namespace  of the engine, without a salt; its model is a full digest
+    namespace  namespace of the engine, without a salt; its model is a full digest
     lifetime   see cache.lifetime
     """
     found: list[Tier] = []

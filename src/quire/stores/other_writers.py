@@ -1,4 +1,4 @@
-"""The sub-folders of other processes, as the catalog sees them."""
+"""The sub-folders of other processes, and their entries in the catalog."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class WatchedFolder:
         self._version: int | None = None
 
     def poll(self) -> None:
-        """Takes over what has changed; cheap while nothing does. A damaged index is left alone until there is a new
-        one. Raises OSError for what cannot be read now.
+        """Takes over changes; cheap without changes. Ignores a damaged index until a new one replaces it. Raises
+        OSError if the index cannot be read now.
         """
         subfolder = self.view.subfolder
         try:
@@ -36,7 +36,7 @@ class WatchedFolder:
             inode, changed = status.st_ino, status.st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             inode = changed = 0
-        # A new file may have the inode of a removed one that nobody has open.
+        # A new file may reuse the inode of a removed one that is no longer open.
         if inode != self._inode or (self._is_damaged and changed != self._time):
             self.close()
             self._inode, self._time, self._is_damaged = inode, changed, False
@@ -56,7 +56,7 @@ class WatchedFolder:
             self._is_damaged = True
 
     def close(self) -> None:
-        """Forgets everything."""
+        """Forgets the sub-folder's runs, and closes the index."""
         if self.index is not None:
             self.index.close()
         self.index, self._version = None, None
@@ -64,14 +64,14 @@ class WatchedFolder:
 
 
 class OtherWriters:
-    """Looks at all other sub-folders of a folder. Used by one thread."""
+    """Polls all other sub-folders of a folder. Used by one thread."""
 
     def __init__(self, writer_folder: WriterFolder, catalog: Catalog) -> None:
         self._writer_folder, self._catalog = writer_folder, catalog
         self._watched: dict[Path, WatchedFolder] = {}
 
     def poll(self) -> None:
-        """Takes over what other processes have changed. What cannot be read now is looked at again later."""
+        """Takes over the changes of other processes. Retries later if a sub-folder cannot be read now."""
         own = self._writer_folder
         subfolders = [subfolder for subfolder in own.folder.subfolders() if subfolder != own.subfolder]
         for subfolder in self._watched.keys() - set(subfolders):
@@ -84,7 +84,7 @@ class OtherWriters:
                 self._watched[subfolder].poll()
 
     def note_uses(self) -> None:
-        """Tells whoever collects their files, by the files' times, which of them were used here."""
+        """Sets the times of used files, so that their owners see the uses when they collect."""
         for watched in self._watched.values():
             for file in list(watched.view.files.values()):
                 if file.used > file.noted:
@@ -93,7 +93,7 @@ class OtherWriters:
                         os.utime(file.path, (file.used, file.used))
 
     def close(self) -> None:
-        """Forgets all of them."""
+        """Forgets all other sub-folders."""
         for subfolder in list(self._watched):
             self._forget(subfolder)
 

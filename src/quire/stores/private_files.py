@@ -12,7 +12,7 @@ from quire.stores.folder import DRAFT_SUFFIX
 
 
 def bytes_of(entry: CatalogEntry) -> int:
-    """What the file of a private run takes."""
+    """Bytes of the file of a private run."""
     return entry.num_bytes + FILE_BYTES
 
 
@@ -25,7 +25,7 @@ class PrivateFiles:
 
     @property
     def num_bytes(self) -> int:
-        """What counts against the quota."""
+        """Bytes that count against the quota."""
         return sum(list(self._sizes.values()))
 
     def write(self, entry: CatalogEntry, subfolder: Path, before: Callable[[int], None], *, is_direct: bool) -> None:
@@ -44,8 +44,8 @@ class PrivateFiles:
             file.close()
 
     def close_dropped(self) -> None:
-        """Closes the files of dropped runs: here and not where they are dropped, because freeing the blocks of a large
-        file takes milliseconds.
+        """Closes the files of dropped runs. Not done by `drop`, because freeing the blocks of a large file takes
+        milliseconds.
         """
         with self._catalog.lock:
             closing, self._catalog.closing = self._catalog.closing, []
@@ -53,12 +53,12 @@ class PrivateFiles:
             if entry.private_file is not None:
                 entry.private_file.close()
                 entry.private_file = None
-        # Those that are not dropped have a file, or will have one.
+        # Runs that are not dropped have a file, or will have one.
         self._sizes = {
             entry: size for entry, size in self._sizes.items() if entry.private_file is not None or not entry.is_dropped
         }
 
     def close(self) -> None:
-        """Drops all of them."""
+        """Drops all private runs, and closes their files."""
         self._catalog.drop(list(self._sizes))
         self.close_dropped()

@@ -2,11 +2,11 @@
 
     sum of all quotas <= cap - slack - bytes of others          bytes of a sub-folder <= its quota
 
-A quota stands in the lock file of its sub-folder. It changes only under the folder's lock, and grows before the bytes
-do. A writer takes what is free, at most the cap divided by the number of live writers. Those with more give up what
-they do not use as soon as another has less. A writer that lacks room says so (`requested_at`), and those with more than
-their share then collect files. A writer that ended keeps a quota for the bytes it left, which any other writer may
-collect.
+A quota is written in the lock file of its sub-folder. It changes only under the folder's lock, and grows before the
+bytes do. A writer takes free bytes, up to the cap divided by the number of live writers. Writers with more than this
+share give up unused bytes as soon as another one has less. A writer without room requests it (`requested_at`), and
+writers above their share then collect files. A writer that ended keeps a quota for the bytes it left, which any other
+writer may collect.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from quire.stores.folder import (
 )
 
 REQUEST_SECONDS = 5.0
-"""A writer that still lacks room says it again within this time."""
+"""Seconds after which a writer that still lacks room repeats its request."""
 
 OTHERS_SECONDS = 10.0
-"""Bytes of other formats are counted anew after this time."""
+"""Seconds after which bytes of other formats are counted again."""
 
 Collect = Callable[[Path, int], None]
-"""Removes files of runs from a sub-folder without a writer until so many bytes are gone, or all."""
+"""Frees a number of bytes, or all, by removing files of runs from a sub-folder without a writer."""
 
 _RECORD = re.compile(rb"(\d+) (\d+) (\d+\.\d+) *\n")
 
 
 @dataclass(frozen=True)
 class QuotaRecord:
-    """What a lock file says.
+    """The content of a lock file.
 
-    quota   bytes its sub-folder may have
-    cap     bytes the writer lets the whole folder have
+    quota   maximum bytes of its sub-folder
+    cap     maximum bytes of the whole folder, as set by the writer
     requested_at  time of its last request for more, in seconds since the epoch; 0: none
     """
 
@@ -60,7 +60,7 @@ class QuotaRecord:
 
 
 class Quotas:
-    """The quota of one writer, which holds the lock of its sub-folder from the beginning until `leave`."""
+    """The quota of one writer, which holds the lock of its sub-folder from construction until `leave`."""
 
     def __init__(self, folder: StoreFolder, cap: int) -> None:
         """Joins the folder. Raises ConfigError and OSError."""
@@ -85,12 +85,12 @@ class Quotas:
 
     @property
     def is_short_of_room(self) -> bool:
-        """Whether other writers have what this one lacked when it last asked for more."""
+        """Whether other writers have the room that was missing at the last request."""
         return self._record.requested_at > 0
 
     def grow(self, wanted: int, collect: Collect) -> int:
-        """Asks for a quota of `wanted` bytes; returns the new one, which may be smaller, and is never smaller than
-        before. Takes what is free, then what writers left that have ended.
+        """Requests a quota of `wanted` bytes. Returns the new quota, which may be smaller than that, but not than
+        before. Takes free bytes first, then bytes that ended writers left.
         """
         with self._folder.lock():
             others = self._others()
@@ -107,8 +107,8 @@ class Quotas:
         return self.bytes
 
     def balance(self, used: int) -> int:
-        """Gives up unused bytes above the fair share if another live writer has less than its own. Returns what the
-        used bytes must go down to: the fair share, if another lacks room, or if the cap has become smaller.
+        """Gives up unused bytes above the fair share if another live writer has less than its own share. Returns the
+        bytes that may stay in use: the fair share, if another writer lacks room or the cap has become smaller.
         """
         with self._folder.lock():
             others = self._others()
@@ -120,12 +120,12 @@ class Quotas:
         return min(fair, self.bytes) if is_needed or self.bytes > free else self.bytes
 
     def shrink(self, quota: int) -> None:
-        """Gives up what is above `quota`: the bytes are below it already."""
+        """Lowers the quota. The bytes in use are already below it."""
         with self._folder.lock():
             self._set(replace(self._record, quota=min(quota, self.bytes)))
 
     def leave(self, kept: int = 0) -> None:
-        """Keeps a quota for `kept` bytes, at least for what is there, and ends the lock."""
+        """Keeps a quota of `kept` bytes, or of the remaining bytes if these are more, and releases the lock."""
         try:
             with contextlib.suppress(OSError):
                 if self.lock.is_intact:
@@ -143,7 +143,7 @@ class Quotas:
         assert used <= self.bytes, f"{used} bytes with a quota of {self.bytes}"
 
     def _shares(self, others: list[tuple[Path, QuotaRecord, bool]]) -> tuple[int, int]:
-        """The bytes that the quotas of others leave, and a live writer's fair share. The smallest cap counts."""
+        """The bytes that the other quotas leave, and a live writer's fair share, both under the smallest cap."""
         now = time.monotonic()
         if now - self._others_time > OTHERS_SECONDS:
             self._others_bytes, self._others_time = self._folder.bytes_of_others(), now
@@ -152,7 +152,7 @@ class Quotas:
         return limit - sum(record.quota for _, record, _ in others), limit // len(caps)
 
     def _others(self) -> list[tuple[Path, QuotaRecord, bool]]:
-        """The other sub-folders, their records, and whether they have a live writer. Under the folder's lock."""
+        """The other sub-folders, with their records and whether they have a live writer. Under the folder's lock."""
         found = []
         for subfolder in self._folder.subfolders():
             if subfolder != self.subfolder:
@@ -176,10 +176,10 @@ class Quotas:
 
 
 def lower_quota(descriptor: int, subfolder: Path) -> int:
-    """Lowers the quota of a sub-folder without a writer to the bytes that are left, and returns it. Under its lock, and
-    the folder's. Other processes that read its index may have made SQLite's files meanwhile: that is in the slack.
+    """Lowers the quota of a sub-folder without a writer to its remaining bytes, and returns it. Under its lock and
+    the folder's. Readers of its index may have created SQLite's files meanwhile; the slack covers them.
 
-    descriptor  of its lock file
+    descriptor  descriptor of its lock file
     """
     used = writer_bytes(subfolder)
     quota = min(used, _read(descriptor, used).quota)
@@ -188,12 +188,12 @@ def lower_quota(descriptor: int, subfolder: Path) -> int:
 
 
 def cap_of(subfolder: Path) -> int:
-    """The cap that the last writer of a sub-folder gave the whole folder; 0: not known. Raises OSError."""
+    """The cap that the last writer of a sub-folder set for the whole folder; 0: unknown. Raises OSError."""
     return _record_of(subfolder, 0).cap
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes of a folder that no writer has; None if no writer says how many there are in all. Raises OSError."""
+    """Unreserved bytes of a folder; None if no writer has recorded a cap. Raises OSError."""
     records = []
     for subfolder in writer_subfolders(path / VERSION):
         with contextlib.suppress(FileNotFoundError):
@@ -203,15 +203,15 @@ def free_bytes(path: Path) -> int | None:
 
 
 def _reclaim(subfolder: Path, wanted: int, collect: Collect) -> int:
-    """Lowers the quota of a sub-folder without a writer to its bytes, after collecting what is still wanted then.
-    Returns the new quota.
+    """Lowers the quota of a sub-folder without a writer to its remaining bytes, after collecting the bytes that are
+    still missing then. Returns the new quota.
     """
     try:
         lock = FileLock(subfolder / LOCK_NAME, waits=False)
     except (BlockingIOError, FileNotFoundError):
         return 0
     with lock:
-        with contextlib.suppress(OSError):  # what cannot be removed there stays, and we look elsewhere
+        with contextlib.suppress(OSError):  # files that cannot be removed stay, and the caller tries elsewhere
             remove_drafts(subfolder)
             used = writer_bytes(subfolder)
             if wanted + used > 0:
@@ -225,7 +225,7 @@ def _record_of(subfolder: Path, used: int) -> QuotaRecord:
 
 
 def _read(descriptor: int, used: int) -> QuotaRecord:
-    """The record in a lock file; one for the used bytes if there is none."""
+    """The record in a lock file; without one, a record of the used bytes."""
     found = _RECORD.match(os.pread(descriptor, 128, 0))
     if found is None:
         return QuotaRecord(used)
@@ -234,6 +234,6 @@ def _read(descriptor: int, used: int) -> QuotaRecord:
 
 
 def _write(descriptor: int, record: QuotaRecord) -> None:
-    # One small write: a kill leaves the old record or the new one.
+    # One small write, so that a kill leaves either the old record or the new one.
     line = f"{record.quota} {record.cap} {record.requested_at:.3f}"
     os.pwrite(descriptor, line.ljust(95).encode() + b"\n", 0)

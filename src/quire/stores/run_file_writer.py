@@ -1,4 +1,4 @@
-"""The file of runs that a process is writing, until it has its final name."""
+"""The file of runs that a process is writing, before it gets its final name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.stores.folder import DRAFT_SUFFIX, RUNS_SUFFIX, sync_folder
 class RunFileWriter:
     """An unfinished file of runs. Methods raise OSError.
 
-    file   as the catalog knows it
-    headers  of its runs, which enter the index when it is finished
+    file   its entry in the catalog
+    headers  headers of its runs, which enter the index when the file is finished
     """
 
     def __init__(self, subfolder: Path, number: int, used: float, *, is_direct: bool) -> None:
@@ -27,7 +27,7 @@ class RunFileWriter:
 
     @property
     def num_bytes(self) -> int:
-        """What counts against the quota, with what the headers take in the index when they enter it all at once."""
+        """Bytes that count against the quota, including the headers' future bytes in the index."""
         return self.file.total_bytes + 3 * sum(map(len, list(self.headers.values())))
 
     @property
@@ -36,7 +36,7 @@ class RunFileWriter:
         return [(entry, header) for entry, header in self.headers.items() if not entry.is_dropped]
 
     def write(self, views: list[memoryview], before: Callable[[int], None]) -> int:
-        """Appends, and returns the offset. before: as in `DirectFile.read`."""
+        """Appends bytes, and returns their offset. before: as in `DirectFile.read`."""
         assert self._open is not None, "a file that is finished"
         offset = self.file.num_bytes
         self.file.num_bytes += sum(map(len, views))
@@ -44,7 +44,7 @@ class RunFileWriter:
         return offset
 
     def finish(self) -> None:
-        """Gives it its name when it is whole and on the disk."""
+        """Syncs the file, and gives it its final name."""
         assert self._open is not None, "a file that is finished"
         file = self.file
         self._open.sync()
@@ -56,7 +56,7 @@ class RunFileWriter:
         sync_folder(file.subfolder)
 
     def discard(self) -> None:
-        """Removes it. Raises nothing."""
+        """Removes the file. Raises nothing."""
         with contextlib.suppress(OSError):
             self._close()
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a disk would hold of a model's cache, and how fast it is: arithmetic and one measurement, without a store."""
+"""The capacity of a disk for a model's cache, and its speed: arithmetic and one measurement, without a store."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quire.stores.quotas import free_bytes
 from quire.stores.signer import HEADER_BYTES
 
 MEASURED_BYTES = 64 << 20
-"""Enough for a disk with a cache of its own to show its speed; 0.1 s at 1 GB/s."""
+"""Bytes of a measurement: enough to exceed a disk's own cache; 0.1 s at 1 GB/s."""
 
 MIN_MEASURED_BYTES = 2 << 20
-"""In a folder without free room: half of what its cap leaves for directories and locks."""
+"""Bytes of a measurement in a folder without free room: half of the cap's slack for directories and locks."""
 
 HEAD_BYTES = 1 << 10
-"""Of a run's header besides keys and tokens, roughly: the namespace as JSON, and the lengths of extents."""
+"""Approximate bytes of a run's header besides keys and tokens: the namespace as JSON, and the lengths of extents."""
 
 
 def disk_bytes_per_token(chunk_bytes: int, num_layers: int, num_heads: int) -> float:
-    """Bytes that a token takes on the disk, with headers and padding, in runs as long as demotion makes them.
+    """Bytes of a token on the disk, headers and padding included, in runs of the usual length of demotion.
 
-    chunk_bytes  of a sealed chunk's pages, in all layers and heads
+    chunk_bytes  bytes of a sealed chunk's pages, in all layers and heads
     """
     n = max(1, min(RUN_CHUNKS, RUN_BYTES // max(1, chunk_bytes)))
     extent = HEADER_BYTES + n * (6 + 9 * num_heads) + n * chunk_bytes / num_layers
@@ -39,8 +39,8 @@ def tokens_that_fit(cap: int, bytes_per_token: float) -> int:
 
 
 def measure_disk(folder: Path, num_bytes: int = MEASURED_BYTES) -> float:
-    """Bytes per second of writing and then reading a file past the page cache, in the folder or, if there is none, in
-    the nearest one above it. Where engines have the folder's room, of a shorter file. Raises OSError.
+    """Bytes per second of writing and then reading a file past the page cache, in the folder or, if it does not exist,
+    in the nearest existing one above it. Uses a shorter file if engines have reserved the room. Raises OSError.
     """
     place = folder.absolute()
     while not place.exists():

@@ -11,7 +11,7 @@ from quire.stores.direct import padded
 
 @dataclass(frozen=True, eq=False)
 class StagingBuffer:
-    """A part of the staging memory, a multiple of a block long. length: of the extent in it; the rest is zero."""
+    """A slot of the staging memory, a multiple of a block long. length: bytes of its extent; the rest is zero."""
 
     offset: int
     length: int
@@ -19,12 +19,12 @@ class StagingBuffer:
 
     @property
     def extent(self) -> memoryview:
-        """The extent alone."""
+        """The extent's bytes."""
         return self.block[: self.length]
 
 
 class StagingPool:
-    """Page-aligned memory, given out by first fit. Invariant: `free_bytes` and the slots given out are all of it."""
+    """Page-aligned memory, allocated by first fit. Invariant: `free_bytes` and the taken slots are the whole memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -49,7 +49,7 @@ class StagingPool:
         return StagingBuffer(start, length, block)
 
     def free(self, buffers: list[StagingBuffer]) -> None:
-        """Takes slots back."""
+        """Frees slots."""
         with self._lock:
             gaps = sorted(self._gaps + [(buffer.offset, buffer.offset + len(buffer.block)) for buffer in buffers])
             self._gaps = []
@@ -62,7 +62,7 @@ class StagingPool:
             self.free_bytes += sum(len(buffer.block) for buffer in buffers)
 
     def check(self, buffers: list[StagingBuffer]) -> None:
-        """Asserts that exactly these slots are out."""
+        """Asserts that exactly these slots are taken."""
         with self._lock:
             taken = sum(len(buffer.block) for buffer in buffers)
             free = sum(end - start for start, end in self._gaps)

@@ -1,4 +1,4 @@
-"""A limit on bytes per second that reads and writes share."""
+"""A limit on bytes per second, shared by reads and writes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 BURST_SECONDS = 0.05
-"""Unused time that counts: in any t seconds at most t + 0.05 seconds' bytes pass, if none of them pass first."""
+"""Unused time that is saved: in t seconds, at most the bytes of t + 0.05 seconds pass, apart from `first` requests."""
 
 
 class Throttle:
-    """A token bucket. A request waits until its own bytes are paid for, so that a large one makes no burst."""
+    """A token bucket. A request waits until its own bytes are paid for, so that a large one causes no burst."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
-        """bandwidth: bytes per second; None: no limit. sleep: by default one that `close` ends."""
+        """bandwidth: bytes per second; None: no limit. sleep: by default a wait that `close` ends."""
         assert bandwidth is None or bandwidth > 0, f"a bandwidth of {bandwidth}"
         self.bandwidth = bandwidth
         self._clock = clock
@@ -31,8 +31,8 @@ class Throttle:
     def take(self, num_bytes: int, *, first: bool = False) -> None:
         """Waits until these bytes may pass. Requests pass in the order of their calls.
 
-        first  they pass before all others that wait: after the time of their own bytes, and of others that pass first.
-               Later requests make up for it
+        first  whether the request overtakes all waiting ones: it waits only for its own bytes and those of other
+               `first` requests. Later requests make up for it
         """
         if self.bandwidth is None:
             return
@@ -48,5 +48,5 @@ class Throttle:
             self._sleep(seconds)
 
     def close(self) -> None:
-        """Ends the limit and all waiting."""
+        """Ends the limit and all waits."""
         self._closed.set()

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 
 class Tier(Store):
-    """A store with a name. Unless a subclass says otherwise, it takes nothing, and nothing of it is there after a
-    restart, so it has no pins.
+    """A store with a name. By default it takes no runs, keeps nothing after a restart, and so has no pins.
 
-    keeps          whether it ever keeps what is put into it
-    is_persistent  whether what it keeps is there after a restart; only such a store has pins
+    keeps          whether it ever stores runs
+    is_persistent  whether its runs survive a restart; only such a store has pins
     """
 
     name: str
@@ -27,36 +26,36 @@ class Tier(Store):
     is_persistent = False
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Nothing."""
+        """False for every chunk."""
         return [False] * len(names)
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps nothing."""
+        """Ignores the run."""
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """Protects chunks until a time, in seconds since the epoch. False if it does not keep them or has no room."""
+        """Pins chunks until a time, in seconds since the epoch. False if it lacks them or has no room for the pin."""
         return False
 
     def unpin(self, names: Iterable[bytes]) -> None:
         """Ends pins."""
 
     def stored(self, visible: Callable[[str], bool]) -> list[StoredRun]:
-        """What is there after a restart, where the salt is visible; the last used first. Reads the disk: not for the
-        engine's thread.
+        """The runs that survive a restart and have a visible salt, the last used first. Reads the disk, so it must not
+        run on the engine's thread.
         """
         return []
 
     def measure(self) -> float | None:
-        """Measures bytes a second; None if it did not: then the first transfers tell."""
+        """Measured bytes per second; None without a measurement: the first transfers then give the speed."""
         return None
 
     def flush(self, seconds: float) -> bool:
-        """Waits until everything it took is where it stays. False if that takes longer than `seconds`."""
+        """Waits until all stored runs are in their final place. Returns False if that takes longer than `seconds`."""
         return True
 
     @abstractmethod
     def close(self) -> None:
-        """Ends its threads. A second call does nothing."""
+        """Ends the threads. A second call does nothing."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -64,8 +63,8 @@ class Tier(Store):
 
 
 class Tiers:
-    """Several stores as one. A run is put into every store that lacks it, and comes from the nearest one that has it:
-    so the copy on the disk outlives the one in memory.
+    """Several stores as one. A run is put into every store that lacks it, so that the copy on the disk outlives the
+    copy in memory. It is read from the nearest store that has it.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -73,11 +72,11 @@ class Tiers:
         self.keeps = any(tier.keeps for tier in self.tiers)
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """What any of them wants."""
+        """For each chunk, whether any store wants it."""
         return [any(each) for each in zip(*(tier.wants(names) for tier in self.tiers), strict=True)]
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Puts a run into all of them. Each ignores what it has already."""
+        """Puts a run into all stores. A store that has it already ignores it."""
         if len(self.tiers) > 1:
             extents = [memoryview(bytes(extent)) for extent in extents]
         for tier in self.tiers:
@@ -91,7 +90,7 @@ class Tiers:
         return None
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
-        """Each run comes from the nearest store that has it."""
+        """Reads each run from the nearest store that has it."""
         found: dict[Tier, list[Run]] = {}
         for run in runs:
             having = (each for each in self.tiers if any(each.find(name) is run for name in run.names))
@@ -101,18 +100,18 @@ class Tiers:
             tier.get(transfer, of_tier)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """All of them forget."""
+        """Drops runs from all stores."""
         names = list(names)
         for tier in self.tiers:
             tier.drop(names)
 
     @property
     def is_persistent(self) -> bool:
-        """Whether anything is there after a restart."""
+        """Whether any store survives a restart."""
         return any(tier.is_persistent for tier in self.tiers)
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """In the store that outlives the process; see Tier."""
+        """Pins chunks in the persistent store; see Tier."""
         return any(tier.pin(names, until) for tier in self.tiers)
 
     def unpin(self, names: Iterable[bytes]) -> None:
@@ -132,7 +131,7 @@ class Tiers:
         return {tier: sum(len(run.names) for run in found) for tier, found in runs.items()}
 
     def measure(self) -> float | None:
-        """Bytes a second of the slowest tier; None if unknown."""
+        """Bytes per second of the slowest tier; None if unknown."""
         speeds = [speed for tier in self.tiers if (speed := tier.measure()) is not None]
         return min(speeds, default=None)
 
@@ -148,5 +147,5 @@ class Tiers:
             tier.close()
 
     def stats(self) -> dict[str, Any]:
-        """By name; see Tier."""
+        """The counters of each tier, by its name; see Tier."""
         return {tier.name: tier.stats() for tier in self.tiers}

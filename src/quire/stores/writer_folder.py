@@ -1,4 +1,4 @@
-"""The sub-folder that a process writes: its files, their index, and the quota that bounds both. No threads."""
+"""The sub-folder of one writing process: its files, their index, and the quota for both. No threads."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from quire.stores.signer import ExtentSigner
 from quire.stores.throttle import Throttle
 
 RUNS_BYTES = 64 << 20
-"""Of a file of runs; of a small quota an eighth, so that collecting one file does not empty the tier."""
+"""Bytes of a file of runs; an eighth of a small quota, so that collecting one file does not empty the tier."""
 
 MIN_RUNS_BYTES = 1 << 20
 NEW_INDEX_BYTES = MARGIN_BYTES + (64 << 10)
 
 STALE_SECONDS = 7 * 24 * 3600.0
-"""Files of other models are collected last, and after this time without use first."""
+"""Files of other models are collected last, but first once they are unused for this time."""
 
 GROW_SECONDS = 0.5
-"""A quota that could not grow is not asked for again within this time."""
+"""Seconds in which a quota that could not grow is not requested again."""
 
 
 class WriterFolder:
-    """Invariant: bytes of all files, finished or not, of private files and of the index <= quota.
+    """Invariant: bytes of all files (finished, unfinished and private) and of the index <= quota.
 
-    Methods raise OSError; after one in `write` or `commit` the unfinished file is gone, with its runs.
+    Methods raise OSError; after one in `write` or `commit`, the unfinished file and its runs are gone.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WriterFolder:
         throttle: Throttle,
         clock: Callable[[], float],
     ) -> None:
-        """digest: of the namespaces whose runs are found."""
+        """digest: digest of the namespaces whose runs are found."""
         self.digest = digest
         self.num_collected = self.bytes_written = 0
         self.seconds = 0.0
@@ -62,7 +62,7 @@ class WriterFolder:
         self.open()
 
     def open(self) -> None:
-        """Joins the folder and finds what it has. Raises ConfigError and OSError."""
+        """Joins the folder and loads its runs. Raises ConfigError and OSError."""
         self.folder = StoreFolder(self._path)
         self.signer = ExtentSigner(self.folder.secret)
         self.quotas = Quotas(self.folder, self._cap)
@@ -82,24 +82,24 @@ class WriterFolder:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the sub-folder is still there, and ours."""
+        """Whether the sub-folder still exists and belongs to this process."""
         return self.quotas.lock.is_intact
 
     @property
     def bytes(self) -> int:
-        """What counts against the quota."""
+        """Bytes that count against the quota."""
         draft, indexed = self._draft, self.indexed
         beside = (draft.num_bytes if draft is not None else 0) + self._private.num_bytes
         return indexed.file_bytes + indexed.index_bytes + beside
 
     @property
     def free_bytes(self) -> int:
-        """What can be written without collecting anything."""
+        """Bytes that can be written without collecting files."""
         return max(0, self.quotas.bytes - self.bytes - FILE_BYTES)
 
     @property
     def has_draft(self) -> bool:
-        """Whether a file is unfinished."""
+        """Whether there is an unfinished file."""
         return self._draft is not None
 
     def write(self, entry: CatalogEntry) -> bool:
@@ -135,7 +135,7 @@ class WriterFolder:
         return True
 
     def commit(self) -> None:
-        """Finishes the file: only what is whole and on the disk gets its name and enters the index."""
+        """Finishes the file: it gets its name and enters the index once it is complete and on the disk."""
         draft = self._draft
         if draft is None:
             return
@@ -151,14 +151,14 @@ class WriterFolder:
         self._draft = None
 
     def discard(self) -> None:
-        """Gives up the unfinished file and its runs."""
+        """Drops the unfinished file and its runs."""
         draft, self._draft = self._draft, None
         if draft is not None:
             self.catalog.drop_file(draft.file)
             draft.discard()
 
     def make_room(self, num_bytes: int) -> bool:
-        """Asks for a larger quota, then collects files, until so many bytes fit."""
+        """Makes room for `num_bytes`: first requests a larger quota, then collects files. Returns whether they fit."""
         self._private.close_dropped()
         wanted = self.bytes + num_bytes
         if wanted > self.quotas.bytes and time.monotonic() >= self._grow_after:
@@ -171,7 +171,7 @@ class WriterFolder:
         return self._shrink_to(self.quotas.bytes - num_bytes)
 
     def shrink_to_fair_share(self) -> None:
-        """Goes down to the fair share if another writer lacks room."""
+        """Shrinks to the fair share if another writer lacks room."""
         target = self.quotas.balance(self.bytes)
         if target < self.quotas.bytes:
             self._grow_after = time.monotonic() + GROW_SECONDS
@@ -191,12 +191,12 @@ class WriterFolder:
         return True
 
     def forget(self) -> None:
-        """Removes dropped runs from the index, and files without any run."""
+        """Removes dropped runs from the index, and files without runs."""
         self.indexed.forget()
         self._private.close_dropped()
 
     def set_pins(self) -> bool:
-        """Writes the pins into the index. False if there is no room for one."""
+        """Writes the pins into the index. Returns False if there is no room for one."""
         pins = {name: float(until) for name, until in self.catalog.pins.items()}
         if not self.indexed.has_index and pins and not self.make_room(NEW_INDEX_BYTES):
             return False
@@ -205,12 +205,12 @@ class WriterFolder:
         return True
 
     def reset(self) -> None:
-        """After damage to the index: gives up everything in the sub-folder."""
+        """Removes everything in the sub-folder, after damage to the index."""
         self.discard()
         self.indexed.reset()
 
     def close(self) -> None:
-        """Ends it; private runs are lost. After an error, too, nothing is left open."""
+        """Leaves the sub-folder; private runs are lost. Frees everything even after an error."""
         kept = 0
         try:
             self._private.close()
@@ -229,7 +229,7 @@ class WriterFolder:
 
     @contextlib.contextmanager
     def _counted(self, num_bytes: int) -> Iterator[None]:
-        """Counts a write that succeeds."""
+        """Counts the bytes of a successful write."""
         begun = time.monotonic()
         yield
         self.seconds += time.monotonic() - begun

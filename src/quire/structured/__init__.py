@@ -1,1 +1,1 @@
-"""Structured output: what the text of an answer must be, compiled to the tokens that may come next."""
+"""Structured output: constraints on an answer's text, compiled to the sets of tokens that may come next."""

@@ -1,8 +1,8 @@
 """Translates regular expressions of JSON Schema (ECMA-262 with the flag u) into the syntax of Rust's regex crate.
 
-Some expressions that ECMA-262 does not know have one meaning elsewhere (in its Annex B, in Python): `\\@` is `@`, and a
-brace or a bracket that closes nothing is a character. They have it here, too. Everything else is refused by name. Names
-of groups and lazy quantifiers do not change the language and are dropped. Look-around is refused, except in the
+Some expressions that ECMA-262 does not allow have one meaning elsewhere (in its Annex B, in Python): `\\@` is `@`, and
+an unmatched closing brace or bracket is a character. They have this meaning here, too. All else is refused by name.
+Names of groups and lazy quantifiers do not change the language and are dropped. Look-around is refused, except in the
 expressions of `WITHOUT_LOOK_AROUND`. Classes of characters lose NUL; see `_one_of`.
 
 Source: ECMA-262, section 22.2.1 (patterns) and Annex B.1.2.
@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 MAX_DEPTH = 200
-"""Groups in one another. Rust's parser takes 250 pieces in one another."""
+"""Maximum nesting of groups. Rust's parser takes a nesting of 250."""
 
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
 Ranges = list[tuple[int, int]]
-"""First and last code points."""
+"""Ranges of code points, both ends included."""
 
 _DIGIT: Ranges = [(0x30, 0x39)]
 _WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
@@ -45,10 +45,10 @@ _LOOK_AROUND = {"(?=": "look-ahead", "(?!": "look-ahead", "(?<=": "look-behind",
 
 
 class RustRegex(NamedTuple):
-    """An expression for Rust's regex crate.
+    """An expression in the syntax of Rust's regex crate.
 
-    has_controls  whether it asks for a character that JSON only writes as `\\u00..`. Without that escape,
-                  llguidance 1.9.1 would take such a character for nothing.
+    has_controls  whether it has a character that JSON can only write as `\\u00..`. Without that escape, llguidance
+                  1.9.1 would ignore such a character.
     """
 
     rust: str
@@ -56,20 +56,20 @@ class RustRegex(NamedTuple):
 
 
 class RegexTranslationError(ValueError):
-    """Why an expression is not ECMA-262's, or is not supported."""
+    """The expression is not valid in ECMA-262, or is not supported."""
 
 
 Meaning = int | Ranges | str
-"""What a piece of an expression stands for: a character, a class, or a class by a property as Rust writes it."""
+"""The meaning of a piece of an expression: a character, a class, or a class by a property in Rust's syntax."""
 
 
 def to_rust(pattern: str) -> RustRegex:
-    """The same expression for Rust's regex crate. Takes linear time. Raises RegexTranslationError."""
+    """Translates an expression. Takes linear time. Raises RegexTranslationError."""
     return _Translator(WITHOUT_LOOK_AROUND.get(pattern, pattern)).translated()
 
 
 class _Translator:
-    """Reads an expression once, from left to right, and writes each piece as it goes."""
+    """Translates an expression in one pass from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._text = pattern
@@ -77,11 +77,11 @@ class _Translator:
         self._found: list[str] = []
         self._depth = 0
         self._may_repeat = False  # whether a quantifier may come next
-        self._has_any = False  # whether there was a [^], which elsewhere is no whole class
+        self._has_any = False  # whether there was a [^], which other syntaxes do not close here
         self._has_controls = False
 
     def translated(self) -> RustRegex:
-        """All of it."""
+        """Translates the whole expression."""
         while self._place < len(self._text):
             self._step(self._text[self._place])
         if self._depth:
@@ -113,26 +113,26 @@ class _Translator:
                 self._write(self._one(self._char(ord(char), 1)), 0, may_repeat=True)
 
     def _write(self, text: str, length: int, *, may_repeat: bool) -> None:
-        """Writes what stands for the next characters."""
+        """Writes the translation of the next `length` characters."""
         self._found.append(text)
         self._place += length
         self._may_repeat = may_repeat
 
     def _char(self, code_point: int, length: int) -> int:
-        """A character that is written with the next ones. Raises RegexTranslationError for half a surrogate pair."""
+        """The code point of a character in an escape. Raises RegexTranslationError for half a surrogate pair."""
         self._place += length
         if _SURROGATES[0] <= code_point <= _SURROGATES[1]:
             raise RegexTranslationError("half of a surrogate pair is in no text")
         return code_point
 
     def _one(self, code_point: int) -> str:
-        """What stands for a character."""
+        """The translation of a character."""
         self._has_controls |= not _is_writable(code_point)
         return _literal(code_point)
 
     def _one_of(self, ranges: Ranges) -> str:
-        """What stands for a class of characters, without NUL unless that is all: if a class has all characters below
-        the blank, llguidance 1.9.1 takes a backslash for one of it, because JSON writes these with a backslash.
+        """The translation of a class of characters, without NUL unless that is the only member: if a class has all
+        characters below the blank, llguidance 1.9.1 also accepts a backslash, with which JSON writes them.
         """
         pieces = [(max(first, 1), last) for first, last in ranges if last] or [(0, 0) for _ in ranges[:1]]
         if not pieces:
@@ -179,7 +179,7 @@ class _Translator:
     # ---- escapes ----------------------------------------------------------------------------------------------------
 
     def _escape(self) -> str:
-        """What stands for an escape outside classes."""
+        """The translation of an escape outside classes."""
         match self._ahead(2)[1:]:
             case "b" | "B":
                 raise RegexTranslationError(f"the word boundary {self._ahead(2)} is not supported")
@@ -193,7 +193,7 @@ class _Translator:
         return _named_class([found]) if isinstance(found, str) else self._one_of(found)
 
     def _escaped(self) -> Meaning:
-        """The character or the class that an escape means."""
+        """The character or the class of an escape."""
         char = self._ahead(2)[1:]
         self._place += 2
         match char:
@@ -240,7 +240,7 @@ class _Translator:
     # ---- classes ----------------------------------------------------------------------------------------------------
 
     def _class(self) -> str:
-        """What stands for a class in brackets."""
+        """The translation of a class in brackets."""
         is_negated = self._ahead(2) == "[^"
         self._place += 1 + is_negated
         if self._ahead(1) == "]":
@@ -282,7 +282,7 @@ class _Translator:
 
 
 def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All other code points."""
+    """All code points outside these ranges."""
     found, begin = Ranges(), 0
     for first, last in sorted(ranges):
         if begin < first:
@@ -292,23 +292,23 @@ def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _is_writable(code_point: int) -> bool:
-    """Whether JSON writes a character as itself, or with a backslash and one character."""
+    """Whether JSON can write a character as itself, or as a backslash and one character."""
     return 0x20 <= code_point != 0x7F or code_point in b"\b\t\n\f\r"
 
 
 def _named_class(pieces: list[str], negation: str = "") -> str:
-    """A class in Rust's syntax, of pieces of which one is a property, without NUL."""
+    """A class in Rust's syntax, without NUL. One of the pieces is a property."""
     return rf"[[{negation}{''.join(pieces)}]&&[^\x00]]"
 
 
 def _range_text(each: tuple[int, int]) -> str:
     first, last = each
-    # Rust's characters are no surrogates; its ranges may go over them.
+    # Rust has no surrogates as characters; its ranges may span them.
     return _literal(first) if first == last else f"{_literal(first)}-{_literal(last)}"
 
 
 def _literal(code_point: int) -> str:
-    """A character, inside and outside of classes."""
+    """The translation of a character, inside and outside classes."""
     char = chr(code_point)
     return char if char.isascii() and char.isalnum() else f"\\x{{{code_point:x}}}"
 
@@ -330,12 +330,12 @@ WITHOUT_LOOK_AROUND = {
     ),
     r"^[A-Z]{2}(?!00|01|99)\d{2}[A-Z0-9]{11,30}$": r"^[A-Z]{2}(?:0[2-9]|[1-8]\d|9[0-8])[A-Z0-9]{11,30}$",
 }
-"""Expressions with look-around that Zod writes (4.1 to 4.6, and 3 with zod-to-json-schema), and the same languages
-without: of durations, addresses of e-mail, emoji and account numbers."""
+"""Expressions with look-around that Zod writes (4.1 to 4.6, and 3 with zod-to-json-schema), and equivalent expressions
+without it: for durations, e-mail addresses, emoji and account numbers."""
 
 _LABELS = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
 
 HOSTNAME = (rf"^(?=.{{1,253}}\.?$){_LABELS}", f"^{_LABELS}", 253)
-"""Host names as Zod writes them, the same without look-around, and the greatest length. Both are the same only beside
-the format hostname, which ends with no dot.
+"""Host names: Zod's expression, an expression without look-around, and the maximum length. These are equivalent only
+together with the format hostname, which allows no dot at the end.
 """

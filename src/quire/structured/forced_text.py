@@ -1,10 +1,10 @@
 """Bounds the text that a grammar can force in one piece.
 
-llguidance computes forced text in one call that holds Python's lock, and nothing limits it: `((a{1000}){1000}){1000}`
-forces 62,004 tokens in 4 s. Bounds here are upper ones, linear in the size of the source. Where one exceeds
-MAX_FORCED_BYTES, or is not known, the grammar forces nothing: it allows the same texts, token by token. No bound is
-known of schemas that refer to themselves, and of those in which several schemas are about the members of one value: a
-count in one of them multiplies what another one says of the items.
+llguidance computes forced text in one call that holds Python's lock, without a limit: `((a{1000}){1000}){1000}` forces
+62,004 tokens in 4 s. The bounds here are upper bounds, linear in the size of the source. If a bound exceeds
+MAX_FORCED_BYTES or is unknown, the grammar forces nothing: it allows the same texts, token by token. The bound is
+unknown for recursive schemas, and for schemas in which several subschemas constrain the members of one value: a count
+in one of them multiplies the items of another.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 from quire.structured.schema_references import SchemaRoot, groups_in_place
 
 MAX_FORCED_BYTES = 16 << 10
-"""Literal text takes 5 us a byte, an expression up to 66: at most 0.1 s."""
+"""Maximum forced bytes. Literal text takes 5 us a byte, an expression up to 66: at most 0.1 s."""
 
 EXPRESSION_COST = 8
-"""How much longer a byte of an expression counts."""
+"""Weight of a byte of an expression against literal text."""
 
 SCALAR_BYTES = 24
-"""Bytes of a number, or of what stands around a value."""
+"""Bytes of a number, or of the syntax around a value."""
 
 
 def regex_bytes(pattern: str) -> float:
-    """Bytes that an expression can force: its length, with what is repeated counted as often as it must be. Infinite
-    for flags, which are not read here.
+    """Upper bound of the bytes that an expression can force: its length, with repeated parts counted as often as their
+    minimum. Infinite for an expression with flags, which are not parsed here.
     """
     if _FLAGS.search(pattern):
         return inf
-    sizes, last = [0.0], 0.0  # of the groups around, and of the last item
+    sizes, last = [0.0], 0.0  # sizes of the open groups, and of the last item
     place = 0
     while place < len(pattern):
         char = pattern[place]
@@ -67,13 +67,13 @@ def regex_bytes(pattern: str) -> float:
 _FLAGS = re.compile(r"\(\?(?![:P<])")
 
 _BRACED = re.compile(r"\\[pPxuU]\{[^{}]*\}")
-"""A character by its property or number."""
+"""An escape that names a character by its property or number."""
 
 _COUNT = re.compile(r"\{\s*(\d*)\s*(?:,\s*\d*\s*)?\}")
 
 
 def _class_end(pattern: str, place: int) -> int:
-    """Past the bracket that ends a class: classes nest, and a bracket that comes first is a character."""
+    """The position after a class: classes nest, and a bracket that comes first is a character."""
     depth = 0
     while place < len(pattern):
         char = pattern[place]
@@ -90,7 +90,7 @@ def _class_end(pattern: str, place: int) -> int:
 
 
 def schema_bytes(schema: Any) -> float:
-    """Bytes that a JSON Schema can force; see the module."""
+    """Upper bound of the bytes that a JSON Schema can force; see the module."""
     try:
         text = json.dumps(schema)
         has_other_roots = text.count('"$id": ') > (isinstance(schema, Mapping) and "$id" in schema)
@@ -104,14 +104,14 @@ _MEMBERS = frozenset(
     additionalProperties patternProperties unevaluatedProperties propertyNames required minProperties
     dependentRequired dependencies""".split()
 )
-"""Keywords about the members of a value."""
+"""Keywords that constrain the members of a value."""
 
 _UNKNOWN = object()
-"""What a reference points to that is not found."""
+"""The target of a reference that cannot be resolved."""
 
 
 class _Schema:
-    """The sizes of a schema's subschemas, each computed once."""
+    """The bounds of a schema's subschemas, each computed once."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -120,14 +120,14 @@ class _Schema:
         self._about_members: dict[int, bool] = {}
 
     def size(self, own: Any) -> float:
-        """Bytes that a subschema can force."""
+        """Upper bound of the bytes that a subschema can force."""
         if own is _UNKNOWN:
             return inf
         if not isinstance(own, Mapping):
             return SCALAR_BYTES
         known = self._known.get(id(own))
         if known is None:
-            self._known[id(own)] = inf  # what refers to itself finds this
+            self._known[id(own)] = inf  # a recursive reference finds this
             known = self._known[id(own)] = self._computed(own)
         return known
 
@@ -147,7 +147,7 @@ class _Schema:
         properties, patterns = own.get("properties"), own.get("patternProperties")
         listed = properties if isinstance(properties, Mapping) else {}
         if listed and isinstance(patterns, Mapping) and patterns:
-            return inf  # a property may have both
+            return inf  # a property may match both
         found = sum(_json_bytes(name) + self.size(each) for name, each in listed.items())
         if own.get("dependencies") or own.get("dependentRequired"):
             return inf
@@ -161,7 +161,7 @@ class _Schema:
         return found + max(1, len(further), _count(own, "minProperties")) * others
 
     def _groups(self, own: Mapping[str, Any]) -> list[list[Any]]:
-        """As `groups_in_place`, with what a schema refers to."""
+        """As `groups_in_place`, with the targets of references."""
         found = groups_in_place(own)
         for word in ("$ref", "$dynamicRef"):
             if isinstance(reference := own.get(word), str):
@@ -170,18 +170,18 @@ class _Schema:
         return found
 
     def _is_about_members(self, own: Any) -> bool:
-        """Whether a schema, or one about the same value in it, has keywords about members."""
+        """Whether a schema, or a subschema of it for the same value, has keywords about members."""
         if not isinstance(own, Mapping):
             return own is _UNKNOWN
         if id(own) not in self._about_members:
-            self._about_members[id(own)] = True  # for what refers to itself
+            self._about_members[id(own)] = True  # for recursive references
             within = any(self._is_about_members(each) for group in self._groups(own) for each in group)
             self._about_members[id(own)] = within or not _MEMBERS.isdisjoint(own)
         return self._about_members[id(own)]
 
 
 def _scalar(own: Mapping[str, Any]) -> float:
-    """Bytes that a schema forces of a value without members, and of constants."""
+    """Bytes that a schema forces for a value without members, and for constants."""
     found = SCALAR_BYTES + _count(own, "minLength")
     limits = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     found += max((_json_bytes(own[word]) for word in limits if word in own), default=0.0)
@@ -200,7 +200,7 @@ def _count(own: Mapping[str, Any], word: str) -> float:
 
 
 def _json_bytes(value: Any) -> float:
-    """Not less than those of a value in UTF-8, with its numbers written in full."""
+    """Upper bound of the bytes of a value's JSON, with numbers written in full."""
     match value:
         case float():
             return float(len(format(Decimal(repr(value)), "f")))

@@ -1,7 +1,7 @@
-"""Compiles grammars of answers: which tokens may come next, and which must. The grammars themselves are llguidance's.
+"""Compiles grammars of answers to the tokens that may or must come next. The parser is llguidance's.
 
-Tokens that a grammar forces are proposed as drafts, which cost rows of a step and no steps, and no logits. They are
-those of the tokenizer, so that the text is the one that the model would have had to write.
+Tokens that a grammar forces are proposed as drafts: they cost rows of a step, but no steps of their own and no logits.
+They are cut as the tokenizer cuts text, so that they are the tokens that the model would have generated.
 
 Source: llguidance (guidance-ai), an Earley parser over a lexer of derivatives; "Efficient Guided Generation for Large
 Language Models" (Willard and Louf, 2023) is about masks.
@@ -39,42 +39,42 @@ if TYPE_CHECKING:
     from quire.structured.guide import Allowed
 
 NUM_REMEMBERED = 1024
-"""Grammars of which the result of the trial is remembered, least recently used ones dropped."""
+"""Number of grammars whose trial results are remembered; the least recently used ones are dropped."""
 
 MAX_SECONDS = 0.4
-"""Processor time that compiling one grammar and its first mask may take. The largest that may be asked for take as
-long."""
+"""Maximum processor time for compiling one grammar and computing its first mask. The largest accepted grammars take
+that long."""
 
 FIRST_SECONDS = 0.05
-"""Processor time after which a grammar makes way for those that have not been tried. A usual one takes a few
-milliseconds."""
+"""Processor time of a first trial. A grammar that exceeds it waits for those that have not been tried. A usual grammar
+takes a few milliseconds."""
 
 MAX_BYTES = 512 << 20
-"""Memory that one grammar may take, and that all grammars of waiting and running requests may take together. A grammar
-takes up to 250 times its source: 5,000 objects to choose from, which are 200 KB, take 50 MB."""
+"""Maximum memory of one grammar, and of all grammars of waiting and running requests together. A grammar takes up to
+250 times its source: a choice among 5,000 objects, 200 KB in all, takes 50 MB."""
 
 MAX_WAITING = 256
-"""Requests whose grammars wait to be compiled."""
+"""Maximum number of requests whose grammars wait to be compiled."""
 
 MAX_TENANT_SHARE = 0.5
-"""Share of the waiting places and of the memory that one tenant may take."""
+"""Maximum share of the waiting grammars and of the memory that one tenant may take."""
 
 _PROBE = ChildProcess(grammar_trial.__name__, (MAX_BYTES,))
-"""One for all models of this process."""
+"""The process of trials, shared by all models of this process."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokens of a model. May be used by several threads.
+    """Compiles grammars for the tokens of a model. Thread-safe.
 
-    Everything that is remembered of a grammar belongs to a scope, which is a request's `cache_salt`: requests with
-    other salts, such as another tenant's, neither share it nor can tell that it is there. A compiled grammar is shared
-    by the requests of its scope that wait or run, and freed with the last one.
+    Everything remembered about a grammar belongs to a scope, which is a request's `cache_salt`. Requests with other
+    salts, such as another tenant's, neither share it nor can detect it. Waiting and running requests of one scope share
+    a compiled grammar, which is freed with the last of them.
 
-    tokenizer      of the model
+    tokenizer      tokenizer of the model
     vocab_size     number of logits
-    eos_token_ids  tokens that end an answer, which may come once the text is complete
+    eos_token_ids  tokens that end an answer; allowed once the text is complete
     num_threads    threads that compute masks
-    begins_early   whether they do while the logits are computed; see MaskExecutor
+    begins_early   whether masks are computed while the logits are; see MaskExecutor
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class GrammarCompiler:
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self._name = uuid.uuid4().hex
         self._live = WeakValueDictionary[bytes, CompiledGrammar]()
-        self._tried: OrderedDict[bytes, int | str] = OrderedDict()  # memory it took, or why it was refused
+        self._tried: OrderedDict[bytes, int | str] = OrderedDict()  # its memory in bytes, or why it was refused
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._table: TokenTable | None = None
         self._vocabulary: LLTokenizer | RequestError | None = None
-        # By the time that a trial may take, then by tenant in the order of their turns.
+        # By the time limit of the trial, then by tenant in the order of their turns.
         self._todo: dict[float, dict[str, deque[tuple[_CompileRequest, Future[CompiledGrammar]]]]]
         self._todo = {FIRST_SECONDS: {}, MAX_SECONDS: {}}
         self._compiler: ThreadPoolExecutor | None = None
@@ -104,18 +104,18 @@ class GrammarCompiler:
         self.ends = self._end()
 
     def compile(self, wanted: StructuredOutputsParams, scope: str = "") -> CompiledGrammar:
-        """The grammar at its beginning. Takes a millisecond for a usual schema, and at most some hundreds. Raises
-        RequestError if it cannot be honoured or is too large.
+        """Compiles a grammar. Takes a millisecond for a usual schema, and at most some hundreds. Raises RequestError if
+        the constraint cannot be honoured or is too large.
         """
         return self._compiled(_CompileRequest.of(wanted, scope))
 
     def prepare(self, wanted: StructuredOutputsParams, scope: str = "") -> Future[CompiledGrammar]:
-        """Compiles on a thread, one grammar after the other. First it tries in another process whether that takes too
-        much time or memory, and refuses what does. Those that take long come after those that have not been tried, so
-        that they hold up nothing else. Tenants take turns among either. A future that is cancelled is not compiled.
+        """Compiles grammars one by one on a thread. A trial in another process first checks the time and the memory,
+        and refuses grammars that exceed a limit. Slow grammars wait until all others have been tried, so that they
+        delay no other. Tenants take turns within either kind. A cancelled future is skipped.
 
-        The grammar stays compiled as long as somebody holds it. Raises QueueFullError if too many wait; the future
-        does if the grammars that are held leave no memory.
+        The grammar stays compiled as long as a reference to it exists. Raises QueueFullError if too many grammars wait;
+        the future raises it if referenced grammars leave no memory.
         """
         item = _CompileRequest.of(wanted, scope)
         found: Future[CompiledGrammar] = Future()
@@ -134,11 +134,11 @@ class GrammarCompiler:
         return found
 
     def guide(self, grammar: CompiledGrammar, num_prompt: int) -> GrammarGuide:
-        """A guide for one sequence with `num_prompt` prompt tokens."""
+        """A guide for one sequence. num_prompt: number of its prompt tokens."""
         return GrammarGuide(grammar, self._masks, self.ends, num_prompt)
 
     def warm(self, *, tries: bool = False) -> None:
-        """Loads the vocabulary on a thread, so that the first request need not wait for it: a quarter of a second for
+        """Loads the vocabulary on a thread, so that the first request does not wait for it: a quarter of a second for
         50,000 tokens. tries: also starts the process of trials, for `prepare`.
         """
 
@@ -158,7 +158,7 @@ class GrammarCompiler:
         vocabulary = self._loaded()
         try:
             source = source_of(item.params, self._tokenizer.added_id)
-        except Exception as error:  # the library's converters raise whatever comes
+        except Exception as error:  # the library's converters raise many types
             raise _refused(item.params, str(error) or type(error).__name__) from None
         made = CompiledGrammar(vocabulary, source, tried if isinstance(tried, int) else 0, item.tenant)
         if made.error:
@@ -167,7 +167,7 @@ class GrammarCompiler:
             return self._live.setdefault(item.key, made)
 
     def _known(self, item: _CompileRequest) -> CompiledGrammar | RequestError | None:
-        """A grammar that is compiled, or why it was refused. Needs the lock."""
+        """A compiled grammar, or the reason of its refusal. Under the lock."""
         if (tried := self._tried.get(item.key)) is not None:
             self._tried.move_to_end(item.key)
         if isinstance(tried, str):
@@ -189,7 +189,7 @@ class GrammarCompiler:
             item, found = waiting.popleft()
             if waiting:
                 tenants[tenant] = waiting  # behind the others
-            result: CompiledGrammar | BaseException | None = self._known(item)  # another request may have wanted it
+            result: CompiledGrammar | BaseException | None = self._known(item)  # another request may have compiled it
             was_tried = item.key in self._tried
         if found.cancelled():
             return
@@ -227,15 +227,14 @@ class GrammarCompiler:
             raise QueueFullError("the grammars of other requests leave no memory for this one; try again later")
 
     def _try(self, wanted: StructuredOutputsParams, seconds: float) -> int | None:
-        """The memory that a grammar takes, if it can be compiled within `seconds`; None if it takes longer. Raises
-        RequestError for what takes more than MAX_SECONDS, or too much memory, and QueueFullError if that cannot be
-        tried.
+        """The memory of a grammar that compiles within `seconds`; None if it takes longer. Raises RequestError if it
+        takes more than MAX_SECONDS or too much memory, and QueueFullError if the trial fails.
         """
         self._loaded()
         try:
             source = source_of(wanted, self._tokenizer.added_id)
         except Exception:
-            return 0  # `compile` says why not
+            return 0  # `compile` raises the reason
 
         def request(table: TokenTable | None) -> tuple[Any, ...]:
             return self._name, table and tuple(table), source, LIMITS, seconds
@@ -269,7 +268,7 @@ class GrammarCompiler:
         return lambda: words
 
     def _loaded(self) -> LLTokenizer:
-        """Raises RequestError for a tokenizer that grammars cannot be for."""
+        """The vocabulary. Raises RequestError for a tokenizer without support for grammars."""
         found = self._load()
         if isinstance(found, RequestError):
             raise found
@@ -281,7 +280,7 @@ class GrammarCompiler:
                 try:
                     self._table = token_table(self._tokenizer, self._vocab_size, self._eos_token_ids)
                     self._vocabulary = make_vocabulary(self._table)
-                except Exception as error:  # the library's own kinds
+                except Exception as error:  # the library raises types of its own
                     self._vocabulary = RequestError(
                         f"structured_outputs: not with this tokenizer: {str(error).strip().partition(chr(10))[0]}",
                         "structured_outputs",
@@ -290,7 +289,7 @@ class GrammarCompiler:
 
 
 class _CompileRequest(NamedTuple):
-    """What a request wants of a text, and its name among those of all scopes."""
+    """A request to compile a constraint. key: identifies the constraint within its scope."""
 
     params: StructuredOutputsParams
     key: bytes

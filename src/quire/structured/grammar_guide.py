@@ -1,4 +1,4 @@
-"""A compiled grammar, and what it makes of one sequence: the tokens that must come next, and those that may."""
+"""A compiled grammar, and its guide for one sequence: the tokens that must and that may come next."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from quire.structured.guide import Allowed
 
 MAX_LEXER_STATES = 50_000
-"""A fifth of the library's own number. No schema of the JSON Schema Test Suite needs 2,000 within 60 tokens."""
+"""A fifth of the library's default. No schema of the JSON Schema Test Suite needs 2,000 within 60 tokens."""
 
 LIMITS: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": MAX_LEXER_STATES}
 
 RENEWAL_TOKENS = 64
-"""Tokens that a sequence must have written since its lexer was renewed before it is renewed again."""
+"""Number of tokens that a sequence must generate between two renewals of its lexer."""
 
 _REPLAYED = 32
-"""Tokens that are taken in one call, which holds Python's lock."""
+"""Maximum number of tokens consumed in one call, which holds Python's lock."""
 
 
 class CompiledGrammar:
-    """A grammar at its beginning. It does not change; each sequence begins with a copy.
+    """A grammar in its initial state, which never changes: each sequence begins with a copy.
 
-    Copies share the states of a lexer, which become more with what is written, up to MAX_LEXER_STATES. A sequence for
-    which they do not suffice continues with a lexer of its own.
+    Copies share the states of a lexer, whose number grows with the generated text, up to MAX_LEXER_STATES. A sequence
+    that needs more continues with a lexer of its own.
 
-    num_bytes  memory that it takes, as measured on trial; 0 if it was not tried
-    tenant     for whom it is
+    num_bytes  memory in bytes, as measured in a trial; 0 without a trial
+    tenant     tenant of the request
     """
 
     def __init__(self, vocabulary: LLTokenizer, source: str, num_bytes: int = 0, tenant: str = "") -> None:
@@ -42,38 +42,38 @@ class CompiledGrammar:
 
     @property
     def error(self) -> str:
-        """What llguidance says against it; "" if nothing."""
+        """The error that llguidance reports; "" if none."""
         return self._beginning.get_error() if self._beginning.is_error() else ""
 
     def begin(self) -> LLMatcher:
-        """A copy, for a sequence."""
+        """A copy for a sequence."""
         return self._beginning.deep_copy()
 
     def compiled(self) -> LLMatcher:
-        """Compiles it again, with a lexer that nobody shares."""
+        """Compiles the grammar again, with a lexer that is not shared."""
         from llguidance import LLMatcher, LLParserLimits
 
         return LLMatcher(self._vocabulary, self._source, log_level=0, limits=LLParserLimits(**LIMITS))
 
 
 class GrammarGuide:
-    """Proposes the tokens that a grammar forces, and allows those that it allows. See Guide.
+    """Proposes the tokens that a grammar forces, and allows the tokens that it permits. See Guide.
 
-    Its state follows the sequence's tokens, wherever they were generated: after a preemption it proposes again, and on
-    another engine it begins with the tokens that there are.
+    The state follows the sequence's tokens, wherever they were generated: it proposes again after a preemption, and
+    starts from the existing tokens on another engine.
     """
 
     def __init__(self, grammar: CompiledGrammar, masks: MaskExecutor, ends: Allowed, num_prompt: int) -> None:
-        """ends: the tokens that end a complete text. num_prompt: tokens of the prompt."""
+        """ends: tokens that end a complete text. num_prompt: number of prompt tokens."""
         self._grammar, self._masks, self._end_tokens = grammar, masks, ends
         self._matcher: LLMatcher | None = None  # copied when the first token is near
         self._num_prompt = num_prompt
-        self._num_seen = num_prompt  # tokens of the sequence that the matcher has taken, or that are the prompt's
-        self._ahead: list[int] = []  # tokens that it has taken before the sequence has them
-        self._forced: list[int] = []  # tokens that must follow those of the sequence, as far as is known
+        self._num_seen = num_prompt  # tokens of the prompt, and tokens that the matcher has consumed
+        self._ahead: list[int] = []  # consumed tokens that the sequence does not have yet
+        self._forced: list[int] = []  # known forced tokens after those of the sequence
         self._is_complete = False
         self._pending: PendingMask | None = None
-        self._renewed_at: int | None = None  # generated tokens when the lexer was renewed
+        self._renewed_at: int | None = None  # number of generated tokens when the lexer was renewed
 
     def propose(self, token_ids: list[int], most: int) -> GuideProposal:
         """See Guide."""
@@ -98,7 +98,7 @@ class GrammarGuide:
         return GuideProposal(drafts, allowed)
 
     def _follow(self, token_ids: list[int]) -> LLMatcher:
-        """The matcher at the sequence's tokens."""
+        """The matcher in the state after the sequence's tokens."""
         if self._matcher is None:
             self._matcher = self._grammar.begin()
         new, ahead, self._ahead = token_ids[self._num_seen :], self._ahead, []
@@ -106,9 +106,9 @@ class GrammarGuide:
         self._forced = self._forced[len(new) :] if self._forced[: len(new)] == new else []
         if new[: len(ahead)] == ahead:
             new = new[len(ahead) :]
-        else:  # a step was not taken
+        else:  # the sequence lacks consumed tokens
             self._is_complete = False
-            if not self._matcher.rollback(len(ahead)):  # some grammars cannot be
+            if not self._matcher.rollback(len(ahead)):  # some grammars cannot be rolled back
                 begin = self._grammar.begin if self._renewed_at is None else self._grammar.compiled
                 self._matcher, new = begin(), token_ids[self._num_prompt :]
         if new and not self._is_complete:
@@ -116,8 +116,8 @@ class GrammarGuide:
         return self._matcher
 
     def _renewed(self, token_ids: list[int], num_tokens: int, drafts: list[int]) -> LLMatcher | None:
-        """A matcher with a lexer of its own, behind the same tokens; None if the last one has not lasted long enough.
-        Called by a thread that computes a mask, while the engine waits for it.
+        """A matcher in the same state with a lexer of its own; None if the last renewal was too recent. Called by a
+        thread that computes a mask, while the engine waits for it.
         """
         given = [*token_ids[self._num_prompt : num_tokens], *drafts]
         if self._renewed_at is not None and len(given) < self._renewed_at + RENEWAL_TOKENS:
@@ -128,7 +128,7 @@ class GrammarGuide:
         return matcher
 
     def _ends(self, matcher: LLMatcher) -> bool:
-        """Whether the text is complete and nothing may follow but an end. A matcher in error has stopped, too."""
+        """Whether the text is complete and only an end may follow. True also for a matcher with an error."""
         if not self._is_complete and matcher.is_stopped() and not matcher.is_error():
             self._is_complete = True
         return self._is_complete

@@ -1,4 +1,4 @@
-"""What a request wants of a text, as llguidance's grammars."""
+"""Converts a request's constraint into grammars of llguidance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.structured.forced_text import MAX_FORCED_BYTES, regex_bytes, schema_b
 from quire.structured.params import StructuredOutputsParams
 
 MAX_GBNF_CHARS = 8192
-"""Most characters of a grammar in GBNF: the converter's time grows with the square of its rules."""
+"""Maximum number of characters of a GBNF grammar: the converter's time grows with the square of its rules."""
 
 TokenOf = Callable[[str], int | None]
-"""Gives the id of an added token that is written like a text; None if there is none."""
+"""Returns the id of the added token with this text; None if there is none."""
 
 
 def source_of(wanted: StructuredOutputsParams, token_of: TokenOf) -> str:
-    """The grammar as llguidance takes it: a list of grammars as JSON, of which the first one is the text's.
+    """The grammar in llguidance's form: a JSON list of grammars, the first of which is the start.
 
     Raises UnsupportedSchemaError, ValueError and the errors of llguidance's converters.
     """
@@ -37,7 +37,7 @@ def source_of(wanted: StructuredOutputsParams, token_of: TokenOf) -> str:
 
 
 def _with_reasoning(begins: str, ends: str, token_of: TokenOf) -> str:
-    """A constraint behind reasoning that may stand there, or whose beginning the prompt has."""
+    """The start grammar: reasoning, then the constraint. begins: "" if the prompt has begun the reasoning."""
     begin, end = lark_term(begins, token_of), lark_term(ends, token_of)
     if token_of(ends) is None:
         free = [f"free[lazy]: /(.|\\n)*{escaped(ends)}/"]
@@ -48,19 +48,19 @@ def _with_reasoning(begins: str, ends: str, token_of: TokenOf) -> str:
 
 
 def lark_term(text: str, token_of: TokenOf) -> str:
-    """A text as a term of Lark: an added token where there is one, as in the texts that the model was trained on."""
+    """A text as a term of Lark: its added token, if there is one, because the model was trained with that token."""
     token_id = token_of(text)
     return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
 
 def text_without(text: str) -> str:
-    """Any text, as a term of Lark, that does not contain this one: what spells an added token reads like it."""
+    """A term of Lark for any text without this one; texts that spell an added token count as it."""
     return rf"/(.|\n)+/ & ~/(.|\n)*{escaped(text)}(.|\n)*/"
 
 
 def term_of(wanted: StructuredOutputsParams) -> tuple[str, float]:
-    """The constraint as a term of Lark, and the bytes that it can force in one piece; see forced_text. Raises
-    RequestError for a grammar, which has rules of its own.
+    """The constraint as a term of Lark, and an upper bound of the bytes that it forces in one piece; see forced_text.
+    Raises RequestError for a grammar, which has rules of its own.
     """
     if wanted.kind == "grammar":
         raise RequestError("structured_outputs: a grammar cannot be combined with tools", "structured_outputs")
@@ -71,7 +71,7 @@ def term_of(wanted: StructuredOutputsParams) -> tuple[str, float]:
 
 
 def constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any], float]:
-    """The grammar of the constraint alone, and the bytes that it can force."""
+    """The grammar of the constraint alone, and an upper bound of the bytes that it forces."""
     from llguidance import regex_to_lark
 
     match wanted.kind:
@@ -85,7 +85,7 @@ def constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any],
             return {"lark_grammar": f"start: /{regex_to_lark(wanted.text)}/"}, regex_bytes(wanted.text)
         case "choice":
             assert wanted.choice is not None
-            # One expression, of which a parser has one item: of thousands of alternatives it had too many.
+            # One expression is one item of the parser; thousands of alternatives would be too many items.
             term = regex_to_lark("|".join(map(escaped, wanted.choice)))
             return {"lark_grammar": f"start: /{term}/"}, max(len(each.encode()) for each in wanted.choice)
         case _:
@@ -93,12 +93,12 @@ def constraint_grammar(wanted: StructuredOutputsParams) -> tuple[dict[str, Any],
 
 
 def escaped(text: str) -> str:
-    """An expression that only this text matches."""
+    """An expression that matches only this text."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&~/-]", r"\\\g<0>", text).replace("\n", r"\n")
 
 
 def _as_lark(text: str) -> str:
-    """A grammar in Lark's syntax, which has a rule named start or says that it is llguidance's; else it is GBNF."""
+    """A grammar in Lark's syntax. A grammar without a start rule and without llguidance's directive is GBNF."""
     if any(_LARK.match(line) for line in text.splitlines()):
         return text
     if len(text) > MAX_GBNF_CHARS:

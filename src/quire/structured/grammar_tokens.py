@@ -1,7 +1,7 @@
-"""A model's tokens as llguidance takes them: their bytes, which are special, and how text that a grammar forces is cut.
+"""A model's tokens in llguidance's form: their bytes, the special ones, and the tokenization of forced text.
 
-The library's own reading of a tokenizer.json takes every added token that is written like `<name>` for a special one,
-also the plain text `<tool_call>` and `</think>` of Qwen. Here a token is special if the model's tokenizer says so.
+The library's own parser of a tokenizer.json treats every added token of the form `<name>` as special, even the plain
+text `<tool_call>` and `</think>` of Qwen. Here, the model's tokenizer decides which tokens are special.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class TokenTable(NamedTuple):
-    """Plain values that another process can rebuild the vocabulary from.
+    """Plain values from which another process can rebuild the vocabulary.
 
-    tokens         bytes of each token, by id, one for every logit; empty for ids without text
-    special_ids    tokens that are no text
+    tokens         bytes of each token by id, one entry per logit; empty for ids without text
+    special_ids    tokens without text
     eos_token_ids  tokens that end an answer
-    pipeline       a tokenizer.json that cuts text as a continuation; see `continuing`
+    pipeline       a tokenizer.json that tokenizes text as a continuation; see `continuing`
     """
 
     tokens: list[bytes]
@@ -33,7 +33,7 @@ class TokenTable(NamedTuple):
 
 
 def token_table(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTable:
-    """The table of a model with `vocab_size` logits. Raises ValueError if no token ends an answer."""
+    """The table of a model with `vocab_size` logits. Raises ValueError if the model has no end token."""
     if not eos_token_ids:
         raise ValueError("no token ends an answer")
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
@@ -45,12 +45,12 @@ def make_vocabulary(table: TokenTable) -> LLTokenizer:
     """The vocabulary for grammars. Takes 0.5 s for 150,000 tokens."""
     from llguidance import LLTokenizer
 
-    # It reads the attributes that TokenizerWrapper has, whose own constructor would tokenize a text on trial.
+    # LLTokenizer reads the attributes of TokenizerWrapper, whose own constructor would tokenize a test text.
     return LLTokenizer(cast("TokenizerWrapper", _TextCutter(table)), eos_token=table.eos_token_ids)
 
 
 class _TextCutter:
-    """Cuts text into tokens, for llguidance. Never raises: an exception would end the thread that computes a mask."""
+    """Tokenizes text for llguidance. Never raises: an exception would end the thread that computes a mask."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -66,14 +66,14 @@ class _TextCutter:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of a text's tokens. Their bytes are the text's."""
+        """The ids of a text's tokens, whose bytes together are the text."""
         found, data = self._pipeline.encode(text, add_special_tokens=False).ids, text.encode()
         if all(each < len(self.tokens) for each in found) and b"".join(self.tokens[each] for each in found) == data:
             return found
-        return self._greedy(data)  # of text with characters that the vocabulary lacks
+        return self._greedy(data)  # the text has characters that the vocabulary lacks
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token at each place, up to a byte that is none."""
+        """Tokenizes greedily: the longest token at each position, up to a byte without a token."""
         found, place = list[int](), 0
         while place < len(data):
             ends = range(min(len(data), place + self._longest), place, -1)
@@ -86,8 +86,8 @@ class _TextCutter:
 
 
 def continuing(tokenizer: str) -> str:
-    """A tokenizer.json that cuts a text as the continuation of another one: without a blank before it, without changing
-    its characters, and with the names of special tokens as plain text.
+    """A tokenizer.json that tokenizes a text as the continuation of another one: it adds no leading blank, does not
+    change characters, and treats names of special tokens as plain text.
     """
     found = json.loads(tokenizer)
     names = {each["content"]: f"\ufdd0{each['id']}" for each in found["added_tokens"] if each["special"]}
@@ -107,7 +107,7 @@ def continuing(tokenizer: str) -> str:
 
 
 def _kept_normalizer(step: Any) -> Any:
-    """The part of a normalizer that only replaces characters, as SentencePiece does blanks."""
+    """The part of a normalizer that only replaces characters, such as SentencePiece's blanks."""
     match step:
         case {"type": "Sequence", "normalizers": list() as steps}:
             return {"type": "Sequence", "normalizers": [kept for each in steps if (kept := _kept_normalizer(each))]}
@@ -117,7 +117,7 @@ def _kept_normalizer(step: Any) -> Any:
 
 
 def _without_prefix(step: Any) -> Any:
-    """A pre-tokenizer that puts no blank before a text."""
+    """A pre-tokenizer without its leading blank."""
     match step:
         case {"type": "Sequence", "pretokenizers": list() as steps}:
             return {**step, "pretokenizers": [_without_prefix(each) for each in steps]}

@@ -1,12 +1,12 @@
-"""The program that compiles grammars on trial. `quire.structured.grammar_compiler` starts it and asks it before it
-compiles itself.
+"""The program that compiles grammars on trial. `quire.structured.grammar_compiler` starts it, and asks it before it
+compiles a grammar itself.
 
-A short schema can keep llguidance busy for hours in a single call that nothing can interrupt: 20 patterns that hold at
-once take half a minute, and each further one two to three times as long. Each trial runs in a process that is forked
-for it, so that the kernel can end it and the vocabulary is loaded once. It does what a request begins with: it compiles
-the grammar, computes the text that it forces at once, and the first mask.
+A short schema can keep llguidance busy for hours in a single call that nothing can interrupt: 20 simultaneous patterns
+take half a minute, and each further one doubles or triples the time. Each trial runs in a forked process, so that the
+kernel can end it, and so that the vocabulary is loaded only once. A trial does the first work of a request: it compiles
+the grammar, computes the initially forced text, and computes the first mask.
 
-A request is (name of the vocabulary, its TokenTable or None, source of a grammar, limits, seconds).
+A request is (name of the vocabulary, its TokenTable or None, source of the grammar, limits, seconds).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 DONE, SLOW, LARGE, CRASHED, LOST = b"d", b"s", b"m", b"c", b"l"
-"""Kinds of answers: the trial has ended, with whatever result, and its memory in bytes is the text; it took too much
-time; too much memory; it crashed; or somebody killed it. Also NEEDS_CONTEXT: a vocabulary that was not sent yet."""
+"""Kinds of answers: the trial ended, and its memory in bytes is the text; it took too much time; too much memory; it
+crashed; or it was killed. A further kind is NEEDS_CONTEXT: the vocabulary has not been sent yet."""
 
 NUM_VOCABULARIES = 2
 
@@ -36,21 +36,21 @@ _WARM = json.dumps({"grammars": [{"lark_grammar": "start: /a/"}]})
 def run_trial(
     vocabulary: LLTokenizer, source: str, limits: dict[str, Any], seconds: float, max_bytes: int
 ) -> tuple[bytes, int]:
-    """How a trial ends, and the memory that it took in bytes."""
+    """Runs a trial. Returns its kind of answer and its memory in bytes."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
         try:
-            # The default action of SIGPROF ends the process, also in the middle of one long call.
+            # The default action of SIGPROF ends the process even during one long call.
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            use(vocabulary, _WARM, limits)  # touches the library's own 6 MB, which are no grammar's
+            use(vocabulary, _WARM, limits)  # allocates the library's own 6 MB before the measurement
             size, resident = _memory()
             resource.setrlimit(resource.RLIMIT_AS, (size + max_bytes, size + max_bytes))
             use(vocabulary, source, limits)
             os.write(theirs, str(max(0, _memory()[1] - resident)).encode())
         except MemoryError:
             os._exit(1)
-        except BaseException:  # whatever it is, the caller finds it, too
+        except BaseException:  # the caller will meet the same error
             os._exit(0)
         os._exit(0)
     os.close(theirs)
@@ -65,7 +65,7 @@ def run_trial(
 
 
 def use(vocabulary: LLTokenizer, source: str, limits: dict[str, Any]) -> None:
-    """What a request does first with a grammar."""
+    """Performs a request's first work with a grammar."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**limits))
@@ -75,7 +75,7 @@ def use(vocabulary: LLTokenizer, source: str, limits: dict[str, Any]) -> None:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of this process's address space, and of what of it is resident; 0 where the system does not tell."""
+    """Bytes of this process's address space, and its resident bytes; 0 where the system does not tell."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:  # only Linux has it
         size, resident, *_ = map(int, file.read().split())
         return size * resource.getpagesize(), resident * resource.getpagesize()
@@ -83,7 +83,7 @@ def _memory() -> tuple[int, int]:
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer requests until the other side closes."""
+    """Answers requests until the other side closes."""
     (max_bytes,) = receive_request(connection)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from quire.structured.grammar_tokens import TokenTable, make_vocabulary

@@ -1,4 +1,4 @@
-"""What an engine asks of a guide before each step of a sequence: drafts, and the tokens that may come next."""
+"""The interface between engine and guide, used before each step of a sequence: drafts, and the allowed tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from quire.structured.masks import TokenBitmask
 
     Mask = Callable[[], TokenBitmask]
-    """Gives a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Computes it, or
-    waits for it. Raises QuireError if it cannot be computed."""
+    """Returns a set of tokens, uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t. Computes the
+    set or waits for it. Raises QuireError if it cannot be computed."""
     Allowed = int | Mask
-    """The only token that may come next, or the set of those that may. Of the only one no logits are computed unless
+    """The only allowed next token, or the set of allowed ones. If only one is allowed, no logits are computed unless
     something else needs them."""
 
 

@@ -1,4 +1,4 @@
-"""Computes which tokens grammars allow next, on several threads."""
+"""Computes the masks of allowed tokens on several threads."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 TOO_COMPLEX = "the grammar became too complex here"
-"""How the explanation begins of an answer that ended because of that."""
+"""The explanation of an answer that ended for this reason begins with this text."""
 
 NO_TEXT = "no finite text fulfils the constraint"
-"""The same for a constraint that nothing fulfils, such as a schema that refers to itself alone."""
+"""As TOO_COMPLEX, for an unsatisfiable constraint, such as a schema that refers only to itself."""
 
 GRAMMAR_FAILED = "the grammar failed"
-"""The same where llguidance gives another reason."""
+"""As TOO_COMPLEX, for any other error of llguidance."""
 
 TokenBitmask = NDArray[np.uint32]
 Renew = Callable[[], "LLMatcher | None"]
 
 
 class MaskExecutor:
-    """Masks of one model's tokens: uint32 [num_words], a bit each.
+    """Computes masks of one model's tokens: uint32 [num_words], one bit a token.
 
-    num_threads   threads that compute masks, the one that waits included
-    begins_early  whether a mask is begun when it is asked for. Right where an accelerator computes the logits, and the
-                  processor is free. Where the processor computes them, a mask would take a core from threads that wait
-                  for each other in every layer. There all masks of a step begin together, when one is waited for.
+    num_threads   threads that compute masks, the waiting thread included
+    begins_early  whether a mask is started when it is submitted. True if an accelerator computes the logits, so that
+                  the processor is free. If the processor computes them, a mask would take a core from threads that wait
+                  for each other in every layer: all masks of a step then start together, when one is waited for.
     """
 
     def __init__(self, num_words: int, num_threads: int, *, begins_early: bool) -> None:
@@ -45,9 +45,10 @@ class MaskExecutor:
         self._pool: ThreadPoolExecutor | None = None
 
     def submit(self, matcher: LLMatcher, renew: Renew | None = None) -> PendingMask:
-        """The mask of a matcher's next token. Until it is there, or withdrawn, nobody else may use the matcher.
+        """Submits the mask of a matcher's next token. Until it is computed or cancelled, nobody else may use the
+        matcher.
 
-        renew  gives another matcher for the same place, if the lexer's states do not suffice; None: there is none
+        renew  returns another matcher in the same state, for when the lexer has too many states; None: no such matcher
         """
         mask = PendingMask(self, matcher, renew)
         self._todo.append(mask)
@@ -56,7 +57,7 @@ class MaskExecutor:
         return mask
 
     def compute(self) -> None:
-        """Computes the masks that no thread has begun."""
+        """Computes all masks that no thread has started."""
         self._start(min(self._num_threads, len(self._todo)) - 1)
         self._work()
 
@@ -79,7 +80,7 @@ class MaskExecutor:
 
 
 class PendingMask:
-    """A mask that is computed when it is needed, or before. Refers to its matcher until it is computed or withdrawn."""
+    """A mask that is computed when needed, or before. Refers to its matcher until it is computed or cancelled."""
 
     def __init__(self, masks: MaskExecutor, matcher: LLMatcher, renew: Renew | None) -> None:
         self._masks = masks
@@ -87,19 +88,19 @@ class PendingMask:
         self._words: Future[TokenBitmask] = Future()
 
     def __call__(self) -> TokenBitmask:
-        """The mask. Waits for it. Raises QuireError if no token may come next, or if nobody can tell."""
+        """Waits for the mask. Raises QuireError if no token may come next, or if the grammar fails."""
         if not self._words.done():
             self._masks.compute()
         return self._words.result()
 
     def cancel(self) -> None:
-        """Says that the mask is not needed any more. Waits if it is being computed."""
+        """Cancels a mask that is no longer needed. Waits if it is being computed."""
         if not self._words.cancel():
             self._words.exception()
         self._source = None
 
     def compute(self, num_words: int) -> None:
-        """Computes the mask, unless it is withdrawn."""
+        """Computes the mask, unless it is cancelled."""
         if not self._words.set_running_or_notify_cancel():
             return
         assert self._source is not None
@@ -123,12 +124,12 @@ class PendingMask:
 
 
 def _is_worn(matcher: LLMatcher) -> bool:
-    """Whether a matcher has stopped because its lexer, which others may share, has no room for further states."""
+    """Whether a matcher failed because its lexer, which others may share, has no room for further states."""
     return matcher.is_error() and "too many states" in matcher.get_error()
 
 
 def grammar_error_text(error: str) -> str:
-    """What an answer's user is told of an error of llguidance."""
+    """The text for a user about an error of llguidance."""
     if "NoExtension" in error:
         return NO_TEXT
     for words, reason in _REASONS.items():

@@ -1,4 +1,4 @@
-"""Opposites of JSON Schemas: exactly the values that do not fit a schema fit its opposite."""
+"""Complements of JSON Schemas: a value fits the complement of a schema if and only if it does not fit the schema."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 TYPES = ("null", "boolean", "string", "number", "array", "object")
-"""All types of values. Integers are numbers."""
+"""All types of values. Integers count as numbers."""
 
 MAX_DEPTH = 12
-"""Schemas in one another that are negated."""
+"""Maximum nesting of a negated schema."""
 
 VISIT_COST = 24
-"""Characters that a visited schema counts for: some 5 us, as long as it takes to write them and to read them again."""
+"""Cost of a visited schema in characters: some 5 us, the time to write and to reread them."""
 
 ENTRY_COST = 48
-"""Characters that the opposite of one property or of one required name takes."""
+"""Characters in the complement of one property or of one required name."""
 
 _NAMES = frozenset({"$id", "$anchor", "$dynamicAnchor"})
 
@@ -27,7 +27,7 @@ ASSERTIONS = frozenset(
     patternProperties prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties
     uniqueItems""".split()
 )
-"""Keywords that can make a difference to what fits. All others are annotations."""
+"""Keywords that influence which values fit. All others are annotations."""
 
 _OPPOSITES = {
     "minimum": ("number", "exclusiveMaximum", 0), "maximum": ("number", "exclusiveMinimum", 0),
@@ -35,44 +35,42 @@ _OPPOSITES = {
     "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
     "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
 }  # fmt: skip
-"""The type that a limit is about, the keyword of the opposite limit, and the distance between the two numbers."""
+"""For each bound: the type that it constrains, the keyword of the opposite bound, and the distance of the numbers."""
 
 
 class NotNegatable(Exception):
-    """llguidance has no keywords for the opposite, or the effort for it is spent."""
+    """llguidance has no keywords for the complement, or the budget is spent."""
 
 
 class RewriteBudget:
-    """Bounds the time and the memory that rewriting one schema takes.
+    """Bounds the time and the memory of rewriting one schema.
 
-    left  characters of JSON that may still be read or written; a schema that is visited counts VISIT more
+    left  characters of JSON that may still be read or written; each visited schema also counts VISIT_COST
     """
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def spend(self, amount: int) -> None:
-        """Counts work before it is done. Raises NotNegatable once nothing is left."""
+        """Counts work before it is done. Raises NotNegatable when the budget is spent."""
         self.left -= amount
         if self.left < 0:
             raise NotNegatable
 
     def spend_on(self, value: Any) -> None:
-        """Counts a value's JSON. Raises NotNegatable once nothing is left."""
+        """Counts the characters of a value's JSON. Raises NotNegatable when the budget is spent."""
         self.spend(measure_json(value, max(self.left, 0)).size)
 
 
 class JsonSize(NamedTuple):
-    """The approximate length of a value's JSON, and whether a name in it makes it a target of references."""
+    """The approximate length of a value's JSON. is_named: whether a name in it makes it a target of references."""
 
     size: int
     is_named: bool
 
 
 def measure_json(value: Any, most: int) -> JsonSize:
-    """Measures a value. It stops at `most` characters, because parts may be shared: a small value can have a JSON of
-    any length.
-    """
+    """Measures a value. Stops at `most` characters: with shared parts, a small value can have a JSON of any length."""
     size, is_named, todo = 0, False, [value]
     while todo and size <= most:
         each = todo.pop()
@@ -89,11 +87,12 @@ def measure_json(value: Any, most: int) -> JsonSize:
 
 
 class Negation:
-    """Opposites of schemas.
+    """Computes complements of schemas.
 
-    resolve   gives what a schema refers to, if it only refers to something; else the schema
-    budget    is spent on each schema that is visited and on all that is written
-    narrowed  ids of schemas that other values fit than their author asked for, so that the opposite would be wrong
+    resolve   returns the target of a schema that is only a reference; other schemas unchanged
+    budget    spent on each visited schema and on all written ones
+    narrowed  ids of schemas that no longer match exactly the values their author asked for, so that their complement
+              would be wrong
     """
 
     def __init__(self, resolve: Callable[[Any], Any], budget: RewriteBudget, narrowed: set[int]) -> None:
@@ -102,9 +101,9 @@ class Negation:
         self._narrowed = narrowed
 
     def of(self, schema: Any, known: Any = True, depth: int = 0) -> list[Any]:
-        """Schemas of which a value fits at least one if and only if it does not fit the given one; none: all values
-        fit. With the `enum` in `known`, a schema that all values fit anyway, the values are known that a `const`
-        leaves. Raises NotNegatable.
+        """The complement as a list of alternatives: a value fits at least one of them if and only if it does not fit
+        the schema. An empty list: all values fit the schema. known: a schema that all values fit anyway; its `enum`
+        allows the complement of a `const` to list the remaining values. Raises NotNegatable.
         """
         self._budget.spend(VISIT_COST)
         schema, known = self._resolve(schema), self._resolve(known)
@@ -172,7 +171,7 @@ class Negation:
 
 
 def any_of(alternatives: list[Any]) -> Any:
-    """A schema of values that fit at least one."""
+    """A schema for values that fit at least one alternative."""
     if not alternatives or True in alternatives:
         return bool(alternatives)
     return alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
@@ -182,7 +181,7 @@ def _other_types(value: Any, known: Any) -> list[Any]:
     given, every = _kinds(value), _kinds(known)
     if every and every <= given:
         return []
-    # Numbers that are no integers cannot be asked for.
+    # No keyword describes numbers that are not integers.
     if not given or not given <= {*TYPES, "integer"} or ("integer" in given and "number" not in given):
         raise NotNegatable
     others = [each for each in TYPES if each not in given]
@@ -204,8 +203,8 @@ def _beyond(word: str, value: Any) -> list[Any]:
 
 
 def canonical_json(value: Any) -> str:
-    """The same text for equal JSON values: 1.0 is 1, and true is not. Raises NotNegatable for values that are nested
-    deeply.
+    """The same text for equal JSON values: 1.0 equals 1, and true does not. Raises NotNegatable for deeply nested
+    values.
     """
     try:
         return json.dumps(_plain(value), sort_keys=True)

@@ -1,4 +1,4 @@
-"""Bounds of numbers that llguidance 1.9.1 does not hold."""
+"""Rewrites bounds of numbers that llguidance 1.9.1 does not enforce."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 NEAR_ZERO = 1e-30
-"""Stands for the smallest number above 0. llguidance's expressions for much smaller ones are nested too deep."""
+"""Replaces the smallest number above 0. llguidance's expressions for much smaller numbers are nested too deep."""
 
 NUM_DIGITS = 15
-"""Significant digits of the smallest number above an integer. Fewer than a double has: llguidance rounds some numbers
-with more, and takes 2.00 for at most 1.9999999999999998.
+"""Significant digits of the smallest number above an integer, fewer than a double has: llguidance rounds some numbers
+with more digits, and accepts 2.00 as at most 1.9999999999999998.
 """
 
 
@@ -19,8 +19,8 @@ def separate_bounds(schemas: Iterable[dict[str, Any]]) -> None:
     """Replaces exclusive bounds that are integers where another bound is farther from 0 and less than 1 away.
 
     llguidance would allow the integer itself (1 for 1 < x <= 1.5, -0 for -0.5 <= x < 0). The next number with
-    NUM_DIGITS digits becomes an inclusive bound. The other bound may stand in any of the schemas, because llguidance
-    combines them.
+    The next number with NUM_DIGITS digits becomes an inclusive bound. The other bound may be in any of the schemas,
+    because llguidance combines them.
     """
     every = list(schemas)
     _separate(every, "minimum", "maximum")
@@ -36,7 +36,7 @@ def _separate(schemas: list[dict[str, Any]], side: str, other: str) -> None:
     near = set(map(math.floor if is_lower else math.ceil, fractions))
     for own in schemas:
         inclusive, bound = own.get(side), own.get(exclusive[side])
-        if bound is True:  # as draft 4 writes it
+        if bound is True:  # the form of draft 4
             inclusive, bound = None, inclusive
         if (
             isinstance(inclusive, bool)

@@ -1,4 +1,4 @@
-"""What the text of an answer must be, with vLLM's names. Knows values and their limits, not grammars or tokens."""
+"""Constraints on the text of an answer, with vLLM's names. Knows values and their limits, not grammars or tokens."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 from quire.errors import RequestError
 
 MAX_GRAMMAR_CHARS = 262_144
-"""Most characters of a grammar, of a regular expression or of a schema as JSON."""
+"""Maximum number of characters of a grammar, of a regular expression or of a schema as JSON."""
 
 MAX_CHOICES = 4096
 
 SERVER_ONLY_FIELDS = ("reasoning", "may_force")
-"""Fields that a server sets and its clients do not."""
+"""Fields that the server sets. Clients may not set them."""
 
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the text of an answer must be: exactly one of these. Checked on construction; immutable.
+    """A constraint on the text of an answer: exactly one of these. Checked on construction; immutable.
 
-    Whether a schema, an expression or a grammar can be honoured shows when it is compiled, before the first step. Then
-    an answer is refused whose text it cannot promise. Raises RequestError, with `param` set to "structured_outputs".
+    A schema, an expression or a grammar is compiled before the first step. The request is refused if its constraint
+    cannot be guaranteed. Raises RequestError, with `param` set to "structured_outputs".
 
     Differs from vLLM: JSON is written on one line, with a space after each comma and colon (`disable_any_whitespace` is
-    accepted and changes nothing), so that a model cannot go on with blanks for ever and more tokens are forced.
+    accepted without effect). So a model cannot generate endless blanks, and more tokens are forced.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
-    """A JSON Schema, as an object or as its JSON; draft 2020-12."""
+    """A JSON Schema, as an object or as JSON text; draft 2020-12."""
     json_object: bool | None = None
-    """Any JSON object; only true."""
+    """Any JSON object. The only value is true."""
     regex: str | None = None
     """An expression that the whole text matches, in the syntax of Rust's regex crate: no look-around."""
     choice: tuple[str, ...] | list[str] | None = None
@@ -43,13 +43,13 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """A context-free grammar, in Lark's or in GBNF's syntax."""
     disable_any_whitespace: bool = False
-    """Accepted for vLLM's sake."""
+    """Accepted without effect, for compatibility with vLLM."""
     may_force: bool = False
-    """Whether the tokens that a grammar forces are proposed as drafts: it is known to force little in one piece. Of a
-    client's grammar nothing is known."""
+    """Whether the tokens that a grammar forces are proposed as drafts: only if it is known to force little text in one
+    piece, which is unknown for a client's grammar."""
     reasoning: tuple[str, str] | list[str] | None = None
-    """Marks around reasoning that may stand before the text. An empty first one: it stands there, and the prompt has
-    begun it."""
+    """The marks around reasoning before the text. An empty first mark: the prompt has begun the reasoning, which must
+    then come."""
 
     def __post_init__(self) -> None:
         given = [name for name in CONSTRAINT_KINDS if getattr(self, name) is not None]
@@ -66,10 +66,10 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> StructuredOutputsParams:
-        """From JSON. Null means not given."""
+        """Parses the constraint from JSON. Null means not given."""
         known = {field.name for field in fields(cls)}
         given = {name: value for name, value in options.items() if value is not None}
-        for name in ("disable_fallback", "disable_additional_properties"):  # vLLM's, whose default this is
+        for name in ("disable_fallback", "disable_additional_properties"):  # vLLM's options with their defaults
             if given.get(name) is False:
                 del given[name]
         if unknown := sorted(given.keys() - known):
@@ -80,12 +80,12 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which one is given."""
+        """The kind of the given constraint."""
         return next(name for name in CONSTRAINT_KINDS if getattr(self, name) is not None)
 
     @property
     def text(self) -> str:
-        """What is given, as text: of a schema and of choices, the JSON."""
+        """The constraint as text: the JSON of a schema or of choices, and the other kinds unchanged."""
         given = getattr(self, self.kind)
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 

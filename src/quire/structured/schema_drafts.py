@@ -1,4 +1,4 @@
-"""Which keywords a draft of JSON Schema does not have. There they are annotations and ask for nothing."""
+"""The keywords that a draft of JSON Schema lacks. Under that draft they are annotations without effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNKNOWN = {
 
 
 def drop_unknown_keywords(schema: dict[str, Any], declared: Any) -> None:
-    """Drops from one schema the keywords that the draft lacks which `$schema` declares. Without one all are kept."""
+    """Drops the keywords that the draft in `$schema` lacks from one schema. Without `$schema`, all are kept."""
     draft = _DRAFT.match(declared) if isinstance(declared, str) else None
     for word in _UNKNOWN[draft[1] or draft[2]] & schema.keys() if draft else ():
         del schema[word]

@@ -1,4 +1,4 @@
-"""Finds what a JSON pointer in a schema's reference points to."""
+"""Resolves JSON pointers in the references of a schema."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from urllib.parse import unquote
 
 
 def resolve_pointer(reference: Any, base: Any) -> Any:
-    """What a JSON pointer points to (RFC 6901, section 6) that starts at `base`; None if the reference is of another
-    kind, or points nowhere.
+    """The target of a JSON pointer (RFC 6901, section 6) that starts at `base`; None if the reference is no JSON
+    pointer or has no target.
     """
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
@@ -28,7 +28,7 @@ def resolve_pointer(reference: Any, base: Any) -> Any:
 
 
 def groups_in_place(schema: Mapping[str, Any]) -> list[list[Any]]:
-    """Schemas in a schema that are about the same value: all groups hold, and of each group one schema or several."""
+    """Subschemas that apply to the same value. All groups must hold; of a group, one schema or several."""
     found = [[each] for each in schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
     found += [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) and schema[word]]
     found += [[schema[word]] for word in ("if", "then", "else", "not") if word in schema]
@@ -39,20 +39,20 @@ def groups_in_place(schema: Mapping[str, Any]) -> list[list[Any]]:
 
 
 class SchemaRoot:
-    """A whole schema, at which the references in it start."""
+    """A whole schema, which is the base of its references."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.schema = schema
 
     def resolve(self, reference: Any) -> Any:
-        """What a reference in the schema points to. None if that is not known: a schema with an `$id` below the root
-        has references that start elsewhere.
+        """The target of a reference in the schema. None if it is unknown: a schema with an `$id` below the root is the
+        base of other references.
         """
         return None if self.has_resources else resolve_pointer(reference, self.schema)
 
     @functools.cached_property
     def has_resources(self) -> bool:
-        """Whether there may be another schema inside that has an `$id`, and so pointers that start there."""
+        """Whether a subschema may have an `$id`, and thus be the base of pointers."""
         todo: list[Any] = list(self.schema.values())
         while todo:
             each = todo.pop()
@@ -66,8 +66,8 @@ class SchemaRoot:
 
 
 def is_resource(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Whether pointers in a schema start at it, and not at the root. Up to draft 7 an `$id` that begins with # is an
-    anchor.
+    """Whether a schema is the base of the pointers in it, instead of the root. Up to draft 7 an `$id` that begins with
+    # is an anchor.
     """
     own = schema.get("id" if re.match(r"https?://json-schema\.org/draft-0[34]/", str(root.get("$schema"))) else "$id")
     return isinstance(own, str) and not own.startswith("#")

@@ -1,9 +1,9 @@
 """Rewrites keywords that llguidance does not support into keywords that it supports.
 
-Each rule changes one schema in place, or leaves it as it is. Exactly the same values fit before and after. A keyword
-that no rule can rewrite stays, and llguidance refuses it by name. Subschemas are rewritten before the schemas around
-them. A rule adds at the end of `allOf`. So a reference still points to the same schema, or to nothing, and is refused
-then.
+Each rule rewrites one schema in place, or leaves it unchanged. The same values fit before and after. A keyword that no
+rule can rewrite stays, and llguidance refuses it by name. Subschemas are rewritten before the schemas that contain
+them. A rule appends to the end of `allOf`. So a reference still points to the same schema, or to nothing: then it is
+refused.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from quire.structured.number_bounds import separate_bounds
 from quire.structured.schema_references import SchemaRoot, groups_in_place
 
 MAX_COPIED = 65_536
-"""Characters of a schema's JSON that are written a second time, all rules together."""
+"""Characters of JSON that all rules together may copy within one schema."""
 
 MAX_BUDGET = 200_000
-"""Characters that rules read and write in one schema; see RewriteBudget. They take about 0.1 s."""
+"""Characters that rules may read and write in one schema; see RewriteBudget. They take about 0.1 s."""
 
 MAX_GROWTH = 4
-"""A schema may become this many times as long, and MAX_COPIED characters more. Shared parts count each time."""
+"""Maximum factor of a schema's growth, to which MAX_COPIED is added. Shared parts count each time."""
 
 MAX_UNIQUE = 5
-"""Values of which all lists are written out for `uniqueItems`: 326."""
+"""Maximum number of values of which `uniqueItems` lists all arrangements: 326."""
 
 _IN_PLACE = frozenset(
     """$dynamicRef $recursiveRef $ref allOf anyOf contains dependencies dependentSchemas else if not oneOf
     then""".split()
 )
-"""Keywords whose subschemas are about the same value, which makes them count for `unevaluated...`."""
+"""Keywords whose subschemas apply to the same value, so that they count for `unevaluated...`."""
 
 _REFERRED = re.compile(
     r'"\$(id|anchor|dynamicAnchor|recursiveRef)": |"\$(ref|dynamicRef)": "[^"]*/'
     r"(allOf|anyOf|oneOf|if|then|else|not|dependentSchemas|dependencies|x-|%)"
 )
-"""In the JSON of schemas in which a reference may point to a schema that another one is around."""
+"""Matches the JSON of a schema in which a reference may point to a subschema that applies to the same value."""
 
 
 class SchemaRewriter:
-    """The rules at work on one schema.
+    """Applies the rules to one schema.
 
     root      the whole schema
-    narrowed  ids of schemas that have no opposite; see Negation
+    narrowed  ids of schemas without a complement; see Negation
     """
 
     def __init__(self, root: SchemaRoot, narrowed: set[int]) -> None:
@@ -72,7 +72,7 @@ class SchemaRewriter:
         self.narrowed = narrowed
         self.budget = RewriteBudget(MAX_BUDGET)
         self._negation = Negation(self.resolved, self.budget, narrowed)
-        # The name of the whole schema is no other use of a part of it.
+        # The root's own $id is not a use of one of its parts.
         text = json.dumps({name: each for name, each in root.schema.items() if name != "$id"})
         self._most = MAX_GROWTH * len(text) + MAX_COPIED
         draft = str(root.schema.get("$schema"))
@@ -81,19 +81,19 @@ class SchemaRewriter:
         self.is_one_resource = '"$id": ' not in text
         self.has_dynamic = '"$dynamicRef": ' in text or '"$recursiveRef": ' in text
         self._has_other_uses = _REFERRED.search(text) is not None
-        self._around: dict[int, dict[str, Any]] = {}  # the schema around one that is about the same value
+        self._around: dict[int, dict[str, Any]] = {}  # the enclosing schema for the same value
         self._known: dict[int, dict[str, Any]] = {}
 
     def apply(self, schemas: Iterable[dict[str, Any]]) -> None:
-        """Applies all rules to schemas that are given with inner ones first. A rule that has no effort left changes
-        nothing. Raises SchemaTooLongError.
+        """Applies all rules to the schemas, inner ones first. A rule without budget changes nothing. Raises
+        SchemaTooLongError.
         """
         every = list(schemas)
         around = [] if self._has_other_uses else [own for own in every if not _IN_PLACE.isdisjoint(own)]
         for own in around:
             for each in itertools.chain.from_iterable(groups_in_place(own)):
                 if isinstance(each, dict):
-                    self._around.setdefault(id(each), own)  # copies share what is in them, and come last
+                    self._around.setdefault(id(each), own)  # copies share their parts, and come last
         given = [own for own in every if not _REWRITTEN.isdisjoint(own) and isinstance(own.get("allOf", []), list)]
         words = {word for own in given for word in own if word in _REWRITTEN}
         for rules in (FIRST_RULES, RULES):
@@ -108,7 +108,7 @@ class SchemaRewriter:
             )
 
     def resolved(self, schema: Any) -> Any:
-        """What a schema refers to, if it only refers to something; else the schema."""
+        """The target of a schema that is only a reference; any other schema unchanged."""
         for _ in range(8):
             if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and len(schema) == 1):
                 return schema
@@ -119,7 +119,7 @@ class SchemaRewriter:
         return None
 
     def known(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What values fit anyway that come to a schema: it, and those around it. Raises NotNegatable."""
+        """The constraints that values of a schema fit anyway: its own and those around it. Raises NotNegatable."""
         self.budget.spend(VISIT_COST)
         chain = [own]
         while id(chain[-1]) not in self._known and (outer := self._around.get(id(chain[-1]))) is not None:
@@ -137,11 +137,11 @@ class SchemaRewriter:
         return found
 
     def negated(self, schema: Any, own: dict[str, Any] | None = None) -> list[Any]:
-        """The opposite of a schema, for values that come to another one. Raises NotNegatable."""
+        """The complement of a schema, for values that fit `own` anyway. Raises NotNegatable."""
         return self._negation.of(schema, True if own is None else self.known(own))
 
     def may_copy(self, schema: Any, times: int = 1) -> bool:
-        """Whether a schema may be written some times more. What has a name of its own may not."""
+        """Whether a schema may be copied `times` times. A schema with a name of its own may not."""
         if self._left <= 0:
             return False
         size, is_named = measure_json(schema, self._left)
@@ -150,14 +150,14 @@ class SchemaRewriter:
 
 
 class SchemaTooLongError(ValueError):
-    """A schema is too long without the keywords that rules rewrite. The message begins with these."""
+    """A schema is too long after its keywords were rewritten. The message begins with these keywords."""
 
 
 Rule = Callable[[dict[str, Any], SchemaRewriter], None]
 
 
 def _also(own: dict[str, Any], *more: Any) -> None:
-    """Asks for more."""
+    """Adds requirements to a schema."""
     own["allOf"] = [*own.get("allOf", []), *more]
 
 
@@ -180,7 +180,7 @@ def _others(kind: str) -> dict[str, Any]:
 
 
 def drop_no_op_keywords(own: dict[str, Any], _: SchemaRewriter) -> None:
-    """Keywords with values that ask for nothing."""
+    """Drops keywords whose values have no effect."""
     if own.get("uniqueItems") is False:
         del own["uniqueItems"]
     if "not" in own and _is_false(own["not"]):
@@ -197,21 +197,21 @@ def drop_no_op_keywords(own: dict[str, Any], _: SchemaRewriter) -> None:
 
 
 def rewrite_dynamic_references(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """References by the dynamic scope, where that cannot matter: there is one resource, or no such reference."""
+    """Makes dynamic references static if the scope cannot matter: with one resource, or without dynamic references."""
     if rewriter.is_one_resource or not rewriter.has_dynamic:
         for word, plain in (("$dynamicRef", "$ref"), ("$recursiveRef", "$ref"), ("$dynamicAnchor", "$anchor")):
             if isinstance(own.get(word), str) and plain not in own:
                 own[plain] = own.pop(word)
         if isinstance(own.get("$recursiveAnchor"), bool):
             del own["$recursiveAnchor"]
-    # Up to draft 7 an anchor is written like this, and later this means nothing.
+    # Up to draft 7 this is an anchor; later it has no meaning.
     anchor = own.get("$id")
     if not rewriter.is_old and isinstance(anchor, str) and anchor[:1] == "#" != anchor and "$anchor" not in own:
         own["$anchor"] = own.pop("$id")[1:]
 
 
 def rewrite_unevaluated(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """`unevaluatedProperties` and `unevaluatedItems`, where what is evaluated does not depend on the value."""
+    """Rewrites `unevaluatedProperties` and `unevaluatedItems` if the evaluated part does not depend on the value."""
     if "unevaluatedProperties" in own and not (own.keys() & (_IN_PLACE - {"allOf", "$ref"})):
         names, patterns = dict[str, Any](), dict[str, Any]()
         is_known, is_all = _evaluated(own, rewriter, names, patterns, 0)
@@ -232,7 +232,7 @@ def _evaluated(
     own: Any, rewriter: SchemaRewriter, names: dict[str, Any], patterns: dict[str, Any], depth: int
 ) -> tuple[bool, bool]:
     """Adds the names and the patterns of names that a schema evaluates. Returns whether these are known, and whether
-    all names are evaluated.
+    the schema evaluates all names.
     """
     rewriter.budget.spend(VISIT_COST)
     if isinstance(own, bool) or depth > 8:
@@ -257,7 +257,7 @@ def _evaluated(
 
 
 def rewrite_contains(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """`contains` of anything is a number of items, and of nothing it is no array."""
+    """Rewrites `contains`: with any schema it counts items; with an unsatisfiable schema it excludes arrays."""
     if "contains" not in own or (rewriter.is_old and {"minContains", "maxContains"} & own.keys()):
         return
     least, most = _count(own.get("minContains"), 1), _count(own.get("maxContains"), -1)
@@ -276,7 +276,7 @@ def rewrite_contains(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
 
 
 def rewrite_property_names(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """Listed names are properties, and those that an expression describes are `patternProperties`: no others."""
+    """Rewrites `propertyNames`: listed names become properties, an expression `patternProperties`, others false."""
     if "propertyNames" not in own:
         return
     names, patterns = rewriter.resolved(own["propertyNames"]), own.get("patternProperties")
@@ -327,7 +327,7 @@ def _listed(names: Any, rewriter: SchemaRewriter, depth: int = 0) -> dict[str, N
 
 
 def _expression_of(names: Any) -> str | None:
-    """The expression, in Rust's syntax, of the names that a schema describes; None if none is known."""
+    """The expression, in Rust's syntax, for the names that a schema allows; None if unknown."""
     if not isinstance(names, dict):
         return None
     words = ASSERTIONS & names.keys()
@@ -341,14 +341,14 @@ def _expression_of(names: Any) -> str | None:
 
 
 def rewrite_dependencies(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """If a property is there, something else must be: either it is not there, or that is."""
+    """Rewrites dependencies of a property: either it is missing, or its dependency holds."""
     found: list[Any] = []
     for word in ("dependentRequired", "dependentSchemas", "dependencies"):
         given = own.get(word)
         if not isinstance(given, dict) or not all(isinstance(each, bool | dict | list) for each in given.values()):
             continue
         if word == "dependencies" and rewriter.is_newer:
-            rewriter.narrowed.add(id(own))  # from 2019-09 on implementations may ignore it
+            rewriter.narrowed.add(id(own))  # from draft 2019-09 on, implementations may ignore it
         for name, each in own.pop(word).items():
             wanted = {"required": each} if isinstance(each, list) else each
             if wanted != {"required": []} and not _is_true(wanted):
@@ -358,7 +358,7 @@ def rewrite_dependencies(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
 
 
 def rewrite_if_then_else(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """`then` holds or the condition does not; `else` holds or the condition does."""
+    """Rewrites `if`: `then` holds or the condition does not; `else` holds or the condition does."""
     if "if" not in own:
         return
     condition, then, other = own["if"], own.get("then", True), own.get("else", True)
@@ -374,7 +374,7 @@ def rewrite_if_then_else(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
 
 
 def rewrite_not(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """`not`, by the opposites of the keywords in it."""
+    """Rewrites `not` with the complements of the keywords in it."""
     if "not" not in own:
         return
     opposite = rewriter.negated(own["not"], own)
@@ -384,7 +384,7 @@ def rewrite_not(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
 
 
 def rewrite_one_of(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """`oneOf` where alternatives are not obviously apart: one of them, and the opposites of all others."""
+    """Rewrites `oneOf` of alternatives that may overlap: one of them, and the complements of all others."""
     given = own.get("oneOf")
     if not isinstance(given, list) or not 1 < len(given) <= 16 or isinstance(own.get("discriminator"), dict):
         return
@@ -416,7 +416,7 @@ def _have_own_types(alternatives: list[Any]) -> bool:
 
 
 def rewrite_unique_items(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
-    """`uniqueItems`, where there is at most one item, or a few values to choose from."""
+    """Rewrites `uniqueItems` if there is at most one item, or if items have only a few possible values."""
     if own.get("uniqueItems") is not True:
         return
     if _count(own.get("maxItems"), 2) <= 1:
@@ -435,7 +435,7 @@ def rewrite_unique_items(own: dict[str, Any], rewriter: SchemaRewriter) -> None:
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """All values that fit a schema that says only that; None if there are too many."""
+    """All values of a schema that only lists values; None if there are too many."""
     words = ASSERTIONS & schema.keys() if isinstance(schema, dict) else set()
     if words in ({"enum"}, {"enum", "type"}) and isinstance(schema["enum"], list):
         is_text = all(isinstance(each, str) for each in schema["enum"])
@@ -444,7 +444,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 FIRST_RULES: tuple[Rule, ...] = (rewrite_dynamic_references, rewrite_unevaluated)
-"""What other rules drop makes a difference to what is evaluated, and so does what they write."""
+"""Rules that run first: other rules change which members count as evaluated."""
 
 RULES: tuple[Rule, ...] = (
     drop_no_op_keywords, rewrite_contains, rewrite_property_names, rewrite_dependencies, rewrite_if_then_else,

@@ -1,4 +1,4 @@
-"""Prepares JSON Schemas for llguidance: sets how JSON is written, drops annotations, refuses what would not be held."""
+"""Prepares JSON Schemas for llguidance: sets the style of JSON, drops annotations, refuses unenforceable keywords."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ JSON_STYLE: dict[str, Any] = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False,
     "lenient": False, "json_allowed_escapes": 'bfnrt\\"',
 }  # fmt: skip
-"""How JSON is written, and that schemas are honoured whole or refused. Unicode escapes are off: with `\\u0061` a model
-could write a listed name a second time."""
+"""The style of JSON, and that schemas are honoured whole or refused. Unicode escapes are off: with `\\u0061` a model
+could write a listed name twice."""
 
 _NEEDS_UNICODE_ESCAPES = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Control characters that no other escape writes."""
+"""Control characters without a short escape."""
 
 _MAY_NEED_UNICODE_ESCAPES = re.compile(r"\\u00(?:[01]|7f)")
-"""In the JSON of schemas with such characters, and of some others."""
+"""Matches the JSON of schemas with such characters, and of some others."""
 
 KNOWN_FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
-"""Formats that texts are held to. llguidance refuses any other."""
+"""Formats that are enforced. llguidance refuses any other."""
 
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
 
 _EXACT = 1 << 53
-"""llguidance rounds larger integers of a schema."""
+"""Largest integer of a schema that llguidance does not round."""
 
 _MAX_DIGITS = 15
 """llguidance 1.9.1 rounds bounds with more significant digits, and allows numbers beyond them."""
@@ -60,20 +60,19 @@ _CHECKED = frozenset(
     (*_LIMITS, *_COUNTS, "$id", "$ref", "const", "dependencies", "dependentRequired", "dependentSchemas", "enum",
      "format", "oneOf", "pattern", "patternProperties", "properties", "required")
 )  # fmt: skip
-"""Keywords that are checked or changed before any is rewritten."""
+"""Keywords that are checked or changed before the rewriting."""
 
 _NAMES_AND_DEFINITIONS = frozenset({"$anchor", "$defs", "$dynamicAnchor", "$id", "definitions"})
 
 
 class UnsupportedSchemaError(ValueError):
-    """A schema asks for what llguidance does not hold texts to. The message begins with the keyword."""
+    """A schema has a keyword that llguidance does not enforce. The message begins with the keyword."""
 
 
 def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
-    """A schema whose JSON is written on one line, with a space after each comma and colon. Formats that are not known
-    are left out: by JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. A `oneOf` whose alternatives
-    a `discriminator` tells apart (OpenAPI 3.1; pydantic writes it) becomes an `anyOf`. Raises
-    UnsupportedSchemaError.
+    """Prepares a schema whose JSON is written on one line, with a space after each comma and colon. Unknown formats are
+    dropped: in JSON Schema 2020-12 (Validation, section 7.2.1) they are annotations. A `oneOf` whose alternatives
+    differ by a `discriminator` (OpenAPI 3.1; pydantic writes it) becomes an `anyOf`. Raises UnsupportedSchemaError.
     """
     if schema is False:
         return False
@@ -82,7 +81,7 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
     root = SchemaRoot(found)
     may_have_controls, has_controls = _MAY_NEED_UNICODE_ESCAPES.search(text) is not None, False
     every = list[tuple[SchemaPath | None, dict[str, Any]]]()
-    for link, own in _subschemas(found):  # which goes into each one after what is done here
+    for link, own in _subschemas(found):  # which descends into each schema after this iteration
         drop_unknown_keywords(own, found.get("$schema"))
         every.append((link, own))
     for link, own in every:
@@ -92,7 +91,7 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
             del own["format"]
         reference = own.get("$ref")
         if own is not found and "$id" in own and "$ref" in own:
-            # In draft 7 the $id means nothing there. Later it changes what the $ref points to.
+            # In draft 7 the $id has no meaning there. Later it changes the target of the $ref.
             raise UnsupportedSchemaError("$id beside $ref: drafts disagree about what it means" + _at(link))
         if isinstance(reference, str) and "#/" in reference[1:] and root.has_resources:
             raise UnsupportedSchemaError(
@@ -123,12 +122,12 @@ def prepare_schema(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool
 
 
 class _ToldApart:
-    """Turns a `oneOf` whose alternatives a discriminator tells apart into an `anyOf`.
+    """Turns a `oneOf` whose alternatives differ by a discriminator into an `anyOf`.
 
     root      the whole schema
-    left      words and characters that may be read: definitions that are used many times take no quadratic time
-    copies    the alternatives that ask for more than was given; a definition itself may have other uses
-    narrowed  ids of schemas that have such alternatives
+    left      words and characters that may still be read: limits the time for definitions that are used many times
+    copies    copies of alternatives with further requirements; a definition itself may have other uses
+    narrowed  ids of schemas with such alternatives
     """
 
     def __init__(self, root: SchemaRoot, left: int) -> None:
@@ -139,9 +138,8 @@ class _ToldApart:
         self.narrowed = set[int]()
 
     def apply(self, schema: dict[str, Any]) -> None:
-        """Changes a schema if its alternatives are objects, and each has its own values for the property that the
-        discriminator names. The property is required then, even if it has a default, so that no text has two of the
-        forms.
+        """Changes a schema if its alternatives are objects, each with its own values of the discriminator's property.
+        It makes the property required, even if it has a default, so that no text fits two alternatives.
         """
         name, alternatives = schema["discriminator"].get("propertyName"), schema["oneOf"]
         self._left -= len(alternatives)
@@ -157,10 +155,10 @@ class _ToldApart:
             self.narrowed.add(id(schema))
         del schema["oneOf"]
         schema["anyOf"] = chosen
-        del schema["discriminator"]  # which llguidance would not have beside references that go in circles
+        del schema["discriminator"]  # llguidance refuses it beside recursive references
 
     def _definition(self, schema: Any) -> Any:
-        """What a schema refers to, if it only refers to something; else the schema."""
+        """The target of a schema that is only a reference; any other schema unchanged."""
         is_reference = isinstance(schema, dict) and "$ref" in schema and len(schema) == 1
         return self._root.resolve(schema["$ref"]) if is_reference else schema
 
@@ -182,8 +180,8 @@ class _ToldApart:
         return True
 
     def _requiring(self, name: str, given: Any, definition: dict[str, Any]) -> Any:
-        """An alternative that requires a property: the given one if it does, else a copy or a reference to one.
-        llguidance takes no other keyword beside a reference to a definition that refers to itself.
+        """An alternative that requires a property: the given one if it does, else a copy or a reference to a copy.
+        llguidance allows no other keyword beside a reference to a recursive definition.
         """
         required = definition.get("required", [])
         if name in required:
@@ -209,7 +207,7 @@ class _ToldApart:
 
 
 def _has_controls(schema: Mapping[str, Any]) -> bool:
-    """Whether a text that fits can need the escape \\u for a value or a name that the schema lists."""
+    """Whether a fitting text can need the escape \\u for a value or a name that the schema lists."""
     todo: list[Any] = [schema.get(word) for word in ("const", "enum", "required")]
     for word in ("properties", "dependentRequired", "dependentSchemas", "dependencies"):
         if isinstance(named := schema.get(word), dict):
@@ -228,7 +226,7 @@ def _has_controls(schema: Mapping[str, Any]) -> bool:
 
 
 def _names_in_the_open(schema: Mapping[str, Any]) -> bool:
-    """Whether objects can have further properties beside those that a schema names."""
+    """Whether objects may have properties besides those that a schema names."""
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         return False
@@ -239,7 +237,7 @@ def _names_in_the_open(schema: Mapping[str, Any]) -> bool:
 
 
 def _translate(schema: dict[str, Any], link: SchemaPath | None) -> bool:
-    """Translates the expressions of a schema. Returns whether one asks for control characters; see RustRegex. Raises
+    """Translates the expressions of a schema. Returns whether one has control characters; see RustRegex. Raises
     UnsupportedSchemaError.
     """
     has_controls = False
@@ -255,7 +253,7 @@ def _translate(schema: dict[str, Any], link: SchemaPath | None) -> bool:
         for pattern, each in named.items():
             found = _translated("patternProperties", pattern, link)
             has_controls |= found.has_controls
-            # Different expressions may become the same.
+            # Different expressions may have the same translation.
             before = properties.get(found.rust)
             properties[found.rust] = each if before is None else {"allOf": [before, each]}
         schema["patternProperties"] = properties
@@ -271,11 +269,11 @@ def _translated(word: str, pattern: str, link: SchemaPath | None) -> RustRegex:
 
 
 def _rounded(schema: Mapping[str, Any]) -> str | None:
-    """Why the numbers of a schema cannot be honoured, if so."""
+    """Why the numbers of a schema cannot be honoured; None if they can."""
     values = [(word, schema[word]) for word in (*_LIMITS, "const", "enum") if word in schema]
     while values:
         word, value = values.pop()
-        # A bound of 1e20 is an integer, too; a constant is written as it is.
+        # A bound of 1e20 is an integer, too; a constant is written unchanged.
         is_integer = isinstance(value, int) or (word in _LIMITS and isinstance(value, float) and value % 1 == 0)
         if is_integer and abs(value) > _EXACT:
             return f"{word}: integers beyond 2^53 are rounded"
@@ -292,7 +290,7 @@ def _is_count(value: Any) -> TypeIs[int | float]:
 
 
 def _repeated(schema: Mapping[str, Any]) -> str | None:
-    """Why the number of properties cannot be honoured, if so. Names that are not listed may come twice."""
+    """Why the number of properties cannot be enforced; None if it can. A text may repeat a name that is not listed."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
@@ -302,7 +300,7 @@ def _repeated(schema: Mapping[str, Any]) -> str | None:
 
 
 def schema_error_text(schema: Any, error: str) -> str:
-    """What llguidance says against a schema, by the name of the keyword and with its place, where that can be found."""
+    """The text for a user about an error of llguidance, with the keyword and its place if these are known."""
     error = error.strip()
     if error.startswith("Unimplemented keys") and (words := re.findall(r'"([^"]*)"', error)):
         return f"{', '.join(words)}: not supported{_at(_place(schema, lambda own: words[0] in own))}"
@@ -322,7 +320,7 @@ def schema_error_text(schema: Any, error: str) -> str:
 
 
 def _explained_expression(schema: Any, error: str) -> str | None:
-    """What llguidance says against an expression, with the one that was given; None if it says something else."""
+    """The text for a user about an error in an expression, with the original expression; None for other errors."""
     given = list(_expressions(schema))
     names = {rust: expression for _, expression, rust, _ in given}
     if (both := _NOT_DISJOINT.search(error)) is not None:
@@ -342,7 +340,7 @@ def _explained_expression(schema: Any, error: str) -> str | None:
 
 
 def _expressions(schema: Any) -> Iterator[tuple[str, str, str, SchemaPath | None]]:
-    """The regular expressions of a schema: keyword, expression, the same in Rust's syntax, and place."""
+    """Yields the regular expressions of a schema: keyword, expression, translation, and place."""
     for link, own in _subschemas(schema):
         given = own.get("patternProperties")
         found = [("patternProperties", each) for each in given] if isinstance(given, Mapping) else []
@@ -359,7 +357,7 @@ _EXPRESSION = re.compile(r"regex parse error:\n +(.*)\n[ ^]+\nerror: (.*)")
 
 
 class SchemaPath(NamedTuple):
-    """The place of a subschema: that of the schema around it, None if that is the outermost, and its name there."""
+    """The place of a subschema. parent: place of the enclosing schema, None for the root; name: its name there."""
 
     parent: SchemaPath | None
     name: str
@@ -375,17 +373,17 @@ def _at(link: SchemaPath | None) -> str:
 
 
 def _place(schema: Any, is_meant: Callable[[Mapping[str, Any]], bool]) -> SchemaPath | None:
-    """Where the first subschema stands that is meant."""
+    """The place of the first subschema that `is_meant` accepts."""
     return next((link for link, own in _subschemas(schema) if is_meant(own)), None)
 
 
 def _subschemas(root: Any) -> Iterator[tuple[SchemaPath | None, dict[str, Any]]]:
-    """All schemas in a schema that are objects, with their places, outer ones first: where keywords have schemas, and
-    where references point to.
+    """All subschemas that are objects, with their places, outer ones first. Follows keywords with schemas, and targets
+    of references.
     """
     todo: deque[tuple[SchemaPath | None, Any, Any]] = deque(
         [(None, root, root)]
-    )  # place, schema, and what pointers start at
+    )  # place, schema, and the base of its pointers
     seen = set[int]()
     while todo:
         link, own, base = todo.popleft()

@@ -1,1 +1,1 @@
-"""Tools that a model may call: what is asked for, how models of a family write calls, and reading them."""
+"""Tools that a model may call: their definitions, how each model family writes calls, and a parser for calls."""

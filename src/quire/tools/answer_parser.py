@@ -1,4 +1,4 @@
-"""Reads an answer while it arrives: reasoning first, then text and calls."""
+"""Parses an answer while it arrives: reasoning first, then text and calls."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from quire.tools.reasoning import ReasoningParser
 
 
 class AnswerParser:
-    """Turns the pieces of one answer into its parts.
+    """Splits the pieces of one answer into reasoning, text and calls.
 
     reasoning  None: the model does not reason, or its reasoning is part of the text
-    calls      None: there are no tools
+    calls      None: the request has no tools
     """
 
     def __init__(self, reasoning: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
@@ -25,27 +25,27 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls so far."""
+        """Number of calls so far."""
         return 0 if self._calls is None else self._calls.num_calls
 
     @property
     def is_cut(self) -> bool:
-        """Whether the last call is not whole yet."""
+        """Whether the last call is incomplete."""
         return self._calls is not None and self._calls.is_cut
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """Whether the next text belongs to the reasoning."""
         return self._reasoning is not None and self._reasoning.is_inside
 
     @property
     def is_outside_text(self) -> bool:
-        """Whether what comes next belongs to reasoning or to a call, and its marks."""
+        """Whether the next text belongs to reasoning or a call, or to the marks around them."""
         is_behind = self._reasoning is not None and self._reasoning.is_behind
         return self.is_reasoning or is_behind or (self._calls is not None and self._calls.is_within)
 
     def read(self, text: str, *, is_last: bool) -> list[AnswerDelta]:
-        """What a piece of the answer adds."""
+        """Parses a piece of the answer. Returns the new parts."""
         parts: list[AnswerDelta] = [TextDelta(text)] if text else []
         if self._reasoning is not None:
             parts = self._reasoning.push(text)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from quire.errors import RequestError
 
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Parameters of a tool without any."""
+"""Parameters of a tool that takes none."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Tool:
     """A function that the caller can run.
 
     parameters  JSON Schema of its arguments, an object
-    strict      whether arguments must fit the schema even where the model is free to call or not
+    strict      whether arguments must fit the schema even when calling is optional
     """
 
     name: str
@@ -27,20 +27,20 @@ class Tool:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The schema of the arguments. They are an object, whatever the parameters say: others are not satisfiable."""
+        """The schema of the arguments. It always asks for an object: llguidance cannot satisfy another type."""
         given, conditions = self.parameters.get("type", "object"), self.parameters.get("allOf", [])
         if given == "object" or not isinstance(conditions, list):
             return {"type": "object", **self.parameters}
         return {**self.parameters, "type": "object", "allOf": [*conditions, {"type": given}]}
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool in the form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 def parse_tool(given: Mapping[str, Any]) -> Tool:
-    """A tool as OpenAI's API has it. Raises RequestError for anything else."""
+    """Parses a tool of OpenAI's API. Raises RequestError for anything else."""
     match given:
         case {"type": "function", "function": {"name": str() as name, **rest}}:
             parameters, description = rest.get("parameters"), rest.get("description")
@@ -54,10 +54,10 @@ def parse_tool(given: Mapping[str, Any]) -> Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the answer may, must or must not call, and what.
+    """Whether the answer may, must or must not call, and which tool.
 
     name      the only tool; "" for any
-    parallel  whether there may be several calls
+    parallel  whether an answer may have several calls
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -67,7 +67,7 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that an earlier answer made. arguments: JSON text."""
+    """A call in an earlier answer. arguments: JSON text."""
 
     id: str
     name: str
@@ -83,14 +83,14 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """A piece of what the model writes before its answer."""
+    """A piece of the reasoning that the model writes before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
-    """The index-th call of an answer is of this tool."""
+    """The start of the index-th call of an answer."""
 
     index: int
     id: str

@@ -1,4 +1,4 @@
-"""A conversation with tools -> the text of its prompt, for the library and the server."""
+"""Renders a conversation with tools as the text of a prompt, for the library and the server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class ChatText(NamedTuple):
-    """A rendered conversation, to be encoded with its escape and without tokens around it.
+    """A rendered conversation. Encode it with `escape` and without adding tokens around it.
 
-    escaped  the text, with the escape in the names of control tokens that are text
-    escape   see `quire.models.control_tokens`; "" if there are no such names
+    escaped  the text, with `escape` inserted into the names of control tokens that users or tools wrote as text
+    escape   see `quire.models.control_tokens`; "" if the text has no such names
     """
 
     escaped: str
@@ -39,9 +39,9 @@ def render_chat(
 ) -> ChatText:
     """Renders a conversation with the model's chat template.
 
-    tools        that the answer may call
+    tools        tools that the answer may call
     variables    variables for the template
-    keep_tokens  whether names of control tokens in texts of users and tools become these tokens
+    keep_tokens  whether a control token's name in the text of users and tools becomes that token
     Raises RequestError if there is no template or it rejects the messages.
     """
     format_ = format_of(tokenizer.tool_template if tools else tokenizer.chat_template)

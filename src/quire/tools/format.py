@@ -1,4 +1,4 @@
-"""How the models of a family write calls, as one row, and the grammar and the conversation that follow from it."""
+"""The call format of a model family: how it writes calls, and the grammar and the conversation that follow from it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class ToolFormat:
     """A call is written as {"name": ..., KEY: {...}}.
 
     name               of the format
-    marks              texts in chat templates of models that write calls like this: one is enough
-    excluded_marks     texts in chat templates of models that have the marks and write otherwise
-    opener             what stands before the first call
-    separator          what stands between two calls; None: there is at most one
-    closer             what stands after the last call
-    key                of the arguments
+    marks              texts that identify the format in a chat template; one is enough
+    excluded_marks     texts in a chat template that rule the format out even if it has a mark
+    opener             text before the first call
+    separator          text between two calls; None: an answer has at most one
+    closer             text after the last call
+    key                key of the arguments
     other_openers      other texts that open a call
-    at_start           whether an answer may begin with a call that nothing opens
-    make_instructions  the system text that teaches the format; None: the chat template does
+    at_start           whether an answer may begin with a call without an opener
+    make_instructions  writes the system message that teaches the format; None: the chat template teaches it
     id_length          characters of a call's id after `id_prefix`
     """
 
@@ -61,8 +61,8 @@ class ToolFormat:
         return self.opener + (self.separator or "").join(texts) + self.closer
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """A conversation for a template that knows no tools: they are told of in a system message, calls are text, and
-        results are said by the user. For another template, the messages as they are.
+        """Rewrites a conversation for a template without tools: the system message describes the tools, calls become
+        text, and results become messages of the user. For other templates it changes only ids, if these are too long.
         """
         if self.make_instructions is None:
             return list(messages) if self.id_prefix else [self._with_ids(message) for message in messages]
@@ -75,7 +75,7 @@ class ToolFormat:
         return [{"role": "system", "content": told}, *found]
 
     def _with_ids(self, message: Message) -> Message:
-        """A message whose ids are as long as the template demands: those of other servers are longer."""
+        """Shortens the ids of a message to the length that the template demands. Ids of other servers may be longer."""
         found = dict(message)
         if (given := message.get("tool_call_id")) is not None:
             found["tool_call_id"] = self._id(given)
@@ -91,11 +91,12 @@ class ToolFormat:
     def grammar(
         self, tools: Sequence[Tool], choice: ToolChoice, token_of: TokenOf, constraint: str | None = None
     ) -> str | None:
-        """The grammar of an answer, as Lark; None where the model is free, no tool is strict and the text is free.
+        """The grammar of an answer, in Lark's syntax. None if the model may write anything: calls are not required, no
+        tool is strict, and the text has no constraint.
 
-        Must it call, every tool's arguments fit their schema. May it, those of strict tools do.
+        If the answer must call, the arguments of every tool fit its schema; otherwise only those of strict tools do.
 
-        constraint  of a text without calls, as a term of Lark; None: any
+        constraint  constraint on a text without calls, as a term of Lark; None: any text
         """
         wanted = [tool for tool in tools if choice.name in ("", tool.name)]
         is_free = choice.mode == "auto" and constraint is None and not any(tool.strict for tool in wanted)
@@ -133,7 +134,7 @@ class ToolFormat:
         token_of: TokenOf,
         wanted: StructuredOutputsParams | None = None,
     ) -> StructuredOutputsParams | None:
-        """What an answer must be; None: anything. wanted: what a text without calls must be. See `grammar`."""
+        """The constraint on an answer; None without one. wanted: the constraint on a text without calls."""
         constraint, num_forced = (None, 0.0) if wanted is None else term_of(wanted)
         grammar = self.grammar(tools, choice, token_of, constraint)
         if grammar is None:
@@ -143,18 +144,18 @@ class ToolFormat:
         return StructuredOutputsParams(grammar=grammar, may_force=most <= MAX_FORCED_BYTES, reasoning=reasoning)
 
     def _forced_bytes(self, tools: Sequence[Tool], choice: ToolChoice) -> float:
-        """Bytes that calls can force in one piece; see forced. Between two calls there is a choice."""
+        """Upper bound of the bytes that calls can force in one piece; see forced_text. Calls are chosen freely."""
         held = [tool for tool in tools if choice.mode == "required" or tool.strict]
         around = len(self.opener + (self.separator or "") + self.closer) + len(self.key)
         sizes = (schema_bytes(schemas.prepare_schema(tool.arguments)) + 6 * len(tool.name) for tool in held)
         return around + SCALAR_BYTES + max(sizes, default=0.0)
 
     def _terms(self, text: str, token_of: TokenOf) -> list[str]:
-        """A text in a grammar, with the marks in it as tokens where they are."""
+        """A text as terms of a grammar. Marks in it become tokens if the tokenizer has them."""
         return [lark_term(piece, token_of) for piece in self._pieces(text)]
 
     def _pieces(self, text: str) -> list[str]:
-        """A text, cut around the marks in it."""
+        """Splits a text at its marks, and keeps the marks."""
         pieces = re.split("(" + "|".join(map(re.escape, self.marks)) + ")", text) if self.marks else [text]
         return [piece for piece in pieces if piece]
 
@@ -166,7 +167,7 @@ class ToolFormat:
 
 
 def _written(arguments: Any) -> str:
-    """Arguments as JSON: they come as an object, or as its text."""
+    """Arguments as JSON text, given as an object or as that text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""The formats of calls, a row each: the first one with a mark in the model's chat template is the model's."""
+"""The call formats, one row each. A model has the first format with a mark in its chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.tools.format import ToolFormat
 
 
 def format_of(template: str) -> ToolFormat:
-    """The format of a model by its chat template; the generic one if none is known."""
+    """The format for a chat template; the generic one if no known format matches."""
 
     def is_written(marks: tuple[str, ...]) -> bool:
         return any(mark in template for mark in marks)
@@ -38,7 +38,7 @@ GENERIC = ToolFormat(
     other_openers=('{"tool_calls":[',),
     make_instructions=_instructions,
 )
-"""Of any other model: it is told how, and answers with an object of calls."""
+"""The generic format: a system message explains it, and the model answers with one JSON object that lists the calls."""
 
 HERMES = ToolFormat(
     "hermes",
@@ -50,7 +50,7 @@ HERMES = ToolFormat(
     # Qwen3-Coder and GLM write arguments as tags.
     excluded_marks=("<function=", "<arg_key>"),
 )
-"""Hermes 2 Pro, Qwen 2.5 and Qwen 3, and others after them: each call within tags of its own."""
+"""Hermes 2 Pro, Qwen 2.5, Qwen 3 and successors: tags around each call."""
 
 LLAMA = ToolFormat(
     "llama",
@@ -62,7 +62,7 @@ LLAMA = ToolFormat(
     other_openers=("<|python_tag|>",),
     at_start=True,
 )
-"""Llama 3.1, 3.2 and 3.3: the answer is one call, and its arguments are called parameters."""
+"""Llama 3.1, 3.2 and 3.3: the answer is one call, and the key of its arguments is "parameters"."""
 
 MISTRAL = ToolFormat(
     "mistral",
@@ -71,11 +71,11 @@ MISTRAL = ToolFormat(
     separator=", ",
     closer="]",
     other_openers=("[TOOL_CALLS][", "[TOOL_CALLS]"),
-    # Newer models write a name and its arguments.
+    # Newer models write a name and then its arguments, without a list.
     excluded_marks=("[ARGS]",),
     id_prefix="",
     id_length=9,
 )
-"""Mistral's instruction models: a list of calls behind a token of its own, and ids of nine letters and digits."""
+"""Mistral's instruction models: a token, then a list of calls, whose ids have nine letters and digits."""
 
 FORMATS = (MISTRAL, HERMES, LLAMA)

@@ -1,4 +1,4 @@
-"""What a whole call says, however a model has written it."""
+"""Parses complete JSON calls in all the variants that models write."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 KEYS = ("arguments", "parameters", "args", "input")
-"""Keys that models write arguments under, whatever their format says."""
+"""Keys under which models write arguments, whatever their format demands."""
 
 STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 """A JSON string, as a regular expression. Needs re.DOTALL."""
 
 _REDUNDANT = frozenset({"type", "id", "call_id", "index"})
-"""Members of a call that say nothing a caller needs."""
+"""Members of a call that a caller does not need."""
 
 _KEY = re.compile(rf"\s*({STRING})\s*:\s*(?=\S)", re.DOTALL)
 _BEHIND = re.compile(r"\s*([,}])")
@@ -24,12 +24,12 @@ _SCALAR = re.compile(r"[-+.\w]*")
 
 
 class JsonScanner:
-    """Follows the text of one JSON string, object or list to its end, however the text is cut. Brackets and strings
-    count; it does not look at anything else.
+    """Finds the end of one JSON string, object or list in text that arrives in pieces. It follows only brackets and
+    strings, and checks nothing else.
 
     num_seen  characters of the value so far
-    end       its length; -1: it goes on
-    nested    where its first inner bracket is; -1: none so far
+    end       length of the value; -1: incomplete
+    nested    position of the first inner bracket; -1: none so far
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class JsonScanner:
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def find(self, text: str, begin: int, upto: int | None = None, *, to_nested: bool = False) -> int:
-        """The length of the value that begins at `begin`; -1 if it goes on. What earlier calls saw is skipped.
+        """The length of the value that begins at `begin`; -1 if it is incomplete. Skips what earlier calls scanned.
 
-        upto       where it stops looking
-        to_nested  whether it stops behind the first inner bracket
+        upto       position where the scan stops
+        to_nested  whether the scan stops after the first inner bracket
         """
         if self.end >= 0 or (to_nested and self.nested >= 0):
             return self.end
@@ -79,7 +79,7 @@ class JsonScanner:
 
 
 class ParsedCall(NamedTuple):
-    """The name and the arguments, as JSON text, of a call, and the other members that it has, as they are written."""
+    """A parsed call: its name, its arguments as JSON text, and the text of each other member."""
 
     name: str
     arguments: str
@@ -87,13 +87,13 @@ class ParsedCall(NamedTuple):
 
 
 def parse_call(text: str, keys: Sequence[str] = KEYS) -> ParsedCall | None:
-    """What a call says; None if it is none, or if its arguments cannot be told.
+    """Parses a call. None if the text is no call, or if its arguments cannot be identified.
 
-    text  an object from its brace to the brace that closes it
-    keys  that arguments may stand under
+    text  an object, from its opening to its closing brace
+    keys  keys of the arguments
 
-    The first name and the first arguments that are not empty count. A call without arguments, or with null, has {},
-    unless it has other members that could be meant as arguments.
+    The first name and the first non-empty arguments count. A call without arguments, or with null, has {}, unless
+    another member might be its arguments.
     """
     try:
         members = list(_members(text))
@@ -132,7 +132,7 @@ def _inner_call(members: list[tuple[str, str, str]], keys: Sequence[str]) -> Par
 
 
 def is_redundant(key: str, value: str, name: str, keys: Sequence[str]) -> bool:
-    """Whether a member of a call of this name may be dropped: it says nothing that its name and arguments do not."""
+    """Whether a member of a call with this name can be dropped, because it repeats the name or is empty or metadata."""
     if key in ("name", "function"):
         return value == "null" or decoded(value) == name
     if key in keys:
@@ -141,9 +141,9 @@ def is_redundant(key: str, value: str, name: str, keys: Sequence[str]) -> bool:
 
 
 def may_be_redundant(begins: str, keys: Sequence[str]) -> bool:
-    """Whether a member that the answer's end cut off may be one to drop.
+    """Whether an incomplete member at the end of the answer might be redundant.
 
-    begins  its text: `"id": "x` or less
+    begins  the beginning of its text, such as `"id": "x`
     """
     key = begins[1:].partition('"')
     dropped = {"name", "function", *keys, *_REDUNDANT}
@@ -151,8 +151,8 @@ def may_be_redundant(begins: str, keys: Sequence[str]) -> bool:
 
 
 def arguments_of(value: str) -> str | None:
-    """Arguments as the text of an object: they are one, or a text that is one. "" if there are none, None for what
-    is no object. Only the brackets are checked: what a model writes within is passed on.
+    """Arguments as the text of an object, given as an object or as a string with one. "" for empty arguments, None if
+    they are no object. Checks only the brackets; the caller gets everything inside as the model wrote it.
     """
     if value.startswith('"'):
         value = (decoded(value) or "").strip()
@@ -162,7 +162,7 @@ def arguments_of(value: str) -> str | None:
 
 
 def decoded(text: str) -> str | None:
-    """The text of a JSON string; None if it is none."""
+    """The text of a JSON string; None if the string is invalid."""
     try:
         found = json.loads(text, strict=False) if text.startswith('"') else None
     except ValueError:
@@ -171,7 +171,7 @@ def decoded(text: str) -> str | None:
 
 
 def _value_end(text: str, begin: int) -> int:
-    """Where a value ends in a text. Raises ValueError if it does not."""
+    """The end of a value in a text. Raises ValueError if the value is incomplete."""
     is_nested = text[begin] in '"{['
     end = begin + JsonScanner().find(text, begin) if is_nested else scalar_end(text, begin)
     if end <= begin:
@@ -180,14 +180,14 @@ def _value_end(text: str, begin: int) -> int:
 
 
 def scalar_end(text: str, begin: int, upto: int | None = None) -> int:
-    """Where a number or a word like null ends."""
+    """The end of a number or of a word such as null."""
     match = _SCALAR.match(text, begin, len(text) if upto is None else upto)
     assert match is not None
     return match.end()
 
 
 def _members(text: str) -> Iterator[tuple[str, str, str]]:
-    """The members of an object: each one's key, the text of its value, and all of its text. Raises ValueError."""
+    """Yields the members of an object: key, text of the value, text of the whole member. Raises ValueError."""
     place, mark = 1, "," if not _EMPTY.fullmatch(text) else "}"
     while mark == ",":
         match = _KEY.match(text, place)

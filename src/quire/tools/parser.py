@@ -1,4 +1,4 @@
-"""Reads calls out of an answer's text while it arrives."""
+"""Parses the calls in an answer's text while it arrives."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quire.tools.json_calls import (
 )
 
 HEAD_CHARS = 4096
-"""Characters of a call in which its name and the beginning of its arguments are looked for."""
+"""Maximum number of characters up to the beginning of a call's arguments."""
 
 MEMBER_CHARS = 256
-"""Characters of a member behind a call's arguments in which its key, or a number, has to end."""
+"""Maximum number of characters of the key, or of a number, in a member after a call's arguments."""
 
 AGAIN_CHARS = 1 << 16
-"""Characters of openers without a call, and of what is read again behind them, that an answer may have: 10 ms."""
+"""Maximum number of characters, per answer, of openers without a call and of text read again after them: 10 ms."""
 
 BARE_CHARS = 4
-"""Characters that a brace without a call counts for at least: Llama's calls have no other opener."""
+"""Minimum number of characters counted for a brace without a call. Llama's calls have no other opener."""
 
 _BLANKS = re.compile(r"\s*")
 _OPENING = re.compile(r"[\s\[]*")
@@ -41,20 +41,20 @@ _MEMBER_BEGINS = re.compile(r'\s*(?:,\s*(?:"[^"\\]*(?:\\.[^"\\]*)*(?:\\?|"\s*(?:
 
 
 class CallParser:
-    """Turns the pieces of one answer into text and parts of calls. However the answer is cut into pieces, the texts
-    joined are the same, and so are the arguments.
+    """Splits the pieces of one answer into text and parts of calls. The joined texts and arguments do not depend on
+    where the answer was cut into pieces.
 
-    What begins like a call and is none, or is of no known tool, is text. Blanks beside calls are dropped, but for those
-    between two texts.
+    Text that begins like a call but is none, or calls an unknown tool, stays text. Blanks beside calls are dropped;
+    blanks between two texts are kept.
 
-    Of a call, the first name and the first arguments that are not empty count. Arguments are passed on as they are
-    written: of those in an object, only the brackets and the quotes are checked. Ids, types, indices, the same name
-    again and empty arguments beside them are dropped. Any other member is text behind the call, for what has been sent
-    cannot be taken back. All of this is the same whether a call's arguments are sent while they arrive, as those right
-    behind a name are, or with the whole call.
+    The first name and the first non-empty arguments of a call count. Arguments are passed on as the model wrote them:
+    in an object, only brackets and quotes are checked. Ids, types, indices, a repeated name and further empty arguments
+    are dropped. Any other member becomes text after the call, because the parts that were sent cannot be taken back.
+    Both ways of sending arguments obey these rules: arguments right after the name are streamed, others are sent with
+    the whole call.
 
-    The time is linear in the answer's length. After AGAIN_CHARS characters of openers that open nothing, and of what
-    was read again because of them, the rest of an answer is text.
+    The time is linear in the answer's length. After AGAIN_CHARS characters of openers without a call, and of text that
+    was read again because of them, the rest of the answer is text.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class CallParser:
         is_exact: bool = False,
         is_either: bool = False,
     ) -> None:
-        """most: calls that an answer may have; further ones are dropped. is_exact: whether only what is written as a
-        grammar writes it is a call. is_either: whether an answer that does not begin with a call has none.
+        """most: maximum number of calls; further ones are dropped. is_exact: whether only a call in the exact syntax of
+        the grammar counts. is_either: whether an answer that does not begin with a call has no calls.
         """
         self._format = format_
         self._names = names
@@ -85,29 +85,29 @@ class CallParser:
         self._keys = (format_.key,) if is_exact else (format_.key, *KEYS)
         head = rf'\{{\s*"name"\s*:\s*({STRING})\s*,\s*"(?:{"|".join(self._keys)})"\s*:\s*'
         self._head = re.compile(head, re.DOTALL)
-        # Empty arguments are read with the whole call, if it goes on: others may stand under another key.
+        # Empty arguments are not streamed if the call continues: another key may have the real arguments.
         self._filled = re.compile(r"\{" if is_exact else r'\{\s*(?:"|\}\s*[^\s,}])')
         self._empty = re.compile(head + r"\{\s*\}\s*", re.DOTALL)
-        self._held, self._at = "", 0  # what is not yet decided on begins at `at`
-        self._later: list[str] = []  # pieces behind it, while a value goes on
-        self._is_waiting = False  # whether the value that `scan` follows goes on
+        self._held, self._at = "", 0  # undecided text, from `at` on
+        self._later: list[str] = []  # pieces after `held`, while a value is incomplete
+        self._is_waiting = False  # whether the value in `scan` is incomplete
         self._num_chars = 0  # of the answer
-        self._num_again, self._seen_to = 0, 0  # characters read again, and where in the answer reading has been
-        self._raw = ""  # of a call that has just begun, from its opener on
-        self._blank: list[str] = []  # at the end of the text so far
-        self._before = ""  # blanks between the last text and a call behind it
-        self._behind: list[str] = []  # blanks behind the last call
-        self._is_behind = False  # whether a call was last
+        self._num_again, self._seen_to = 0, 0  # characters read again, and the farthest position read in the answer
+        self._raw = ""  # text of a call that has just begun, opener included
+        self._blank: list[str] = []  # blanks at the end of the text so far
+        self._before = ""  # blanks between the last text and the call after it
+        self._behind: list[str] = []  # blanks after the last call
+        self._is_behind = False  # whether the last part was a call
         self._has_called = False  # whether there was a call
         self._name = ""  # of the last call
-        self._is_dropped = False  # whether the call is one too many
-        self._is_bare = False  # whether nothing but its brace opens what may be a call
-        self._num_lists = 0  # lists around calls that the format does not have
+        self._is_dropped = False  # whether the call exceeds the maximum
+        self._is_bare = False  # whether a possible call has no opener but its brace
+        self._num_lists = 0  # open lists around calls, in a format without lists
         self._has_text = False  # whether there was text
         self._has_others = False  # whether members of the last call were text
         self._is_start = format_.at_start
-        self._is_unsure = True  # whether a call's arguments may stand right behind its name
-        self._member: tuple[str, int, int] | None = None  # key, begin and value of one behind the arguments
+        self._is_unsure = True  # whether a call's arguments may follow its name directly
+        self._member: tuple[str, int, int] | None = None  # a member after the arguments: key, start, value's start
         self._scan = JsonScanner()
         self._state = "head" if format_.at_start else "text"
         self._steps: dict[str, Callable[[list[AnswerDelta]], bool]] = {
@@ -121,9 +121,9 @@ class CallParser:
         self.num_calls = 0
 
     def _separators(self) -> list[tuple[str, str]]:
-        """What may stand behind a call, and the state that it leads to."""
+        """The texts that may follow a call, each with the parser's next state."""
         separator, closer = (self._format.separator or "").strip(), self._format.closer.strip()
-        # Where what stands between two calls begins like what stands behind the last one, the next opener decides.
+        # If separator and closer begin alike, the next opener decides.
         found = [(closer, "text")] if closer else []
         if separator and not separator.startswith(closer or separator + " "):
             found.append((separator, "head"))
@@ -135,7 +135,7 @@ class CallParser:
         return found
 
     def push(self, text: str) -> list[AnswerDelta]:
-        """What a piece of the answer adds."""
+        """Parses a piece of the answer. Returns the new parts."""
         if self._state == "plain":
             return [TextDelta(text)] if text else []
         self._num_chars += len(text)
@@ -152,21 +152,21 @@ class CallParser:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a call's arguments have begun and not ended."""
+        """Whether a call's arguments are incomplete."""
         return self._state == "arguments" and not self._is_dropped
 
     @property
     def is_within(self) -> bool:
-        """Whether what comes next belongs to a call that has begun."""
+        """Whether the next text belongs to a call that has begun."""
         return self._state in ("arguments", "rest", "tail")
 
     def flush(self) -> list[AnswerDelta]:
-        """What is left when the answer has ended."""
+        """Ends the answer. Returns the remaining parts."""
         found: list[AnswerDelta] = []
         self._held, self._at = self._held[self._at :] + self._taken_later(), 0
         if self._state == "head" and self._empty.fullmatch(self._held):
             self._begin_head(self._raw, 0)
-            self._held += "}"  # which small models forget
+            self._held += "}"  # small models forget this brace
             while self._state == "head" and self._head_step(found):
                 pass
         if self._state == "rest":
@@ -189,7 +189,7 @@ class CallParser:
         return text
 
     def _is_syntax(self, left: str) -> bool:
-        """Whether what is left belongs to a call that was cut off: a grammar writes nothing else there."""
+        """Whether the remaining text belongs to a call that was cut off: a grammar allows nothing else there."""
         begins = not self._has_text and any(opener.startswith(left) for opener in self._openers)
         return bool(left) and (self._state == "head" or begins or any(mark in left for mark in self._format.marks))
 
@@ -206,7 +206,7 @@ class CallParser:
             self._take_text(match.start(), found)
             begins = self._held[self._at : self._at + self._most_opener + 1]
             if any(each.startswith(begins) and each != opener for each in self._openers):
-                return False  # it may become a longer opener, which this one begins
+                return False  # a longer opener begins with this one
             self._is_bare = opener == "{"
             self._begin_head("" if self._is_bare else opener, self._at + (0 if self._is_bare else len(opener)))
             return True
@@ -224,7 +224,7 @@ class CallParser:
         return False
 
     def _may_begin(self) -> bool:
-        """Whether a call may begin here, as far as the text goes."""
+        """Whether the text so far allows a call to begin here."""
         if self._has_text or self._blank:
             return False
         held = self._held[self._at :]
@@ -232,7 +232,7 @@ class CallParser:
         return any(opener.startswith(held) or held.startswith(opener) for opener in self._openers)
 
     def _head_step(self, found: list[AnswerDelta]) -> bool:
-        """Reads a call up to its arguments, or whole if they are not last."""
+        """Reads a call up to its arguments. Reads it to its end if other members may follow the arguments."""
         # Some models write a list of calls where their format has one call.
         opening = _BLANKS if self._is_start or self._is_exact else _OPENING
         end, most = _end(opening, self._held, self._at), self._at + HEAD_CHARS - len(self._raw)
@@ -259,7 +259,7 @@ class CallParser:
         return self._streamed_step(found) if self._is_unsure else self._whole_step(found)
 
     def _streamed_step(self, found: list[AnswerDelta]) -> bool:
-        """Begins a call with arguments right behind its name."""
+        """Starts a call whose arguments follow its name directly."""
         held, at, scan = self._held, self._at, self._scan
         last, is_all = at + HEAD_CHARS, len(held) - at >= HEAD_CHARS
         inner = _INNER.match(held, at, last)
@@ -311,7 +311,7 @@ class CallParser:
         return True
 
     def _rest_step(self, found: list[AnswerDelta]) -> bool:
-        """Reads a member behind a call's arguments, or the brace that ends the call. Small models forget it."""
+        """Reads a member after a call's arguments, or the brace that ends the call. Small models forget that brace."""
         held, at = self._held, self._at
         if self._member is None:
             match = _MEMBER.match(held, at, at + MEMBER_CHARS)
@@ -340,7 +340,7 @@ class CallParser:
         return True
 
     def _tail_step(self, found: list[AnswerDelta]) -> bool:
-        """What stands behind a call: another one, or the end of the calls."""
+        """Reads the text after a call: another call, or the end of the calls."""
         begin = _end(_BLANKS, self._held, self._at)
         if begin - self._at > HEAD_CHARS:
             self._state = "text"
@@ -392,14 +392,14 @@ class CallParser:
             self._has_others = True
 
     def _reject_and_count(self, found: list[AnswerDelta], length: int) -> bool:
-        """What looked like a call for this long is none. What is read again of it is counted."""
+        """Treats the text as no call. Counts the characters that are read again."""
         begin = self._num_chars - (len(self._held) - self._at)
         self._num_again += max(0, min(self._seen_to, begin + length) - begin)
         self._seen_to = max(self._seen_to, begin + length)
         return self._reject(found, length if self._is_bare else 1)
 
     def _reject(self, found: list[AnswerDelta], length: int = 1) -> bool:
-        """What looked like a call is text, up to where another one may begin."""
+        """Turns the text that looked like a call into text, up to the next possible call."""
         self._num_again += len(self._raw) + BARE_CHARS
         if self._num_again > AGAIN_CHARS:
             self._state = "plain"
@@ -414,8 +414,8 @@ class CallParser:
         self._at = end
 
     def _say(self, text: str, found: list[AnswerDelta]) -> None:
-        """Adds text, but for blanks at its end, which may stand before a call, and for those behind one. Between two
-        texts, those before the first call are kept or those behind the last one: what has more lines, or is longer.
+        """Adds text. Holds back blanks at its end, because a call may follow. Between two texts it keeps the blanks
+        before the first call or those after the last call: those with more lines, else the longer ones.
         """
         if self._is_behind:
             begun = text.lstrip()
@@ -436,19 +436,19 @@ class CallParser:
 
 
 def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    """Where the match of a pattern that begins here ends; -1 if there is none."""
+    """The end of a pattern's match at `begin`; -1 without a match."""
     match = pattern.match(text, begin)
     return -1 if match is None else match.end()
 
 
 def _overlap(text: str, opener: str) -> int:
-    """Length of the longest end of a text that an opener begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `opener`."""
     most = min(len(text), len(opener) - 1)
     return next((count for count in range(most, 0, -1) if text.endswith(opener[:count])), 0)
 
 
 def _joined(parts: list[AnswerDelta]) -> list[AnswerDelta]:
-    """Neighbouring pieces of the same text as one."""
+    """Merges neighbouring pieces of the same text."""
     if len(parts) < 2:
         return parts
     found: list[AnswerDelta] = []

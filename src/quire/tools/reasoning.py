@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer, and telling the two apart."""
+"""Reasoning before an answer: its formats, and a parser that separates the two."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from quire.tools.calls import AnswerDelta, ReasoningDelta, TextDelta
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Reasoning stands between two marks at the beginning of an answer. A chat template that knows the format has the
-    second one in it, and may write the first one itself.
+    """Two marks around reasoning at the beginning of an answer. A chat template of this format contains the second
+    mark, and may write the first one into the prompt.
     """
 
     name: str
@@ -27,15 +27,15 @@ FORMATS = (
 
 
 def reasoning_of(template: str) -> ReasoningFormat | None:
-    """The format of a model by its chat template; None if it does not reason."""
+    """The reasoning format for a chat template; None if the model does not reason."""
     return next((each for each in FORMATS if each.ends in template), None)
 
 
 class ReasoningParser:
-    """Splits the pieces of one answer into reasoning and the rest, the same however they are cut. Blanks at the
-    beginning and the end of the reasoning are dropped, and those behind it.
+    """Splits the pieces of one answer into reasoning and the rest. The result does not depend on where the answer was
+    cut. Blanks at both ends of the reasoning and after it are dropped.
 
-    is_inside  whether the prompt has begun the reasoning
+    is_inside  whether the prompt ends inside the reasoning
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_inside: bool) -> None:
@@ -46,16 +46,16 @@ class ReasoningParser:
 
     @property
     def is_inside(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """Whether the next text belongs to the reasoning."""
         return self._state == "inside"
 
     @property
     def is_behind(self) -> bool:
-        """Whether what comes next stands between the reasoning and the text."""
+        """Whether the next text stands between the reasoning and the text."""
         return self._state == "behind"
 
     def push(self, text: str) -> list[AnswerDelta]:
-        """What a piece of the answer adds."""
+        """Parses a piece of the answer. Returns the new parts."""
         if self._state == "text":
             return [TextDelta(text)] if text else []
         self._held += text
@@ -77,7 +77,7 @@ class ReasoningParser:
         return found
 
     def flush(self) -> list[AnswerDelta]:
-        """What is left when the answer has ended."""
+        """Ends the answer. Returns the remaining parts."""
         if self._state == "inside":
             return self._say(self._held.rstrip())
         return self._rest() if self._state == "start" else []

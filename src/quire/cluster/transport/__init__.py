@@ -1,7 +1,7 @@
-"""How processes reach each other: streams of bytes over TCP or over shared memory.
+"""Transports between processes: streams of bytes over TCP or over shared memory.
 
-A transport is a class with `listen` and `dial`, and a row of TRANSPORTS. Everything else is the same for all of them:
-`channel` makes frames out of a stream and `connection` messages out of frames.
+A transport is a class with `listen` and `dial`, and a row of TRANSPORTS. The other layers are the same for all
+transports: `channel` makes frames out of a stream, and `connection` makes messages out of frames.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from quire.cluster.transport.stream import Transport, TransportError
 from quire.cluster.transport.tcp import TcpTransport
 
 TRANSPORTS: dict[str, Transport] = {"tcp": TcpTransport(), "shm": ShmTransport()}
-"""By the scheme of their addresses."""
+"""Transports by the scheme of their addresses."""
 
 
 def transport_of(address: str) -> tuple[Transport, str]:
-    """The transport of an address, and the address without scheme. Raises TransportError."""
+    """The transport of an address, and the address without its scheme. Raises TransportError."""
     scheme, separator, endpoint = address.partition("://")
     if scheme not in TRANSPORTS or not separator or not endpoint:
         raise TransportError(

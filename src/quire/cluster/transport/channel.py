@@ -1,18 +1,18 @@
 """Frames over a stream, between two processes that have proved to each other that they know the secret.
 
-Both sides say hello, and each proves that it knows the secret and what it is about:
+Both sides say hello. Each then proves that it knows the secret and has the same compatibility tag:
 
     hello  = magic, version, length of the name, nonce [32], name
     proof  = BLAKE3, keyed, of "proof", its role and both hellos
-    compatibility_tag  = BLAKE3, keyed, of "about", its role, both hellos and what both must agree on
+        compatibility_tag  = BLAKE3, keyed, of "about", its role, both hellos and the value that both must share
     key    = BLAKE3, keyed, of "frames", the sender's role and both hellos
 
 The roles are "dialer" and "listener", so that nobody can send a proof back. Then frames follow in both directions:
 
     frame  = counter [8], kind [1], zero [3], bytes of meta [4], number [8], MAC [16], meta, payload
-    MAC    = first 16 bytes of BLAKE3, keyed with the direction's key, of what comes before it, and meta
+        MAC    = first 16 bytes of BLAKE3, keyed with the direction's key, of the fields before it, and meta
 
-The payload has no MAC here. A payload is an extent, which has its own, and hashing it twice would halve the throughput.
+The payload has no MAC here. A payload is an extent with its own MAC, and hashing it twice would halve the throughput.
 Nothing is encrypted.
 """
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from quire.cluster.transport.sockets import SocketStream
 
 MOST_META = 64 << 20
-"""Bytes of a message."""
+"""Maximum bytes of a message."""
 MOST_EXTENT = 4 << 30
-"""Bytes of an extent."""
+"""Maximum bytes of an extent."""
 MOST_EXTENTS = 65536
-"""Extents of a message."""
+"""Maximum extents of a message."""
 
 MESSAGE, EXTENT = 1, 2
-"""Kinds of frames. A transport may have more. number: the extents that follow the message; the bytes of the extent."""
+"""Kinds of frames. A transport may add others. number: the extents after the message; the bytes of the extent."""
 
 _MAGIC, _VERSION = b"QLNK", 3
 _HELLO = struct.Struct("<4sBB32s")
 _HEADER = struct.Struct("<QB3xIQ")
 _MAC_BYTES, _PROOF_BYTES = 16, 32
 _PIECE = 1 << 20
-"""Bytes of a payload that are skipped at a time."""
+"""Bytes of a payload skipped at a time."""
 
 
 class Credentials:
-    """What a process says of itself when it meets a peer."""
+    """The identity of a process towards its peers."""
 
     def __init__(self, name: str, secret: bytes, compatibility_tag: bytes) -> None:
         assert secret, "links without a secret"
@@ -60,7 +60,7 @@ class Credentials:
         self.key = blake3(secret, derive_key_context="quire cluster links 1").digest()
 
     def mac(self, *parts: bytes) -> bytes:
-        """Proves that the parts come from someone who knows the secret."""
+        """A MAC of the parts, keyed with the cluster's secret."""
         return blake3(b"".join(parts), key=self.key).digest()
 
 
@@ -73,9 +73,9 @@ class Frame(NamedTuple):
 
 
 class Channel:
-    """An authenticated stream. One thread sends while another one receives.
+    """An authenticated stream. One thread may send while another one receives.
 
-    peer  the name of the process at the other end
+    peer  name of the process at the other end
     """
 
     def __init__(self, stream: SocketStream, peer: str, send_key: bytes, receive_key: bytes) -> None:
@@ -95,8 +95,8 @@ class Channel:
         self.stream.write(*parts) if payload is None else self.stream.write(*parts, payload)
 
     def receive(self) -> Frame:
-        """The next frame, as soon as the peer sends one; its payload is read by whoever knows its kind. Raises
-        TransportError if it is not the one that the peer sent.
+        """Waits for the next frame. The caller reads its payload according to its kind. Raises TransportError if the
+        frame is damaged or out of order.
         """
         self.stream.read(self._head, is_idle=True)
         counter, kind, length, number = _HEADER.unpack_from(self._head)
@@ -113,14 +113,14 @@ class Channel:
 
 
 class ExtentChannel:
-    """The bytes of extents, which travel in the stream after their frames. One thread sends while another receives."""
+    """Extents that travel in the stream after their frames. One thread may send while another one receives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._buffer = np.empty(0, np.uint8)
 
     def send(self, extent: memoryview) -> None:
-        """Sends an extent. Its memory may change as soon as this returns. Raises TransportError."""
+        """Sends an extent. Its memory may change once this returns. Raises TransportError."""
         if len(extent) > MOST_EXTENT:
             raise TransportError(f"an extent of {len(extent)} bytes; {MOST_EXTENT} are possible")
         self._channel.send(EXTENT, len(extent), payload=extent)
@@ -135,16 +135,16 @@ class ExtentChannel:
         return extent.toreadonly()
 
     def skip(self, frame: Frame) -> None:
-        """Passes over the extent that a frame announces."""
+        """Skips the extent that a frame announces."""
         length, scratch = self._length(frame), memoryview(bytearray(_PIECE))
         for start in range(0, length, _PIECE):
             self._channel.stream.read(scratch[: length - start])
 
     def free(self) -> None:
-        """The last extent received is not needed any more: the next one takes its memory."""
+        """Frees the last received extent; the next one reuses its memory."""
 
     def close(self) -> None:
-        """Frees what it has. Nobody uses it any more."""
+        """Frees all memory. The channel must not be used afterwards."""
 
     def _length(self, frame: Frame) -> int:
         if frame.kind != EXTENT or frame.number > MOST_EXTENT:
@@ -153,9 +153,9 @@ class ExtentChannel:
 
 
 def authenticate(stream: SocketStream, credentials: Credentials, seconds: float, *, expected: str | None) -> Channel:
-    """Makes a new stream a channel, or raises TransportError with the reason. The stream's owner closes it.
+    """Turns a new stream into a channel. Raises TransportError with the reason. The stream's owner closes it.
 
-    expected  the name of the peer that was dialled; None at a listener
+    expected  name of the peer that was dialled; None at a listener
     """
     stream.set_deadline(time.monotonic() + seconds)
     roles = (b"dialer", b"listener") if expected is not None else (b"listener", b"dialer")
@@ -177,7 +177,7 @@ def authenticate(stream: SocketStream, credentials: Credentials, seconds: float,
             b"about ", role, both, credentials.compatibility_tag
         )
 
-    # Both send their proofs before they look at the other ones, so that both know why they part.
+    # Both sides send their proofs before they check the peer's, so that both learn the reason of a failure.
     stream.write(b"".join(proofs(roles[0])))
     received = bytearray(2 * _PROOF_BYTES)
     stream.read(memoryview(received))
@@ -191,7 +191,7 @@ def authenticate(stream: SocketStream, credentials: Credentials, seconds: float,
 
 
 def _hello(stream: SocketStream) -> tuple[str, bytes]:
-    """The peer's name, and its hello."""
+    """The peer's name, and its hello message."""
     fixed = bytearray(_HELLO.size)
     stream.read(memoryview(fixed))
     magic, version, length, _ = _HELLO.unpack(fixed)

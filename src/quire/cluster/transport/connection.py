@@ -1,4 +1,4 @@
-"""A connection to a peer: one thread sends what waits, another one gives what arrives to the handler."""
+"""A connection to a peer: one thread sends queued messages, another one passes received messages to the handler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 MOST_QUEUED = 4096
-"""Messages that may wait for a peer."""
+"""Maximum number of messages that wait for a peer."""
 
 
 class QueuedMessage(NamedTuple):
@@ -33,14 +33,14 @@ class QueuedMessage(NamedTuple):
 
 
 class Connection:
-    """One connection, also before it is made. It ends once, for a reason, and never begins again.
+    """One connection, from before it is established. It ends once, for a reason, and never restarts.
 
-    peer     its name; None at a listener until the peer has proved who it is
-    threads  that it has started
+    peer     name of the peer; None at a listener until the peer has proved it
+    threads  threads that it has started
     """
 
     def __init__(self, owner: PeerConnections, peer: str | None, open_stream: Callable[[], SocketStream]) -> None:
-        """peer: who is dialled, None at a listener. open_stream: dials, or gives what was accepted."""
+        """peer: the dialled peer, None at a listener. open_stream: dials, or returns the accepted stream."""
         self.peer = peer
         self.threads: list[threading.Thread] = []
         self.is_established = self.is_ended = False
@@ -55,11 +55,11 @@ class Connection:
         self._num_running = 0
 
     def start(self) -> None:
-        """Starts to dial, or to find out who has dialled."""
+        """Starts to dial, or to authenticate the peer that dialled."""
         self._start("read" if self.peer is None else "send")
 
     def put(self, queued: QueuedMessage) -> bool:
-        """Adds a message to those that wait. False if the connection has ended, or too many wait."""
+        """Queues a message. Returns False if the connection has ended, or too many messages wait."""
         with self._changed:
             if self.is_ended or len(self._queue) >= MOST_QUEUED:
                 return False
@@ -68,7 +68,7 @@ class Connection:
             return True
 
     def wait(self, seconds: float) -> None:
-        """Waits until the connection is established. Raises TransportError if it is not in time."""
+        """Waits until the connection is established. Raises TransportError if that fails or takes too long."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_established or self.is_ended, seconds)
             if self.is_ended:
@@ -82,7 +82,7 @@ class Connection:
             if self.is_ended:
                 return
             self.is_ended, self._reason = True, reason
-            # Under the lock: when the stream is closed its descriptor may belong to another one.
+            # Under the lock: once the stream is closed, its descriptor may belong to another one.
             if self._stream is not None:
                 self._stream.shut()
             self._changed.notify_all()
@@ -123,9 +123,9 @@ class Connection:
             self.end("its thread has ended")
 
     def _tell(self, error: QuireError) -> None:
-        """Logs why the connection ends. Whoever waits for the peer tells what it means."""
+        """Logs why the connection ends. The waiting code decides what that means."""
         text = f"link to {self.peer or 'a stranger'}: {error}"
-        if isinstance(error, PeerClosedError):  # a peer that ends closes its connections
+        if isinstance(error, PeerClosedError):  # a peer closes its connections when it ends
             log.debug("%s", text)
         elif self.peer is None:
             self._owner.stranger_warnings.warn(text)
@@ -133,7 +133,7 @@ class Connection:
             log.warning("%s", text)
 
     def _drop_waiting(self) -> int:
-        """Drops the messages that wait. Returns how many there were."""
+        """Drops all queued messages. Returns their number."""
         num_dropped = 0
         while self._queue:
             num_dropped += 1
@@ -158,7 +158,7 @@ class Connection:
                 self._extent_channel.close()
             if self._stream is not None:
                 self._stream.close()
-        self._drop_waiting()  # some are left if there was no thread to send them
+        self._drop_waiting()  # messages are left if the sending thread could not start
         self._owner.on_ended(self)
 
     def _establish(self) -> None:
@@ -207,7 +207,7 @@ class Connection:
             if left:
                 raise TransportError(f"{left} fewer extents were packed than the {queued.num_extents} announced")
         finally:
-            # A generator holds what it packs, and `done` may end that.
+            # The generator holds the packed pages, and `done` may release them.
             if (close := getattr(extents, "close", None)) is not None:
                 close()
 
@@ -234,7 +234,7 @@ class Connection:
 
 
 class IncomingExtents(Iterator[memoryview]):
-    """The extents that come with a message. They have an end even if somebody keeps this for longer."""
+    """The extents of a message. They become invalid with the message, even if the handler keeps them."""
 
     def __init__(self, channel: Channel, extent_channel: ExtentChannel, num_extents: int) -> None:
         self._channel, self._extent_channel = channel, extent_channel
@@ -242,7 +242,7 @@ class IncomingExtents(Iterator[memoryview]):
         self._extent: memoryview | None = None
 
     def __next__(self) -> memoryview:
-        """The next extent; the one before becomes invalid. Raises TransportError if the connection ends before it."""
+        """The next extent; the previous one becomes invalid. Raises TransportError if the connection ends first."""
         self.free()
         if not self._left:
             raise StopIteration
@@ -250,9 +250,7 @@ class IncomingExtents(Iterator[memoryview]):
         return extent
 
     def free(self) -> None:
-        """Ends the last extent, also for whoever still has it: reading it is an error then, unless arrays of it are
-        left.
-        """
+        """Invalidates the last extent: reading a view of it raises an error, unless arrays still refer to it."""
         if self._extent is not None:
             with contextlib.suppress(BufferError):
                 self._extent.release()
@@ -260,7 +258,7 @@ class IncomingExtents(Iterator[memoryview]):
             self._extent_channel.free()
 
     def skip(self) -> None:
-        """Passes over what nobody has taken."""
+        """Skips the extents that the handler has not taken."""
         while self._left:
             self._extent_channel.skip(self._next())
 
@@ -270,7 +268,7 @@ class IncomingExtents(Iterator[memoryview]):
 
 
 def finish_bulk(bulk: Bulk) -> None:
-    """Tells a bulk that nothing more of it will be sent."""
+    """Calls the bulk's `done`, and logs its errors."""
     try:
         bulk.done()
     except Exception:

@@ -1,14 +1,14 @@
 """Streams between processes of a machine: a Unix socket for frames, shared memory for extents.
 
-Each direction has a segment of anonymous memory from its first extent on. The sender copies extents into it, one after
-the other and around again, and the receiver reads them where they lie. An extent that does not fit before the end of
-the segment begins at its start. So both sides know where each extent lies from the lengths alone.
+Each direction has a segment of anonymous memory from its first extent on. The sender copies extents into it as into a
+ring, and the receiver reads them in place. An extent that does not fit before the end of the segment begins at its
+start. So both sides compute each extent's position from the lengths alone.
 
     SEGMENT  frame; number: bytes of the segment; then one byte with two descriptors: the segment, and its eventfd
     RING     frame; number: bytes of an extent that lies in the segment
 
-The receiver adds what an extent took to the eventfd once it needs the extent no more. An eventfd and not a frame: the
-thread that reads must never wait until it may write, or two processes that send a lot to each other stop.
+The receiver adds the bytes of an extent to the eventfd once it no longer needs the extent. An eventfd, not a frame: the
+reading thread must never wait for a write, or two processes that send a lot to each other would block.
 
 The socket's address is abstract and the segment has no name, so nothing is left of a killed process.
 """
@@ -31,17 +31,17 @@ from quire.cluster.transport.sockets import SocketListener, SocketStream
 from quire.cluster.transport.stream import ForeignUserError, TransportError
 
 SHM_BYTES = 64 << 20
-"""Of a segment. Extents of more than half of it travel through the socket."""
+"""Bytes of a segment. Extents of more than half of it travel through the socket."""
 _MOST_SHM = 1 << 30
-"""Of a peer's segment."""
+"""Maximum bytes of a peer's segment."""
 _ALIGNED = 64
 _SOCKET_BYTES = 1 << 20
-"""Of the socket's buffers: for messages, and extents that are too large for the segment."""
+"""Bytes of the socket's buffers: for messages, and for extents that are too large for the segment."""
 
 SEGMENT, RING = 16, 17
 
 _CREDENTIALS = struct.Struct("=iII")
-"""ucred: process, user and group."""
+"""Format of ucred: process, user and group."""
 _TIMEVAL = struct.Struct("@ll")
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -62,7 +62,7 @@ class ShmStream(SocketStream):
             raise TransportError(f"the connection has ended: {error}") from None
 
     def read_descriptors(self, count: int) -> list[int]:
-        """Reads a byte that must come with some descriptors, which belong to the caller then."""
+        """Reads a byte and the descriptors that must come with it. The caller owns the descriptors."""
         try:
             byte, numbers, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
@@ -74,7 +74,7 @@ class ShmStream(SocketStream):
         return list(numbers)
 
     def wait_for(self, number: int) -> None:
-        """Waits until a descriptor can be read. Raises TransportError if the stream ends or the peer stalls before."""
+        """Waits until a descriptor is readable. Raises TransportError if the stream ends or the peer stalls first."""
         poll = select.poll()
         poll.register(number, select.POLLIN)
         poll.register(self._socket, 0)
@@ -88,11 +88,11 @@ class ShmStream(SocketStream):
 class _Outgoing:
     """The sender's end of a segment.
 
-    credit  the eventfd to which the receiver adds the bytes it has freed
+    credit  eventfd to which the receiver adds the bytes that it has freed
     """
 
     def __init__(self, num_bytes: int, channel: Channel, stream: ShmStream) -> None:
-        """Makes a segment and passes it on."""
+        """Creates a segment and sends it to the peer."""
         self.num_bytes = num_bytes
         self.credit = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stream = stream
@@ -120,7 +120,7 @@ class _Outgoing:
                 raise TransportError(f"the peer has freed {freed} bytes of extents, and had {self._occupied}")
             self._occupied -= freed
         if len(extent):
-            # Not an assignment to the map, which would keep the interpreter's lock.
+            # Not an assignment to the map, which would hold the interpreter's lock.
             room = np.frombuffer(self._map, np.uint8, len(extent), offset)
             np.copyto(room, np.frombuffer(extent, np.uint8))
         self._position += size
@@ -133,7 +133,7 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The receiver's end of a segment, which it can only read."""
+    """The receiver's end of a segment, which is read-only."""
 
     def __init__(self, number: int, credit: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -144,7 +144,7 @@ class _Incoming:
         self._map = mmap.mmap(number, num_bytes, prot=mmap.PROT_READ)
 
     def receive(self, length: int) -> memoryview:
-        """The next extent."""
+        """The next extent, in place."""
         offset, self._owed = _locate(self._position, length, self.num_bytes)
         self._position += self._owed
         with memoryview(self._map) as whole:
@@ -166,7 +166,7 @@ class _Incoming:
 
 
 class RingExtentChannel(ExtentChannel):
-    """Extents that travel through shared memory, or through the socket if they are too large."""
+    """Extents in shared memory, or in the socket if they are too large."""
 
     def __init__(self, channel: Channel, stream: ShmStream) -> None:
         super().__init__(channel)
@@ -218,7 +218,7 @@ class RingExtentChannel(ExtentChannel):
         self._incoming = self._outgoing = None
 
     def _after_segment(self, frame: Frame) -> Frame:
-        """The frame, or the next one if it brings the segment."""
+        """The frame itself, or the next frame if this one brings the segment."""
         if frame.kind != SEGMENT:
             return frame
         number, credit = self._stream.read_descriptors(2)
@@ -238,8 +238,8 @@ class ShmTransport:
     """See Transport."""
 
     def listen(self, host: str, stall_seconds: float) -> SocketListener:
-        """See Transport. Processes that are not in the same network namespace do not see the address; `host` does not
-        matter. Only processes of this process' user may connect, and the secret decides which of them.
+        """See Transport. The address is visible only in the same network namespace; `host` is ignored. Only processes
+        of this process' user may connect, and they must know the secret.
         """
         endpoint = f"quire-{os.getpid()}-{secrets.token_hex(8)}"
         bound = socket.socket(socket.AF_UNIX)
@@ -261,14 +261,14 @@ class ShmTransport:
 
 
 def peer_user(connected: socket.socket) -> int:
-    """The effective user id that a peer had when it dialled, as the kernel knows it."""
+    """The effective user id of a peer when it dialled, as recorded by the kernel."""
     found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(found)[1]
     return user
 
 
 def _accepted(accepted: socket.socket, stall_seconds: float) -> ShmStream:
-    # Not root either, unless we are root: whoever starts instances has our user id, and so have they.
+    # Root is refused too, unless we are root: the instances of a cluster all have our user id.
     if (user := peer_user(accepted)) != os.geteuid():
         raise ForeignUserError(f"user {user} dialled, and only user {os.geteuid()} may")
     return _stream(accepted, stall_seconds)
@@ -287,15 +287,15 @@ def _stream(connected: socket.socket, stall_seconds: float) -> ShmStream:
 
 
 def _unmap(mapped: mmap.mmap) -> None:
-    """Ends a mapping, or leaves that to whoever still has a view of it."""
+    """Unmaps memory; if views of it remain, the last view unmaps it."""
     with contextlib.suppress(BufferError):
         mapped.close()
 
 
 def _locate(position: int, length: int, num_bytes: int) -> tuple[int, int]:
-    """Where the next extent lies in a segment, and how many bytes it takes, those that are left at the end included.
+    """The position of the next extent in a segment, and the bytes that it takes, skipped bytes at the end included.
 
-    position  bytes that all extents before have taken
+    position  total bytes of all earlier extents
     """
     length, offset = -(-length // _ALIGNED) * _ALIGNED, position % num_bytes
     return (offset, length) if offset + length <= num_bytes else (0, num_bytes - offset + length)

@@ -1,4 +1,4 @@
-"""Streams and listeners over sockets, of whatever family."""
+"""Streams and listeners over sockets of any family."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ log = logging.getLogger("quire")
 
 _BACKLOG = 128
 _PAUSE = 0.1
-"""Seconds after which a listener tries again that could not accept."""
+"""Seconds before a listener retries a failed accept."""
 
 
 class SocketStream:
     """Bytes in both directions, in order. One thread may read while another one writes.
 
-    Timeouts are those of single calls, so a peer that is slow has not stalled.
+    Timeouts apply to single calls, so a slow peer has not stalled.
     """
 
     def __init__(self, connected: socket.socket, stall_seconds: float) -> None:
-        """stall_seconds: how long it waits for the peer's next bytes, unless there is a deadline for everything."""
+        """stall_seconds: maximum wait for the peer's next bytes, unless a deadline is set."""
         self._stall_seconds = stall_seconds
         self._until: float | None = None
         self._socket = connected
         connected.settimeout(stall_seconds)
 
     def set_deadline(self, until: float | None) -> None:
-        """Everything that follows must end by a time of `time.monotonic`. None: every wait may take as long as a peer
-        may stall.
+        """Sets a deadline for all following calls, by `time.monotonic`. None: no deadline; each wait may take as long
+        as stall_seconds.
         """
         self._until = until
         self._socket.settimeout(self.seconds())
 
     def seconds(self) -> float:
-        """How long the next wait may take. Raises TransportError if the deadline is over."""
+        """Maximum time of the next wait. Raises TransportError if the deadline is over."""
         if self._until is None:
             return self._stall_seconds
         if (left := self._until - time.monotonic()) <= 0:
@@ -49,7 +49,7 @@ class SocketStream:
         return left
 
     def read(self, into: memoryview, *, is_idle: bool = False) -> None:
-        """Fills `into`. Raises TransportError if the stream ends or stalls before. is_idle: the first byte has time."""
+        """Fills `into`. Raises TransportError if the stream ends or stalls. is_idle: the first byte has no timeout."""
         done = 0
         while done < len(into):
             if self._until is not None:
@@ -67,8 +67,8 @@ class SocketStream:
             done += count
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Sends all the parts without a copy. The peer never sees memory of theirs. Raises TransportError if the peer
-        stops taking them.
+        """Sends all parts without a copy. The peer never sees their memory. Raises TransportError if the peer
+        stops reading.
         """
         left = [memoryview(part) for part in parts if len(part)]
         while left:
@@ -86,12 +86,12 @@ class SocketStream:
                 left[0] = left[0][count:]
 
     def shut(self) -> None:
-        """Ends the stream: whoever reads or writes at either end gets TransportError. Never blocks."""
+        """Ends the stream: reads and writes at both ends raise TransportError. Never blocks."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees the socket. Nobody uses it any more."""
+        """Frees the socket. The stream must not be used afterwards."""
         self._socket.close()
 
     def extent_channel(self, channel: Channel) -> ExtentChannel:

@@ -1,6 +1,6 @@
-"""What a transport is: listeners, streams of bytes (see `sockets`), and a way for extents beside each stream.
+"""The interface of a transport: listeners, streams of bytes (see `sockets`), and a channel for extents beside each.
 
-Knows neither messages nor secrets. `channel` makes a stream trustworthy.
+Knows neither messages nor secrets. `channel` authenticates a stream.
 """
 
 from __future__ import annotations

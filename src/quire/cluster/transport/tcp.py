@@ -14,7 +14,7 @@ from quire.cluster.transport.sockets import SocketListener, SocketStream
 from quire.cluster.transport.stream import TransportError
 
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 3
-"""A peer whose machine is gone sends nothing, not even an end: the kernel asks after it."""
+"""Keep-alive probes detect a peer whose machine is gone: such a peer sends nothing, not even an end."""
 _ENDPOINT = re.compile(r"(\[(?P<inner>[^]]+)\]|(?P<host>[^]:[]+|[0-9a-f:]+?:[0-9a-f:]*))(:(?P<port>[0-9]{1,5}))?")
 
 
@@ -22,7 +22,7 @@ class TcpTransport:
     """See Transport."""
 
     def listen(self, host: str, stall_seconds: float) -> SocketListener:
-        """See Transport. host: may have a port, as in 10.0.0.1:4711 or [::1]:4711; otherwise any free one is taken."""
+        """See Transport. host: may have a port, as in 10.0.0.1:4711 or [::1]:4711; otherwise any free port is taken."""
         inner, port = _split(host)
         family = socket.AF_INET6 if ":" in inner else socket.AF_INET
         bound = socket.socket(family)
@@ -64,7 +64,7 @@ def _stream(connected: socket.socket, stall_seconds: float) -> SocketStream:
 
 
 def _split(endpoint: str) -> tuple[str, int]:
-    """Host and port; 0 if there is none. An IPv6 host with a port has brackets."""
+    """Host and port; port 0 if there is none. An IPv6 host with a port has brackets."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None or int(found["port"] or 0) > 65535:
         raise TransportError(f"{endpoint!r} is no host with a port; it is written 10.0.0.1:4711 or [::1]:4711")
