@@ -145,6 +145,24 @@ def test_a_restart_ends_at_the_first_instance_that_does_not_start(running: Runni
     assert prefill["health"] in ("down", "starting") and (decode["name"], decode["health"]) == (names[1], "serving")
 
 
+def test_drains_and_restarts_take_turns(running: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations, under_way, done = running.cluster.operations, set[str](), list[str]()
+
+    async def drain(place: str, *, restart: bool = True) -> None:
+        assert not under_way, f"{place} is drained while {under_way} is"
+        under_way.add(place)
+        await asyncio.sleep(0.01)
+        under_way.remove(place)
+        done.append(place)
+
+    async def scenario() -> None:
+        await asyncio.gather(operations.drain("a"), operations.drain("b"), operations.restart())
+
+    monkeypatch.setattr(operations, "_drain", drain)
+    running.call(scenario())
+    assert done == ["a", "b", *running.cluster.supervisor.places.specs]
+
+
 def test_a_cluster_that_closes_ends_its_requests_with_an_error(running: RunningCluster) -> None:
     long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True, detokenize=False)
 
