@@ -267,7 +267,7 @@ def test_a_run_without_its_beginning_is_left_out(folder, tmp_path, capsys):
         assert store.flush(5)
     assert cache("export", "--disk", here, file) == 2
     captured = capsys.readouterr()
-    assert "1 runs are left out: the folder has no longer" in captured.out and "nothing to export" in captured.err
+    assert "1 runs are left out: their beginnings are no longer" in captured.out and "nothing to export" in captured.err
     assert not file.exists()
 
 
