@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +21,9 @@ import torch
 from quire.cli import main
 from quire.cli.cache_disk import _folder
 from quire.engine.params import SamplingParams
-from quire.errors import ConfigError, ExtentError
+from quire.errors import ConfigError, ExtentError, QuireError
 from quire.llm import LLM
+from quire.load import load_engine
 from quire.models.digest import combined, known_names
 from quire.models.embedded import EMBEDDED, SMOLLM2
 from quire.prefixes import importing as prefix_import
@@ -192,7 +197,10 @@ def test_one_model_is_cleared_by_its_name_or_digest(folder, other, tmp_path, cap
     assert found(other, disk, PROMPTS[2])[0] == {"disk": 320}
     assert cache("clear", "--disk", disk, "--model", folder) == 2
     assert f"models there: {left['model'][:12]}" in capsys.readouterr().err
-    assert cache("clear", "--disk", disk, "--model", left["model"][:8]) == 0
+    command = ["cache", "clear", "--disk", str(disk), "--model", left["model"][:8]]
+    code = "import sys; from quire.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("\n0 False\n"), done
     assert listed(capsys, disk)["namespaces"] == []
 
 
@@ -464,6 +472,38 @@ def test_a_partial_import_says_what_is_there_and_what_is_left_out(folder, tmp_pa
     assert f"1 of {num_runs} runs found no room" in out and f"{num_lost} of 640 tokens are left out" in out
     assert f"{640 - num_lost} tokens in {num_runs - 1} runs" in out
     assert listed(capsys, there)["namespaces"][0]["num_chunks"] == (640 - num_lost) // 64
+
+
+def test_runs_are_stored_after_their_check_is_told_and_its_engine_is_freed(
+    folder, tmp_path, archive, capsys, monkeypatch
+):
+    engines, alive = [], []
+
+    def load(*given, **more):
+        loaded = load_engine(*given, **more)
+        engines.append(weakref.ref(loaded.engine))
+        return loaded
+
+    def fail(*_):
+        gc.collect()
+        alive.extend(each() for each in engines)
+        raise QuireError("the disk takes no more")
+
+    monkeypatch.setattr(prefix_import, "load_engine", load)
+    monkeypatch.setattr(prefix_import, "store_runs", fail)
+    capsys.readouterr()
+    assert cache("import", "--disk", f"{tmp_path / 'there'}:64MiB", archive, "--model", folder, *WORDS) == 2
+    out, error = capsys.readouterr()
+    assert alive == [None]
+    assert "computed" in out and "chunks again" in out and "the disk takes no more" in error
+
+
+def test_a_size_of_nothing_is_not_the_size_that_is_known(folder, tmp_path, archive, capsys):
+    words = [archive, "--model", folder, *WORDS, "--trust"]
+    assert cache("import", "--disk", f"{tmp_path / 'there'}:64MiB", *words) == 0
+    capsys.readouterr()
+    assert cache("import", "--disk", f"{tmp_path / 'there'}:0", *words) == 2
+    assert "a disk tier of 0 bytes is too small" in capsys.readouterr().err
 
 
 def test_a_new_folder_needs_a_size_and_a_file_is_not_overwritten(folder, tmp_path, archive, capsys):
