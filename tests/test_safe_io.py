@@ -32,7 +32,7 @@ from quire.planning.placement_file import read_placement
 from quire.planning.step_log import read_steps
 from quire.planning.traces import read_trace, read_workload
 from quire.prefixes.importing import open_archive
-from quire.safe_io import open_file, parse_json, written_whole
+from quire.safe_io import atomic_write, open_file, parse_json
 from quire.server.auth import ApiKeys
 from tests.tiny_models import save_tokenizer
 
@@ -252,13 +252,13 @@ def test_json_is_parsed_as_before() -> None:
         parse_json("{")
 
 
-def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_file_is_atomic_write_or_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "a.json"
-    with written_whole(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text("whole")
         assert not path.exists()
     assert path.read_text() == "whole"
-    with pytest.raises(KeyboardInterrupt), written_whole(path) as draft:
+    with pytest.raises(KeyboardInterrupt), atomic_write(path) as draft:
         draft.write_text("hal")
         raise KeyboardInterrupt
     assert path.read_text() == "whole" and list(path.parent.iterdir()) == [path]

@@ -33,7 +33,7 @@ from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.models.plan import Model
 from quire.models.tokenizer import Tokenizer
-from quire.safe_io import written_whole
+from quire.safe_io import atomic_write
 from quire.version import __version__
 
 log = logging.getLogger("quire")
@@ -111,7 +111,7 @@ def check_codec(
     tokens = _tokens(model, tokenizer)
     if len(tokens) < LEAST_TOKENS:
         return
-    # Of results: quire/checks in the user's cache folder, beside the calibrations.
+    # Results are kept in quire/checks in the user's cache folder, beside the calibrations.
     folder = settings.folder().parent / "checks"
     file = folder / f"{_digest(model, config, model_id, calibration, tokens)}.json"
     # Not Path.exists, which raises if the folder may not be read.
@@ -197,7 +197,7 @@ def _digest(
 def _remember(file: Path, result: dict[str, object]) -> None:
     """Writes a result atomically. If it cannot be written, the next start checks again."""
     try:
-        with written_whole(file) as draft:
+        with atomic_write(file) as draft:
             draft.write_text(json.dumps(result))
     except OSError as error:
         log.warning("%s: cannot be written (%s); the next start checks again", file, error.strerror or error)

@@ -354,8 +354,8 @@ class RuntimeConfig(SettingsGroup):
             raise ConfigError(f"runtime.threads is {self.threads}; it must be at most {MAX_THREADS}")
 
 
-class ServerGroup(SettingsGroup):
-    """A group of settings beside those of the engine."""
+class CommandGroup(SettingsGroup):
+    """A group of settings of a command, beside those of the engine."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> Self:
@@ -369,7 +369,7 @@ class ServerGroup(SettingsGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ServerGroup):
+class ServeConfig(CommandGroup):
     """The HTTP server. These flags also work without their group: `--port 8000`."""
 
     key: ClassVar[str] = "serve"
@@ -431,7 +431,7 @@ class ServeConfig(ServerGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig(ServerGroup):
+class ClusterConfig(CommandGroup):
     """Several instances behind one server (docs/guide/machines.md). Every instance has the settings of the engine; a
     placement may change some of them for a role.
     """
@@ -535,7 +535,7 @@ class ClusterConfig(ServerGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SloConfig(ServerGroup):
+class SloConfig(CommandGroup):
     """Latency targets of the server. Its metrics count the requests that meet both."""
 
     key: ClassVar[str] = "slo"
@@ -554,7 +554,7 @@ class SloConfig(ServerGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig(ServerGroup):
+class CalibrateConfig(CommandGroup):
     """When `quire serve` calibrates a codec that has no calibration of the model yet."""
 
     key: ClassVar[str] = "calibrate"
@@ -601,7 +601,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(ServerGroup):
+class PlanConfig(CommandGroup):
     """What `quire plan` plans for: memory of the machine, and for `quire plan auto` the quality that may be lost."""
 
     key: ClassVar[str] = "plan"

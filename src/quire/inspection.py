@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from quire.engine.sizes import EngineSizes
 from quire.errors import QuireError
 from quire.folders import user_path
 from quire.load import find_calibration
+from quire.models.digest import Digest, Report, digest_of
 from quire.models.image_folder import ImageError, image_path, open_image
 from quire.models.images import engine_image_spec
 from quire.models.layers import torch_dtype
@@ -35,6 +38,7 @@ class ModelInspection:
     config   the same with automatic values resolved
     weights  the tensors grouped by type
     image    the file of packed layers: path, bytes, and whether it is written. None if none is used
+    digest   None if it was not asked for
     """
 
     shape: ModelShape
@@ -44,10 +48,16 @@ class ModelInspection:
     calibration: Calibration | None
     weights: list[TensorGroup]
     image: dict[str, Any] | None
+    digest: Digest | None
 
     @classmethod
-    def of(cls, model: str, given: EngineConfig) -> ModelInspection:
-        """Reads the model's headers. Raises ConfigError and ModelError."""
+    def of(
+        cls, model: str, given: EngineConfig, hashing: AbstractContextManager[Report] | None = None
+    ) -> ModelInspection:
+        """Reads the model's headers, and all of it for its digest. Raises ConfigError and ModelError.
+
+        hashing  yields what is called with the bytes hashed so far, and all; None: no digest
+        """
         path = resolve_model(model)
         with open_model(path) as checkpoint:
             calibration = find_calibration(path, given)
@@ -55,7 +65,11 @@ class ModelInspection:
             kinds = ops_type(config.attention.backend).kinds
             weights = group_tensors(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
             image = _image(checkpoint, config)
-            return cls(checkpoint.shape, given, config, sizes, calibration, weights, image)
+            digest = None
+            if hashing is not None:
+                with hashing as report:
+                    digest = digest_of(checkpoint, report)
+            return cls(checkpoint.shape, given, config, sizes, calibration, weights, image, digest)
 
     def sequences(self, length: int) -> int:
         """Number of sequences of a length that fit at once."""
@@ -65,13 +79,14 @@ class ModelInspection:
         """The memory of a whole process."""
         return footprint(self.shape, self.config, self.sizes)
 
-    def to_json(self) -> dict[str, Any]:
-        """All numbers, except those that depend on a sequence's length."""
+    def to_json(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """All numbers. lengths: those of which it says how many sequences fit."""
         config = self.config
         return {
             **asdict(self.sizes),
             "weights": [asdict(part) for part in self.weights],
             "image": self.image,
+            "digest": None if self.digest is None else asdict(self.digest),
             "architecture": self.shape.architecture,
             "num_parameters": self.shape.num_parameters,
             "dtype": config.model.dtype,
@@ -79,6 +94,7 @@ class ModelInspection:
             "device": config.runtime.device,
             "tokens": self.sizes.tokens,
             "process_bytes": self.footprint().total,
+            "sequences": {length: self.sequences(length) for length in lengths},
             "retain": {"threshold": config.retain.threshold, "budget": config.retain.budget},
             "fails_first": self.sizes.fails_first,
         }

@@ -56,6 +56,14 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         return bytes(file.read())
 
 
+def read_given_text(path: Path) -> str:
+    """The text of a file that a user gave as one. Raises ConfigError."""
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {path}: {error}") from error
+
+
 def read_source(name: str) -> bytes:
     """The bytes of a regular file, or with - of the standard input. Raises OSError, ConfigError if stdin is closed."""
     if name != "-":
@@ -66,9 +74,9 @@ def read_source(name: str) -> bytes:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside a file, to write to; makes the folder if it is missing. Then renames it to the
-    file, so that readers never see a partial file. Raises OSError.
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yields a draft beside a file, to write to; makes the folder if it is missing. On success the draft replaces the
+    file, so readers never see a partial file. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")

@@ -1,9 +1,6 @@
-"""The command line: parsing, errors, exit codes, and fast starts."""
+"""The command line: errors, exit codes, interrupts, and fast starts."""
 
-import argparse
-import ast
 import errno
-import json
 import os
 import re
 import signal
@@ -16,10 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.cli import COMMANDS, main, parse
-from quire.cli.parser import actions_of, parsers_of
+from quire.cli import COMMANDS, main
 from quire.errors import ModelError
-from tests.tiny_models import save_tiny, tiny_shape, write_gguf
+from tests.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "1"]
@@ -67,125 +63,6 @@ print((ended - begun) / (time.process_time() - ended), heavy)
     done = shell("--help")
     assert done.returncode == 0 and all(command in done.stdout for command in COMMANDS)
     assert time.perf_counter() - begun < 5
-
-
-ACTIVE = ("plan", "bench", "eval")
-"""Commands with actions."""
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        parse([command, "--help"])
-    assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    assert "--debug" in text and (
-        "--cache.memory" in text or command in ("calibrate", "pull", "cache", "cluster", "doctor")
-    )
-
-
-def private_names(code):
-    """Names with one underscore in front that a module defines, or sets on its objects."""
-    for node in ast.walk(ast.parse(code)):
-        name = getattr(node, "name", None) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
-        name = node.attr if isinstance(node, ast.Attribute) else name
-        if name is not None and name.startswith("_") and not name.startswith("__"):
-            yield name
-
-
-def private_uses(code, private):
-    """Places of a module that use one of the names on something other than itself, or as a text."""
-    for node in ast.walk(ast.parse(code)):
-        name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
-        if isinstance(name, str) and name in private:
-            yield f"line {node.lineno}: {name}"
-
-
-def test_nothing_of_argparse_is_used_that_is_private():
-    private = set(private_names(Path(argparse.__file__).read_text())) - {"_"}  # which is anybody's
-    assert {"_actions", "_option_string_actions", "_SubParsersAction", "_ArgumentGroup"} <= private
-    offender = "parser._actions; argparse._SubParsersAction; getattr(parser, '_defaults')"
-    assert len(list(private_uses(offender, private))) == 3
-    code = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
-    parsing = {path: text for path, text in code.items() if "argparse" in text or "Arguments" in text}
-    assert len(parsing) > len(COMMANDS)
-    assert {path.name: found for path, text in parsing.items() if (found := list(private_uses(text, private)))} == {}
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out.startswith("quire ")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--debug"], "COMMAND"),
-        (["fly"], "quire: unknown command 'fly'; valid are serve, chat,"),
-        (["srve", "smollm2"], "quire: unknown command 'srve'; did you mean serve? (see quire --help)"),
-        (["serve"], "MODEL"),
-        (["serve", "smollm2", "--cache.memry", "1GiB"], "--cache.memory"),
-        (["generate", "smollm2", "--temprature=1"], "--temperature"),
-        (["serve", "smollm2", "--por", "1"], "--port"),
-        (
-            ["serve", "smollm2", "--temperature", "0"],
-            "unknown flag --temperature; quire chat and quire generate have",
-        ),
-        (
-            ["generate", "smollm2", "text", "--port", "1"],
-            "unknown flag --port; quire serve has it (see quire generate",
-        ),
-        (
-            ["calibrate", "smollm2", "--cache.sink_tokens", "2"],
-            "unknown flag --cache.sink_tokens; the flag is --sink-tokens",
-        ),
-        (
-            ["serve", "smollm2", "--temprature", "0"],
-            "quire serve: unknown flag --temprature; no flag has a name like it",
-        ),
-        (["generate", "smollm2", "one", "--seed", "1", "two"], "'two'"),
-        (["generate", "smollm2", "--seed", "1", "one", "two"], "'two'"),
-        (["generate", "smollm2", "--seed", "1", "-one"], "unknown flag -one; write a text that begins with - after --"),
-        (["serve", "smollm2", "--hlp"], "unknown flag --hlp; did you mean --help?"),
-        (["bench", "trace", "smollm2", "--concurency", "2"], "unknown flag --concurency; did you mean --concurrency?"),
-        (["bench", "trace", "smollm2", "--speed", "2", "--concurrency", "2"], "not allowed with argument"),
-        (
-            ["serve", "smollm2", "other.gguf"],
-            "MODEL is 'smollm2', and a process has one",
-        ),
-        (["chat", "smollm2", "--port", "1", "other"], "unknown flag --port"),
-        (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
-        (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
-        (["bench", "latencies", "smollm2"], "latencies"),
-        (
-            ["serve", "smollm2", "--cache.share", "maybe"],
-            "quire serve: --cache.share is 'maybe'; it must be true or false",
-        ),
-        (
-            ["serve", "--cache.share", "maybe", "smollm2"],
-            "quire serve: --cache.share takes true or false; 'maybe' was read as MODEL, and 'smollm2' is left over",
-        ),
-        (
-            ["generate", "smollm2", "--cache.share", "hello", "world"],
-            "quire generate: there is no place for 'world'; a text of several words needs quotes (see",
-        ),
-    ],
-)
-def test_wrong_words_are_one_line(words, said, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(words)
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2
-    assert said in error and error.count("\n") == 1
-
-
-def test_without_a_command_all_of_them_are_listed(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2
-    assert all(f"\n    {name}" in error for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +119,10 @@ def test_without_a_command_all_of_them_are_listed(capsys):
         (["generate", "smollm2", "text", "--stop", ""], "--stop"),
         (["chat", "smollm2", "--top-p", "2"], "--top-p"),
         (["bench", "throughput", "smollm2", "--batch", "0"], "at least 1"),
+        (["bench", "throughput", "smollm2", "--batch", "0", "--print-config"], "at least 1"),
+        (["bench", "trace", "smollm2", "--print-config"], "quire bench trace needs --trace FILE"),
+        (["bench", "latency", "smollm2", "--seconds", "0", "--print-config"], "--seconds is 0; it must be above 0"),
+        (["bench", "compose", "smollm2", "--ttft", "0", "--print-config"], "--ttft is 0; it must be above 0"),
         (["pull", "org/name", "--from", "x.whl"], "--from"),
     ],
 )
@@ -252,86 +133,28 @@ def test_what_cannot_be_is_one_line_and_exit_code_two(words, said, capsys):
     assert error.startswith("quire: ") and said in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("prompt", ["Hello", "", "-", "- one", "--one two", "-5", "-.5", "two words"])
-def test_the_prompt_may_stand_behind_flags(prompt):
-    flags = ["--max-tokens", "5", "--cache.memory", "1GiB", "--chat"]
-    for place in range(0, 5, 2):
-        args = parse(["generate", "smollm2", *flags[:place], prompt, *flags[place:]])
-        assert (args.model, args.prompt, args.max_tokens, args.chat) == ("smollm2", prompt, 5, True)
-    assert parse(["generate", *flags, "smollm2", prompt]).prompt == prompt
-    assert parse(["generate", "smollm2", *flags]).prompt is None
-
-
-@pytest.mark.parametrize("flags", [[], ["--max-tokens", "5"]])
-def test_a_prompt_behind_two_dashes_may_look_like_a_flag(flags):
-    assert parse(["generate", "smollm2", *flags, "--", "--no-flag"]).prompt == "--no-flag"
-
-
-def help_of(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--help"])
-    assert ended.value.code == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_begins_with_a_usage_line_and_then_says_what_the_command_does(command, capsys):
-    usage, empty, about, *_ = help_of(capsys, command).splitlines()
-    assert usage.startswith(f"usage: quire {command} ") and len(usage) < 120 and not empty and about
-
-
-def test_help_of_a_server_has_its_common_settings_first_and_each_flag_once(capsys):
-    text = help_of(capsys, "serve")
-    common = text[text.index("common settings:") :].split("\n\n")[0]
-    assert all(flag in common for flag in ("--port", "--cache.memory", "--cache.codec", "--tiers.disk"))
-    flags = re.findall(r"^  (--\S+)", text, re.MULTILINE)
-    assert len(flags) == len(set(flags)) and text.index("common settings:") < text.index("model settings:")
+LIGHT = """
+import sys
+from quire.cli import main
+status = main(sys.argv[1:])
+print("torch" in sys.modules)
+sys.exit(status)
+"""
+"""Runs a command, and says whether it imported torch."""
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        ["ppl", "m", "--text", "retrieval"],
-        ["--text", "retrieval", "ppl", "m"],
-        ["--json", "ppl", "--text=retrieval", "m"],
-        ["m", "--context", "9", "ppl", "--text", "retrieval"],
+        (["--text", "/no/such/text"], "cannot read the text /no/such/text"),
+        (["--output", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
+        (["--export", "/no/such/x"], "cannot write /no/such/x: there is no folder"),
     ],
 )
-def test_an_action_may_stand_behind_flags_whose_values_are_called_like_others(words):
-    args = parse(["eval", *words])
-    assert (args.action, args.model, str(args.text)) == ("ppl", "m", "retrieval")
-
-
-@pytest.mark.parametrize("command", ACTIVE)
-def test_help_of_an_action_has_its_own_flags_and_no_others(command, capsys):
-    text = help_of(capsys, command)
-    assert f"quire {command} ACTION --help shows the flags of an action" in text
-    flags = {each.action: {flag for flag in each.flags if flag.startswith("--")} for each in parsers_of(command)}
-    assert [*flags] == [*actions_of(command)] and all(action in text for action in flags)
-    for action, own in flags.items():
-        shown = set(re.findall(r"^  (?:-\w, |-\w \w+, )?(--[\w.-]+)", help_of(capsys, command, action), re.MULTILINE))
-        assert shown <= own and "--debug" in shown
-        assert any(own - others for name, others in flags.items() if name != action)
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["serve", "m", "--cache.sink-tokens", "2"], "cache.sink_tokens"),
-        (["serve", "m", "--api_key_file=2"], "serve.api_key_file"),
-        (["generate", "m", "--max_tokens", "2"], "max_tokens"),
-        (["bench", "throughput", "m", "--output_tokens", "2"], "output_tokens"),
-    ],
-)
-def test_flags_take_hyphens_for_underscores_and_the_other_way_round(words, name):
-    assert str(vars(parse(words))[name]) == "2"
-    assert parse(["generate", "m", "--", "--max_tokens"]).prompt == "--max_tokens"
-
-
-def test_help_says_what_no_limit_is(capsys):
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    assert "0: the rest of the context" in " ".join(capsys.readouterr().out.split())
+def test_files_of_a_calibration_are_checked_before_torch_is_imported(words, said):
+    command = [sys.executable, "-c", LIGHT, "calibrate", "smollm2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "False\n") and said in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -466,16 +289,6 @@ def test_an_interruption_is_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "quire: interrupted\n"
 
 
-def test_a_switch_does_not_take_the_model_for_its_value():
-    for words in (
-        ["--allow-public", "smollm2"],
-        ["smollm2", "--allow-public"],
-        ["--serve.allow_public", "true", "smollm2"],
-    ):
-        args = parse(["serve", *words])
-        assert (args.model, vars(args)["serve.allow_public"]) == ("smollm2", "true")
-
-
 def test_print_config_shows_values_and_where_they_come_from(tmp_path, capsys):
     file = tmp_path / "quire.toml"
     file.write_text('[cache]\nmemory = "1GiB"\n[serve]\nport = 9000\n')
@@ -486,100 +299,6 @@ def test_print_config_shows_values_and_where_they_come_from(tmp_path, capsys):
     assert any(line.startswith("max_running = 7") and "flag" in line for line in lines)
     assert any(line.startswith("port = 9000") and str(file) in line for line in lines)
     assert any(line.startswith("max_queue = 1024") and "default" in line for line in lines)
-
-
-def test_inspect_prints_what_fits(folder, capsys):
-    assert main(["inspect", folder, "--cache.memory", "1MiB", "--model.dtype", "float32", "--length", "64", "200"]) == 0
-    text = capsys.readouterr().out
-    for said in ("bytes per token", "tokens that fit", "sequences of 64", "sequences of 200", "weights", "fails first"):
-        assert said in text
-    assert (
-        main(["inspect", folder, "--cache.memory", "1MiB", "--model.dtype", "float32", "--length", "64", "--json"]) == 0
-    )
-    facts = json.loads(capsys.readouterr().out)
-    # 2 layers, 2 kv heads of 12, keys and values of 4 bytes: 384 bytes a token.
-    assert facts["bytes_per_token"] == 2 * 2 * 12 * 2 * 4
-    assert facts["sequences"]["64"] == facts["num_chunks"] == facts["tokens"] // 64
-    assert facts["cache_bytes"] <= 2**20
-
-
-def test_inspect_says_that_a_length_is_too_long(folder, capsys):
-    words = ["inspect", folder, "--cache.memory", "1MiB", "--length", "64", "99999999"]
-    assert main(words) == 0
-    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "99,999,999" in line]
-    assert row[3] == "0" and " ".join(row[4:]) == "the longest request has 512 tokens"
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sequences"]["99999999"] == 0
-
-
-@pytest.mark.parametrize(("how", "share"), [("budget", 0.5), ("threshold", 0.9)])
-def test_inspect_says_that_its_numbers_are_without_retention(folder, capsys, how, share):
-    words = ["inspect", folder, "--cache.memory", "1MiB", f"--retain.{how}", str(share)]
-    assert main(words) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f" retention {how} {share} shrinks sequences after their prompt; not counted here " in printed
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["retain"][how] == share
-
-
-def test_inspect_shows_the_calibration_below_the_cache(tmp_path, capsys):
-    folder = save_tiny(tmp_path, head_dim=64)
-    assert main(["inspect", str(folder), "--cache.memory", "4MiB", "--cache.codec", "nuq3"]) == 0
-    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert names[names.index("cache") + 1] == "calibration"
-
-
-def test_inspect_shows_weights_by_type(tmp_path, capsys):
-    shape = tiny_shape("llama", hidden_size=256, head_dim=64, ffn_size=256, vocab_size=272, tied_embeddings=False)
-    write_gguf(tmp_path / "mixed.gguf", shape, kind={"": "Q4_K", "v": "Q6_K", "embed": "Q2_K"})
-    vectors, head = ("F32", "bfloat16"), ("Q4_K", "Q4_K")
-    for weights, held in (
-        ("native", {head, ("Q6_K", "Q6_K"), ("Q2_K", "bfloat16"), vectors}),
-        ("g4", {head, ("Q4_K", "G4"), ("Q6_K", "G4"), ("Q2_K", "Q8_0"), vectors}),
-    ):
-        words = ["inspect", str(tmp_path / "mixed.gguf"), "--cache.memory", "4MiB", "--model.weights", weights]
-        assert main([*words, "--json"]) == 0
-        facts = json.loads(capsys.readouterr().out)
-        parts = facts["weights"]
-        assert {(part["stored"], part["held"]) for part in parts} == held
-        assert sum(part["numbers"] for part in parts) == facts["num_parameters"]
-        assert sum(part["num_bytes"] for part in parts) == facts["weight_bytes"]
-        assert [part["num_bytes"] for part in parts] == sorted((part["num_bytes"] for part in parts), reverse=True)
-        assert {part["tensors"] for part in parts if part["stored"] == "Q6_K"} == {shape.num_layers}
-        assert main(words) == 0
-        text = capsys.readouterr().out
-        assert "Q6_K" in text and "M numbers in" in text
-
-
-def test_inspect_refuses_a_cache_that_holds_nothing(folder, capsys):
-    assert main(["inspect", folder, "--cache.memory", "1KiB"]) == 2
-    assert "cache.memory" in capsys.readouterr().err
-
-
-def test_bench_measures(folder, tmp_path, capsys):
-    out = tmp_path / "bench.jsonl"
-    words = ["--batch", "2", "--prefill", "64", "--input-tokens", "16", "--output-tokens", "256", "--repeats", "3"]
-    assert main(["bench", "throughput", folder, *words, *SMALL, "--json", str(out)]) == 0
-    assert capsys.readouterr().out.count("tokens/s") == 2
-    assert [line.split('"')[3] for line in out.read_text().splitlines()] == ["prefill", "decode"]
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_bench_measures_no_answer_that_is_cut_short(folder, phase, tmp_path, capsys):
-    out = tmp_path / "bench.jsonl"
-    # 4 MiB hold more than the model's context of 512 tokens.
-    words = ["--prefill"] if phase == "decode" else ["--batch", "--prefill", "600"]
-    lengths = ["--input-tokens", "400", "--output-tokens", "200", "--repeats", "1"]
-    assert main(["bench", "throughput", folder, *words, *lengths, *SMALL, "--json", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert "512" in error and error.count("\n") == 1 and not out.exists()
-
-
-def test_bench_measures_no_model_that_fails(broken, tmp_path, capsys):
-    out = tmp_path / "bench.jsonl"
-    assert main(["bench", "throughput", broken, "--repeats", "1", *SMALL, "--json", str(out)]) == 2
-    found = capsys.readouterr()
-    assert "NaN" in found.err and "tokens/s" not in found.out and not out.exists()
 
 
 def test_generate_says_why_a_model_fails(broken, capsys):

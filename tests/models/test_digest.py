@@ -19,7 +19,7 @@ from quire.cli import main, shared
 from quire.errors import ModelError
 from quire.models.digest import Digest, combined, digest_of
 from quire.models.fingerprint import HEAD_BYTES, SAMPLE_BYTES, fingerprint
-from quire.models.weights import open_model
+from quire.models.weights import Checkpoint, open_model
 from tests.tiny_models import save_tiny, tiny_shape, write_gguf
 
 LONG_AGO = time.time_ns() - 3600 * 10**9
@@ -263,10 +263,39 @@ def test_inspect_prints_it_and_what_it_cost(folder: Path, capsys: pytest.Capture
     assert lines[1] == f"digest: {name} (remembered)"
     for more, expected in (([], None), (["--digest"], name)):
         assert main([*words, "--json", *more]) == 0
-        facts = json.loads(capsys.readouterr().out)["digest"]
-        assert (facts and facts["digest"]) == expected
+        facts = json.loads(capsys.readouterr().out)
+        keys = [*facts]
+        digest = facts["digest"]
+        assert (digest and digest["digest"]) == expected
+        assert keys[keys.index("weights") :][:4] == ["weights", "image", "digest", "architecture"]
+        assert keys[-4:] == ["process_bytes", "sequences", "retain", "fails_first"]
     assert main(["inspect", "--tree", "http://127.0.0.1:1", "--digest"]) == 2
     assert "no --digest" in capsys.readouterr().err
+
+
+def test_a_model_that_is_inspected_and_hashed_is_opened_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[Path] = []
+
+    def counted(path: Path) -> Checkpoint:
+        opened.append(path)
+        return open_model(path)
+
+    for module in ("quire.inspection", "quire.models.weights"):
+        monkeypatch.setattr(f"{module}.open_model", counted)
+    assert main(["inspect", str(folder), "--cache.memory", "4MiB", "--runtime.device", "cpu", "--digest"]) == 0
+    assert len(opened) == 1 and "digest: " in capsys.readouterr().out
+
+
+def test_names_of_embedded_models_are_known_without_torch() -> None:
+    code = """
+import sys
+from quire.models.digest import known_names
+print(sorted(known_names(set()).values()), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("] False\n") and "smollm2" in done.stdout
 
 
 def test_a_long_hash_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,9 +304,11 @@ def test_a_long_hash_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys
         report(1 << 30, 3 << 30)
     assert capsys.readouterr().err == "quire: hashing, 1GiB of 3GiB done\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with shared.byte_progress("hashing"):
-        pass
-    assert capsys.readouterr().err == ""
+    for terminal in ("xterm", "dumb"):
+        monkeypatch.setenv("TERM", terminal)
+        with shared.byte_progress("hashing"):
+            pass
+        assert capsys.readouterr().err == ""
     with shared.byte_progress("hashing") as report:
         report(1 << 30, 3 << 30)
     assert "hashing" in capsys.readouterr().err

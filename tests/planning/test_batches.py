@@ -6,13 +6,11 @@ import dataclasses
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.batch_files.placement import PlannedBatch
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
@@ -245,21 +243,3 @@ def test_a_batch_runs_as_planned_and_answers_as_ever(
     (plan,) = [line for line in said.splitlines() if line.startswith("quire: blocks of ")]
     moved = [line for line in said.splitlines() if line.startswith("in memory: ")]
     assert any("cache" in line for line in moved) == ("cache 100 %" not in plan), "the cache is not where it is planned"
-
-
-def test_a_report_tells_the_bytes_of_all_kinds() -> None:
-    moved = {"weights_near": 0.5, "cache_near": 0.25, "hidden_near": 0.0, "weights_wait_seconds": 1.0}
-    moved |= {"weights_bytes_read": 1 << 20, "cache_bytes_read": 2 << 20, "hidden_bytes_read": 4 << 20}
-    moved |= {"cache_bytes_written": 8 << 20, "hidden_bytes_written": 16 << 20}
-    batch: Any = SimpleNamespace(num_tokens=0, num_done=0, num_failed=0)
-    (said,) = PlannedBatch().report(batch, {"offload": moved})
-    assert said.startswith("in memory: weights 50 %, cache 25 %, hidden 0 %; loaded 7MiB, stored 24MiB, waited 1.0 s")
-
-
-def test_lines_that_failed_were_not_predicted() -> None:
-    """A line that the model refuses takes no second block."""
-    plan: Any = SimpleNamespace(rate=lambda num_lines, num_tokens: num_tokens / num_lines)
-    batch: Any = SimpleNamespace(num_tokens=80, num_done=5, num_failed=1, seconds=8.0)
-    assert PlannedBatch(plan=plan).report(batch, {}) == ["predicted 20 tokens/s, measured 10 (-50%)"]
-    batch.num_failed = 5
-    assert not PlannedBatch(plan=plan).report(batch, {})

@@ -59,13 +59,13 @@ two microseconds of an H200's memory bandwidth, for a second launch in a graph."
 class TritonAttention:
     """Attention on GPU pages in bfloat16, float16 or float32; sums in float32.
 
-    batch_sizes  the padded sizes of decode steps, in rising order
-    decode_plans  the one buffer of decode plans, which begin at its start
-    plans_built  number of plans laid out; other steps advanced the last plan
-    copies       number of copies from host to device so far: of plans, and of rows of the mirror
-    reads        int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
-    overlaps     whether, on dense pages, the launch for single rows begins during the launch for shared runs
-    keeps_lse    whether plans keep the log-sum-exp of their rows, so that the output is a partial
+    batch_sizes       the padded sizes of decode steps, in rising order
+    decode_plans      the one buffer of decode plans, which begin at its start
+    plans_built       number of plans laid out; other steps advanced the last plan
+    copies            number of copies from host to device so far: of plans, and of rows of the mirror
+    reads             int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
+    overlaps          whether, on dense pages, the launch for single rows begins during the launch for shared runs
+    keeps_lse         whether plans keep the log-sum-exp of their rows, so that the output is a partial
     encodes_by_layer  whether a decode step encodes the chunks it fills in each layer, instead of at its end
     """
 

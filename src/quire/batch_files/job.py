@@ -71,7 +71,7 @@ class BatchJob:
         written.
 
         is_planned     whether the lines are in the order of their plan, and run in whole blocks
-        show, seconds  show: called every `seconds` seconds, to show the progress
+        show, seconds  `show` is called every `seconds`, to show the progress
         """
         self._begun = begun = time.monotonic()
         num_first = FIRST_LINES
@@ -91,7 +91,7 @@ class BatchJob:
             self.seconds = time.monotonic() - begun
 
     def speed(self) -> str:
-        """The speed so far and the remaining time, in words."""
+        """The speed so far and the remaining time, in words. Notes the speed for the forecast."""
         seconds = max(time.monotonic() - self._begun, 1e-9)
         self._forecast.note(seconds, self._prompt_tokens, self.num_tokens)
         remaining_seconds = self._remaining_seconds()

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from quire.calibrate.gradients import has_matmul
 from quire.kernels.memory import trim_heap
-from quire.safe_io import written_whole
+from quire.safe_io import atomic_write
 
 if TYPE_CHECKING:
     from quire.models.plan import Model
@@ -242,7 +242,7 @@ class SampleStore:
         from safetensors.torch import save_file
 
         try:
-            with written_whole(path) as draft:
+            with atomic_write(path) as draft:
                 save_file(tensors, draft)
         except SafetensorError as error:  # the library raises this for every error of the system
             raise OSError(errno.EIO, str(error), str(path)) from error

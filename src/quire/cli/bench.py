@@ -44,13 +44,15 @@ def add_arguments(parser: Arguments) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the results. Returns 1 if a benchmark found a wrong result."""
+    benchmark = ACTIONS[args.action]
+    benchmark.check(args)
     if shared.printed_config(args):
         return 0
     if args.json is not None:
         shared.check_writable(args.json)
     from rich.console import Console
 
-    rows, is_right = ACTIONS[args.action].run(args, Console(highlight=False, soft_wrap=True))
+    rows, is_right = benchmark.run(args, Console(highlight=False, soft_wrap=True))
     if args.json is not None:
         with args.json.open("a", encoding="utf-8") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in rows)

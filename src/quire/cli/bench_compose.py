@@ -57,6 +57,11 @@ def add_arguments(parser: Arguments) -> None:
     group.add_file("--output", text="write the report as JSON")
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for invalid arguments."""
+    CompositionBenchmark(args)
+
+
 def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
     """Runs all configurations, and prints a table. Returns its rows, and whether all configurations could run."""
     return CompositionBenchmark(args).run(console)

@@ -38,14 +38,18 @@ def add_arguments(parser: Arguments) -> None:
     group.add_file("--steps", text=text, nargs="+")
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Prints the steps by kind, and the model. Returns a row per kind, and True: it checks no result."""
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for invalid arguments."""
     if not 0 < args.seconds < math.inf:
         raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0, and finite")
     if args.output is not None:
         shared.check_writable(args.output)
     if args.plot is not None:
         shared.check_plot(args.plot)
+
+
+def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the steps by kind, and the model. Returns a row per kind, and True: it checks no result."""
     if args.steps:
         return _fit_log(args, console), True
     with shared.measured_model(args, console) as llm:

@@ -26,10 +26,14 @@ def add_arguments(parser: Arguments) -> None:
         group.add_argument(flag, type=int, nargs=nargs, default=default, metavar="N", help=text)
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Prints a line per row. Returns the rows and True: this benchmark checks no result."""
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for invalid arguments."""
     if min(*args.batch, *args.prefill, args.input_tokens, args.output_tokens - 1, args.repeats) < 1:
         raise ConfigError("the counts of quire bench must be at least 1, --output-tokens at least 2")
+
+
+def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
+    """Prints a line per row. Returns the rows and True: this benchmark checks no result."""
     from quire.evaluation.throughput import measure
 
     rows = []

@@ -27,13 +27,13 @@ def add_arguments(parser: Arguments) -> None:
     text = "tokens per answer (default: the trace's, scaled)"
     group.add_argument("--output-tokens", type=int, metavar="N", help=text)
     pace = group.add_mutually_exclusive_group()
-    pace.add_count("--concurrency", text="number of requests in flight", default=1)
+    pace.add_count("--concurrency", text="number of requests in flight (default: 1)")
     text = "follow the trace's timestamps, X times as fast"
     pace.add_argument("--speed", type=float, metavar="X", help=text)
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Prints a table. Returns it as one row, and whether the numbers of tokens agree as required."""
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for invalid arguments."""
     if args.trace is None:
         raise ConfigError("quire bench trace needs --trace FILE")
     if args.block_tokens % TELLING_TOKENS:
@@ -42,6 +42,10 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]
         raise ConfigError(f"--speed is {args.speed}; it must be above 0")
     if args.output_tokens is not None and args.output_tokens < 1:
         raise ConfigError(f"--output-tokens is {args.output_tokens}; it must be at least 1")
+
+
+def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], bool]:
+    """Prints a table. Returns it as one row, and whether the numbers agree where they must."""
     from quire.evaluation.trace_replay import TraceReplay
 
     replay = TraceReplay(
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]
         num_requests=args.requests,
         block_tokens=args.block_tokens,
         output_tokens=args.output_tokens,
-        concurrency=args.concurrency,
+        concurrency=args.concurrency or 1,
         speed=args.speed,
     )
     with shared.measured_model(args, console, replay.options) as llm, shared.progress("requests") as progress:

@@ -50,9 +50,6 @@ def _folder(disk: str) -> tuple[Path, int | None]:
     return user_path(disk), cap
 
 
-# ---- ls and clear ------------------------------------------------------------------------------------------------
-
-
 def _show(reader: FolderReader, *, as_json: bool) -> int:
     usages, subfolders = reader.usages(), reader.subfolders()
     reader.note_foreign()
@@ -181,6 +178,9 @@ def _export(reader: FolderReader, args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace, folder: Path, cap: int | None) -> int:
     from quire.prefixes.importing import import_prefixes
 
+    def show_checked(num_checked: int, worst: float) -> None:
+        print(f"computed {num_checked} chunks again: they differ by at most {worst:.3f} of their variation", flush=True)
+
     found = import_prefixes(
         Path(args.names[0]),
         folder,
@@ -190,9 +190,8 @@ def _import(args: argparse.Namespace, folder: Path, cap: int | None) -> int:
         is_trusted=args.trust,
         hashing=shared.byte_progress("hashing"),
         compared=shared.progress("chunks compared"),
+        checked=show_checked,
     )
-    if not args.trust:
-        print(f"computed {found.num_checked} chunks again: they differ by at most {found.worst:.3f} of their variation")
     there, whole = found.there, found.whole
     if is_partial := there.num_runs < whole.num_runs:
         print(

@@ -22,6 +22,7 @@ from quire.arguments import Arguments, count
 from quire.cache.codecs import CODECS
 from quire.cli import shared
 from quire.config import CacheConfig, EngineConfig
+from quire.safe_io import read_given_text
 
 if TYPE_CHECKING:
     from quire.calibrate import CalibrationSettings
@@ -41,7 +42,7 @@ def add_arguments(parser: Arguments) -> None:
     group.add_file("--text", text="text to read (default: the model writes a text itself)")
     widths = ",".join(str(row.bits) for row in reversed(CODECS.values()) if row.is_calibrated)
     text = f"bit widths to make tables for (default: {widths})"
-    group.add_argument("--bits", type=shared.list_of(count), metavar="N,...", help=text)
+    group.add_argument("--bits", type=shared.set_of(count), metavar="N,...", help=text)
     for flag, text in (
         ("--outlier-slots", "number of elements per vector stored exactly (default: cache.outlier_slots)"),
         ("--sink-tokens", "number of first tokens kept exact (default: cache.sink_tokens)"),
@@ -55,7 +56,7 @@ def add_arguments(parser: Arguments) -> None:
     group.add_switch("--json", text="print JSON instead of a table")
     group = parser.add_argument_group("for ablations")
     text = "kinds of books to choose from: uniform,plain,fisher,damped,own (default: all)"
-    group.add_argument("--books", type=shared.list_of(str), dest="kinds", metavar="KIND,...", help=text)
+    group.add_argument("--books", type=shared.set_of(str), dest="kinds", metavar="KIND,...", help=text)
     text = "use the same bit width in all layers, heads and channels"
     group.add_argument("--same-bits", action="store_false", dest="spends", help=text)
 
@@ -64,10 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """Calibrates and prints the chosen widths and books."""
     if shared.printed_config(args):
         return 0
-    from quire.evaluation.curves import Text
-
     config = EngineConfig.from_flags(args)
-    text = None if args.text is None else Text.read(args.text).content
+    text = None if args.text is None else read_given_text(args.text)
     for file in (args.output, args.export):
         if file is not None:
             shared.check_writable(file)

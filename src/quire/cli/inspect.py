@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
@@ -61,33 +60,23 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from quire.inspection import ModelInspection
 
-    found = ModelInspection.of(args.model, EngineConfig.from_flags(args))
+    hashing = shared.byte_progress("hashing") if args.digest and args.tiers is None else None
+    found = ModelInspection.of(args.model, EngineConfig.from_flags(args), hashing)
     if args.tiers is not None:
         from quire.cli import tiers
 
         tiers.print_disk(args.model, found, as_json=args.json)
         return 0
-    digest = _digest(args.model) if args.digest else None
     # A given length above the longest request is shown with 0 sequences; a default one is left out.
     most = found.sizes.max_context
     lengths = sorted({*(args.length or [length for length in LENGTHS if length <= most]), most})
     if args.json:
-        facts = found.to_json() | {"digest": None if digest is None else asdict(digest)}
-        print(json.dumps(facts | {"sequences": {length: found.sequences(length) for length in lengths}}, indent=2))
+        print(json.dumps(found.to_json(lengths), indent=2))
         return 0
     _print_table(args.model, found, lengths)
-    if digest is not None:
-        print(f"digest: {digest.digest} ({_digest_note(digest)})")
+    if found.digest is not None:
+        print(f"digest: {found.digest.digest} ({_digest_note(found.digest)})")
     return 0
-
-
-def _digest(model: str) -> Digest:
-    from quire.models.digest import digest_of
-    from quire.models.resolve import resolve_model
-    from quire.models.weights import open_model
-
-    with open_model(resolve_model(model)) as checkpoint, shared.byte_progress("hashing") as report:
-        return digest_of(checkpoint, report)
 
 
 def _show_server(args: argparse.Namespace) -> int:

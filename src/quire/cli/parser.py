@@ -1,8 +1,9 @@
 """Parses a command line with the parser of its command and action.
 
 A command is a module of this package with `add_arguments` and `run`. A command with actions has ACTIONS, a module with
-`add_arguments` for each, and itself adds the arguments that all actions share. The named command and action are
-imported; all commands are imported only to find out which of them has an unknown flag.
+`add_arguments` for each, and itself adds the arguments that all actions share. `cache` and `cluster` have CHOICES
+instead: their actions are words of one parser, and share its flags. The named command and action are imported; all
+commands are imported only to find out which of them has an unknown flag.
 """
 
 from __future__ import annotations
@@ -167,7 +168,11 @@ class CommandParser(Parser):
             yield word if value is None else f"{word}={value}"
             if value == following:
                 next(left)
-        yield from words[end:]
+        behind = words[end:]
+        # Several -- count as one: argparse drops only the first.
+        while behind[:2] == ["--", "--"]:
+            behind = behind[1:]
+        yield from behind
 
     def _is_switch(self, word: str) -> bool:
         return word in self.flags and self.flags[word].nargs == "?" and self.flags[word].const == "true"
@@ -204,11 +209,15 @@ class CommandParser(Parser):
         self.error(f"there is no place for {word!r}{one}")
 
     def _refuse_flag(self, flag: str) -> NoReturn:
+        if flag in self.flags:
+            self.error(f"{flag} stands behind --, after which no word is a flag")
         known = [each for each in self.flags if each.startswith("--")]
         own = "--" + flag.rpartition(".")[2].replace("_", "-")
         if own in known:
             self.error(f"unknown flag {flag}; the flag is {own}")
         if others := [each.prog for each in parsers_of(self.command) if flag in each.flags]:
+            if self.action is None:
+                self.error(f"{flag} is for {' and '.join(others)}; write the action before its flags")
             raise ConfigError(f"{flag} is for {' and '.join(others)}, not for {self.action}")
         others = [f"quire {name}" for name in COMMANDS if any(flag in each.flags for each in parsers_of(name))]
         if others:

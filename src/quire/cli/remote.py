@@ -129,7 +129,7 @@ def _not_quire(shown: str) -> QuireError:
 
 @contextlib.contextmanager
 def known_format() -> Iterator[None]:
-    """Raises QuireError if a server's answer has an unexpected form."""
+    """Raises QuireError if a server's answer has an unknown format."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -75,12 +75,12 @@ def add_config(parser: Arguments) -> None:
 
 
 def add_plot(parser: Arguments, what: str) -> None:
-    """Adds --plot. what: content of the plot."""
+    """Adds --plot. what: the content of the figure, for the help."""
     parser.add_file("--plot", text=f"draw {what}; the file's ending selects PNG, SVG or PDF")
 
 
 def add_api_key_file(parser: Arguments, when: str = "") -> None:
-    """Adds --api-key-file. when: condition under which the key is sent."""
+    """Adds --api-key-file. when: condition for the help, such as "with --tree: "; empty if the key is always sent."""
     text = f"{when}send the first key of this file (default: the environment variable {KEY_VARIABLE})"
     parser.add_file("--api-key-file", text=text)
 
@@ -169,15 +169,21 @@ def check_plot(path: Path) -> None:
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """A parser of comma-separated values, for argparse. Drops repeated values."""
+    """A parser of comma-separated values, for argparse."""
 
     def convert(text: str) -> tuple[Any, ...]:
         words = [word.strip() for word in text.split(",")]
         if not all(words):
             raise argparse.ArgumentTypeError(f"{text!r} has an empty value beside a comma")
-        return tuple(dict.fromkeys(kind(word) for word in words))
+        return tuple(kind(word) for word in words)
 
     return convert
+
+
+def set_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """As `list_of`, but a value that is repeated counts once."""
+    convert = list_of(kind)
+    return lambda text: tuple(dict.fromkeys(convert(text)))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> None:
@@ -252,7 +258,9 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     try:
         yield report
     finally:
-        bar.stop()
+        # stop would print an empty line for a bar that never started.
+        if bar.tasks:
+            bar.stop()
 
 
 def _now_and_then(text: Callable[[int, int], str]) -> Callable[[int, int], None]:

@@ -19,7 +19,7 @@ import torch
 from quire.cache.codecs.nuq import BLOCK_PAIRS, MAX_SLOTS, NUM_BOOK, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.errors import ConfigError
-from quire.safe_io import check_regular, written_whole
+from quire.safe_io import atomic_write, check_regular
 
 FORMAT = "1"
 """Version of the file format: its tensors and their meaning."""
@@ -54,7 +54,7 @@ class Calibration:
         """Writes the file atomically: readers never see a partial file under its name."""
         from safetensors.torch import save
 
-        with written_whole(path) as draft:
+        with atomic_write(path) as draft:
             # The file gets the permissions of the user's umask. The library's own writer would give it fewer.
             draft.write_bytes(save(self.tensors(), self.metadata()))
 

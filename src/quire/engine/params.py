@@ -87,24 +87,24 @@ class SamplingParams:
     the first token. None: no embedding."""
 
     def __post_init__(self) -> None:
-        self._check("n", _integer, 1, MAX_SEQUENCES)
-        self._check("temperature", _number, 0.0, MAX_TEMPERATURE)
-        self._check("top_k", _integer, -1)
-        self._check("top_p", _positive, 1.0)
-        self._check("min_p", _number, 0.0, 1.0)
-        self._check("repetition_penalty", _positive, MAX_REPETITION_PENALTY)
-        self._check("presence_penalty", _number, -2.0, 2.0)
-        self._check("frequency_penalty", _number, -2.0, 2.0)
-        self._check("logit_bias", _logit_bias)
-        self._check("seed", _optional_integer, -MAX_SEED - 1, MAX_SEED)
-        self._check("stop", _stop_strings)
-        self._check("stop_token_ids", _stop_token_ids)
+        self._set_checked("n", _integer, 1, MAX_SEQUENCES)
+        self._set_checked("temperature", _number, 0.0, MAX_TEMPERATURE)
+        self._set_checked("top_k", _integer, -1)
+        self._set_checked("top_p", _positive, 1.0)
+        self._set_checked("min_p", _number, 0.0, 1.0)
+        self._set_checked("repetition_penalty", _positive, MAX_REPETITION_PENALTY)
+        self._set_checked("presence_penalty", _number, -2.0, 2.0)
+        self._set_checked("frequency_penalty", _number, -2.0, 2.0)
+        self._set_checked("logit_bias", _logit_bias)
+        self._set_checked("seed", _optional_integer, -MAX_SEED - 1, MAX_SEED)
+        self._set_checked("stop", _stop_strings)
+        self._set_checked("stop_token_ids", _stop_token_ids)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            self._check(name, _boolean)
-        self._check("max_tokens", _optional_integer, 1)
-        self._check("min_tokens", _integer, 0)
-        self._check("logprobs", _optional_integer, 0, MAX_LOGPROBS)
-        self._check("prompt_logprobs", _optional_integer, 0, MAX_LOGPROBS)
+            self._set_checked(name, _boolean)
+        self._set_checked("max_tokens", _optional_integer, 1)
+        self._set_checked("min_tokens", _integer, 0)
+        self._set_checked("logprobs", _optional_integer, 0, MAX_LOGPROBS)
+        self._set_checked("prompt_logprobs", _optional_integer, 0, MAX_LOGPROBS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}", param="min_tokens"
@@ -116,7 +116,7 @@ class SamplingParams:
         if self.pooling is not None and self.n > 1:
             raise RequestError("a prompt has one embedding; with pooling, n must be 1", "n")
         if isinstance(self.structured_outputs, Mapping):
-            self._check("structured_outputs", lambda _, options: StructuredOutputsParams.from_options(options))
+            self._set_checked("structured_outputs", lambda _, options: StructuredOutputsParams.from_options(options))
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 raise _wrong("structured_outputs", self.structured_outputs, "StructuredOutputsParams or a mapping")
@@ -125,7 +125,7 @@ class SamplingParams:
                     reason = "cannot be kept under a constraint, which says where the text ends"
                     raise RequestError(f"{name} {reason}", name)
 
-    def _check(self, name: str, check: Callable[..., object], *limits: float) -> None:
+    def _set_checked(self, name: str, check: Callable[..., object], *limits: float) -> None:
         object.__setattr__(self, name, check(name, getattr(self, name), *limits))
 
     @cached_property

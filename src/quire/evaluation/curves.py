@@ -34,7 +34,7 @@ from quire.models.weights import open_model
 from quire.planning.curves import BEYOND, FITTED_TEXT, Curve, Curves, Loss, Losses, Scoring, parts_of
 from quire.planning.latency import About
 from quire.planning.space import NOT_OF_ENGINES, Settings, Space, Value
-from quire.safe_io import read_text
+from quire.safe_io import read_given_text
 from quire.version import __version__
 
 CONTEXT, WINDOWS = 1024, 12
@@ -77,10 +77,7 @@ class Text:
     @classmethod
     def read(cls, file: Path) -> Text:
         """The text of a file. Raises ConfigError."""
-        try:
-            return cls(file.name, read_text(file))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the text {file}: {error}") from error
+        return cls(file.name, read_given_text(file))
 
 
 class Quality:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from quire.errors import ModelError
 from quire.folders import user_cache
 from quire.models.files import read_json
-from quire.safe_io import written_whole
+from quire.safe_io import atomic_write
 
 if TYPE_CHECKING:
     from quire.models.weights import Checkpoint
@@ -134,12 +134,13 @@ def remembered_digest(checkpoint: Checkpoint) -> str | None:
 def known_names(digests: set[str]) -> dict[str, str]:
     """The names of the models that this machine knows without hashing: embedded ones, and those with packed layers."""
     from quire.models.embedded import EMBEDDED
-    from quire.models.image_folder import ImageError, list_images
-    from quire.models.weights import open_model
 
     found = {combined([model.sha256]): name for name, model in EMBEDDED.items()}
     if digests <= found.keys():
         return found
+    from quire.models.image_folder import ImageError, list_images
+    from quire.models.weights import open_model
+
     with contextlib.suppress(ImageError, OSError):
         for image in list_images():
             with contextlib.suppress(ModelError, OSError), open_model(image.origin.path) as checkpoint:
@@ -206,5 +207,5 @@ def _record(file: _File, hashed: str) -> dict[str, Any]:
 
 def _remember(file: _File, hashed: str) -> None:
     """Writes the record of a file atomically: concurrent readers see the previous record."""
-    with written_whole(file.record) as draft:
+    with atomic_write(file.record) as draft:
         draft.write_text(json.dumps(_record(file, hashed)), encoding="utf-8")

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING
 
 from quire.errors import ModelError
 from quire.folders import user_cache
-from quire.safe_io import check_regular, written_whole
+from quire.safe_io import atomic_write, check_regular
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -220,7 +220,7 @@ def _read_stamp(path: Path) -> dict[str, int | str] | None:
 
 
 def _write_stamp(path: Path, model: EmbeddedModel) -> None:
-    with written_whole(path.with_suffix(".verified")) as draft:
+    with atomic_write(path.with_suffix(".verified")) as draft:
         draft.write_text(json.dumps(_stamp(path, model)))
 
 

@@ -1,4 +1,7 @@
-"""Chooses the runs of a disk tier's folder to export or remove: by model, by key or by prompts."""
+"""Chooses the runs of a disk tier's folder to export or remove: by model, by key or by prompts.
+
+A model named by its digest is found without torch, which takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,14 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire.cache.keys import ChunkKeys
-from quire.cache.namespace import Namespace
-from quire.engine.pins import read_pins
 from quire.errors import ConfigError, RequestError
 from quire.models.digest import SHOWN_DIGEST, Report, digest_of
-from quire.models.resolve import resolve_model
-from quire.models.tokenizer import load_tokenizer
-from quire.models.weights import open_model
-from quire.prefixes.cached import parse_prefix_key
-from quire.stores.folder_reader import FolderReader, LocatedRun
+
+if TYPE_CHECKING:
+    from quire.cache.namespace import Namespace
+    from quire.stores.folder_reader import FolderReader, LocatedRun
 
 
 def of_model(reader: FolderReader, model: str, report: Report) -> Callable[[Namespace], bool]:
@@ -31,6 +31,9 @@ def of_model(reader: FolderReader, model: str, report: Report) -> Callable[[Name
         if len(found) > 1:
             raise ConfigError(f"several models begin with {model}; give more of the digest")
     else:
+        from quire.models.resolve import resolve_model
+        from quire.models.weights import open_model
+
         with open_model(resolve_model(model)) as checkpoint:
             found = {digest_of(checkpoint, report).digest} & digests
     if not found:
@@ -42,6 +45,8 @@ def of_model(reader: FolderReader, model: str, report: Report) -> Callable[[Name
 
 def with_key(key: str) -> Callable[[LocatedRun], bool]:
     """A test of whether a run has the chunk with a key. Raises ConfigError."""
+    from quire.prefixes.cached import parse_prefix_key
+
     try:
         name = parse_prefix_key(key)
     except RequestError as error:
@@ -51,6 +56,11 @@ def with_key(key: str) -> Callable[[LocatedRun], bool]:
 
 def with_prompts(reader: FolderReader, model: str, file: Path) -> Callable[[LocatedRun], bool]:
     """A test of whether a run has a chunk of the prompts in a file. The file has the format of cache.pin."""
+    from quire.cache.keys import ChunkKeys
+    from quire.engine.pins import read_pins
+    from quire.models.resolve import resolve_model
+    from quire.models.tokenizer import load_tokenizer
+
     prompts = [pin.ids for pin in read_pins(file, load_tokenizer(resolve_model(model)), "--prompt-file")]
     namespaces = {dataclasses.replace(usage.namespace, salt=salt) for usage in reader.usages() for salt in usage.salts}
     names = {

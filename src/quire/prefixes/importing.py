@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,16 +68,12 @@ class RunCounts:
 class ImportReport:
     """The result of an import.
 
-    whole        runs of the archive
-    there        those of them that the folder has now
-    num_checked  number of chunks that were computed again
-    worst        their largest difference, relative to the variation of tokens
+    whole  runs of the archive
+    there  those of them that the folder has now
     """
 
     whole: RunCounts
     there: RunCounts
-    num_checked: int = 0
-    worst: float = 0.0
 
 
 def import_prefixes(
@@ -90,40 +86,54 @@ def import_prefixes(
     is_trusted: bool,
     hashing: AbstractContextManager[Report],
     compared: AbstractContextManager[Report],
+    checked: Callable[[int, float], None],
 ) -> ImportReport:
     """Puts the prefixes of an archive into the folder of a disk tier.
 
     cap                maximum bytes of the folder; None: as before
     is_trusted         whether the check by computing is skipped
-    hashing, compared  each yields a function (done, total) for progress: in bytes of the model, and in chunks
+    hashing, compared  context managers; each yields a function (done, total): in bytes of the model, and in chunks
+    checked            called before anything is stored, with the number of chunks that were computed again and their
+                       largest difference, relative to the variation of tokens
     Raises ConfigError and QuireError for an archive or a folder that cannot be used.
     """
     # Without settings that do not affect pages.
     cache = dataclasses.replace(config.cache, pin=None, share=True)
     config = dataclasses.replace(config, tiers=TiersConfig(), retain=RetainConfig(), cache=cache)
-    num_checked, worst = 0, 0.0
     with open_archive(source) as archive:
         try:
-            cap = cap or _known_cap(folder)
+            cap = _known_cap(folder) if cap is None else cap
             with hashing as report:
                 namespace = _namespace(model, config, report)
             check_namespaces(archive, namespace)
             check_paths(archive)
-            archive_store = ArchiveStore(archive)
-            engine = load_engine(model, config, tiers=Tiers([archive_store])).engine
-            check_run_shapes(engine, archive)
-            if not is_trusted:
-                with compared as report:
-                    num_checked, worst = check_pages(engine, archive, archive_store, random.SystemRandom(), report)
+            found = _check_runs(model, config, archive, None if is_trusted else compared)
         except ExtentError as error:
             raise QuireError(f"{source} is refused: {error}") from error
+        if found is not None:
+            checked(*found)
         store = DiskStore(folder, cap, namespace)
         try:
             there = store_runs(store, archive)
         finally:
             store.close()
         whole = RunCounts.of([each.header.run for each in archive.runs])
-    return ImportReport(whole, there, num_checked, worst)
+    return ImportReport(whole, there)
+
+
+def _check_runs(
+    model: str, config: EngineConfig, archive: RunArchive, compared: AbstractContextManager[Report] | None
+) -> tuple[int, float] | None:
+    """Checks the runs with an engine of the model, which is freed at the end. Returns what `check_pages` returns, or
+    None without `compared`: then no chunk is computed again.
+    """
+    archive_store = ArchiveStore(archive)
+    engine = load_engine(model, config, tiers=Tiers([archive_store])).engine
+    check_run_shapes(engine, archive)
+    if compared is None:
+        return None
+    with compared as report:
+        return check_pages(engine, archive, archive_store, random.SystemRandom(), report)
 
 
 def _known_cap(folder: Path) -> int:

@@ -1,0 +1,5 @@
+"""Fixtures of prefixes on a disk."""
+
+from tests.disk_folders import fetched
+
+__all__ = ["fetched"]
