@@ -252,7 +252,7 @@ def test_json_is_parsed_as_before() -> None:
         parse_json("{")
 
 
-def test_a_file_is_atomic_write_or_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "a.json"
     with atomic_write(path) as draft:
         draft.write_text("whole")
