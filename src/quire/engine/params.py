@@ -126,7 +126,9 @@ class SamplingParams:
                     raise RequestError(f"{name} {reason}", name)
 
     def _set_checked(self, name: str, check: Callable[..., object], *limits: float) -> None:
-        object.__setattr__(self, name, check(name, getattr(self, name), *limits))
+        given = getattr(self, name)
+        if (value := check(name, given, *limits)) is not given:
+            object.__setattr__(self, name, value)
 
     @cached_property
     def greedy(self) -> bool:
