@@ -92,7 +92,7 @@ def test_staging_memory_gives_each_byte_once(seed: int) -> None:
     marks: dict[StagingBuffer, int] = {}
     num_refused = 0
     for step in range(tries(500)):
-        if rng.random() < 0.65:
+        if rng.random() < 0.8:
             buffer = staging.take(rng.randrange(1, 12 * BLOCK_BYTES))
             if buffer is None:
                 num_refused += 1
