@@ -215,12 +215,16 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def toy_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the row of a codec that only tests have into the registry."""
+def toy_codec() -> Iterator[None]:
+    """Puts the row of a codec that only tests have into the registry, and the rows of before back in their order."""
     from quire.cache.codecs import CODECS
     from tests.codecs import TOY
 
-    monkeypatch.setitem(CODECS, TOY.name, TOY)
+    before = dict(CODECS)
+    CODECS[TOY.name] = TOY
+    yield
+    CODECS.clear()
+    CODECS.update(before)
 
 
 @pytest.fixture(scope="module")
