@@ -114,9 +114,9 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
 def test_an_instance_that_starts_ends_with_its_starter(seconds: float) -> None:
-    """Also while it imports: one that got as far as to read its configuration would complain."""
+    """Also while it imports and, on a fast machine, while it waits for its configuration."""
     process, writing = parent_watch.start(
-        [sys.executable, "-m", "quire.cluster.start"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [sys.executable, "-m", "quire.cluster.start"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     )
     time.sleep(seconds)
     os.close(writing)
