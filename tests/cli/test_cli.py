@@ -247,14 +247,10 @@ def test_a_full_disk_that_no_command_foresaw_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "quire: /somewhere/file cannot be written: No space left on device\n"
 
 
-def test_an_output_on_a_full_disk_is_one_line():
+@pytest.mark.parametrize("words", [["serve", "smollm2", "--print-config"], ["cache", "ls"]], ids=" ".join)
+def test_an_output_on_a_full_disk_is_one_line(words):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "quire", "serve", "smollm2", "--print-config"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        done = subprocess.run([sys.executable, "-m", "quire", *words], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "quire: the output cannot be written: No space left on device\n")
 
 

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     except ImageError as error:
         raise QuireError(f"packed layers: {error}") from None
     except OSError as error:
+        if error.filename is None:  # of the output
+            raise
         what = "read" if args.action == "ls" else "removed"
         raise QuireError(f"{error.filename}: cannot be {what} ({error.strerror})") from error
     return 0

@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "ls":
             return _show(reader, as_json=args.json)
         return _clear(reader, args.model) if args.action == "clear" else _export(reader, args)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise QuireError(f"{error.filename or folder}: {error.strerror or error}") from error
 
