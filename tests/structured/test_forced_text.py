@@ -189,7 +189,9 @@ def some_schema(draw: random.Random, depth: int) -> dict[str, Any]:
 
 def test_nothing_forces_more_than_its_bound(grammars: GrammarCompiler, seed: int) -> None:
     draw, num_forced = random.Random(seed), 0
-    for _ in range(tries(60)):
+    for number in range(5 * tries(60)):
+        if number >= tries(60) and num_forced > 10:
+            break  # few schemas may force little
         schema = some_schema(draw, 3)
         try:
             most = schema_bytes(schemas.prepare_schema(schema))
