@@ -271,7 +271,7 @@ class Bench:
         there the other. Then the engine's answers are those of one of these runs, and still within `MOST`.
         """
         found: list[tuple[Run, Tensor]] = []
-        for seed in range(1024):
+        for seed in range(64):
             self.nudges = torch.Generator().manual_seed(seed)
             run = self.oracle.run(sequence.token_ids, sequence.num_prompt, seen)
             found.append((run, (answered - run.logits).abs().amax(-1)))
