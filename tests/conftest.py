@@ -216,7 +216,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def toy_codec() -> Iterator[None]:
-    """Puts the row of a codec that only tests have into the registry, and the rows of before back in their order."""
+    """Adds a codec of the tests to the registry. Afterwards restores the registry, including its order."""
     from quire.cache.codecs import CODECS
     from tests.codecs import TOY
 

@@ -128,7 +128,7 @@ def disks(roles: tuple[str, ...], folder: Path) -> ByRole:
 
 
 def fetch_whatever_is_stored(engine: Engine) -> None:
-    """However fast this machine computes."""
+    """Makes fetching free, so that the engine never computes stored chunks, however fast the machine is."""
     engine.scheduler.manager.fetching.costs.fetch = lambda num_bytes: 0.0  # type: ignore[method-assign]
 
 
