@@ -19,8 +19,8 @@ def separate_bounds(schemas: Iterable[dict[str, Any]]) -> None:
     """Replaces exclusive bounds that are integers where another bound is farther from 0 and less than 1 away.
 
     llguidance would allow the integer itself (1 for 1 < x <= 1.5, -0 for -0.5 <= x < 0). The next number with
-    The next number with NUM_DIGITS digits becomes an inclusive bound. The other bound may be in any of the schemas,
-    because llguidance combines them.
+    NUM_DIGITS digits becomes an inclusive bound. The other bound may be in any of the schemas, because llguidance
+    combines them.
     """
     every = list(schemas)
     _separate(every, "minimum", "maximum")
