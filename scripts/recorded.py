@@ -9,15 +9,16 @@ A safety net for changes that must not change answers. Record before, compare af
 cores. It does not replace tests: of nine planted defects of engine and server it reported five. Servers are child
 processes of `quire serve` with different settings, one after the other. Each gets its requests one at a time, in the
 same order. The models are smollm2, which must be in the cache, and a tiny random one, both in float32 with one thread.
-`recorded/servers.py` lists the servers, `recorded/lines.py` the command lines.
+`recorded/servers.py` lists the servers, `recorded/lines.py` the command lines, and `recorded/plans.py` those that plan
+and simulate, whose numbers must be the same in every digit.
 
 Compared are status, some headers and the body of each answer; of a stream, what its events say together; of a command
 line its exit status, standard output and the files it writes. Not compared are ids, times, the wording of errors and of
 help, and values of metrics (`recorded/masks.py`). Numbers may differ by 1e-4. An answer that was added or is missing
 differs, too.
 
-A recording has one JSON file for each server, and one for the command lines. Answers depend on the processor: compare
-on the machine that recorded. Exit status 2: there is nothing to run.
+A recording has one JSON file for each server and for each of the two lists of command lines. Answers depend on the
+processor: compare on the machine that recorded. Exit status 2: there is nothing to run.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from recorded.cases import Places
 from recorded.comparison import report
 from recorded.lines import lines_of
 from recorded.models import save_similar, save_tiny
+from recorded.plans import plans_of
 from recorded.runs import Run, RunError
 from recorded.servers import servers_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COMMANDS = "commands"
-"""Name of the part that has the command lines."""
+LINES = {"commands": lines_of, "plans": plans_of}
+"""The parts that have command lines."""
 
 
 def parts_of(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -50,15 +52,16 @@ def parts_of(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dic
     places = Places(folder, tiny, save_similar(folder / "similar", tiny))
     run = Run(given.source, places, say if given.verbose else lambda text: None)
     servers = servers_of(places)
-    known = [*(each.name for each in servers), COMMANDS]
+    known = [*(each.name for each in servers), *LINES]
     wanted = given.only or known
     if unknown := [name for name in wanted if name not in known]:
         raise RunError(f"--only is {unknown[0]!r}; the parts are {', '.join(known)}")
     for server in servers:
         if server.name in wanted:
             yield server.name, run.server(server)
-    if COMMANDS in wanted:
-        yield COMMANDS, {each.name: run.line(each) for each in lines_of(places)}
+    for name, lines in LINES.items():
+        if name in wanted:
+            yield name, {each.name: run.line(each) for each in lines(places)}
 
 
 def record(name: str, found: dict[str, Any], folder: Path) -> int:
@@ -96,7 +99,7 @@ def arguments() -> argparse.Namespace:
         "--only",
         action="append",
         metavar="PART",
-        help="a server's name, or commands; repeatable; disk-again needs disk",
+        help="a server's name, commands or plans; repeatable; disk-again needs disk",
     )
     parser.add_argument("--verbose", action="store_true", help="name each request when it is sent")
     given = parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from recorded.cases import Line, Places, words
+from recorded.plans import LATENCY, OPT_30B, TARGETS, made_trace
 
 HELPS = (
     "serve", "chat", "generate", "inspect", "calibrate", "profile", "plan", "simulate", "bench", "eval", "pull",
@@ -13,21 +14,6 @@ HELPS = (
 )  # fmt: skip
 
 CPU = ("--model.dtype", "float32", "--runtime.device", "cpu", "--runtime.threads", "1", "--cache.memory", "16MiB")
-
-OPT_30B = {
-    "model_type": "opt", "vocab_size": 50272, "hidden_size": 7168, "ffn_dim": 28672, "num_hidden_layers": 48,
-    "num_attention_heads": 56, "max_position_embeddings": 2048, "word_embed_proj_dim": 7168, "torch_dtype": "float16",
-    "eos_token_id": 2, "bos_token_id": 2,
-}  # fmt: skip
-
-LATENCY = {
-    "format": 1, "about": {"threads": 1},
-    "coefficients": {"base": 0.003, "rows_from_1": 8e-4, "prompt_pairs": 1e-7, "context": 2e-6},
-    "knots": [1], "residuals": {}, "ranges": {}, "counts": {}, "dropped": [], "paper": {},
-    "links": {"shm": {"latency": 0.001, "bandwidth": 1e9}},
-}  # fmt: skip
-
-TARGETS = ("--slo.ttft", "0.5", "--slo.tpot", "0.05")
 
 
 def lines_of(places: Places) -> list[Line]:
@@ -130,7 +116,7 @@ def _planned(places: Places, tiny: str) -> list[Line]:
     latency = places.file("latency.json", json.dumps(LATENCY))
     cores = places.file("cores.toml", '[nodes]\ncores = 2\nmemory = "4GiB"\n')
     gpus = places.file("gpus.toml", '[nodes]\ngpus = 2\ngpu_memory = "80GB"\ndevice = "a100-80g"\n')
-    trace = places.file("trace.jsonl", _trace())
+    trace = places.file("trace.jsonl", made_trace())
     room = ("--hardware", "t4", "--plan.gpu", "16GiB", "--plan.cpu", "200GiB", "--plan.disk", "1500GiB")
     block = ("--micro-batch", "48", "--num-batches", "3")
     small = ("--scheduler.max_running", "16", "--scheduler.token_budget", "128", "--cache.memory", "4MiB")
@@ -163,16 +149,6 @@ def _planned(places: Places, tiny: str) -> list[Line]:
         ),
         Line("simulate/no-trace", ("simulate", tiny, "--trace", "nowhere.jsonl")),
     ]  # fmt: skip
-
-
-def _trace() -> str:
-    """A workload: prompts of some lengths, half of which begin alike."""
-    lines = [{"workload": "made"}]
-    for place in range(40):
-        shared = [[1, 64]] if place % 2 else []
-        own = [100 + place, 8 + place * 37 % 290]
-        lines.append({"at": 0.2 * place, "prompt": [*shared, own], "num_out": 1 + place * 13 % 30})  # type: ignore[dict-item]
-    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def _measured(places: Places, tiny: str) -> list[Line]:

@@ -29,7 +29,7 @@ _ID = re.compile(r"([a-z]+)([-_])[0-9a-zA-Z]{8,}(-\d+)?")
 _TIME = re.compile(r"(?<![\w.])\d[\d,]*(\.\d+)?(e-?\d+)? ?(h|min|s|ms|us|µs|ns|seconds?|minutes?)\b")
 _RATE = re.compile(r"(?<![\w.])\d[\d,]*(\.\d+)?(e-?\d+)? ?(\w+)/s\b")
 _SIZE = re.compile(r"\bN ?[KMGT]?i?B\b")
-_DATE = re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?")
+_DATE = re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\+00:00|Z)?)?")
 _FREE = re.compile(r"(memory free now) +\S+")
 _AGE = re.compile(r"\bnow$|\bnow(?=  )|\bTIME (ago|more)\b")
 _NUMBER = re.compile(r"(?<![A-Za-z_])[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?")
@@ -202,6 +202,10 @@ def _lines(text: str, marks: Marks) -> Any:
     return sorted(_json(text, marks), key=lambda line: str(line.get("id")))
 
 
+def _plan(text: str, marks: Marks) -> Any:
+    return _DATE.sub("DATE", marks.plain(text)).splitlines()
+
+
 def _shape(text: str, _: Marks) -> Any:
     return shape_of(_parsed(text))
 
@@ -216,6 +220,7 @@ OUTPUTS: dict[str, Callable[[str, Marks], Any]] = {
     "options": _options,
     "json": _json,
     "lines": _lines,
+    "plan": _plan,
     "shape": _shape,
     "findings": _findings,
     "nothing": lambda text, marks: None,
@@ -227,6 +232,7 @@ numbers   the same without any numbers
 options   the names of the options that help shows
 json      JSON or JSON lines
 lines     JSON lines in the order of their ids
+plan      line by line, every digit of its numbers
 shape     the fields of JSON and the types of their values
 findings  what `quire doctor --json` has looked at
 nothing   not at all

@@ -212,7 +212,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None
         ({"codec": "g4"}, "cache.codec dense, not g4"),
         ({"processor": "another one"}, "the processor a processor, not another one"),
         ({"threads": 1}, "runtime.threads 2, not 1"),
-        ({"kernels": "v4"}, "runtime.level v3, not v4"),
+        ({"kernels": "v4"}, "runtime.cpu_level v3, not v4"),
         ({"disk_bandwidth": None}, "offload.disk_bandwidth 95.37MiB, not auto"),
         ({"device": "H200"}, "the GPU none, not H200"),
     ],

@@ -69,7 +69,7 @@ class Conditions:
             "codec": "cache.codec",
             "processor": "the processor",
             "threads": "runtime.threads",
-            "kernels": "runtime.level",
+            "kernels": "runtime.cpu_level",
             "disk_bandwidth": "offload.disk_bandwidth",
             "device": "the GPU",
         }

@@ -311,7 +311,7 @@ SETTINGS = {
     "offload": "offload.mode",
     "backend": "attention.backend",
     "threads": "runtime.threads",
-    "level": "runtime.level",
+    "level": "runtime.cpu_level",
 }
 """What entries of `about` are called in messages; others by their name."""
 
