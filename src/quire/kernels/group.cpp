@@ -1,13 +1,14 @@
-// Encoding of full pages in group codes, and decoding. Compiled without fused multiply-adds, so that it gives the bits of cache/codecs/group.py.
+// Encodes full pages in group codes, and decodes them. Compiled without fused multiply-adds, so that results have the same bits as those of
+// cache/codecs/group.py.
 #include "group.h"
 
 namespace quire {
 namespace {
 
 constexpr int SLOTS = 64;
-constexpr int CHANNELS = 64;      // of a group
+constexpr int CHANNELS = 64;      // channels of a group
 constexpr int MAX_D = 256;
-constexpr int RANGES = 4 * SLOTS; // bytes of the lows and the steps of one group
+constexpr int RANGES = 4 * SLOTS; // bytes of the minima and the steps of one group, float16 [64] each
 
 template <class T>
 void encode_rows(int D, const T* x, int64_t stride, const float* bias, uint8_t* out, uint8_t* ranges) {
