@@ -213,7 +213,7 @@ struct PackedRows {
 
 int64_t padded_inputs(int64_t inputs);
 int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs);                     // bytes of scratch for rows of this format
-// Converts rows to this format in a shared loop. bfloat16 rows that fit as they are, without sums, are used in place. sums: whether sums are needed.
+// Converts rows to this format in a shared loop. bfloat16 rows with a suitable layout are not copied. sums: whether the sums are needed.
 PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, bool sums, void* scratch);
 
 constexpr int SPARE_ROWS = 12;   // rows beyond the last that a block may read; their sums are written and ignored
