@@ -114,7 +114,7 @@ template void decode_groups(int, const uint8_t*, const float*, bf16*, bf16*);
 
 using namespace quire;
 
-// For tests, and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D]; bias [D] of the keys, or null.
+// For tests, and for pages that are encoded outside a step: n pages of one head, keys and values T [n, 64, D]; bias [D] of the keys, or null.
 QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v, const float* bias, int64_t n, uint8_t* pages) {
     const int64_t step = static_cast<int64_t>(kind == DENSE_F32 ? 4 : 2) * 64 * D, page_bytes = group_layout(D).page_bytes;
     parallel_for(n, 1, [&](int64_t i) {
@@ -123,7 +123,7 @@ QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v,
     });
 }
 
-// Decodes to float32 K and V [n, 64, D].
+// Decodes to float32 keys and values [n, 64, D].
 QUIRE_API void quire_group_decode(int D, const uint8_t* pages, const float* bias, int64_t n, float* k, float* v) {
     const int64_t page_bytes = group_layout(D).page_bytes;
     parallel_for(n, 1, [&](int64_t i) { decode_groups(D, pages + i * page_bytes, bias, k + i * 64 * D, v + i * 64 * D); });

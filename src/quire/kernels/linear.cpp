@@ -3,8 +3,8 @@
 //
 //     packed[panel, k, n] = (W[32 panel + n, 2k], W[32 panel + n, 2k + 1])        32 columns of pairs, zeros past N
 //
-// are panels of 16 bits; packed.h has panels of fewer bits. Gated: half of a panel is 16 gates, the other half their ups. y = silu(gate) up is
-// computed in registers.
+// is the layout of panels of 16-bit numbers; packed.h has panels of fewer bits. In a gated matrix, half of a panel is 16 gates, the other half their
+// ups; y = silu(gate) * up is computed in registers.
 //
 // A decode step is bound by the bytes of the weights and by the overhead of calls. So a panel is contiguous in memory, and a call is one loop over
 // the panels of all parts. Many rows reuse a part of a panel from the cache, SHORT_STEPS or TALL_STEPS pairs at a time. Defined by
@@ -40,7 +40,7 @@ struct Product {
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
 
-// One panel, its first output, and its number of outputs: fewer than its width at a part's end.
+// One panel, its first output, and its number of outputs. The last panel of a part may have fewer outputs than its width.
 struct Panel {
     int64_t kind;
     const uint8_t* at;
@@ -87,7 +87,7 @@ void put_sums(const Product<X, T>& p, const Panel& panel, int64_t at, int height
     else put_rows(sums, height, outputs_of(p, panel, at));
 }
 
-// Many rows of one panel without dot products of pairs: each number is widened once, so only multiply-adds remain.
+// Many rows of one panel, on CPUs without dot products of pairs: each number is widened to float32 once, and all rows use it.
 template <class Math, class X, class T>
 void wide_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height) {
     const int steps = static_cast<int>(p.inputs / 2);
@@ -241,7 +241,7 @@ QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int g
     });
 }
 
-// out has the requested format: that of the rows, or float32. Rows of pairs are an even number of elements apart.
+// out_kind: the format of the rows, or float32. For panels of pairs, x_stride must be even.
 QUIRE_API void quire_multiply(const Matrix* matrix, const Rows* rows, int out_kind, void* out) { multiply(*matrix, *rows, out_kind, out); }
 
 QUIRE_EXPORT_FIELDS(Part)

@@ -319,7 +319,7 @@ void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, floa
 
 using namespace quire;
 
-// For tests, and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D].
+// For tests, and for pages that are encoded outside a step: n pages of one head, keys and values T [n, 64, D].
 QUIRE_API void quire_nuq_encode(const NuqHead* head, int D, int kind, const void* k, const void* v, int64_t n, uint8_t* pages) {
     const int64_t width = kind == DENSE_F32 ? 4 : 2, step = width * PAGE * D;
     parallel_for(n, 1, [&](int64_t i) {
@@ -328,7 +328,7 @@ QUIRE_API void quire_nuq_encode(const NuqHead* head, int D, int kind, const void
     });
 }
 
-// Decodes to float32 K and V [n, 64, D].
+// Decodes to float32 keys and values [n, 64, D].
 QUIRE_API void quire_nuq_decode(const NuqHead* head, int D, const uint8_t* pages, int64_t n, float* k, float* v) {
     parallel_for(n, 1, [&](int64_t i) { decode_page(*head, D, pages + i * head->page_bytes, k + i * PAGE * D, v + i * PAGE * D); });
 }
