@@ -184,7 +184,7 @@ def lay_out(
 class _StepRows:
     """The slices of a step as arrays.
 
-    starts, counts, num_dropped  int64 [slices], as of `RowSlice`
+    starts, counts, num_dropped  int64 [slices], as in `RowSlice`
     lengths   int64 [slices], chunks of each path up to its last row
     paths     int64 [slices], index of the first chunk of each path
     own       int64 [slices], index of the first chunk that each slice writes: inside its path, or in the lists that

@@ -14,7 +14,7 @@ If sealed chunks are encoded, rows before some position see a chunk as it was co
 a staged one. All others see it as stored; `encoded.turns_of` gives the positions of its slots. Here, queries and keys
 are both rotated by their positions.
 
-Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu hold the two together.
+Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu compare the two.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -122,7 +122,7 @@ def dense_keys(
 def encoded_keys(
     arena, words,  # the arena as page elements and as i32
     table, chunk, layer_head,
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as in `attend_encoded`
     start,  # first position of the chunk by its index in the path
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr, UNIT: tl.constexpr,
     SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
@@ -197,7 +197,7 @@ def put_sums(
 @triton.jit
 def add_rows(
     total,  # f32 [ROWS, P]
-    keys, channel, is_channel, queries, limits,  # as of `probabilities`
+    keys, channel, is_channel, queries, limits,  # as in `probabilities`
     low, high,       # query rows that count
     first_position,  # position of row 0; the others follow
     at, far, peaks,
@@ -234,7 +234,7 @@ def sum_columns(
     sums,       # the arena as f32; a page starts at id * 32
     table,      # i32 [C, L, H] page ids
     masks,      # i64 [C, L, H]
-    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`, or None
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as in `attend_encoded`, or None
     positions,  # i32 [R]
     columns,    # i32 [n, COLUMN_INTS]
     staged,     # page id of the first staged page
@@ -298,7 +298,7 @@ def sum_columns(
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
 def sum_single_columns(
-    queries, lse, arena, words, sums, table, masks,  # as of `sum_columns`
+    queries, lse, arena, words, sums, table, masks,  # as in `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     positions,
     num_columns,  # i32 [1]: number of columns in use
@@ -388,7 +388,7 @@ def keep_keys(
 @triton.jit
 def add_kept(
     total,  # f32 [ROWS, P]
-    keys, channel, is_channel, queries, limits, low, high, first_position, at,  # as of `add_rows`
+    keys, channel, is_channel, queries, limits, low, high, first_position, at,  # as in `add_rows`
     always,   # i1 [P]: slots kept for every row
     nearest,  # i64: number of last tokens that each row also keeps
     ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
@@ -418,7 +418,7 @@ def add_kept(
 def recover(
     kept_queries,  # [L, H, kept rows, G, D]
     kept_lse,      # f32 [L, H, kept rows, G], base 2
-    arena, words, table, masks,  # as of `sum_columns`
+    arena, words, table, masks,  # as in `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     chunks,        # i32 [n, KEPT_INTS], of a path, in order of position
     kept,          # i64 [L, H, words]: columns kept for every row, by position

@@ -168,7 +168,7 @@ def slots_of(words, at, slot, used, P: tl.constexpr):
 @triton.jit
 def decoded_keys(
     KIND: tl.constexpr, words, page,
-    bias,  # as of `group_keys`
+    bias,  # as in `group_keys`
     D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The two channels of every pair, not rotated, f32 [HP, P] each, of a page of any codec without lookups. Such a
